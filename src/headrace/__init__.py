@@ -37,7 +37,7 @@ _HOMES = {
     "sandbox": "headrace.rollout.scoring",
     "train": "headrace.run.session",
 }
-"""Public names and the modules they come from: imported when they are first asked for."""
+"""Every public name, with the module that declares it. A module is imported at the first use of one of its names."""
 
 __all__ = [
     "Env",
@@ -57,9 +57,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public name ``name`` from its module when it is first used, so that ``import headrace`` stays fast;
-    Python calls this function for a name that the package does not hold yet. Raises ``AttributeError`` for a name that
-    is not public."""
+    """Return the public object ``name`` of the package, imported now from its module, so that ``import headrace`` stays
+    fast. Python calls this function for an attribute that the package does not have yet. Raises ``AttributeError`` for
+    a name that is not public."""
     if name not in _HOMES:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
     import importlib

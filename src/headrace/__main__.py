@@ -1,4 +1,4 @@
-"""``python -m headrace``: the program, where its script is not on the path."""
+"""``python -m headrace``: run the program ``headrace`` where its script is not on the ``PATH``."""
 
 from headrace.run.cli import main
 

@@ -1,11 +1,11 @@
-"""The contracts that an extender implements, each with the group of entry points that offers it.
+"""The contracts that an extender implements, each with the group of entry points that registers implementations.
 
-A package offers an implementation with one line of its ``pyproject.toml``, and a run file names it::
+A package registers an implementation with one line of its ``pyproject.toml``, and a run file names it::
 
     [project.entry-points."headrace.losses"]
     huber = "my_package.huber:Huber"
 
-docs/extending.md shows a whole package. A contract is imported when it is first used.
+docs/extending.md shows a whole package. The class of a contract is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """What a package must implement to extend Headrace in one respect, such as a loss: the base class that is
-    implemented, and the group of entry points under which the package offers its implementation."""
+    """A contract that a package implements to extend Headrace in one respect, such as a loss: its base class, and the
+    group of entry points under which the package registers its implementation."""
 
     module: str
-    """The module that declares the class, from which it is imported when it is first used."""
+    """The module that declares the base class, imported when the class is first used."""
     group: str
     """The group of entry points in ``pyproject.toml``, such as ``headrace.losses``."""
     meaning: str
-    """What an implementation is, in a sentence, for the documentation."""
+    """A sentence for the documentation that says what an implementation is."""
 
 
 CONTRACTS = {
@@ -149,7 +149,7 @@ CONTRACTS = {
         "that returns several by their names.",
     ),
 }
-"""Every contract by the name of its class."""
+"""Every contract, by the name of its base class."""
 
 __all__ = [
     "CONTRACTS",

@@ -130,7 +130,7 @@ def test_files_of_dropped_groups_are_removed_at_the_next_snapshot(
     plan.flow |= {"policy": {"kind": "unbounded", "stale": "drop_oldest"}, "max_age": 2, "lead": 1}
     life = live(plan)
     assert sum(life.summary.ledger.groups.dropped.values()) > 0
-    assert not life.controller.state.flow.columns._free_at
+    assert not life.controller.state.flow.columns._unneeded_from
     assert num_files(tmp_path) < ColumnStore(tmp_path / COLUMNS, "engine")._next / 2
 
 

@@ -158,7 +158,7 @@ def test_a_part_ends_when_its_connection_breaks() -> None:
                 line.close()
                 assert await process.wait() == -signal.SIGKILL
                 log.seek(0)
-                assert b"the connection to the controller is broken" in log.read()
+                assert b"the connection to the controller is broken: this process ends" in log.read()
 
     asyncio.run(main())
 

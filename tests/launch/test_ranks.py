@@ -15,7 +15,7 @@ from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child
 from headrace.launch.clients.peer import Peer
 from headrace.launch.hosts import EXIT_RANK_LOST
-from headrace.launch.local import _watch
+from headrace.launch.local import _raise_on_death
 from headrace.launch.local_process import LocalProcess
 from tests.launch.workers import site
 
@@ -62,7 +62,7 @@ async def first_cause(directory: Path, killed: bool | None) -> str:
 
 async def words_of(*ranks: Child) -> str:
     with pytest.raises(ComponentDied) as died:
-        await _watch(ranks)
+        await _raise_on_death(ranks)
     return died.value.problem
 
 

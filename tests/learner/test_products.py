@@ -105,7 +105,7 @@ def test_unused_tokens_change_nothing_where_layers_keep_a_state(always: None, tm
     ],
 )  # fmt: skip
 def test_the_processor_decides(maker, capability, system, faster, monkeypatch) -> None:
-    monkeypatch.setattr(products, "_maker", lambda: maker)
+    monkeypatch.setattr(products, "_cpu_vendor", lambda: maker)
     monkeypatch.setattr(products.platform, "system", lambda: system)
     monkeypatch.setattr(products.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)

@@ -66,7 +66,7 @@ def test_failure_of_a_foreign_model_says_after_which_part_it_came(
         raise RuntimeError("no such tensor")
 
     directory = str(tiny(tmp_path / "model", "llama"))
-    monkeypatch.setattr(model_check._Check, "_learner", broken)
+    monkeypatch.setattr(model_check._Check, "_check_learner", broken)
     report = check_model(directory, longest=32)
     assert (report.verdict, report.reason) == ("fails", "after load: RuntimeError: no such tensor")
 

@@ -33,7 +33,7 @@ TOKEN = (
     # the prompt, to the engine
     Hop("control/loops/rollout", "RolloutLoop._run_together", "run_group"),
     Hop("rollout/siblings", "SiblingRunner.run", "generate_siblings"),
-    Hop("engine/fleet/fleet", "Fleet._siblings_of_one", "generate_siblings"),
+    Hop("engine/fleet/fleet", "Fleet._siblings_on", "generate_siblings"),
     Hop("launch/clients/engine", "EngineClient._flush", "send"),
     Hop("launch/channel", "ControllerChannel.send", "encode"),
     Hop("base/types/messages/codec", "MessageCodec.decode", "decode"),
@@ -50,7 +50,7 @@ TOKEN = (
     Hop("engine/native/rows", "Rows.flush", "TokenChunk", "TokenChunk"),
     Hop("engine/native/rows", "ChunkBuilder._flush", "flush"),
     Hop("launch/hosts/engine", "EngineHost._report", "send"),
-    Hop("launch/channel", "ControllerChannel.receive", "_decoded"),
+    Hop("launch/channel", "ControllerChannel.receive", "_decode"),
     Hop("launch/clients/peer", "Peer._route", "handle"),
     Hop("launch/clients/engine", "EngineClient.handle", "put"),
     Hop("launch/clients/streams", "SiblingArrivals.add", "append"),
@@ -58,13 +58,13 @@ TOKEN = (
     Hop("engine/fleet/routed", "RoutedRequest.on_chunk", "replace"),
     # the turn, to the batch
     Hop("rollout/siblings", "_Answer.turns", "Turn", "Turn"),
-    Hop("rollout/siblings", "SiblingRunner._ended", "EpisodeGraph", "EpisodeGraph"),
+    Hop("rollout/siblings", "SiblingRunner._finish", "EpisodeGraph", "EpisodeGraph"),
     Hop("control/loops/rollout", "RolloutLoop._run_together", "put"),
     Hop("control/loops/scoring", "ScoringLoop._close_group", "close_group"),
     Hop("control/groups", "close_group", "ScoredGroup", "ScoredGroup"),
     Hop("flow/flow", "Flow.take", "TakenBatch", "TakenBatch"),
     Hop("control/loops/feeding", "Feeder._order", "collate"),
-    Hop("base/types/scored", "_whole", "TrainSample", "TrainSample"),
+    Hop("base/types/scored", "_single_path_sample", "TrainSample", "TrainSample"),
     Hop("base/types/batch", "Batch.collate", "concat", "Batch"),
     # the batch, to the gradient
     Hop("launch/clients/learner", "LearnerClient.train", "send"),

@@ -1,7 +1,7 @@
 """The mathematics of training: advantages, losses, corrections and reductions, as pure functions.
 
-:func:`loss`, :func:`advantage`, :func:`kl` and :func:`gae` are for notebooks and checks. A run uses
-:class:`~headrace.algo.config.AlgoConfig` and :class:`~headrace.algo.objective.Objective`, which run the same code.
+:func:`loss`, :func:`advantage`, :func:`kl` and :func:`gae` are for notebooks and checks. A run uses the same formulas
+through :class:`~headrace.algo.config.AlgoConfig` and :class:`~headrace.algo.objective.Objective`.
 """
 
 from headrace.algo.config import AlgoConfig

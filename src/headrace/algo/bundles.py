@@ -1,4 +1,4 @@
-"""Complete recipes by name (``algo.bundle``): the advantage, loss, correction and reduction that belong together. A
+"""Complete recipes by name (``algo.bundle``): an advantage, loss, correction and reduction that belong together. A
 *tree* is the table ``[algo]`` of a run file, or a part of it, as nested dicts; a *kind* is the name of one formula."""
 
 from __future__ import annotations
@@ -62,9 +62,11 @@ BUNDLES: dict[str, Tree] = {
     "sft": {"loss": {"kind": "ce"}},
     "dpo": {"advantage": _MEAN, "loss": {"kind": "dpo"}},
 }
-"""The recipes of the core. ``dr_grpo`` needs ``reduction.normalizer`` to be set to the longest answer allowed.
+"""The recipes of Headrace's core. ``dr_grpo`` needs ``reduction.normalizer``, the largest number of tokens of an
+answer.
 
-A key that a bundle leaves out is chosen by its loss: the reduction of its paper, and ``tis`` unless it anchors to μ."""
+If a bundle leaves out the reduction, its loss determines it: the reduction of its paper. If a bundle leaves out the
+correction, it is ``tis``, or none for a loss whose ratio is relative to μ."""
 
 
 OFFERED = Registry[Tree](
@@ -72,15 +74,15 @@ OFFERED = Registry[Tree](
     setting="algo.bundle",
     check=lambda made: None if isinstance(made, dict) else "is not a table of algo's keys",
 )
-"""The bundles that installed packages (plugins) offer. Each is a table like those of :data:`BUNDLES`."""
+"""The bundles that installed packages (plugins) register. Each is a table like those of :data:`BUNDLES`."""
 
 
 def expand(tree: Tree) -> Tree:
-    """Return the table ``[algo]`` in full. A formula that is given by its name alone becomes a table, such as
-    ``{"kind": "dapo"}`` for ``"dapo"``. If ``bundle`` names a bundle, the result is merged over that bundle's tables.
+    """Return the complete table ``[algo]``. The plain name of a formula becomes a table, such as ``{"kind": "dapo"}``
+    for ``"dapo"``. If ``bundle`` names a bundle, the result is merged over the tables of that bundle.
 
-    A table whose kind differs from that of the bundle's table replaces it as a whole. A table of the same kind, or
-    without a kind, overrides only the keys that it has. Corrections replace those of the bundle. Raises
+    A table whose kind differs from the kind of the bundle's table replaces it as a whole. A table of the same kind, or
+    without a kind, overrides only the keys that it contains. Corrections replace those of the bundle. Raises
     :class:`~headrace.base.errors.ConfigError` for an unknown bundle.
 
     >>> expand({"bundle": "dapo", "loss": {"clip_high": 0.3}})["loss"]
@@ -100,17 +102,17 @@ def expand(tree: Tree) -> Tree:
 
 
 def _as_table(key: str, value: Any) -> Any:
-    """Return the value of ``key`` of ``[algo]`` with each name of a formula replaced by a table of that kind. For
-    corrections, it is a tuple of tables, empty for ``"none"``; other values are returned unchanged."""
+    """Return the value of ``key`` in ``[algo]`` with each name of a formula replaced by a table of that kind. For
+    corrections, the result is a tuple of tables, which is empty for ``"none"``. Other values are returned unchanged."""
     if key == "correction":
         if isinstance(value, str | dict):
             value = [] if value == "none" else [value]
-        return tuple(named(part) if isinstance(part, str) else part for part in value) if _listed(value) else value
+        return tuple(named(part) if isinstance(part, str) else part for part in value) if _is_list(value) else value
     if key in ("loss", "advantage", "reduction") and isinstance(value, str):
         return named(value)
     return value
 
 
-def _listed(value: Any) -> bool:
-    """Return whether a value is a list or a tuple."""
+def _is_list(value: Any) -> bool:
+    """Return whether ``value`` is a list or a tuple."""
     return isinstance(value, list | tuple)

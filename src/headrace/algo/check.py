@@ -1,5 +1,5 @@
-"""The contract suite of a loss, which tests every loss of this package and can test the user's own. The contract has
-several *clauses*; each is one property that every loss must have, and is tested on random batches.
+"""The contract suite of a loss, which tests every loss of this package and can test a user's own loss. The contract
+consists of *clauses*. Each clause is one property that every loss must have, and is tested on random batches.
 
 Shape legend: S samples of T positions, N = S·T tokens, K likeliest entries of a teacher.
 """
@@ -30,22 +30,23 @@ from headrace.base.errors import HeadraceError
 STEP = 1e-6
 """The step of finite differences, in float64."""
 TOLERANCE = 1e-6
-"""The largest relative difference of two results that count as the same."""
+"""The largest relative difference of two results that are considered equal."""
 
 
 class ClauseBroken(Exception):
-    """The error of a clause of the contract that does not hold. Its text says what was observed."""
+    """The error of a clause of the contract that is violated. Its text says what was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result for one clause of the contract."""
+    """The result of testing one clause of the contract."""
 
     clause: str
-    """The property in words, as in :data:`REMEDIES`."""
+    """The clause in words, as in :data:`REMEDIES`."""
     holds: bool
+    """Whether the loss satisfies the clause."""
     detail: str
-    """What was measured, or what violated the clause."""
+    """The measured value, or the violation in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +54,13 @@ class LossReport:
     """The result of :func:`check_loss`."""
 
     ref: str
-    """The name of the loss, or ``file.py:function`` of the user's own."""
+    """The name of the loss, or ``file.py:function`` for a user's own loss."""
     findings: tuple[Finding, ...]
-    """One finding for each clause that was tested; only the first if that does not hold."""
+    """One finding for each clause that was tested. If the first clause is violated, the others are not tested."""
 
     @property
     def ok(self) -> bool:
-        """Whether every clause holds."""
+        """Return whether the loss satisfies every clause."""
         return all(finding.holds for finding in self.findings)
 
     def __str__(self) -> str:
@@ -80,20 +81,21 @@ REMEDIES = {
     "ratios far off stay finite": "take ratios by inputs.log_ratio_N or headrace.algo.base.log_ratio, which clamp",
     "an empty mask gives zero": "let sizes be 0: clamp counts that are divided by",
 }
-"""The usual remedy for each clause."""
+"""The usual remedy for a violation of each clause."""
 
 
 def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | None = None) -> LossReport:
     """Run the contract suite on the loss ``ref``: a name, ``file.py:function`` or a settings record.
 
-    ``options`` are the options for a name, as in :func:`headrace.algo.loss`: settings, or arguments of the user's own
-    function. Optional columns are ``None`` unless the loss declares that it reads them (``needs``).
+    ``options`` are the options of a loss that is given by name, as in :func:`headrace.algo.loss`: settings, or
+    arguments of the user's own function. Optional columns are ``None`` unless the loss declares that it reads them
+    (``needs``).
 
-    The clauses: one finite value per token; the gradient is the derivative of the value, with everything that
-    carries no gradient (detached, or computed under ``torch.no_grad``) held constant, and is not zero everywhere;
-    order and packing of samples and values outside the mask have no effect; extreme ratios stay finite; an empty
-    mask has zero loss and gradient. A formula that raises fails the clause, with its message. Raises
-    :class:`ConfigError` for a reference that names no loss, and for unknown options.
+    The clauses: the loss has one finite value per token. Its gradient is not zero everywhere, and is the derivative of
+    the value if everything without gradient (detached, or computed under ``torch.no_grad``) is held constant. The order
+    and packing of samples, and values outside the mask, have no effect. Extreme ratios give finite results. An empty
+    mask gives zero loss and gradient. A formula that raises an error violates the clause. Raises :class:`ConfigError`
+    for a reference that names no loss, and for unknown options.
     """
     table: Any = with_options(named(ref), dict(options or {})) if isinstance(ref, str) else ref
     config = validate(AlgoConfig, {"loss": table, "correction": ()})
@@ -113,14 +115,14 @@ def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | N
         "ratios far off stay finite": trial.extremes,
         "an empty mask gives zero": trial.empty,
     }
-    shape = _judge("one value per token", trial.shape, source)
-    rest = (_judge(clause, check, source) for clause, check in clauses.items()) if shape.holds else ()
+    shape = _test_clause("one value per token", trial.shape, source)
+    rest = (_test_clause(clause, check, source) for clause, check in clauses.items()) if shape.holds else ()
     return LossReport(ref=ref if isinstance(ref, str) else type(ref).__name__, findings=(shape, *rest))
 
 
-def _judge(clause: str, check: Callable[[], str], source: str | None) -> Finding:
+def _test_clause(clause: str, check: Callable[[], str], source: str | None) -> Finding:
     """Run ``check``, the test of the clause named ``clause``, and return its finding. Any error of the user's formula
-    becomes a finding that does not hold. ``source`` is the path of the user's file, whose line the finding names;
+    becomes a finding of a violation. ``source`` is the path of the user's file, so that the finding can name the line;
     ``None`` for a loss of this package."""
     try:
         return Finding(clause=clause, holds=True, detail=check())
@@ -135,15 +137,15 @@ def _judge(clause: str, check: Callable[[], str], source: str | None) -> Finding
 
 
 def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -> LossInputs:
-    """Return a random batch for the tests: ``num_samples`` samples of ``length`` tokens in float64, with all columns,
-    some tokens outside the mask, and neighbouring samples in pairs of opposite advantages."""
+    """Return a random batch for the tests: ``num_samples`` samples of ``length`` tokens in float64, with all columns
+    and some tokens outside the mask. Each two consecutive samples are a pair with advantages of opposite sign."""
 
     def normal(*shape: int) -> Tensor:
-        """Return random numbers of the standard normal distribution."""
+        """Return a tensor of standard normal random numbers."""
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     def near(log_p_N: Tensor, spread: float) -> Tensor:
-        """Return logprobs that differ from ``log_p_N`` by random amounts of size ``spread``, all below 0."""
+        """Return log-probabilities that differ from ``log_p_N`` by random amounts of size ``spread``, all below 0."""
         return (log_p_N + spread * normal(len(log_p_N))).clamp(max=-0.01)
 
     tokens = num_samples * length
@@ -170,19 +172,19 @@ def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -
 
 
 def take(inputs: LossInputs, samples: Sequence[int], *, packed: bool = False) -> LossInputs:
-    """Return the part of a batch with the samples of these indices, in this order, with its own numbering of samples;
-    ``packed`` leaves out the tokens outside the mask."""
+    """Return the part of a batch that consists of the samples with the indices ``samples``, in this order and numbered
+    from 0. With ``packed``, the tokens outside the mask are left out."""
     at = [(inputs.samples_N == sample).nonzero()[:, 0] for sample in samples]
     if packed:
         at = [rows[inputs.mask_N[rows]] for rows in at]
     order = torch.cat(at) if at else torch.zeros(0, dtype=torch.int64)
     names = [f.name for f in fields(inputs) if f.name.endswith(("_N", "_NK", "_NP"))]
     columns = {name: getattr(inputs, name) for name in names}
-    taken: Mapping[str, Any] = {name: None if value is None else value[order] for name, value in columns.items()}
+    selected: Mapping[str, Any] = {name: None if value is None else value[order] for name, value in columns.items()}
     lengths = torch.tensor([len(rows) for rows in at], dtype=torch.int64)
     samples_N = torch.arange(len(samples)).repeat_interleave(lengths)
     groups_S = None if inputs.groups_S is None else inputs.groups_S[list(samples)]
-    return replace(inputs, **{**taken, "samples_N": samples_N, "num_samples": len(samples), "groups_S": groups_S})
+    return replace(inputs, **{**selected, "samples_N": samples_N, "num_samples": len(samples), "groups_S": groups_S})
 
 
 CARRIERS = ("log_pi_N", "entropy_N", "log_pi_NK")
@@ -193,34 +195,34 @@ OPTIONAL: dict[Column, tuple[str, ...]] = {
     "pairs": ("groups_S",),
     "top_k": ("log_pi_NK", "log_nu_NK"),
 }
-"""The optional columns, by the name with which a loss declares that it reads them."""
+"""The optional columns, by the name that a loss declares in order to read them."""
 
 
 def leaves_of(inputs: LossInputs) -> dict[str, Any]:
-    """Return copies of the columns that carry a gradient, by name, each a leaf of autograd, so that the loss can be
-    differentiated by them."""
-    there = {name: getattr(inputs, name) for name in CARRIERS if getattr(inputs, name) is not None}
-    return {name: column.detach().clone().requires_grad_() for name, column in there.items()}
+    """Return copies of the columns that carry a gradient, by name. Each copy is a leaf of autograd, so that the loss
+    can be differentiated with respect to it."""
+    columns = {name: getattr(inputs, name) for name in CARRIERS if getattr(inputs, name) is not None}
+    return {name: column.detach().clone().requires_grad_() for name, column in columns.items()}
 
 
 @dataclass(frozen=True)
 class GradientTrial:
-    """An objective and a random batch to test it on. Each clause is a method that returns what it measured, or
-    raises :class:`ClauseBroken`."""
+    """An objective and the random batches on which its loss is tested. Each test of a clause is a method that returns
+    the measured result in words, or raises :class:`ClauseBroken`."""
 
     objective: Objective
-    """The objective with the loss that is tested, without corrections."""
+    """The objective that contains the tested loss, without corrections."""
     seed: int
     """The seed of the random batches."""
 
     @cached_property
     def inputs(self) -> LossInputs:
-        """The random batch of ``seed`` with the columns that the objective reads."""
+        """Return the random batch of :attr:`seed` with the columns that the objective reads."""
         return self.batch(self.seed)
 
     def batch(self, seed: int) -> LossInputs:
-        """Return the batch of :func:`example` for this seed, with ``None`` for the optional columns that the objective
-        does not declare."""
+        """Return the batch of :func:`example` for the seed ``seed``. Optional columns that the objective does not
+        declare are ``None``."""
         inputs = example(torch.Generator().manual_seed(seed))
         columns = self.objective.columns
         unread = [name for column, names in OPTIONAL.items() if column not in columns for name in names]
@@ -228,18 +230,19 @@ class GradientTrial:
         return replace(inputs, **absent)
 
     def prepared(self, inputs: LossInputs) -> LossInputs:
-        """Return the inputs with one more column: the tokens that the objective selects from the whole batch, ``None``
-        if it selects none."""
+        """Return ``inputs`` with the additional column of the tokens that the objective selects from the whole batch;
+        ``None`` if it selects none."""
         return replace(inputs, selected_NP=self.objective.prepare(inputs))
 
     def weights(self, inputs: LossInputs) -> Tensor:
-        """Return the weight of each token in the loss, as a reduction would give it: different for each token, whatever
-        its index, so that a mistake in one token shows in the sum; 0 outside the mask."""
+        """Return the weight of each token in the loss, in place of a reduction's weights; 0 outside the mask. The
+        weights of any two tokens differ and do not depend on the token's index, so that an error in one token changes
+        the sum."""
         return (1.5 + (1e4 * inputs.log_mu_N).sin()).masked_fill(~inputs.mask_N, 0.0)
 
     def run(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-        """Return the loss of ``inputs`` and its gradient: a row for every token, with a column for log π and for each
-        other entry that carries a gradient."""
+        """Return the loss of ``inputs`` and its gradient. The gradient has a row for every token, with one column for
+        log π and one for each further entry that carries a gradient."""
         leaves = leaves_of(inputs)
         loss = self.objective(replace(inputs, **leaves), self.weights(inputs)).loss
         grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
@@ -248,15 +251,15 @@ class GradientTrial:
         return loss.detach(), torch.cat([grad if grad.ndim == 2 else grad[:, None] for grad in grads], dim=1)
 
     def shape(self) -> str:
-        """Check that the loss gives one value per token. Return the shape."""
+        """Check that the loss has one value per token. Return the shape."""
         tokens_N = self.objective(self.prepared(self.inputs), self.weights(self.inputs)).tokens
         if tokens_N.shape != self.inputs.log_pi_N.shape:
             raise ClauseBroken(f"shape {tuple(tokens_N.shape)} for inputs of shape {tuple(self.inputs.log_pi_N.shape)}")
         return f"shape {tuple(tokens_N.shape)}"
 
     def gradient(self) -> str:
-        """Check that the gradient is not zero everywhere on at least one of five random batches: on a single one a
-        formula may clip every token. Return its greatest entry."""
+        """Check that the gradient is not zero everywhere on at least one of five random batches, since a formula may
+        clip every token of one batch. Return the largest entry."""
         for seed in range(self.seed, self.seed + 5):
             _, grad = self.run(self.prepared(self.batch(seed)))
             if grad.any():
@@ -271,16 +274,16 @@ class GradientTrial:
         return f"loss {loss.item():.6g} over {len(grad)} tokens"
 
     def derivative(self) -> str:
-        """Check that the gradient of autograd is the derivative of the loss, by central differences, with everything
-        that carries no gradient held constant. Return how closely they agree."""
+        """Check that the gradient of autograd is the derivative of the loss, by central differences in which everything
+        without gradient is held constant. Return how closely they agree."""
         inputs = self.prepared(self.inputs)
         _, grad = self.run(inputs)
-        held = StopGradientCache()
+        stop_gradients = StopGradientCache()
         weights_N = self.weights(inputs)
 
         def value(moved: LossInputs) -> float:
-            """Return the loss of the moved inputs as a number."""
-            with held:
+            """Return the loss of ``moved``, the inputs with one changed entry, as a number."""
+            with stop_gradients:
                 loss = self.objective(replace(moved, **leaves_of(moved)), weights_N).loss
             return float(loss.detach())
 
@@ -291,12 +294,12 @@ class GradientTrial:
             change = torch.zeros_like(getattr(inputs, name))
             change.view(len(grad), -1)[row, k] = STEP
             moved: list[Any] = [{name: getattr(inputs, name) + sign * change} for sign in (1, -1)]
-            up, down = (held.again(value, replace(inputs, **columns)) for columns in moved)
+            up, down = (stop_gradients.again(value, replace(inputs, **columns)) for columns in moved)
             numeric[row, entry] = (up - down) / (2 * STEP)
         return _same(numeric, grad, "finite differences and autograd", tolerance=1e-5)
 
     def order(self) -> str:
-        """Check that loss and gradients are the same if the samples are in reverse order. Return how closely they
+        """Check that loss and gradients do not change if the samples are in reverse order. Return how closely they
         agree."""
         back = take(self.inputs, range(self.inputs.num_samples - 1, -1, -1))
         (loss, grad), (loss_back, grad_back) = self.run(self.prepared(self.inputs)), self.run(self.prepared(back))
@@ -305,8 +308,8 @@ class GradientTrial:
         return _same(grad_back, grad[torch.cat(rows)], "gradients in two orders")
 
     def cutting(self) -> str:
-        """Check that the batch gives the same loss and gradients in parts: pairs of samples one after the other, padded
-        and packed. Return what was compared."""
+        """Check that loss and gradients do not change if the batch is divided into parts of two samples, padded and
+        packed. Return what was compared."""
         whole = self.prepared(self.inputs)
         loss, grad = self.run(whole)
         pairs = [range(start, start + 2) for start in range(0, whole.num_samples, 2)]
@@ -318,8 +321,8 @@ class GradientTrial:
         return f"{len(pairs)} parts, padded and packed"
 
     def outside(self) -> str:
-        """Check that NaN outside the mask has no effect, and that there is no gradient there. Return how many tokens
-        had NaN."""
+        """Check that NaN outside the mask has no effect, and that the gradient is zero there. Return how many tokens
+        were set to NaN."""
         outside_N = ~self.inputs.mask_N
         names = [f.name for f in fields(self.inputs) if f.name.endswith(("_N", "_NK"))]
         columns = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
@@ -335,7 +338,8 @@ class GradientTrial:
         return f"{int(outside_N.sum())} tokens of garbage"
 
     def extremes(self) -> str:
-        """Check that log-ratios of ±60 and ±1000 in float32 give a finite loss and gradient. Return what was tried."""
+        """Check that log-ratios of ±60 and ±1000 in float32 give a finite loss and gradient. Return the tested
+        range."""
         columns: Any = {name: getattr(self.inputs, name).float() for name in ("log_old_N", "log_mu_N", "advantages_N")}
         for far in (-60.0, -1000.0):
             swings = [("log_pi_N", far), ("log_old_N", far), ("log_mu_N", far)]
@@ -348,8 +352,8 @@ class GradientTrial:
         return "log-ratios to ±1000"
 
     def empty(self) -> str:
-        """Check that a batch without a token that carries loss, and one without tokens, have zero loss and gradient.
-        Return that result in words."""
+        """Check that a batch without a token that carries loss, and a batch without tokens, have zero loss and
+        gradient. Return this result in words."""
         nothing = replace(self.inputs, mask_N=torch.zeros_like(self.inputs.mask_N))
         for inputs in (nothing, take(self.inputs, [])):
             loss, grad = self.run(self.prepared(inputs))
@@ -359,11 +363,12 @@ class GradientTrial:
 
 
 class StopGradientCache(TorchFunctionMode):
-    """A cache of the first value of every stop-gradient, so that a difference quotient treats it as constant, as
-    autograd does.
+    """A mode of torch that records the results of stop-gradients, so that a difference quotient treats them as
+    constants, as autograd does.
 
     A stop-gradient is ``detach``, ``.data``, a plain number read from a tensor, or any function under
-    ``torch.no_grad``, of a tensor that carries a gradient.
+    ``torch.no_grad``, if its argument is a tensor that carries a gradient. In the first run the results are recorded.
+    In later runs, which :meth:`again` makes, the recorded results are returned in the same order.
     """
 
     _CUTS = (
@@ -373,19 +378,22 @@ class StopGradientCache(TorchFunctionMode):
     )  # fmt: skip
 
     def __init__(self) -> None:
+        """Start in the recording mode, without recorded results."""
         super().__init__()
         self._values: list[Any] = []
+        """The results of the stop-gradients of the first run, in order."""
         self._place: int | None = None
+        """The index in ``_values`` of the next result to return; ``None`` in the first run, which records."""
 
     def again(self, run: Callable[[LossInputs], float], inputs: LossInputs) -> float:
-        """Call ``run`` with other inputs and return its result, with every stop-gradient replaced by the value that it
-        had in the first run, in the same order."""
+        """Call ``run`` with the changed ``inputs`` and return its result. Every stop-gradient returns the result of the
+        first run."""
         self._place = 0
         return run(inputs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function of torch. If it is a stop-gradient, record its result in the first run, and return the
-        recorded one in later runs."""
+        """Execute one function of torch. For a stop-gradient, record its result in the first run, and return the
+        recorded result in later runs. Torch calls this method for every function while the mode is active."""
         given = [*args, *(kwargs or {}).values()]
         carries = any(isinstance(value, Tensor) and value.requires_grad for value in given)
         result = func(*args, **(kwargs or {}))
@@ -396,16 +404,16 @@ class StopGradientCache(TorchFunctionMode):
             return result
         self._place += 1
         first = _copy(self._values[self._place - 1])
-        return result.copy_(first) if args and result is args[0] else first
+        return result.copy_(first) if args and result is args[0] else first  # an in-place function returns its argument
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor; any other value is returned as it is."""
+    """Return a copy of a tensor; return any other value unchanged."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _same(ours: Tensor, theirs: Tensor, what: str, tolerance: float = TOLERANCE) -> str:
-    """Return a sentence that says how closely two tensors agree, relative to the largest entry of the second if that is
+    """Return a sentence that says how closely two tensors agree, relative to the largest entry of ``theirs`` if it is
     above 1. Raises :class:`ClauseBroken` if they differ by more than ``tolerance``."""
     scale = theirs.abs().max().clamp(min=1.0) if theirs.numel() else theirs.new_ones(())
     gap = ((ours - theirs).abs().max() / scale).item() if theirs.numel() else 0.0

@@ -1,4 +1,5 @@
-"""Write the table of formulas from the docstrings: ``python -m headrace.algo.formulas > docs/formulas.md``."""
+"""The generator of ``docs/formulas.md``, the table of all formulas, from the docstrings:
+``python -m headrace.algo.formulas > docs/formulas.md``."""
 
 from __future__ import annotations
 
@@ -27,36 +28,37 @@ Generated from the docstrings by `python -m headrace.algo.formulas`; do not edit
 π: the policy being trained. π_old: the policy that `algo.old` names. μ: the policy that sampled the token. π_ref: a
 reference policy. ν: a teacher. r = π/π_old, ρ = π_old/μ, A: advantage, R: reward, sg: stop gradient, σ: the logistic
 function, std: standard deviation, with n − 1 in the denominator (ddof 1) or n (ddof 0) as each formula says. Losses are
-minimised. A token whose log μ is not finite leaves numerator and denominator, and is counted.
+minimised. A token whose log μ is not finite is excluded from numerator and denominator, and counted.
 
-Log-ratios are clamped to ±20, so that every exponential is finite. The clamp holds inside squares too ((log r)² of
-`kimi`, `dro`, `ipo`, k2): a token that is farther off is pulled no more.
+Log-ratios are clamped to ±20, so that every exponential is finite. The clamp also applies inside squares ((log r)² of
+`kimi`, `dro`, `ipo`, k2): the square of a token beyond the clamp has no gradient.
 
-`algo.old = "engine"`: π_old is μ, so that r = π/μ and the loss's own clip accounts for older weights. Corrections that
-look at ρ, which is 1 then, are refused: they would count the same twice. It is the default of a run that trains tokens
-of older weights (`flow.max_age` above 0), unless it sets a correction.
-`algo.old = "learner"` (the default elsewhere): π_old is the learner's weights before this step's first update. Where a
-batch is one update, as by default, r is 1 in value: clips, caps on r, and pulls by (log r)² do not act, and the
-correction weighs by ρ; `algo.epochs` and `algo.minibatches` make more. In a notebook π_old is the column `log_old`.
-`algo.old = "sampled"`: π_old of a token is the learner's weights of the version that sampled it, so that ρ is the
-mismatch of engine and learner alone, and r what the updates since then have changed.
+`algo.old = "engine"`: π_old is μ, so that r = π/μ and the loss's own clip accounts for older weights. Corrections
+that read ρ, which is then 1, are refused: they would correct twice. This is the default of a run that trains tokens of
+older weights (`flow.max_age` above 0), unless it sets a correction.
+`algo.old = "learner"` (the default elsewhere): π_old is the learner's weights before this step's first update. If a
+batch is one update, as by default, r is 1 in value: clips, caps on r, and penalties on (log r)² have no effect, and the
+correction multiplies by ρ. `algo.epochs` and `algo.minibatches` make several updates. In a notebook, π_old is the
+column `log_old`.
+`algo.old = "sampled"`: π_old of a token is the learner's weights of the version that sampled the token, so that ρ is
+only the mismatch of engine and learner, and r is the change by the updates since then.
 
-The objective is Σ weight · (correction · loss + penalty) over tokens; all normalisation lies in the weights, which are
-made from the masks of the whole batch.
+The objective is Σ weight · (correction · loss + penalty) over tokens. All normalisation is in the weights, which are
+computed from the masks of the whole batch.
 """
 
 CHAPTERS: tuple[tuple[str, str, Any], ...] = (
     ("Losses", "`[algo.loss] kind = ...`", AnyLoss),
     (
         "Corrections",
-        "`[algo.correction] kind = ...`, or a list of tables; at most one weighs by ρ.",
+        "`[algo.correction] kind = ...`, or a list of tables; at most one multiplies by ρ.",
         AnyCorrection,
     ),
     (
         "Reductions",
         "`[algo.reduction] kind = ...`. S and P count the sequences and prompts that have a token with loss, as verl "
-        "does. TRL counts\nall sequences of a batch: its loss is smaller by the share of those without one, such as "
-        "answers that a filter masks.",
+        "does. TRL counts\nall sequences of a batch: its loss is smaller by the fraction of sequences without such a "
+        "token, such as answers that a filter masks.",
         AnyReduction,
     ),
     (
@@ -69,12 +71,12 @@ CHAPTERS: tuple[tuple[str, str, Any], ...] = (
 
 
 def document() -> str:
-    """Return the whole text of docs/formulas.md."""
+    """Return the whole text of ``docs/formulas.md``."""
     return "\n".join([HEAD, *_chapters(), *_functions(), *_bundles()])
 
 
 def _chapters() -> Iterator[str]:
-    """Yield the chapters of the document: a heading for each kind of formula, and an entry for each of its rows."""
+    """Yield the chapters of the document: a heading for each kind of formula, and an entry for each formula."""
     for title, note, union in CHAPTERS:
         yield f"## {title}\n\n{note}\n"
         for name, kind in classes_by_kind(union).items():
@@ -92,26 +94,26 @@ def _entry(name: str, kind: type[Any]) -> Iterator[str]:
         yield "| option | default | meaning |\n|---|---|---|"
         for key, field in fields.items():
             default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
-            yield f"| `{key}` | {default} | {_one_line(name, key, meanings.get(key))} |"
+            yield f"| `{key}` | {default} | {_table_cell(name, key, meanings.get(key))} |"
         yield ""
 
 
-def _one_line(name: str, key: str, description: str | None) -> str:
-    """Return the meaning of an option as one line of a Markdown table. Raises ``LookupError``, which names the option
-    ``key`` of the formula ``name``, if it has no docstring."""
+def _table_cell(name: str, key: str, description: str | None) -> str:
+    """Return ``description``, the docstring of an option, as one line of a Markdown table. Raises ``LookupError``,
+    which names the option ``key`` of the formula ``name``, if there is no docstring."""
     if not description:
         raise LookupError(f"option {key!r} of {name!r} has no docstring")
     return " ".join(description.split()).replace("``", "`").replace("|", "\\|")
 
 
 def _functions() -> Iterator[str]:
-    """Yield the Markdown of the chapters that are not made from settings: the KL estimators, the returns with the
-    critic's loss, and the metrics."""
+    """Yield the Markdown of the chapters that do not describe settings: the KL estimators, the returns and the critic's
+    loss, and the metrics."""
     yield "## Estimators of KL(π‖π_ref)\n\n`headrace.algo.kl`, and `algo.loss.kl` with `algo.loss.kl_coef` above 0.\n"
-    yield _prose(estimate) + "\n"
+    yield _docstring_text(estimate) + "\n"
     yield "## Returns and the critic\n\n`headrace.algo.gae`; in a run: the advantage `gae`, `[learner.critic]`.\n"
-    yield "### gae\n\n" + _prose(gae) + "\n"
-    yield "### value_loss\n\n" + _prose(value_loss) + "\n"
+    yield "### gae\n\n" + _docstring_text(gae) + "\n"
+    yield "### value_loss\n\n" + _docstring_text(value_loss) + "\n"
     yield "## Metrics\n\nThe metrics of every step, and of `headrace.algo.loss(...).metrics`. w = π/μ.\n"
     yield "| metric | meaning |\n|---|---|"
     for row in LOSS_METRICS:
@@ -119,7 +121,7 @@ def _functions() -> Iterator[str]:
     yield ""
 
 
-def _prose(function: Callable[..., Any]) -> str:
+def _docstring_text(function: Callable[..., Any]) -> str:
     """Return the docstring of a function without its examples."""
     text, _, _ = (inspect.getdoc(function) or "").partition("\n>>>")
     return text.strip()
@@ -133,15 +135,15 @@ def _bundles() -> Iterator[str]:
     )
     yield "| bundle | settings |\n|---|---|"
     for name, tree in BUNDLES.items():
-        yield f"| `{name}` | {'; '.join(f'{part}: {_settings(value)}' for part, value in tree.items())} |"
+        yield f"| `{name}` | {'; '.join(f'{part}: {_format_settings(value)}' for part, value in tree.items())} |"
     yield ""
 
 
-def _settings(value: Any) -> str:
-    """Return a part of a bundle as text for the table: the kind of the formula, and its options in parentheses; several
-    corrections are joined by ``and``."""
+def _format_settings(value: Any) -> str:
+    """Return a part of a bundle as text for the table: the kind of the formula, with its options in parentheses.
+    Several corrections are joined by ``and``."""
     if isinstance(value, list):
-        return " and ".join(_settings(part) for part in value)
+        return " and ".join(_format_settings(part) for part in value)
     options = ", ".join(f"{key}={option}" for key, option in value.items() if key != "kind")
     return f"{value['kind']} ({options})" if options else str(value["kind"])
 

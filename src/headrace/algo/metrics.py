@@ -1,9 +1,10 @@
 """The metrics of a micro-batch, as sums that can be added over micro-batches and ranks.
 
-log π/μ differs from 0 for two reasons, which are reported separately: the engine's numbers are not exactly the
-learner's (``mismatch``, which tokens of age 0 show alone), and the weights have changed since (``staleness``, which
-tokens of higher age show in addition). π is the policy in training, μ the one that sampled. A metric is a ``Ratio``: a
-total and a count. :data:`headrace.base.types.metrics.LOSS_METRICS` describes each metric.
+log π/μ differs from 0 for two reasons, which are reported separately. The engine's log-probabilities differ slightly
+from the learner's (``mismatch``, the only reason for tokens of age 0), and the weights have changed since sampling
+(``staleness``, an additional reason for tokens of higher age). π is the policy in training, μ the policy that sampled
+the token. A metric is a ``Ratio``, a total and a count. :data:`headrace.base.types.metrics.LOSS_METRICS` describes each
+metric.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AGE_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8))
-"""The lowest and highest age of each bucket; one more bucket contains all higher ages."""
+"""The lowest and highest age of each bucket; an additional bucket contains all higher ages."""
 
 
 def off_policy(inputs: LossInputs, log_learner_N: Tensor) -> dict[str, Ratio]:
-    """Return the distance of π from μ over the mask: KL(μ‖π) by k1 and k3, and moments of w = π/μ, of tokens (by age
-    too) and of sequences; and the distance of the learner before this step (``log_learner_N``) from μ, separated by age
-    0 and higher ages.
+    """Return metrics of the distance of two policies from μ over the mask. For π: KL(μ‖π) by k1 and k3, and the moments
+    of w = π/μ, for tokens (also by age) and for sequences. For the learner before this step, whose log-probabilities
+    are ``log_learner_N``: k1 and k3, separately for tokens of age 0 and of higher ages.
     """
     mask_N = inputs.mask_N
     x_N = log_ratio(inputs.log_pi_N.detach(), inputs.log_mu_N)
@@ -72,8 +73,8 @@ def by_age(name: str, values_N: Tensor, inputs: LossInputs) -> dict[str, Ratio]:
 
 
 def add(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, Ratio]:
-    """Return the combined metrics of several micro-batches or ranks: for each name, the sum of the totals and of the
-    counts."""
+    """Return the combined metrics of several micro-batches or ranks: for each name, the sum of the totals and the sum
+    of the counts."""
     out: dict[str, Ratio] = {}
     for metrics in parts:
         for name, ratio in metrics.items():
@@ -83,30 +84,31 @@ def add(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, Ratio]:
 
 
 def means(metrics: Mapping[str, Ratio]) -> dict[str, float]:
-    """Return every metric as a number, its total divided by its count, with the :func:`derived` ones; a metric without
-    counted tokens is left out."""
-    totals = _numbers([ratio.total for ratio in metrics.values()] + [ratio.count for ratio in metrics.values()])
+    """Return every metric as a number, its total divided by its count, together with the :func:`derived` metrics. A
+    metric with a count of 0 is left out."""
+    totals = _as_floats([ratio.total for ratio in metrics.values()] + [ratio.count for ratio in metrics.values()])
     pairs = zip(metrics, totals[: len(metrics)], totals[len(metrics) :], strict=True)
     out = {name: total / count for name, total, count in pairs if count > 0}
     return out | derived(out)
 
 
-def _numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Return the values as Python numbers, in order. Tensors on a GPU are fetched together, since each fetch waits for
-    it."""
+def _as_floats(values: Sequence[Tensor | float]) -> list[float]:
+    """Return the values as Python numbers, in order. All tensors on a GPU are copied in one transfer, since each
+    transfer waits for the GPU."""
     tensors = [value.detach().double() for value in values if not isinstance(value, int | float)]
     if not tensors:
         return [float(value) for value in values]
-    import torch  # only here: a controller has numbers, and no torch
+    import torch  # only here: a controller has plain numbers, and does not load torch
 
     fetched = iter(torch.stack(tensors).cpu().tolist())
     return [float(value) if isinstance(value, int | float) else next(fetched) for value in values]
 
 
 def derived(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that follow from the means: ``ess``, the effective sample size as a fraction, E[w]²/E[w²],
-    of all tokens and by age; ``ess_sequences``, that of whole sequences; ``chi2``, E[w²]/E[w]² − 1; ``staleness_k1``
-    and ``staleness_k3``, the excess of stale tokens over the mismatch of fresh ones, if there are tokens of both kinds.
+    """Return the metrics that are functions of other metrics' means: ``ess``, the effective sample size as a fraction,
+    E[w]²/E[w²], of all tokens and by age; ``ess_sequences``, that of whole sequences; ``chi2``, E[w²]/E[w]² − 1; and
+    ``staleness_k1`` and ``staleness_k3``, the value of stale tokens minus the value of tokens of age 0, if there are
+    tokens of both kinds.
 
     >>> derived({"ratio_mu": 1.0, "ratio_mu_squared": 1.25})
     {'ess': 0.8, 'chi2': 0.25}

@@ -1,5 +1,5 @@
-"""The mathematics as plain functions on [B, T] tensors (B sequences of T tokens), for notebooks and checks, through the
-same code that a run uses. A *kind* is the name of a formula, and a *table* is its settings as a dict."""
+"""The mathematics as plain functions on [B, T] tensors (B sequences of T tokens), for notebooks and checks. They use
+the same code as a run. A *kind* is the name of a formula, and a *table* is its settings as a dict."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def loss(
 ) -> LossOutput:
     """Compute the loss called ``name`` over a batch of padded sequences.
 
-    ``log_pi`` [B, T] carries the gradient; every other column is [B, T] too, ``advantages`` also [B] or [B, 1]; a
+    ``log_pi`` [B, T] carries the gradient. Every other column is [B, T] too, ``advantages`` also [B] or [B, 1]; a
     single sequence may be [T]. Values outside ``mask`` have no effect. Without ``log_mu``, π_old sampled the tokens (a
     correction needs ``log_mu``); without ``versions``, all tokens have age 0; without ``groups`` ([B], a label for the
-    prompt of each sequence), all sequences share one prompt (for ``dpo``: neighbours are pairs). ``correction`` and
-    ``reduction`` are a name, a table or a settings record; ``None`` means no correction, and the reduction of the
-    loss's paper. An option goes to the loss, correction or reduction that has it; if several have it, give it in a
-    table. Options that a loss of the user's own does not declare go to its function.
+    prompt of each sequence), all sequences have the same prompt (for ``dpo``: each two consecutive sequences are a
+    pair). ``correction`` and ``reduction`` are a name, a table or a settings record; ``None`` means no correction, and
+    the reduction of the loss's paper. An option is assigned to the loss, correction or reduction that has it; if
+    several have it, set it in a table. Options that a user's own loss does not declare are passed to its function.
 
-    Returns the scalar with its gradient, the tokens' values [B, T] and the metrics, with ``ess`` and ``chi2`` of π/μ:
-    ``float(out.metrics["ess"])``. A metric without counted tokens is NaN. Raises :class:`ConfigError` for an unknown or
-    ambiguous name or option (the nearest is suggested), a missing column that is needed, inconsistent shapes, and a
-    correction that would count twice.
+    Returns the scalar loss with its gradient, the tokens' values [B, T] and the metrics, with ``ess`` and ``chi2`` of
+    π/μ: ``float(out.metrics["ess"])``. A metric without counted tokens is NaN. Raises :class:`ConfigError` for an
+    unknown or ambiguous name or option (the nearest is suggested), a required column that is missing, inconsistent
+    shapes, and a correction that would count twice.
 
     >>> import torch
     >>> out = loss("dapo", log_pi=torch.tensor([[-0.5, -1.0]]), log_old=torch.tensor([[-0.5, -1.0]]),
@@ -81,13 +81,13 @@ def loss(
 def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[Any] | None = None, **options: Any) -> list[float]:
     """Return the advantage called ``name`` of each reward; ``None`` is a reward that does not count, with advantage 0.
 
-    ``groups`` gives a label of any kind for each reward; rewards with the same label share a baseline (by default all
+    ``groups`` is a label of any kind for each reward; rewards with the same label share a baseline (by default all
     do). If rewards are compared within groups, a group of one, or one whose rewards are all the same, has advantage 0;
-    groups may have different sizes. Columns that a formula needs beyond rewards are given by name, see
+    groups may have different sizes. Columns that a formula needs in addition to rewards are keyword arguments, see
     :class:`~headrace.algo.advantages.outcomes.Outcomes`: ``lengths``, ``greedy``, ``agents``, ``baselines``,
-    ``episodes``, ``states``, and per token, as a list for every episode, ``process``, ``entropies``, ``segments``,
-    ``energies``, ``log_mu``, ``log_nu``, ``values``. All other arguments are options. A formula per token returns a
-    number per token, the episodes one after the other.
+    ``episodes``, ``states``, and per token, as one list per episode, ``process``, ``entropies``, ``segments``,
+    ``energies``, ``log_mu``, ``log_nu``, ``values``. All other arguments are options. A formula per token returns one
+    number per token of all episodes, concatenated.
 
     >>> advantage("rloo", [1, 0, None, 0])
     [1.0, -0.5, 0.0, -0.5]
@@ -101,7 +101,7 @@ def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[Any] | None
 
 
 def kl(name: Estimator, log_pi: Any, log_ref: Any) -> Tensor:
-    """Return the estimate of KL(π‖π_ref) by the estimator ``name`` at every token; any shape. See
+    """Return the estimate of KL(π‖π_ref) per token, for tensors of any shape. ``name`` is an estimator of
     :mod:`headrace.algo.divergence`."""
     if name not in ("k1", "k2", "k3"):
         raise ConfigError(f"kl {name!r} does not exist", remedy=nearest(str(name), ["k1", "k2", "k3"]))
@@ -109,8 +109,8 @@ def kl(name: Estimator, log_pi: Any, log_ref: Any) -> Tensor:
 
 
 def _log_pi(given: Any) -> Tensor:
-    """Return ``log_pi`` as the user gave it as a floating-point tensor. Raises
-    :class:`~headrace.base.errors.ConfigError` unless it is [B, T] or [T]."""
+    """Return ``given``, the user's argument ``log_pi``, as a floating-point tensor. Raises
+    :class:`~headrace.base.errors.ConfigError` unless its shape is [B, T] or [T]."""
     log_pi = tensor_of("log_pi", given)
     if log_pi.ndim not in (1, 2):
         raise ConfigError(f"log_pi has shape {tuple(log_pi.shape)}", remedy="give it [B, T], or [T] for one sequence")
@@ -118,9 +118,9 @@ def _log_pi(given: Any) -> Tensor:
 
 
 def with_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table of settings of a loss, ``loss``, with ``options`` merged in. For a loss of the user's own,
-    options that it does not declare become arguments of its function. Raises :class:`~headrace.base.errors.ConfigError`
-    for an unknown option."""
+    """Return ``loss``, the table of settings of a loss, with ``options`` merged in. For a user's own loss, options that
+    it does not declare become arguments of its function. Raises :class:`~headrace.base.errors.ConfigError` for an
+    unknown option."""
     kind = find(LOSSES, "loss", loss["kind"])
     options = _for_function(kind, loss, options)
     _refuse_unknown(options, {loss["kind"]: kind})
@@ -128,20 +128,20 @@ def with_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, 
 
 
 def _for_function(kind: type[Any], loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``options``; if the loss is a function of the user (``kind`` is ``Custom``), those that are no settings of
-    it are moved into its setting ``options``, the arguments of the function."""
+    """Return ``options``. If the loss is a function of the user (``kind`` is ``Custom``), options that are not settings
+    of ``Custom`` are moved into its setting ``options``, the arguments of the function."""
     if kind is not Custom:
         return dict(options)
-    own = {key: value for key, value in options.items() if key not in options_of(kind)}
-    mine = {key: value for key, value in options.items() if key not in own}
-    return {**mine, "options": {**mine.get("options", {}), **own}} if own else mine
+    for_function = {key: value for key, value in options.items() if key not in options_of(kind)}
+    settings = {key: value for key, value in options.items() if key not in for_function}
+    return {**settings, "options": {**settings.get("options", {}), **for_function}} if for_function else settings
 
 
 def _config(
     name: str, correction: Choice | Sequence[Choice] | None, reduction: Choice | None, options: Mapping[str, Any]
 ) -> AlgoConfig:
-    """Return the settings of ``[algo]`` for the arguments of :func:`loss`. Each option goes into the table of the one
-    formula (loss, correction or reduction) that has it and does not set it. Raises
+    """Return the settings of ``[algo]`` for the arguments of :func:`loss`. Each option is written into the table of the
+    only formula (loss, correction or reduction) that has this option and does not set it. Raises
     :class:`~headrace.base.errors.ConfigError` for unknown or ambiguous names and options."""
     if correction is None or correction == "none":
         correction = ()
@@ -158,18 +158,18 @@ def _config(
     _refuse_unknown(options, {str(table["kind"]): kind for _, kind, table in parts})
     given = [(f"{what} {table['kind']!r}", set(table), options_of(kind), table) for what, kind, table in parts]
     for key, value in options.items():
-        _owner(key, [row for row in given if key in row[2]])[key] = value
+        _table_for_option(key, [row for row in given if key in row[2]])[key] = value
     _, *correction_tables, reduction_table = (table for _, _, table in parts)
     return validate(AlgoConfig, {"loss": loss_table, "correction": correction_tables, "reduction": reduction_table})
 
 
-def _owner(key: str, having: list[tuple[str, set[str], set[str], dict[str, Any]]]) -> dict[str, Any]:
-    """Return the table that the option ``key`` belongs to. ``having`` are the formulas that have such an option: name,
-    keys already set, all options, and table. Raises :class:`~headrace.base.errors.ConfigError` if all of them set it
-    already, or several could take it."""
-    free = [(name, table) for name, set_already, _, table in having if key not in set_already]
+def _table_for_option(key: str, candidates: list[tuple[str, set[str], set[str], dict[str, Any]]]) -> dict[str, Any]:
+    """Return the table that the option ``key`` belongs to. ``having`` are the formulas with this option: name, keys in
+    its table, names of all options, and table. Raises :class:`~headrace.base.errors.ConfigError` if all tables contain
+    the option already, or if several do not."""
+    free = [(name, table) for name, set_already, _, table in candidates if key not in set_already]
     if not free:
-        names = " and ".join(name for name, *_ in having)
+        names = " and ".join(name for name, *_ in candidates)
         raise ConfigError(f"option {key!r} is given twice: by itself, and for {names}", remedy="give it once")
     if len(free) > 1:
         names = " and ".join(name for name, _ in free)
@@ -181,8 +181,8 @@ def _owner(key: str, having: list[tuple[str, set[str], set[str], dict[str, Any]]
 
 
 def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, Any]]:
-    """Return the class of settings that ``choice`` names, and its table of settings, as ``choice`` gives it. ``union``
-    is the registry of the formulas, and ``what`` is the noun for one in errors, such as ``loss``."""
+    """Return the settings class that ``choice`` names, and the table of settings that ``choice`` contains. ``union`` is
+    the registry of the formulas, and ``what`` is the noun for a formula in errors, such as ``loss``."""
     if isinstance(choice, Section):
         return type(choice), choice.model_dump()
     if not isinstance(choice, str | Mapping):
@@ -194,8 +194,8 @@ def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, 
 def _refuse_unknown(
     options: Mapping[str, Any], kinds: Mapping[str, type[Section]], extra: frozenset[str] = frozenset()
 ) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for an option that none of the formulas ``kinds`` (classes of
-    settings by name) has. The names ``extra`` are allowed too."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for an option that none of the formulas ``kinds`` (settings
+    classes by name) has. The names ``extra`` are also allowed."""
     known = extra.union(*(options_of(kind) for kind in kinds.values()))
     for key in options:
         if key not in known:
@@ -204,8 +204,8 @@ def _refuse_unknown(
 
 
 def _refuse_missing(objective: Objective, given: Mapping[str, Any]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if a column that the objective reads is not given. ``log_old``
-    stands in for ``log_mu`` unless a correction reads that."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if a column that the objective reads is missing. ``log_old``
+    replaces ``log_mu`` unless a correction reads ``log_mu``."""
     for name in ("advantages", "mask"):
         if given[name] is None:
             raise ConfigError(f"{name} is missing", remedy=f"give {name}; what a loss does not look at may be 0")
@@ -217,9 +217,9 @@ def _refuse_missing(objective: Objective, given: Mapping[str, Any]) -> None:
 
 
 def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: Objective) -> LossInputs:
-    """Return the columns that the user gave as [B, T] in the form of a micro-batch: all sequences one after the other,
-    padding included. ``groups`` are the labels of the sequences' prompts. Raises
-    :class:`~headrace.base.errors.ConfigError` for columns of another shape."""
+    """Return the user's [B, T] columns in the form of a micro-batch: all sequences concatenated, padding included.
+    ``groups`` are the labels of the sequences' prompts. Raises :class:`~headrace.base.errors.ConfigError` for columns
+    of another shape."""
     import torch
 
     log_pi = given["log_pi"]
@@ -230,7 +230,7 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
         raise ConfigError(f"groups has {len(groups)} rows, log_pi has {num_sequences}", remedy="give one per sequence")
 
     def column(name: str, dtype: torch.dtype, default: Tensor) -> Tensor:
-        """Return the given column, flat; one advantage for each sequence is repeated for its tokens."""
+        """Return the column ``name``, flat, or ``default``; one advantage per sequence is repeated for its tokens."""
         if given[name] is None:
             return default
         value = tensor_of(name, given[name]).to(log_pi.device)
@@ -272,8 +272,8 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
 
 
 def _run(objective: Objective, inputs: LossInputs, log_pi: Tensor) -> LossOutput:
-    """Compute the objective of ``inputs`` as a learner does, with the batch as one micro-batch, and return the result
-    with the tokens' values in the shape of ``log_pi`` and with the derived metrics."""
+    """Compute the objective of ``inputs`` as a learner does, with the batch as one micro-batch. Return the result with
+    the tokens' values in the shape of ``log_pi``, and with the derived metrics."""
     import torch
 
     from headrace.algo.metrics import derived, means
@@ -291,6 +291,6 @@ def _run(objective: Objective, inputs: LossInputs, log_pi: Tensor) -> LossOutput
     weights_N = objective.weights(layout)
     inputs = replace(inputs, selected_NP=objective.prepare(replace(inputs, log_pi_N=inputs.log_pi_N.detach())))
     out = objective(inputs, weights_N)
-    follows = {name: Ratio(value, 1.0) for name, value in derived(means(out.metrics)).items()}
-    metrics = out.metrics | follows | {f"dropped/{reason}": Ratio(count, 1.0) for reason, count in dropped.items()}
+    extra = {name: Ratio(value, 1.0) for name, value in derived(means(out.metrics)).items()}
+    metrics = out.metrics | extra | {f"dropped/{reason}": Ratio(count, 1.0) for reason, count in dropped.items()}
     return LossOutput(loss=out.loss, tokens=out.tokens.reshape(log_pi.shape), metrics=metrics)

@@ -1,11 +1,11 @@
-"""The objective of a step: weight · (factor · loss + penalty), summed over tokens.
+"""The objective of an optimizer step: weight · (factor · loss + penalty), summed over tokens.
 
     once per batch          mask, dropped = usable(mask, log μ) ─▶ weights(layout) ─▶ prepare(whole), if it selects
     every micro-batch       objective(inputs, weights) ─▶ .loss.backward()
     once per batch          add(metrics of all micro-batches) ─▶ means
 
-The values of the micro-batches sum to the batch's loss, so gradients are summed, never averaged, over micro-batches and
-ranks.
+The losses of the micro-batches sum to the batch's loss, so that gradients are summed, and not averaged, over
+micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Objective:
     corrections: tuple[Correction, ...]
     """The formulas of factors, in the order in which they are applied."""
     reduction: Reduction
-    """The rule for the tokens' weights."""
+    """The rule that determines the tokens' weights."""
     old: Old = "learner"
-    """The policy whose log-probabilities a run gives as log π_old."""
+    """The policy whose log-probabilities are the column log π_old in a run."""
     critic: GaeAdvantage | None = None
     """The advantage that is computed from a critic's values; ``None`` if the batch contains the advantages."""
     teaching: ReverseKl | None = None
-    """The advantage that adds a teacher's scores to those of the batch; ``None`` for none."""
+    """The advantage that adds a teacher's scores to the advantages of the batch; ``None`` if there is none."""
     epochs: int = 1
     """The number of passes over a batch."""
     minibatches: int = 1
@@ -76,44 +76,46 @@ class Objective:
 
     @property
     def num_updates(self) -> int:
-        """The number of optimizer updates that are made from one batch."""
+        """Return the number of optimizer updates per batch."""
         return self.epochs * self.minibatches
 
     @property
     def parts(self) -> tuple[TokenFormula, ...]:
-        """The loss and its corrections, in this order."""
+        """Return the loss and its corrections, in this order."""
         return (self.loss, *self.corrections)
 
     @property
     def columns(self) -> frozenset[Column]:
-        """The columns that the objective reads beyond those that every batch has, and the learner has to provide."""
-        given: frozenset[Column] = (
+        """Return the columns that the objective reads in addition to those that every batch has. The learner must
+        compute them."""
+        computed: frozenset[Column] = (
             frozenset({"log_old"}) if any(part.replaces_old for part in self.corrections) else frozenset()
         )
-        return (self.loss.columns() - given).union(*(part.columns() for part in self.corrections))
+        return (self.loss.columns() - computed).union(*(part.columns() for part in self.corrections))
 
     @property
     def selects(self) -> bool:
-        """Whether tokens are selected from the whole batch. If so, the learner computes log π of the whole batch first,
-        and then calls ``prepare``."""
+        """Return whether tokens are selected from the whole batch. If so, the learner computes log π of the whole batch
+        first, and then calls :meth:`prepare`."""
         return "selected" in self.columns
 
     def weights(self, layout: BatchLayout) -> Tensor:
-        """Return the weight of every token of a whole batch in its loss (N, float32), by the reduction and divided by
-        its denominator; 0 outside the mask."""
+        """Return the weight of every token of a whole batch in the loss (N, float32): the weight of the reduction
+        divided by the denominator of the batch; 0 outside the mask."""
         shares = self.shares(layout)
         return shares.weights_N / shares.mass.clamp(min=1.0)
 
     def shares(self, layout: BatchLayout) -> Shares:
-        """Return weights for a part of a batch that is not complete yet. Accumulate gradients with ``weights_N`` and
-        the mass of every part, then divide the gradients by the sum of the masses. A part contains whole groups.
+        """Return the weights of a part of a batch that is not complete yet. The part must contain whole groups.
+        Accumulate gradients with ``weights_N`` and the mass of every part, then divide the gradients by the sum of the
+        masses.
         """
         return self.reduction(layout)
 
     def prepare(self, whole: LossInputs) -> Tensor | None:
-        """Return the tokens that each part selects from the whole batch (N×P, bool); each micro-batch gets its rows
-        of it as ``selected_NP``. ``whole`` has log π of the present weights in ``log_pi_N``. ``None`` if no part
-        selects.
+        """Return the tokens that each formula selects from the whole batch (N×P, bool); ``None`` if no formula selects
+        tokens. Each micro-batch receives its own rows of the result as ``selected_NP``. ``whole`` contains log π under
+        the present weights in ``log_pi_N``.
         """
         if not self.selects:
             return None
@@ -127,9 +129,9 @@ class Objective:
         return torch.stack(chosen, dim=1)
 
     def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
-        """Return the share of a micro-batch in the batch's loss, with gradient, and its metrics. ``weights_N`` are the
-        weights of its tokens, from :meth:`weights`. Raises :class:`~headrace.base.errors.ConfigError` if a column that
-        a formula reads is missing."""
+        """Return the part of the batch's loss that comes from one micro-batch, with gradient, and its metrics.
+        ``weights_N`` are the weights of its tokens, from :meth:`weights`. Raises
+        :class:`~headrace.base.errors.ConfigError` if a column that a formula reads is missing."""
         self._check(inputs)
         inputs = _clean(inputs)
         log_learner_N = inputs.log_old_N if self.old == "learner" else inputs.log_pi_N.detach()
@@ -138,12 +140,12 @@ class Objective:
             metrics["kl_ref"] = kl_ref(inputs.log_pi_N.detach(), inputs.log_ref_N, inputs.mask_N)
         factor_N = inputs.log_pi_N.new_ones(len(inputs.mask_N))
         for correction in self.corrections:
-            factor = correction(self._own(correction, inputs))
+            factor = correction(self._inputs_of(correction, inputs))
             factor_N = factor_N * factor.tokens_N.detach()
             metrics.update(factor.metrics)
             if factor.log_old_N is not None:
                 inputs = replace(inputs, log_old_N=factor.log_old_N.detach())
-        loss = self.loss(self._own(self.loss, inputs))
+        loss = self.loss(self._inputs_of(self.loss, inputs))
         tokens_N = factor_N * loss.tokens_N
         metrics.update(loss.metrics)
         if (penalty := self.loss.penalty(inputs)) is not None:
@@ -153,8 +155,9 @@ class Objective:
         self._measure(inputs, factor_N, loss.clipped_N, metrics)
         return LossOutput(loss=(weights_N * tokens_N).sum(), tokens=tokens_N.detach(), metrics=metrics)
 
-    def _own(self, part: TokenFormula, inputs: LossInputs) -> LossInputs:
-        """Return the inputs for one formula ``part``: if it selects tokens, ``selected_NP`` has only its own column."""
+    def _inputs_of(self, part: TokenFormula, inputs: LossInputs) -> LossInputs:
+        """Return the inputs for the formula ``part``. If it selects tokens, ``selected_NP`` contains only its own
+        selection."""
         if "selected" not in part.columns():
             return inputs
         assert inputs.selected_NP is not None
@@ -162,21 +165,22 @@ class Objective:
         return replace(inputs, selected_NP=inputs.selected_NP[:, mine : mine + 1])
 
     def _check(self, inputs: LossInputs) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for a column that a formula reads and the inputs lack."""
-        held = {
+        """Raise :class:`~headrace.base.errors.ConfigError` if a column that a formula reads is ``None``."""
+        optional = {
             "log_ref": inputs.log_ref_N, "entropy": inputs.entropy_N, "selected": inputs.selected_NP,
             "pairs": inputs.groups_S, "top_k": inputs.log_nu_NK, "baseline": inputs.baseline,
         }  # fmt: skip
         for name in sorted(self.columns):
-            if name in held and held[name] is None:
+            if name in optional and optional[name] is None:
                 raise ConfigError(f"the objective reads {name!r}, which is missing", remedy=_SOURCES[name])
 
     def _measure(
         self, inputs: LossInputs, factor_N: Tensor, clipped_N: Tensor | None, metrics: dict[str, Ratio]
     ) -> None:
-        """Add to ``metrics`` the mean factor of the corrections and the share of tokens that they reject, the share of
-        clipped tokens by age, and the mean entropy, as far as there are any. ``factor_N`` is the product of the
-        corrections, ``clipped_N`` the loss's mask of clipped tokens (``None``: it has no bound)."""
+        """Add to ``metrics``: the mean factor of the corrections and the fraction of tokens that they reject, the
+        fraction of clipped tokens by age, and the mean entropy, as far as they exist. ``factor_N`` is the product of
+        the corrections' factors. ``clipped_N`` is the loss's mask of clipped tokens, or ``None`` if the loss has no
+        bound."""
         count = inputs.mask_N.sum()
         if self.corrections:
             kept_N = factor_N.masked_fill(~inputs.mask_N, 0.0)
@@ -188,7 +192,7 @@ class Objective:
             metrics["entropy"] = Ratio(inputs.entropy_N.detach().sum(), count)
 
 
-# the remedy where a column is missing
+# the remedy for each missing column
 _SOURCES: dict[str, str] = {
     "log_ref": "give log_ref: log-probabilities of a reference policy",
     "entropy": "give the entropy of every token",
@@ -202,26 +206,27 @@ _SOURCES: dict[str, str] = {
 _COLUMNS = (
     "log_pi_N", "log_old_N", "log_mu_N", "advantages_N", "log_ref_N", "entropy_N", "log_pi_NK", "log_nu_NK"
 )  # fmt: skip
+"""The floating-point columns of :class:`LossInputs` with one entry per token."""
 
 
 def usable(mask_N: Tensor, log_mu_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mask without tokens that cannot carry loss, and the number of dropped tokens by reason (as tensors, to
-    avoid waiting for the device).
+    """Return the mask without tokens that cannot carry loss, and the number of dropped tokens by reason, as tensors, to
+    avoid waiting for the device.
 
-    A token whose engine logprob is not finite is left out of numerator and denominator alike: call this before
-    ``weights``.
+    A token with a log μ that is not finite is excluded from the numerator and from the denominator of the loss. For
+    this, call the function before :meth:`Objective.weights`.
     """
     finite_N = log_mu_N.isfinite()
     return mask_N & finite_N, {"nonfinite_logprob": (mask_N & ~finite_N).sum()}
 
 
 def _clean(inputs: LossInputs) -> LossInputs:
-    """Return the inputs with every column in at least float32 and with 0 outside the mask, so that no value there (NaN,
-    for example) has an effect."""
+    """Return the inputs with every floating-point column in at least float32 and with 0 outside the mask, so that
+    values outside the mask, such as NaN, have no effect."""
     outside_N = ~inputs.mask_N
 
     def column(x_N: Tensor | None) -> Tensor | None:
-        """Return a column in at least float32, with 0 at the tokens that carry no loss; ``None`` for a column that is
+        """Return the column ``x_N`` in at least float32, with 0 for tokens outside the mask; ``None`` if the column is
         missing."""
         if x_N is None:
             return None

@@ -1,6 +1,6 @@
-"""Reductions: rules that combine the losses of tokens into one number. A new one is a class and a row of
+"""Reductions: rules that combine the losses of tokens into one number. A new reduction is a class and a row of
 ``AnyReduction``. A reduction returns a weight for each token and the denominator: the loss is Σ weight · token /
-denominator over the batch. N tokens, S samples; a *sequence* is the samples of one rollout."""
+denominator over the batch. N tokens, S samples; a *sequence* consists of the samples of one rollout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def tokens_by(owners_S: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-    """Return, for every token, the number of tokens in the mask of its owner, and the number of owners that have any.
+    """Return, for every token, the number of tokens in the mask of its owner, and the number of owners with such
+    tokens.
 
-    ``owners_S`` gives the episode or group of each sample, as any integers. An owner without tokens in the mask is
-    in no denominator.
+    ``owners_S`` is the owner of each sample, its episode or its group, as any integers. An owner without tokens in the
+    mask is not counted.
     """
     mask_N = layout.mask_N.float()
     owners, index_S = owners_S.unique(return_inverse=True)
@@ -45,7 +46,7 @@ class TokenMean(Section):
 
 
 class SequenceMeanTokenMean(Section):
-    """The mean over sequences of the mean over each one's tokens.
+    """The mean over sequences of the mean over the tokens of each sequence.
 
     1/S Σ_sequences (Σ_tokens x / tokens of the sequence). The samples of one rollout are one sequence.
 
@@ -56,14 +57,14 @@ class SequenceMeanTokenMean(Section):
     """The name that selects this reduction."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """Return for every token in the mask 1 / (number of tokens of its sequence), with the number of sequences as
-        the denominator."""
+        """Return the weight 1 / (number of tokens of its sequence) for every token in the mask, with the number of
+        sequences as the denominator."""
         tokens_N, num_episodes = tokens_by(layout.episodes_S, layout)
         return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_episodes)
 
 
 class SequenceMeanTokenSum(Section):
-    """The mean over sequences of the sum over each one's tokens.
+    """The mean over sequences of the sum over the tokens of each sequence.
 
     1/S Σ_sequences Σ_tokens x. The samples of one rollout are one sequence.
 
@@ -80,7 +81,7 @@ class SequenceMeanTokenSum(Section):
 
 
 class ConstantDivisor(Section):
-    """The sum over tokens, divided by a constant, so that no length changes a token's weight.
+    """The sum over tokens, divided by a constant, so that a token's weight does not depend on lengths.
 
     1/S Σ_sequences (Σ_tokens x / L) with a constant L. The samples of one rollout are one sequence.
 
@@ -90,7 +91,7 @@ class ConstantDivisor(Section):
     kind: Literal["constant"] = "constant"
     """The name that selects this reduction."""
     normalizer: float = Field(default=1.0, gt=0)
-    """L, the constant. The longest answer allowed, in tokens, gives losses of the usual size."""
+    """L, the constant. The largest number of tokens of an answer is a value that gives losses of the usual size."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
         """Return the weight 1/L for every token in the mask, with the number of sequences as the denominator."""
@@ -99,7 +100,7 @@ class ConstantDivisor(Section):
 
 
 class PromptMean(Section):
-    """The mean over prompts of the mean over each one's tokens.
+    """The mean over prompts of the mean over the tokens of each prompt.
 
     1/P Σ_prompts (Σ_tokens of its rollouts x / their number).
 
@@ -110,15 +111,15 @@ class PromptMean(Section):
     """The name that selects this reduction."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """Return for every token in the mask 1 / (number of tokens of its prompt), with the number of prompts as the
-        denominator."""
+        """Return the weight 1 / (number of tokens of its prompt) for every token in the mask, with the number of
+        prompts as the denominator."""
         tokens_N, num_groups = tokens_by(layout.groups_S, layout)
         return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_groups)
 
 
 AnyReduction = TokenMean | SequenceMeanTokenMean | SequenceMeanTokenSum | ConstantDivisor | PromptMean
 REDUCTIONS = Kinds(AnyReduction, group="headrace.reductions", setting="algo.reduction", contract=Section)
-"""The registry of reductions, those of installed packages included."""
+"""The registry of reductions, including those of installed packages."""
 ReductionConfig = Annotated[AnyReduction, REDUCTIONS]
 __all__ = [
     "AnyReduction",

@@ -1,5 +1,5 @@
-"""The names of formulas: of advantages, losses, reductions and corrections. The name of a formula is the ``kind`` of
-its class of settings; all formulas of one sort are the members of a union of classes, or of a registry."""
+"""Functions that find formulas by name: advantages, losses, reductions and corrections. The name of a formula is the
+``kind`` of its settings class. The classes of each sort of formula are the members of a union, or of a registry."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def classes_by_kind(union: Any) -> dict[str, type[Any]]:
 
 
 def find(kinds: Kinds, what: str, name: object) -> type[Any]:
-    """Return the settings class of ``kinds`` whose ``kind`` is ``name``: a class of the core or of an installed
-    package.
+    """Return the settings class of ``kinds`` whose ``kind`` is ``name``. The class belongs to Headrace or to an
+    installed package.
 
-    ``what`` is the noun for a formula of these kinds, such as ``loss``, with which the message of an error begins.
-    Raises :class:`ConfigError`, which suggests the nearest name, for a name that does not exist.
+    ``what`` is the noun for a formula of these kinds, such as ``loss``, with which error messages begin. Raises
+    :class:`ConfigError`, which suggests the nearest name, for an unknown name.
     """
     known = kinds.registry.names()
     if not isinstance(name, str):
@@ -37,7 +37,7 @@ def find(kinds: Kinds, what: str, name: object) -> type[Any]:
 
 
 def named(name: str) -> dict[str, Any]:
-    """Return the table of settings that a formula's name alone stands for; ``file.py:function`` is a custom formula.
+    """Return the table of settings for the plain name of a formula; ``file.py:function`` is a custom formula.
 
     >>> named("gspo"), named("my_losses.py:my_loss")
     ({'kind': 'gspo'}, {'kind': 'custom', 'ref': 'my_losses.py:my_loss'})
@@ -46,5 +46,5 @@ def named(name: str) -> dict[str, Any]:
 
 
 def options_of(kind: type[Section]) -> set[str]:
-    """Return the names of the options of a formula: the fields of its settings class without ``kind``."""
+    """Return the names of the options of a formula: the fields of its settings class except ``kind``."""
     return set(kind.model_fields) - {"kind"}

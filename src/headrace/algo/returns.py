@@ -15,21 +15,22 @@ if TYPE_CHECKING:
 
 
 class Gae(NamedTuple):
-    """The result of :func:`gae`: two tensors with the shape of its columns, 0 outside the mask and without gradient."""
+    """The result of :func:`gae`: two tensors with the shape of its arguments, 0 outside the mask and without
+    gradient."""
 
     advantages: Tensor
     """The advantage of each token."""
     returns: Tensor
-    """Advantage + value, which the critic is trained towards."""
+    """Advantage + value: the target of the critic's training."""
 
 
 def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1.0) -> Gae:
-    """Estimate advantages: A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t, over the tokens of the mask; [B, T]
+    """Estimate advantages: A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t, over the tokens in the mask; [B, T]
     or [T].
 
-    A token outside the mask (an observation, padding) is not a step: the one before it continues at the next token of
-    the mask, and its reward, value and position have no effect. The value after the last token is 0. Columns may be
-    tensors or lists; the result has the type of the values, float32 if that is not a floating-point type.
+    A token outside the mask (an observation, padding) is not a step: it is skipped, and its reward, value and position
+    have no effect. The value after the last token is 0. The columns may be tensors or lists. The result has the dtype
+    of the values, or float32 if it is not a floating-point type.
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
 
     >>> import torch
@@ -54,6 +55,7 @@ def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1
         delta = rewards[..., t] + gamma * next_value - values[..., t]
         advantage = delta + gamma * lam * next_advantage
         advantages[..., t] = advantage.masked_fill(~step, 0.0)
+        # a token outside the mask keeps the estimates of the later tokens
         next_advantage = advantage.where(step, next_advantage)
         next_value = values[..., t].where(step, next_value)
     return Gae(advantages, (advantages + values).masked_fill(~steps, 0.0))
@@ -62,8 +64,9 @@ def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1
 def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None = None) -> Tensor:
     """Return the critic's loss ½·max((V − R)², (V_old + clip(V − V_old, ±ε) − R)²) per token; without ε, ½·(V − R)².
 
-    With ε, a value that has moved by more than ε from that before the step, towards the return, gets no further
-    gradient. Source: Schulman et al., arXiv 1707.06347, with the clipped value of its reference implementation.
+    With ε, a value that has moved from V_old by more than ε towards the return has no further gradient. V_old is the
+    value before the step. Source: Schulman et al., arXiv 1707.06347, with the clipped value of its reference
+    implementation.
     """
     loss_N = (values_N - returns_N).square() / 2
     if clip is None:

@@ -1,4 +1,4 @@
-"""Shaping: terms that are added to rewards before advantages are computed. A new one is a class and a row of
+"""Shaping: terms that are added to rewards before advantages are computed. A new shaping is a class and a row of
 ``AnyShaping``. R is the reward of an episode and |y| the length of its answer in tokens; E episodes."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from headrace.base.errors import ConfigError
 
 
 class Overlong(Section):
-    """DAPO's soft penalty for answers whose length comes near the limit.
+    """DAPO's soft penalty for answers that are almost as long as allowed.
 
-    R + p·clip((L − c − |y|)/c, −1, 0): nothing up to L − c tokens, falling to −p at L. Needs lengths.
+    R + p·clip((L − c − |y|)/c, −1, 0): no penalty up to L − c tokens, a linear decrease to −p at L. Needs lengths.
 
     Source: Yu et al. (DAPO), arXiv 2503.14476, eq. 13.
     """
@@ -27,15 +27,15 @@ class Overlong(Section):
     kind: Literal["overlong"] = "overlong"
     """The name that selects this shaping."""
     max_tokens: int = Field(ge=1)
-    """L, the longest answer allowed, in tokens."""
+    """L, the largest number of tokens of an answer."""
     buffer: int = Field(ge=1)
-    """c, the number of tokens before L over which the penalty grows."""
+    """c, the number of tokens before L over which the penalty increases."""
     penalty: float = Field(default=1.0, ge=0)
     """p, the penalty of an answer of L tokens."""
 
     @pydantic.model_validator(mode="after")
     def _begins_above_zero(self) -> Overlong:
-        """Refuse a buffer that is longer than the answers may be."""
+        """Refuse a buffer that is larger than the largest length."""
         if self.buffer > self.max_tokens:
             raise ConfigError(
                 f"shaping 'overlong' has buffer={self.buffer} above max_tokens={self.max_tokens}: an empty answer is "
@@ -45,18 +45,18 @@ class Overlong(Section):
         return self
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the shaped reward of every episode: less by the penalty that grows as its length comes near the limit.
-        A reward of NaN, which does not count, stays NaN."""
+        """Return the shaped reward of every episode: the reward plus the penalty of its length. A reward of NaN, which
+        does not count, stays NaN."""
         over_E = (self.max_tokens - self.buffer - given(outcomes.lengths_E, "lengths")) / self.buffer
         return outcomes.rewards_E + self.penalty * np.clip(over_E, -1.0, 0.0)
 
 
 class LengthShaping(Section):
-    """The length reward of Kimi k1.5: among the answers to one prompt, shorter ones get more.
+    """The length reward of Kimi k1.5: among the answers to one prompt, shorter answers have larger rewards.
 
     R + w·λ if R > threshold, else R + w·min(0, λ); λ = ½ − (|y| − shortest)/(longest − shortest) of the group.
 
-    A group whose answers are all of one length is left alone. Needs lengths. Source: Kimi k1.5, arXiv 2501.12599,
+    A group whose answers all have the same length is not changed. Needs lengths. Source: Kimi k1.5, arXiv 2501.12599,
     section 2.3.3.
     """
 
@@ -65,11 +65,11 @@ class LengthShaping(Section):
     weight: float = Field(default=1.0, ge=0)
     """w, the weight of the length reward."""
     threshold: float = 0.5
-    """The reward above which an answer counts as right. Only right answers gain by being short."""
+    """The reward above which an answer counts as correct. Only correct answers gain by being short."""
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the shaped reward of every episode: with the bonus or malus of its length among the counted answers of
-        its group. A reward of NaN, which does not count, stays NaN."""
+        """Return the shaped reward of every episode: the reward plus the length reward among the counted answers of its
+        group. A reward of NaN, which does not count, stays NaN."""
         lengths_E = given(outcomes.lengths_E, "lengths").astype(np.float64)
         _, index = np.unique(outcomes.groups_E, return_inverse=True)
         shortest, longest = np.full(len(lengths_E), np.inf), np.full(len(lengths_E), -np.inf)
@@ -86,6 +86,6 @@ class LengthShaping(Section):
 
 AnyShaping = Overlong | LengthShaping
 SHAPINGS = Kinds(AnyShaping, group="headrace.shapings", setting="algo.shaping", contract=Section)
-"""The registry of shapings, those of installed packages included."""
+"""The registry of shapings, including those of installed packages."""
 ShapingConfig = Annotated[AnyShaping, SHAPINGS]
 __all__ = ["AnyShaping", "ShapingConfig"]

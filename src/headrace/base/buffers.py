@@ -1,4 +1,4 @@
-"""Page-aligned memory for large arrays, such as weights."""
+"""Allocation of page-aligned memory for large arrays, such as the weights of a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 PAGE = 4096
-"""The alignment in bytes: a memory page, which also begins at a cache line."""
+"""The alignment of the memory, in bytes: the size of a memory page, which is a multiple of a cache line."""
 
 
 def zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -16,7 +16,7 @@ def zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
     >>> zeros(100).shape, zeros(100).ctypes.data % PAGE
     ((100,), 0)
     """
-    # one page more than needed, so that a page boundary lies within the first page
-    room = np.zeros(num_bytes + PAGE, np.uint8)
-    start = -room.ctypes.data % PAGE
-    return room[start : start + num_bytes]
+    # allocate one page more than requested, so that a page boundary lies within the first page
+    padded = np.zeros(num_bytes + PAGE, np.uint8)
+    start = -padded.ctypes.data % PAGE
+    return padded[start : start + num_bytes]

@@ -1,30 +1,30 @@
-"""The tree of the errors that Headrace raises on purpose.
+"""All errors that Headrace raises on purpose, and helpers for their messages.
 
-    HeadraceError                    what is wrong, and what to do about it
+    HeadraceError                    the base class: a problem and its remedy
     ├── ConfigError (ValueError)     a run file, option or argument that cannot work
     ├── DataError (ValueError)       a row, a file of rows, a prompt
     ├── ModelError (ValueError)      a model directory or an architecture
     ├── RequestError (ValueError)    one request that an engine cannot serve
-    │   ├── EngineFull (ValueError)     the engine has its largest number of requests: a later one may succeed
+    │   ├── EngineFull (ValueError)     the engine has its largest number of requests: a later request may succeed
     │   └── SequenceFailed (ValueError) the request was valid, and computing its sequence failed
     ├── EpisodeError                 one episode that cannot continue, with a counted reason
-    │   └── BudgetSpent                 it has used up its turns, tokens, tool calls or context
+    │   └── BudgetSpent                 the episode has used up its turns, tokens, tool calls or context
     ├── EnvError                     a reward or environment that cannot be used at all
     │   └── NoRewards                   the reward was None for every answer
     ├── WeightsError                 a weight update that was refused before anything changed
-    │   └── NeedsFull                   its bytes are wrong, or its base version is missing: send the full image
-    ├── StoreError                   columns of tokens that cannot be stored, or not be read as they were stored
+    │   └── NeedsFull                   an update with wrong bytes or a missing base version: send the full weights
+    ├── StoreError                   columns of tokens that cannot be written to, or read from, their store
     ├── LedgerError                  a ledger that cannot be opened or read, or whose contents are invalid
     ├── CheckpointError              a snapshot that cannot be written or read
     └── RunError                     a run that had to end
-        ├── ComponentDied            a process that ended and should not have
+        ├── ComponentDied            a process that ended unexpectedly
         │   ├── EngineUnfit          an engine that would fail again after a restart
         │   ├── LearnerLost          the learner or one of its ranks: the run can continue from its last snapshot
-        │   └── RankLost             a rank of the learner that cannot continue without another one
+        │   └── RankLost             a rank of the learner that cannot continue without another rank
         ├── StallError               no progress for the stall timeout
-        ├── DeadlineError            one wait that took longer than its deadline
+        ├── DeadlineError            a wait that took longer than its deadline
         ├── ReplayDiffers            a replay whose results differ from the run that it repeats
-        └── NothingToLearn           rewards without a signal
+        └── NothingToLearn           rewards without a training signal
 
 Each failure belongs to one boundary: an episode's failure is a record, not an exception (see
 :class:`headrace.base.types.episode.EpisodeGraph`); the errors above reach the user.
@@ -38,15 +38,15 @@ from collections.abc import Iterable
 
 
 class HeadraceError(Exception):
-    """The base class of every error that Headrace raises on purpose. ``problem`` names the thing, its value and the
-    reason; ``remedy`` says what to do.
+    """The base class of every error that Headrace raises on purpose. ``problem`` names the invalid item, its value and
+    the reason; ``remedy`` says how the user can correct it.
 
     >>> str(HeadraceError("flow.lead=-1 is negative", remedy="set flow.lead >= 0"))
     'flow.lead=-1 is negative\\n  remedy: set flow.lead >= 0'
     """
 
     def __init__(self, problem: str, *, remedy: str) -> None:
-        """``problem`` says what is wrong, ``remedy`` what the user can do about it."""
+        """Store ``problem``, which says what is wrong, and ``remedy``, which says how the user can correct it."""
         super().__init__(problem, remedy)
         self.problem = problem
         self.remedy = remedy
@@ -81,11 +81,11 @@ class SequenceFailed(RequestError):
 
 
 class EpisodeError(HeadraceError):
-    """The error of one episode that cannot continue; other episodes do. ``reason`` is the short name under which the
-    run counts such failures."""
+    """The error of one episode that cannot continue; other episodes are not affected. ``reason`` is the short name
+    under which the run counts such failures."""
 
     def __init__(self, problem: str, *, remedy: str, reason: str = "env_error") -> None:
-        """``reason`` is the short name under which the run counts the failure; the other arguments are those of
+        """Store ``reason``, the short name under which the run counts the failure. The other arguments are those of
         :class:`HeadraceError`."""
         super().__init__(problem, remedy=remedy)
         self.reason = reason
@@ -104,18 +104,18 @@ class NoRewards(EnvError):
 
 
 class WeightsError(HeadraceError):
-    """The error of a weight update that could not be sent, or that an engine refused. Nothing that is in use has
-    changed."""
+    """The error of a weight update that could not be sent, or that an engine refused. The weights in use are
+    unchanged."""
 
 
 class NeedsFull(WeightsError):
-    """The error of a weight update that an engine cannot use: for example, its bytes are wrong, or they are a
+    """The error of a weight update that an engine cannot apply: for example, its bytes are wrong, or it contains the
     difference to a version that the engine does not have. The learner can send the full weights instead."""
 
 
 class StoreError(HeadraceError):
-    """The error of a store of columns that is full or cannot be written, or of a part of it that is missing or differs
-    from what was written."""
+    """The error of a column store that is full or cannot be written, or of a part of the store that is missing or does
+    not match its checksum."""
 
 
 class LedgerError(HeadraceError):
@@ -131,7 +131,7 @@ class RunError(HeadraceError):
 
 
 class ComponentDied(RunError):
-    """The error that a process of the run ended and should not have."""
+    """The error of a process of the run that ended unexpectedly."""
 
 
 class EngineUnfit(ComponentDied):
@@ -139,18 +139,18 @@ class EngineUnfit(ComponentDied):
 
 
 class LearnerLost(ComponentDied):
-    """The error that the process of the learner, or of one of its ranks, ended without a message: the run can
-    continue from its last snapshot."""
+    """The error of a learner, or of one of its ranks, whose process ended without a message. The run can continue from
+    its last snapshot."""
 
 
 class RankLost(ComponentDied):
-    """The error of a rank of the learner that cannot continue because another rank has gone: a consequence, not the
-    cause."""
+    """The error of a rank of the learner that cannot continue because another rank has ended. It is a consequence and
+    not the cause of a failure."""
 
 
 class StallError(RunError):
-    """The error that ends a run in which nothing has moved for the stall timeout. The text names which part waits for
-    which."""
+    """The error that ends a run without progress for the stall timeout. The message names which part waits for which
+    other part."""
 
 
 class DeadlineError(RunError):
@@ -158,31 +158,32 @@ class DeadlineError(RunError):
 
 
 class ReplayDiffers(RunError):
-    """The error of a replay whose results differ from the run that it repeats. The text names the first difference."""
+    """The error of a replay whose results differ from the run that it repeats. The message names the first
+    difference."""
 
 
 class NothingToLearn(RunError):
-    """The error that ends a run because the rewards of many steps in a row carry no training signal, for example
-    because all attempts at a task got the same reward."""
+    """The error that ends a run because the rewards of many consecutive steps carry no training signal, for example
+    because all attempts at a task have the same reward."""
 
 
 NEAR = 0.7
-"""The smallest similarity, by :mod:`difflib`, at which a known name is suggested for an unknown one: "solution" and
-"completion", which end alike and mean different things, have 0.67."""
+"""The smallest similarity, as :mod:`difflib` measures it, at which a known name is suggested for an unknown name.
+"solution" and "completion", which end alike but have different meanings, have a similarity of 0.67."""
 
 
 class StoppedAtStart(KeyboardInterrupt):
-    """The exception that a signal has stopped a run while the run was starting. It is a ``KeyboardInterrupt``."""
+    """The exception that a signal raises in a run that is still starting."""
 
     def __init__(self, signal_name: str) -> None:
-        """``signal_name`` is the signal, such as ``SIGTERM``."""
+        """Store ``signal_name``, the name of the signal, such as ``SIGTERM``."""
         super().__init__(f"stopped by {signal_name} while it was starting")
         self.signal_name = signal_name
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about the unknown ``name``. It suggests the most similar of the ``known``
-    names, whatever its case, and lists all of them; if no name is similar, it only lists them.
+    """Return the end of an error message about the unknown ``name``: the most similar of the ``known`` names, if one is
+    similar, and a list of all of them. Upper and lower case are not distinguished.
 
     >>> nearest("dappo", ["grpo", "dapo"])
     "did you mean 'dapo'? (known: dapo, grpo)"
@@ -191,27 +192,27 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     folded = {known_name.casefold(): known_name for known_name in names}
-    swapped = [each for each in folded if sorted(each) == sorted(name.casefold())]  # difflib misses lr, rl
-    matches = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=NEAR) or swapped[:1]
+    transposed = [each for each in folded if sorted(each) == sorted(name.casefold())]  # difflib misses lr, rl
+    matches = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=NEAR) or transposed[:1]
     close = [folded[match] for match in matches]
     listed = f"known: {', '.join(names)}"
     return f"did you mean {close[0]!r}? ({listed})" if close else listed
 
 
 def visible(text: str, limit: int = 10_000) -> str:
-    """Return ``text`` on one line, safe to print: every control, direction and format character is escaped, and the
-    text is cut after ``limit`` characters.
+    """Return ``text`` as one line that is safe to print: every control, direction and format character is escaped, and
+    the text is truncated after ``limit`` characters.
 
     >>> visible("a\\x1b[31mb\\nc")
     'a\\\\x1b[31mb\\\\nc'
     """
     cut = text[:limit]
-    shown = "".join(_spell(character) for character in cut)
+    shown = "".join(_escape(character) for character in cut)
     return shown + "…" if len(text) > limit else shown
 
 
-def _spell(character: str) -> str:
-    """Return a character as it is if it is printable or a plain space; otherwise its escape sequence, such as
+def _escape(character: str) -> str:
+    """Return a character unchanged if it is printable or a plain space; otherwise return its escape sequence, such as
     ``\\n``."""
     if character == " " or unicodedata.category(character)[0] not in "CZ":
         return character

@@ -1,9 +1,9 @@
-"""Former module names, from before packages or modules were arranged as they are now: they can still be imported.
+"""Imports of former module names: packages and modules that have been moved can still be imported by their old names.
 
     import headrace.errors          is headrace.base.errors
     from headrace.session import train
 
-A former name stands for the very module that has moved, so that a class is the same under both names.
+A former name refers to the same module object as the present name, so that a class is the same under both names.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ FORMER = {
 
 
 def current(name: str) -> str | None:
-    """Return the present full name of the module that had the full name ``name``; ``None`` if it has not moved. A
-    submodule moves with its package.
+    """Return the present full name of the module whose former full name is ``name``; ``None`` if the module was not
+    moved. The submodules of a moved package move with it.
 
     >>> current("headrace.types.tokens"), current("headrace.flow.flow")
     ('headrace.base.types.tokens', None)
@@ -79,20 +79,20 @@ def current(name: str) -> str | None:
 
 
 class FormerNames(MetaPathFinder, Loader):
-    """A finder and loader for Python's import system: an import of a former name gets the module that has moved."""
+    """A finder and loader for Python's import system: an import of a former name returns the module that was moved."""
 
     def __init__(self) -> None:
-        """Begin without any import in progress. ``_specs`` keeps each module's own specification, by former name, while
-        the module is imported under that name."""
+        """Start without any import in progress. ``_specs`` stores the original specification of each module, by its
+        former name, while the module is imported under that name."""
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the specification for a former name; ``None`` for any other name, which the other finders then look
-        for."""
+        """Return the specification for a former name; ``None`` for any other name, so that Python asks the other
+        finders."""
         return None if current(name) is None else spec_from_loader(name, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module that has moved, imported under its present name."""
+        """Return the moved module, imported under its present name."""
         now = current(spec.name)
         assert now is not None, spec.name
         module = import_module(now)
@@ -100,14 +100,14 @@ class FormerNames(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own specification, which the import under a former name has replaced. The module's code
-        is not run again."""
+        """Restore the module's original specification, which the import under a former name has replaced. The module's
+        code is not executed again."""
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
 
 
 def install() -> None:
-    """Make imports of former names work, by a :class:`FormerNames` in ``sys.meta_path``. A second call changes
+    """Enable imports of former names by adding a :class:`FormerNames` to ``sys.meta_path``. A second call changes
     nothing."""
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
         # before the finder of files, which would load a submodule of a former package a second time

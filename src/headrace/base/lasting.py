@@ -1,4 +1,5 @@
-"""A text stream that survives the loss of its output: a closed terminal, a pipe without a reader, a full disk."""
+"""A text stream that tolerates the loss of its output, such as a closed terminal, a pipe without a reader, a full
+disk."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from typing import TextIO
 class LossTolerantStream(io.TextIOBase):
     """A text stream that accepts all text, and writes it to ``stream`` as long as ``stream`` can be written to.
 
-    At the first write that fails, the file behind ``stream`` is replaced by the null device for the whole process. What
-    other code prints there is lost too, and raises no error. ``lost`` says why.
+    When a write fails for the first time, the file behind ``stream`` is replaced by the null device for the whole
+    process. Output of other code to this file is then discarded too, without an error. ``lost`` contains the reason.
 
     >>> import sys
     >>> lasting = LossTolerantStream(sys.stdout)
@@ -26,15 +27,15 @@ class LossTolerantStream(io.TextIOBase):
     """
 
     def __init__(self, stream: TextIO) -> None:
-        """Write to ``stream``, such as ``sys.stdout``, for as long as it works."""
+        """Wrap ``stream``, such as ``sys.stdout``."""
         self._stream = stream
         self._is_terminal = False
-        """Whether the stream was a terminal at first. A terminal that is closed reports that it is none; a view that
-        heeds this would stop writing, so that the loss would not be noticed."""
+        """Whether the stream was a terminal when it was wrapped. A closed terminal reports that it is not a terminal; a
+        view that checks this would stop writing, and the loss would not be detected."""
         with suppress(OSError, ValueError):
             self._is_terminal = stream.isatty()
         self.lost = ""
-        """Why the output was lost; empty while it works."""
+        """The reason why the output was lost; empty while it can be written."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -43,7 +44,7 @@ class LossTolerantStream(io.TextIOBase):
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
-        """Return the way in which the wrapped stream handles characters that it cannot encode."""
+        """Return the error handler of the wrapped stream for characters that it cannot encode, such as ``strict``."""
         return self._stream.errors
 
     def fileno(self) -> int:
@@ -51,15 +52,15 @@ class LossTolerantStream(io.TextIOBase):
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Return whether the stream was a terminal when it was wrapped, and is not lost."""
+        """Return whether the stream was a terminal when it was wrapped and its output is not lost."""
         return self._is_terminal and not self.lost
 
     def writable(self) -> bool:
-        """Return true: this stream accepts text even after its output is lost."""
+        """Return true: this stream accepts text even after its output was lost."""
         return True
 
     def write(self, text: str) -> int:
-        """Write ``text``, or discard it if the stream is lost. Return the number of characters, in both cases."""
+        """Write ``text``, or discard it if the output is lost. Return the number of characters of ``text``."""
         if not self.lost:
             try:
                 self._stream.write(text)
@@ -68,7 +69,7 @@ class LossTolerantStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, unless it is lost."""
+        """Flush the stream, unless its output is lost."""
         if not self.lost:
             try:
                 self._stream.flush()
@@ -76,11 +77,11 @@ class LossTolerantStream(io.TextIOBase):
                 self._lose(error)
 
     def look(self) -> None:
-        """Check, without writing, whether a terminal has been closed or the reader of a pipe has gone; if so, the
-        stream is lost from now on."""
+        """Check, without writing, whether the terminal was closed or the reader of the pipe has ended; if so, treat the
+        output as lost from now on."""
         if self.lost:
             return
-        with suppress(OSError, ValueError):  # no file, or a closed one: the next write finds out
+        with suppress(OSError, ValueError):  # no file, or a closed file: the next write detects the loss
             descriptor = self._stream.fileno()
             number = errno.EPIPE if stat.S_ISFIFO(os.fstat(descriptor).st_mode) else errno.EIO
             poll = select.poll()
@@ -95,11 +96,11 @@ class LossTolerantStream(io.TextIOBase):
 
 
 def redirect_to_null(stream: TextIO) -> None:
-    """Replace the file behind ``stream`` by the null device, so that all further output is discarded; also the text
-    that ``stream`` has buffered. A stream without a file is left as it is."""
+    """Replace the file behind ``stream`` by the null device, so that all further output is discarded, including the
+    text in the stream's buffer. A stream without a file is not changed."""
     with suppress(OSError, ValueError):  # no file behind the stream, or a closed one
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        null = os.open(os.devnull, os.O_WRONLY)
         try:
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(null, stream.fileno())
         finally:
-            os.close(nowhere)
+            os.close(null)

@@ -1,13 +1,13 @@
 """Registries: the objects that a run file can name by ``kind``, from Headrace itself and from installed packages.
 
-A package offers a loss, a transport, an engine, a command and so on with one line of its ``pyproject.toml``::
+A package registers a loss, a transport, an engine, a command and so on with one line of its ``pyproject.toml``::
 
     [project.entry-points."headrace.losses"]
     huber = "my_package.huber:HUBER"
 
 Headrace registers its wings, the optional packages in ``headrace.wings``, in the same way. Names are read from the
-metadata of the installed packages; a package is imported when a run names what it offers, and not before, so that a
-broken package stops only the runs that use it.
+metadata of the installed packages. A package is imported only when a run uses one of its names, so that a broken
+package stops only the runs that use it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from headrace.base.errors import ConfigError, nearest
 log = logging.getLogger("headrace")
 
 OWN_PACKAGE = "headrace"
-"""The distribution name of Headrace. A name that it registers cannot be taken over by another package."""
+"""The distribution name of Headrace. Another package cannot replace a name that Headrace registers."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """One name that a package offers for one registry."""
+    """The entry of one name that a package registers in one registry."""
 
     name: str
     """The name as a run file writes it."""
     target: str
-    """The object as ``package.module:object``; without ``:object`` it is the module itself."""
+    """The location of the object, as ``package.module:object``; without ``:object`` the object is the module itself."""
     package: str
-    """The name of the installed distribution that offers it."""
+    """The name of the installed distribution that registers the name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registry(Generic[T]):
-    """The objects that one setting can name: Headrace's own and those that installed packages offer as entry points. An
-    object is imported when it is loaded.
+    """The objects that one setting can name: Headrace's own objects and those that installed packages register as entry
+    points. An object is imported when it is loaded.
 
     >>> CODECS = Registry[object](group="headrace.example", setting="sync.codec", rows={"full": "json:loads"})
     >>> CODECS.names()
@@ -58,16 +58,16 @@ class Registry(Generic[T]):
     group: str
     """The group of entry points, for example ``headrace.losses``."""
     setting: str
-    """The setting whose value is a name of this registry, for error messages, or a phrase with a space, such as
-    ``the verb``."""
+    """The setting whose value is a name of this registry, or a phrase with a space, such as ``the verb``. Error
+    messages contain it."""
     rows: Mapping[str, str] = field(default_factory=dict)
     """The entries of Headrace's core: each name, mapped to its object as ``module:object``. They take precedence over
-    every package, so that installing a package does not change what a run file means."""
+    the entries of every package, so that installing a package does not change the meaning of a run file."""
     former: Mapping[str, str] = field(default_factory=dict)
-    """Names that were given up, each mapped to the present one: an error for a former name says it."""
+    """Former names, each mapped to the present name, which the error for a former name contains."""
     check: Callable[[Any], str | None] | None = None
-    """A function that checks an object after it was loaded. It returns what is wrong with the object, as the end of a
-    sentence, or ``None``. ``None`` in its place: nothing is checked."""
+    """A function that checks a loaded object. It returns the problem of the object, as the end of a sentence, or
+    ``None``. If this field is ``None``, nothing is checked."""
 
     def names(self) -> tuple[str, ...]:
         """Return every registered name, sorted."""
@@ -80,7 +80,7 @@ class Registry(Generic[T]):
         return tuple(dict.fromkeys([*self.rows, *sorted(ours)]))
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a package or Headrace itself registers ``name``."""
+        """Return whether Headrace or an installed package registers ``name``."""
         return name in self._offers
 
     def __iter__(self) -> Iterator[str]:
@@ -88,9 +88,10 @@ class Registry(Generic[T]):
         return iter(self.names())
 
     def offer(self, name: str) -> Registered:
-        """Return the entry that ``name`` stands for, with its package and its object's location, without importing it.
-        Headrace's own entry wins over those of other packages. Raises :class:`~headrace.base.errors.ConfigError` for an
-        unknown name, and for a name that several other packages offer."""
+        """Return the entry of ``name``, which contains its package and the location of its object, without importing
+        the object. Headrace's own entry takes precedence over those of other packages. Raises
+        :class:`~headrace.base.errors.ConfigError` for an unknown name, and for a name that several other packages
+        register."""
         offers = self._offers.get(name, [])
         if not offers and name in self.former:
             now = self.former[name]
@@ -118,10 +119,10 @@ class Registry(Generic[T]):
         return offers[0]
 
     def load(self, name: str) -> T:
-        """Import and return the object that ``name`` stands for.
+        """Import and return the object that is registered under ``name``.
 
         Raises :class:`~headrace.base.errors.ConfigError` as :meth:`offer` does, and for a package that cannot be
-        imported or whose object breaks its contract. The error names the package.
+        imported or whose object violates its contract. The error names the package.
         """
         offer = self.offer(name)
         made: T = _load(offer.target, offer.package, self._named(name))
@@ -134,20 +135,19 @@ class Registry(Generic[T]):
         return made
 
     def _named(self, name: str) -> str:
-        """Return the setting with ``name`` as its value, for error messages: ``env.kind='gem'``."""
+        """Return the setting with the value ``name``, for error messages, such as ``env.kind='gem'``."""
         return f"{self.setting} {name!r}" if " " in self.setting else f"{self.setting}={name!r}"
 
     @cached_property
     def _offers(self) -> Mapping[str, list[Registered]]:
-        """Return, for each name, all its entries: the row of Headrace's core and the entry points of installed
-        packages."""
+        """Return all entries of each name: those of Headrace's core and the entry points of installed packages."""
         offers: dict[str, list[Registered]] = defaultdict(list)
         for name, target in self.rows.items():
             offers[name].append(Registered(name=name, target=target, package=OWN_PACKAGE))
         for entry in entry_points_of(self.group):
             package = entry.dist.name if entry.dist is not None else entry.value.partition(":")[0]
             offer = Registered(name=entry.name, target=entry.value, package=package)
-            # an editable installation beside an older one lists a package twice
+            # an editable installation beside an older installation lists a package twice
             if offer not in offers[entry.name]:
                 offers[entry.name].append(offer)
         return dict(offers)
@@ -156,13 +156,13 @@ class Registry(Generic[T]):
 def lazy_attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module-level ``__getattr__`` for ``package`` that imports a public name when it is first used.
 
-    ``homes`` maps each name to the module that defines it; a module that begins with a dot is a submodule of
-    ``package``. ``headrace --help`` imports the packages of all commands: it must not pay for imports that only a run
-    of a command needs.
+    ``homes`` maps each public name to the module that defines it; a module name that begins with a dot denotes a
+    submodule of ``package``. This keeps ``headrace --help`` fast: it imports the packages of all commands, but not the
+    modules that only the execution of a command needs.
     """
 
     def find(name: str) -> Any:
-        """Return the object with the public name ``name``, imported from its module."""
+        """Import and return the object with the public name ``name``."""
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return vars(importlib.import_module(homes[name], package))[name]
@@ -185,13 +185,14 @@ def _entry_points() -> Mapping[str, tuple[EntryPoint, ...]]:
 
 @cache
 def _warn_once(text: str) -> None:
-    """Log ``text`` as a warning, once per process: the cache answers later calls."""
+    """Log ``text`` as a warning, only once per process: later calls with the same text return the cached result."""
     log.warning(text)
 
 
 def _load(target: str, package: str, named: str) -> Any:
-    """Import and return the object that ``package`` offers as ``target``, in the form ``module:attribute``. ``named``
-    is the setting with its value. Raises :class:`~headrace.base.errors.ConfigError` for any failure of the import."""
+    """Import and return the object that ``package`` registers as ``target``, in the form ``module:attribute``.
+    ``named`` is the setting with its value, for the message of :class:`~headrace.base.errors.ConfigError`, which is
+    raised if the import fails in any way."""
     module, _, attribute = target.partition(":")
     try:
         made: Any = importlib.import_module(module)
@@ -199,7 +200,7 @@ def _load(target: str, package: str, named: str) -> Any:
             made = getattr(made, part)
     except ConfigError:
         raise
-    # importing a stranger's package can raise anything
+    # importing the package of another author can raise any exception
     except Exception as error:
         raise ConfigError(
             f"{named} is offered by the package {package} as {target}, which cannot be imported: "

@@ -1,12 +1,12 @@
-"""A store for the heavy columns of tokens: the kept-sets and experts that an engine has recorded. The engine writes
-them into files of the run's directory, and the learner reads them there; between the two travel references
-(:mod:`headrace.base.types.stored`).
+"""A file store for the kept-sets and experts that an engine records for tokens, the largest columns of a token. The
+engine writes these columns into files of the run's directory, and the learner reads them there. Messages between
+processes then contain only references to the stored rows (:mod:`headrace.base.types.stored`).
 
-    RUN/columns/engine-0.000000    parts of up to 64 MiB, each written once, one behind the other
+    RUN/columns/engine-0.000000    consecutive parts of up to 64 MiB together, each written once
                /engine-0.000001    the file that the engine writes to now
                /engine-1.000000
 
-A *part* is what was written at once, and has a checksum. A file never changes once its writer has begun the next one.
+A *part* is the data of one write, and has a checksum. A file never changes after its writer has begun the next file.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from headrace.base.types.stored import Rows, Stored, StoredRows
 T = TypeVar("T")
 
 COLUMNS = "columns"
-"""The folder in a run's directory that is its store."""
+"""The name of the store's folder in the directory of a run."""
 FILE_BYTES = 64 << 20
-"""Size of a file at which its writer begins the next one, in bytes."""
+"""The size of a file, in bytes, at which its writer begins the next file."""
 INLINE_BYTES = 128
-"""Columns of up to this many bytes stay where they are: a reference is not much shorter."""
+"""The size in bytes up to which a column is not stored, since a reference would be hardly shorter."""
 COLUMNS_LOST = "columns_lost"
-"""The reason under which tokens without loss are counted whose kept-sets or experts could not be read."""
+"""The reason under which the run counts tokens whose loss was dropped because their kept-sets or experts could not be
+read."""
 
 
 def file_name(writer: str, number: int) -> str:
-    """Return the name of the file with index ``number`` of a writer.
+    """Return the name of the file with the index ``number`` among the files of ``writer``.
 
     >>> file_name("engine-0", 12), writer_of("engine-0.000012")
     ('engine-0.000012', ('engine-0', 12))
@@ -51,23 +52,24 @@ def file_name(writer: str, number: int) -> str:
 
 
 def writer_of(name: str) -> tuple[str, int]:
-    """Return the writer of the file ``name``, and the index of the file among those of this writer; −1 for a name that
-    is none of a store."""
+    """Return the writer of the file ``name``, and the index of the file among the files of this writer. The index is −1
+    if ``name`` is not the name of a file of a store."""
     writer, _, number = name.rpartition(".")
     return writer, int(number) if number.isdecimal() else -1
 
 
 class ColumnStore:
-    """The writer's side of a store: one process appends to files of its own.
+    """The writing side of a store: one process appends to its own files.
 
-    Raises :class:`~headrace.base.errors.StoreError` if the directory cannot be made.
+    Raises :class:`~headrace.base.errors.StoreError` if the directory cannot be created.
     """
 
     def __init__(
         self, directory: Path, writer: str, *, limit_bytes: int | None = None, file_bytes: int = FILE_BYTES
     ) -> None:
-        """Write into ``directory``, whose files together may have ``limit_bytes`` bytes; ``None``: as many as the disk
-        has room for. Files of an earlier process of the same name, ``writer``, are kept and not continued."""
+        """Write into ``directory`` as the writer named ``writer``. ``limit_bytes`` limits the size of all files in the
+        directory together; ``None`` sets no limit. Existing files of the same writer, from an earlier process, are kept
+        and not continued."""
         self._directory = directory
         self._writer = writer
         self._limit_bytes = limit_bytes
@@ -83,8 +85,9 @@ class ColumnStore:
         self._next = max(own, default=-1) + 1
 
     def put(self, rows: Rows) -> Stored:
-        """Write rows as one part, and return the reference to them. Raises :class:`~headrace.base.errors.StoreError` if
-        the store is full or cannot be written; then nothing refers to what was written of them."""
+        """Write ``rows`` as one part, and return the reference to them. Raises
+        :class:`~headrace.base.errors.StoreError` if the store is full or cannot be written; a part that was written
+        incompletely has no reference."""
         data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
         if self._file < 0 or (self._end and self._end + len(data) > self._file_bytes):
             self._begin_file()
@@ -97,39 +100,41 @@ class ColumnStore:
         return (StoredRows(self._name, start, len(data), xxhash.xxh3_64_intdigest(data), 0, len(rows)),)
 
     def chunk(self, chunk: TokenChunk) -> TokenChunk:
-        """Return a chunk with references in place of its kept-sets and experts, which are written; short ones stay.
-        Raises as :meth:`put` does."""
+        """Return ``chunk`` with its kept-sets and experts written to the store and replaced by references. Short
+        columns are not replaced. Raises as :meth:`put` does."""
         tokens, context = chunk.tokens, chunk.prompt_routing
-        kept = tokens.kept and self._kept(tokens.kept)
-        routing = tokens.routing and self._routing(tokens.routing)
+        kept = tokens.kept and self._store_kept(tokens.kept)
+        routing = tokens.routing and self._store_routing(tokens.routing)
         if kept is not tokens.kept or routing is not tokens.routing:
             tokens = msgspec.structs.replace(tokens, kept=kept, routing=routing)
-        context = context and self._routing(context)
+        context = context and self._store_routing(context)
         if tokens is chunk.tokens and context is chunk.prompt_routing:
             return chunk
         return msgspec.structs.replace(chunk, tokens=tokens, prompt_routing=context)
 
     def close(self) -> None:
-        """Close the file that is written; what was written stays."""
+        """Close the file that is being written. The written files are kept."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
-    def _kept(self, kept: KeptSets) -> KeptSets:
-        """Return kept-sets with a reference to their ids, which are written; the same object if they are short."""
+    def _store_kept(self, kept: KeptSets) -> KeptSets:
+        """Write the ids of ``kept`` and return kept-sets with a reference to them; return ``kept`` itself if it is
+        short."""
         if kept.ids_E.nbytes <= INLINE_BYTES:
             return kept
         return KeptSets(ids_E=kept.ids_E[:0], sizes_T=kept.sizes_T, stored=self.put(kept.ids_E))
 
-    def _routing(self, routing: Routing) -> Routing:
-        """Return the routing with a reference to its rows, which are written; the same object if they are short."""
+    def _store_routing(self, routing: Routing) -> Routing:
+        """Write the rows of ``routing`` and return a routing with a reference to them; return ``routing`` itself if it
+        is short."""
         if routing.experts_RLK.nbytes <= INLINE_BYTES:
             return routing
         stored = self.put(routing.experts_RLK)
         return Routing(known_T=routing.known_T, experts_RLK=routing.experts_RLK[:0], stored=stored)
 
     def _begin_file(self) -> None:
-        """Begin the next file of this writer. Raises :class:`~headrace.base.errors.StoreError` if the store is full."""
+        """Open the next file of this writer. Raises :class:`~headrace.base.errors.StoreError` if the store is full."""
         self.close()
         used = directory_bytes(self._directory)
         if self._limit_bytes is not None and used + self._file_bytes > self._limit_bytes:
@@ -148,62 +153,67 @@ class ColumnStore:
         self._name, self._next, self._end = name, self._next + 1, 0
 
     def _error(self, why: str) -> StoreError:
-        """Return the error of a store that cannot be written, for the reason ``why``."""
+        """Return the error of a store that cannot be written because of ``why``."""
         return StoreError(
             f"the store {self._directory} cannot be written: {why}", remedy=f"make room in {self._directory}"
         )
 
 
 def directory_bytes(directory: Path) -> int:
-    """Return the size of all files in a store's directory, in bytes; 0 if there is none."""
+    """Return the total size of the files in a store's directory, in bytes; 0 if the directory does not exist."""
     try:
         with os.scandir(directory) as entries:
             return sum([entry.stat(follow_symlinks=False).st_size for entry in entries])
-    except FileNotFoundError:  # the directory, or a file that was removed meanwhile
+    except FileNotFoundError:  # the directory does not exist, or a file was removed during the scan
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class LostRows:
-    """Rows that could not be read: the indices of the first and of the one after the last, and the reason."""
+    """A range of rows that could not be read."""
 
     first: int
+    """The index of the first row."""
     last: int
+    """The index after the last row."""
     error: StoreError
+    """The reason why the rows could not be read."""
 
 
 class StoreReader:
-    """The reader's side of a store, which maps its files into memory. Use one for each batch, so that files which were
-    removed meanwhile do not use memory any longer."""
+    """The reading side of a store, which maps files into memory. Create a reader for each batch, so that the memory of
+    files that were removed is freed."""
 
     def __init__(self, directory: Path) -> None:
-        """Read files in ``directory``, which need not exist."""
+        """Read the files in ``directory``, which need not exist if nothing is stored."""
         self._directory = directory
         self._maps: dict[str, memoryview] = {}
 
     def kept(self, kept: KeptSets) -> KeptSets:
-        """Return kept-sets with their ids in memory. Raises :class:`~headrace.base.errors.StoreError` if a part is
-        missing or differs from its checksum."""
+        """Return ``kept`` with its ids in memory. Raises :class:`~headrace.base.errors.StoreError` if a part is missing
+        or does not match its checksum."""
         return _raised(*self.kept_found(kept))
 
     def routing(self, routing: Routing) -> Routing:
-        """Return the routing with its rows in memory. Raises :class:`~headrace.base.errors.StoreError` if a part is
-        missing or differs from its checksum."""
+        """Return ``routing`` with its rows in memory. Raises :class:`~headrace.base.errors.StoreError` if a part is
+        missing or does not match its checksum."""
         return _raised(*self.routing_found(routing))
 
     def kept_found(self, kept: KeptSets) -> tuple[KeptSets, list[LostRows]]:
-        """Return kept-sets with their ids in memory, and the ids that could not be read, which are 0."""
-        ids_E, lost = self._rows(kept.ids_E, kept.stored)
+        """Return ``kept`` with its ids in memory, and the ranges of ids that could not be read; those ids are 0."""
+        ids_E, lost = self._read_column(kept.ids_E, kept.stored)
         return KeptSets(ids_E=ids_E, sizes_T=kept.sizes_T), lost
 
     def routing_found(self, routing: Routing) -> tuple[Routing, list[LostRows]]:
-        """Return the routing with its rows in memory, and the rows that could not be read, which are 0."""
-        experts_RLK, lost = self._rows(routing.experts_RLK, routing.stored)
+        """Return ``routing`` with its rows in memory, and the ranges of rows that could not be read; those rows are
+        0."""
+        experts_RLK, lost = self._read_column(routing.experts_RLK, routing.stored)
         return Routing(known_T=routing.known_T, experts_RLK=experts_RLK), lost
 
-    def _rows(self, rows: Rows, stored: Stored) -> tuple[Rows, list[LostRows]]:
-        """Return the rows of a column, which lie in the store unless ``stored`` is empty, and those that could not be
-        read. ``rows`` are those in memory; their type and shape are those of the column."""
+    def _read_column(self, rows: Rows, stored: Stored) -> tuple[Rows, list[LostRows]]:
+        """Return the rows of a column, and the ranges that could not be read. ``stored`` refers to the rows in the
+        store; if it is empty, all rows are in memory, in ``rows``. The dtype and row shape of ``rows`` are those of the
+        column in either case."""
         if not stored:
             return rows, []
         whole = np.zeros((sum([piece.count for piece in stored]), *rows.shape[1:]), rows.dtype)
@@ -211,30 +221,30 @@ class StoreReader:
         for piece in stored:
             last = first + piece.count
             try:
-                whole[first:last] = self._read(piece, rows)
+                whole[first:last] = self._read_piece(piece, rows)
             except StoreError as error:
                 lost.append(LostRows(first, last, error))
             first = last
         return whole, lost
 
-    def _read(self, piece: StoredRows, like: Rows) -> Rows:
-        """Return the rows of one piece, of the type and shape of those of ``like``. Raises
-        :class:`~headrace.base.errors.StoreError` if its part is missing or differs from its checksum."""
+    def _read_piece(self, piece: StoredRows, like: Rows) -> Rows:
+        """Return the rows of ``piece``, with the dtype and row shape of ``like``. Raises
+        :class:`~headrace.base.errors.StoreError` if the part is missing or does not match its checksum."""
         if piece.rows is not None:
             return piece.rows
-        part = self._part(piece)
+        part = self._read_part(piece)
         row_bytes = int(np.prod(like.shape[1:], dtype=np.int64)) * like.itemsize
         first, last = piece.first * row_bytes, (piece.first + piece.count) * row_bytes
         if not 0 <= first <= last <= len(part):
             raise _part_error(piece, f"has {len(part)} bytes, and its rows end at byte {last}")
         return np.frombuffer(part[first:last], like.dtype).reshape(-1, *like.shape[1:])
 
-    def _part(self, piece: StoredRows) -> memoryview:
-        """Return the whole part that ``piece`` is of, after comparing it with its checksum."""
+    def _read_part(self, piece: StoredRows) -> memoryview:
+        """Return the whole part that contains ``piece``, after verifying its checksum."""
         end = piece.start + piece.num_bytes
         file = self._maps.get(piece.file)
-        if file is None or end > len(file):  # its writer may have appended since it was mapped
-            file = self._maps[piece.file] = self._mapped(piece)
+        if file is None or end > len(file):  # the writer may have appended to the file since it was mapped
+            file = self._maps[piece.file] = self._map_file(piece)
         if min(piece.start, piece.num_bytes) < 0 or end > len(file):
             raise _part_error(piece, f"is not there: the file ends at byte {len(file)}")
         part = file[piece.start : end]
@@ -242,8 +252,8 @@ class StoreReader:
             raise _part_error(piece, "differs from what was written")
         return part
 
-    def _mapped(self, piece: StoredRows) -> memoryview:
-        """Return the file of ``piece``, mapped into memory."""
+    def _map_file(self, piece: StoredRows) -> memoryview:
+        """Return the content of the file that contains ``piece``, mapped into memory."""
         if Path(piece.file).name != piece.file or writer_of(piece.file)[1] < 0:
             raise _part_error(piece, "is not a file of a store")
         try:
@@ -258,14 +268,14 @@ class StoreReader:
 
 
 def _raised(found: T, lost: list[LostRows]) -> T:
-    """Return ``found``, or raise the error of the first rows that are lost."""
+    """Return ``found``, or raise the error of the first range of lost rows."""
     if lost:
         raise lost[0].error
     return found
 
 
 def _part_error(piece: StoredRows, what: str) -> StoreError:
-    """Return the error for a part of a store; ``what`` continues a sentence about it."""
+    """Return the error of the part that contains ``piece``. ``what`` continues a sentence about the part."""
     return StoreError(
         f"the part of the store at byte {piece.start} of {piece.file!r} {what}",
         remedy="keep the folder 'columns' of the run's directory whole, on the machine of the learner",
@@ -273,30 +283,30 @@ def _part_error(piece: StoredRows, what: str) -> StoreError:
 
 
 def lies_in_store(batch: Batch) -> bool:
-    """Return whether a column of a batch lies in a store."""
+    """Return whether kept-sets or experts of ``batch`` are in a store and not in memory."""
     return bool((batch.kept and batch.kept.stored) or (batch.routing and batch.routing.stored))
 
 
 def read_batch(batch: Batch, reader: StoreReader) -> tuple[Batch, dict[int, StoreError]]:
-    """Return a batch with all of its columns in memory, and the groups of which something could not be read, with the
-    reason, by their index in the batch. :func:`without_groups` removes these from the loss."""
+    """Return ``batch`` with all columns in memory, and the groups with rows that could not be read: the index of each
+    group in the batch, mapped to the error. :func:`without_groups` removes such groups from the loss."""
     owners_N = np.repeat(batch.groups_S, batch.lengths_S)
     kept, routing = batch.kept, batch.routing
     lost: dict[int, StoreError] = {}
     if kept is not None:
         owners_E = np.repeat(owners_N, kept.sizes_T)
         kept, lost_ids = reader.kept_found(kept)
-        lost |= _owners(owners_E, lost_ids)
+        lost |= _errors_by_owner(owners_E, lost_ids)
     if routing is not None:
         owners_R = owners_N[routing.known_T]
         routing, lost_rows = reader.routing_found(routing)
-        lost = _owners(owners_R, lost_rows) | lost
+        lost = _errors_by_owner(owners_R, lost_rows) | lost
     return msgspec.structs.replace(batch, kept=kept, routing=routing), lost
 
 
 def without_groups(batch: Batch, groups: Iterable[int]) -> tuple[Batch, int]:
-    """Return a batch that is in memory without the loss, the kept-sets and the experts of the groups with the indices
-    ``groups``, and the number of tokens that would have carried loss."""
+    """Return ``batch``, all of whose columns are in memory, without the loss, kept-sets and experts of the groups with
+    the indices ``groups``, and the number of tokens whose loss was removed."""
     lost_N = np.repeat(np.isin(batch.groups_S, np.fromiter(groups, np.int64)), batch.lengths_S)
     kept, routing = batch.kept, batch.routing
     if kept is not None:
@@ -309,9 +319,9 @@ def without_groups(batch: Batch, groups: Iterable[int]) -> tuple[Batch, int]:
     return msgspec.structs.replace(batch, mask_N=batch.mask_N & ~lost_N, kept=kept, routing=routing), count
 
 
-def _owners(owners: npt.NDArray[np.int32], lost: list[LostRows]) -> dict[int, StoreError]:
-    """Return the owners of lost rows, each with the reason why its first rows are lost. ``owners`` has the owner of
-    every row."""
+def _errors_by_owner(owners: npt.NDArray[np.int32], lost: list[LostRows]) -> dict[int, StoreError]:
+    """Return the error of each owner of lost rows: the error of its first lost range. ``owners`` contains the owner of
+    every row of the column, which is the index of a group."""
     found: dict[int, StoreError] = {}
     for rows in lost:
         for owner in np.unique(owners[rows.first : rows.last]).tolist():

@@ -1,4 +1,5 @@
-"""The controller: four loops over contracts; it does not know where engine, learner and scorers run."""
+"""The controller: four concurrent loops that run episodes, score them, train the learner and synchronise weights. It
+uses the engine, the learner and the scorers through their contracts, wherever they run."""
 
 from headrace.control.config import ControlSettings, RunSection
 from headrace.control.controller import Controller

@@ -1,4 +1,4 @@
-"""The controller. One program for every world: fakes in a test, processes of one machine, a cluster, a simulator.
+"""The controller: the same code drives fakes in a test, processes on one machine, a cluster, and a simulation.
 
      tasks ─▶ rollout ──finished episodes──▶ scoring ──scored groups──▶ flow ──batches──▶ learner
                 │ ▲                                                     ▲                    │ snapshot
@@ -12,8 +12,9 @@
     learner   batches of scored groups     versions                  a batch, a weight buffer     scoring, sync
     sync      published versions           commits, freed slots      a publication, the commit    learner, engine
 
-Every queue is bounded by the flow's slots. Weights are published before the first rollout; a version frees its slots
-only when it is committed; the watchdog prints the table above when nothing moves.
+The length of every queue is limited by the flow's slots. Weights are published before the first rollout. The slots of a
+step's groups are freed only when the version that the step made is committed. The watchdog prints the table above when
+the run makes no progress.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ from headrace.flow.ledger.base import Note
 T = TypeVar("T")
 
 RECOVERY = "recovery"
-"""The kind of the ledger's notes about parts that died and were started again."""
+"""The kind of the ledger's notes about parts of the run that died and were restarted."""
 ENGINES = "engines"
 """The kind of the ledger's notes about engines that were added or removed."""
 
 
 class Controller:
-    """The controller of one life of a run (from one start or resumption to its end): it owns the loops and drives them
+    """The controller of one life of a run (from one start or resumption to its end). It owns the loops and runs them
     from the first publication of weights to the summary."""
 
     def __init__(
@@ -63,8 +64,8 @@ class Controller:
         writer: LedgerWriter,
         observers: Observers,
     ) -> None:
-        """Build the loops over the components ``parts``. ``ledger`` is read to resume the run; ``writer`` appends to
-        the same ledger. ``observers`` receive steps, events and the trace."""
+        """Create the loops. ``parts`` are the components that they use. ``ledger`` is read to resume the run, and
+        ``writer`` appends to the same ledger. ``observers`` receive steps, events and the trace."""
         run, config = settings.run, settings.flow
         columns = ColumnFiles(parts.run_dir / COLUMNS, config.columns)
         flow = Flow(
@@ -100,28 +101,29 @@ class Controller:
             trainer=partial(trainer_state, self.state),
         )
         self._eval_after: float | None = None
+        """The mean reward on the held-out tasks after training; ``None`` if it was not evaluated."""
         self._evaluated: dict[int, float] = {}
-        """The mean reward on the held-out tasks, by version; of the last version that was evaluated."""
+        """The mean reward on the held-out tasks by version; it contains only the last version that was evaluated."""
 
     def _pick_row(self, number: int) -> int | None:
-        """Return the index of the dataset row that the group ``number`` attempts, by the curriculum if there is one;
-        ``None`` if the rows are used up. The flow calls this for each new group."""
+        """Return the index of the dataset row that the new group ``number`` attempts: the choice of the curriculum if
+        there is one, otherwise the next row in order. ``None`` if no rows are left. The flow calls this."""
         curriculum = self.state.curriculum
         return self._order(number) if curriculum is None else curriculum.pick(number, self.state.flow.state.version)
 
     def live(self) -> LiveState:
-        """Return the present state of the run, for a view that shows it."""
+        """Return the current state of the run for the live view."""
         state = self.state
         return state.metrics.live(phase=state.phase, waits=state.board.table(), warnings=state.warnings)
 
     def stop(self, by: str = "") -> None:
-        """Ask the run to stop as soon as the steps that are already ordered are done, with a checkpoint from which it
-        can resume. ``by`` is the signal that was received; empty for any other reason."""
+        """Request the run to stop when the steps that are already ordered are done, with a checkpoint from which it can
+        resume. ``by`` is the name of the signal that was received; empty for any other reason."""
         self.state.request_stop(by)
 
     async def run(self, start: StartingPoint) -> Summary:
-        """Run from ``start`` to the last step, under the stall watchdog, and return the summary. If this raises,
-        :meth:`summary` returns what was reached."""
+        """Run from ``start`` to the last step, watched by the stall watchdog, and return the summary. If this raises,
+        :meth:`summary` returns the figures of the run so far."""
         async with asyncio.TaskGroup() as group:
             parts, timeout_s = self.state.parts, self.state.run.stall_timeout_s
             watchdog = group.create_task(
@@ -149,9 +151,8 @@ class Controller:
             self._saver.mark_saved(start.step)
         await self._publish_first(start.step)
         async with asyncio.TaskGroup() as group:
-            syncing = group.create_task(
-                self._sync.run()
-            )  # engines may join at any time, so this loop runs from the start
+            # engines may join at any time, so this loop runs from the start
+            syncing = group.create_task(self._sync.run())
             cause = await self._evaluate_and_train(start)
             syncing.cancel()
         status = "finished" if cause or state.metrics.totals.steps_done >= state.run.steps else "stopped"
@@ -162,37 +163,37 @@ class Controller:
         return self.summary(status, cause)
 
     async def _evaluate_and_train(self, start: StartingPoint) -> str:
-        """Compare engine and learner, evaluate, train to the last step, and evaluate again. Return why the run ended
-        before its last step; empty if it did not, or was asked to stop."""
+        """Compare engine and learner, evaluate, train to the last step, and evaluate again. Return the reason why the
+        run ended before its last step; empty if it reached the last step or was requested to stop."""
         state = self.state
-        await self._probe(start.step)
+        await self._compare_engine_and_learner(start.step)
         if start.memory.eval_before is None:
             state.metrics.totals.eval_before = await self._evaluate("evaluating before training")
         await self._train()
-        cause = self._rows_used_up()
+        cause = self._warn_if_rows_used_up()
         if not state.stop_requested:
             self._eval_after = await self._evaluate("evaluating after training")
         return cause
 
-    def _rows_used_up(self) -> str:
-        """Warn if the dataset's rows did not last for all steps, and return the text of the warning; empty if they
-        did."""
+    def _warn_if_rows_used_up(self) -> str:
+        """Warn if the dataset had too few rows for all steps, and return the text of the warning; empty if it had
+        enough."""
         state, flow = self.state, self.state.flow.state
         steps_done = state.metrics.totals.steps_done
         if state.stop_requested or not state.flow.used_up or steps_done >= state.run.steps:
             return ""
-        left = len(flow.ready)
+        ready = len(flow.ready)
         cause = (
             f"data.epochs is used up after {steps_done} of {state.run.steps} steps: {flow.num_submitted} "
-            f"groups were attempted, {sum(flow.dropped.values())} of them dropped, and {left} are left, fewer than a "
+            f"groups were attempted, {sum(flow.dropped.values())} of them dropped, and {ready} are left, fewer than a "
             f"batch of {state.flow_config.groups_per_step}; raise data.epochs and --resume to continue"
         )
         state.warn(cause)
         return cause
 
     def summary(self, status: str, cause: str = "") -> Summary:
-        """Return the summary of the run so far. ``status`` is ``finished``, ``stopped`` or ``failed``; ``cause`` is why
-        it failed or finished early, empty otherwise."""
+        """Return the summary of the run so far. ``status`` is ``finished``, ``stopped`` or ``failed``; ``cause`` is the
+        reason why the run failed or finished early, otherwise empty."""
         state = self.state
         return state.metrics.summary(
             self._ledger.conservation(),
@@ -204,17 +205,16 @@ class Controller:
         )
 
     async def _publish_first(self, version: int) -> None:
-        """Publish the weights that the run starts with as ``version``, and wait until the engines have committed
-        them."""
+        """Publish the initial weights of the run as ``version``, and wait until the engines have committed them."""
         self.state.phase = "publishing the first weights"
         self.state.board.working("sync", f"version {version}")
         publication = await self.state.parts.learner.snapshot(version, await self._sync.free_slot())
         await self._sync.deliver(publication)
         self.state.metrics.first_weights_committed()
 
-    async def _probe(self, version: int) -> None:
-        """Compare the logprobs of engine and learner at equal weights, those of ``version``, and record the gap. Raises
-        :class:`~headrace.base.errors.RunError` for a gap that rounding does not explain."""
+    async def _compare_engine_and_learner(self, version: int) -> None:
+        """Compare the logprobs of engine and learner at equal weights (``version``), and record the gap. Raises
+        :class:`~headrace.base.errors.RunError` if the gap is larger than rounding explains."""
         state = self.state
         state.phase = "comparing engine and learner"
         with state.board.requesting("rollout", "a comparison of logprobs", provider="engine, learner"):
@@ -232,41 +232,42 @@ class Controller:
             )
 
     async def _evaluate(self, phase: str) -> float | None:
-        """Return the mean reward on the held-out tasks; ``None`` if there are none, or if the run is to stop. ``phase``
-        is what views show meanwhile. A version that was the last to be evaluated is not evaluated again."""
+        """Evaluate the committed version on the held-out tasks and return the mean reward; ``None`` if there are no
+        tasks, or if the run is requested to stop. ``phase`` is the phase that views show meanwhile. If the last
+        evaluation was of the same version, return its result."""
         state = self.state
         version = state.flow.state.version
         if version in self._evaluated:
             return self._evaluated[version]
         state.phase = phase
         with state.board.requesting("rollout", "answers to the held-out tasks", provider="engine, scoring workers"):
-            reward = await self._unless_stopped(self._evaluator.mean_reward(self._count_eval, state.warn))
+            reward = await self._run_unless_stopped(self._evaluator.mean_reward(self._count_eval_tokens, state.warn))
         if reward is not None:
             self._evaluated = {version: reward}
             state.metrics.evaluated(version, reward, training=state.phase == "training")
             state.event(f"held-out mean reward {reward:.3f} at version {version}")
         return reward
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, T | None]) -> T | None:
-        """Return the result of ``work``; ``None`` if the run is asked to stop before it is done, which cancels it."""
+    async def _run_unless_stopped(self, work: Coroutine[Any, Any, T | None]) -> T | None:
+        """Return the result of ``work``. If the run is requested to stop earlier, cancel ``work`` and return
+        ``None``."""
         async with asyncio.TaskGroup() as group:
-            stopped = group.create_task(self.state.stopping.wait())
-            working = group.create_task(work)
-            await asyncio.wait({stopped, working}, return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
-            working.cancel()  # does nothing if it is done
-        return None if working.cancelled() else working.result()
+            stop_wait = group.create_task(self.state.stopping.wait())
+            task = group.create_task(work)
+            await asyncio.wait({stop_wait, task}, return_when=asyncio.FIRST_COMPLETED)
+            stop_wait.cancel()
+            task.cancel()  # no effect if it is done
+        return None if task.cancelled() else task.result()
 
-    def _count_eval(self, tokens: int) -> None:
-        """Note ``tokens`` that arrived for an evaluation, so that the watchdog sees progress. During training they are
-        counted apart from the tokens for training."""
+    def _count_eval_tokens(self, tokens: int) -> None:
+        """Record that ``tokens`` tokens of an evaluation have arrived: report progress to the watchdog and, during
+        training, count them separately from the tokens for training."""
         self.state.board.progress()
         if self.state.phase == "training":
             self.state.metrics.eval_sampled(tokens)
 
     async def _train(self) -> None:
-        """Run the rollout, scoring and learner loops until the learner has made its last step. The sync loop runs
-        already."""
+        """Run the rollout, scoring and learner loops until the learner loop ends. The sync loop is already running."""
         state = self.state
         state.phase = "training"
         state.metrics.training_began()
@@ -282,19 +283,19 @@ class Controller:
             state.metrics.training_ended()
 
     async def _evaluate_periodically(self) -> None:
-        """Evaluate every ``run.eval_every`` steps, until cancelled. Generation for training and commits continue in the
-        meantime; an evaluation is reported for the version that was committed at its start."""
+        """Evaluate every ``run.eval_every`` steps, until cancelled. Training continues in the meantime. An evaluation
+        is reported for the version that was committed when it began."""
         state = self.state
-        due = state.flow.state.version + state.run.eval_every
+        next_version = state.flow.state.version + state.run.eval_every
         while True:
-            while state.flow.state.version < due:
+            while state.flow.state.version < next_version:
                 await state.flow.changed.wait()
-            due = state.flow.state.version + state.run.eval_every
+            next_version = state.flow.state.version + state.run.eval_every
             await self._evaluate("training")
 
     def record_recovery(self, recovery: Recovery) -> None:
-        """Record a recovery of a part of the run: that it has died and is started again or, if the recovery has a
-        duration, that it serves again."""
+        """Record that a part of the run has died and is being restarted or, if ``recovery`` has a duration, that it is
+        available again."""
         state = self.state
         state.board.progress()
         if recovery.seconds is None:
@@ -311,6 +312,6 @@ class Controller:
         self.state.event(text)
 
     def _note(self, kind: str, detail: str) -> None:
-        """Write a note about an event of the run into the ledger. ``kind`` is one word, ``detail`` the event in
-        words."""
+        """Write a note about an event of the run to the ledger. ``kind`` is one word, ``detail`` a description of the
+        event."""
         self._writer.write(Note(kind=kind, detail=detail, at_s=self.state.parts.clock.wall()))

@@ -1,8 +1,8 @@
 """The credit of a batch: the advantages of its episodes, or of their turns, computed from the rewards.
 
-The rows of the computation are shares. A share is an episode or, if agents have rewards of their own, one agent in an
-episode. Rewards are compared within (group, role), and the advantage of a share goes to its turns. An episode *counts
-in a baseline* if it is scored or masked.
+A *share* is one row of the computation: an episode or, if agents have rewards of their own, one agent in an episode.
+Rewards are compared within shares of the same group and role, and the advantage of a share is assigned to its turns. An
+episode *counts in a baseline* if it is scored or masked.
 
 Shape suffixes: E shares, K components of the reward, R turns of all shares, N tokens.
 """
@@ -27,49 +27,49 @@ from headrace.control.branches import with_branches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditShare:
-    """One row of the computation of advantages: an episode, or one agent in an episode. It is compared with other
-    shares and gets one advantage."""
+    """One row of the computation of advantages: an episode, or one agent in an episode. Its reward is compared with the
+    rewards of other shares."""
 
     place: int
-    """The index of its episode among the episodes of the batch that count in a baseline."""
+    """The index of the share's episode among the episodes of the batch that count in a baseline."""
     episode: EpisodeGraph
-    """The episode of which this is a share."""
+    """The episode to which the share belongs."""
     agent: str
-    """The agent whose share this is; empty: the share is the whole episode."""
+    """The name of the agent; empty if the share is the whole episode."""
     reward: float
     """The reward of the episode, or of the agent."""
     turns: tuple[int, ...]
-    """The indices of the turns of this share that the policy under training wrote, in order. There are none if an agent
-    has a reward and never answered; the share then counts in the baseline only."""
+    """The indices of the share's turns that the trained policy wrote, in order. Empty for an agent that has a reward
+    and wrote no turn; then the share only counts in the baseline."""
 
     @property
     def baseline(self) -> tuple[int, str]:
-        """Return the number of the group and the role of the share; shares with the same pair are compared with each
+        """Return the number of the share's group and the share's role. Shares with the same pair are compared with each
         other."""
         return self.episode.key.group, role_of(self.agent)
 
     @property
     def length(self) -> int:
-        """Return the number of tokens in the turns of the share."""
+        """Return the number of tokens in the share's turns."""
         return sum(len(self.episode.turns[turn].tokens) for turn in self.turns)
 
 
 def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup], *, branch_weight: float = 1.0) -> Sequence[Credit]:
-    """Return the credit of every episode of the batch ``groups`` that counts in a baseline, in order; not all of them
-    are trained.
+    """Return the credit of every episode of ``groups``, the groups of a batch, that counts in a baseline, in order.
+    Masked episodes, which are not trained, are included.
 
     An episode's credit is one advantage, or one for each of its turns if ``algo.advantage.by_turn`` is set, if agents
     have rewards of their own, or if turns are segments or belong to branches. ``branch_weight`` is the weight of the
     loss of branches. Raises :class:`~headrace.base.errors.ConfigError` for an advantage that cannot tell agents apart.
     """
-    return with_branches(algo, groups, _of_episodes(algo, groups), branch_weight)
+    return with_branches(algo, groups, _episode_credits(algo, groups), branch_weight)
 
 
-def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Credit]:
-    """Return the credit of every episode that counts in a baseline, as :func:`credit` does, without that of
+def _episode_credits(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Credit]:
+    """Return the credit of every episode that counts in a baseline, as :func:`credit` does, but without the credit of
     branches."""
     shares = shares_of(groups)
-    by_agent = any(share.agent for share in shares)  # some agents have rewards of their own
+    by_agent = any(share.agent for share in shares)  # some agents have their own rewards
     if by_agent and algo.advantage.by_critic:
         raise ConfigError(
             f"algo.advantage={algo.advantage.kind!r} credits samples by a critic, and the environment returns "
@@ -83,38 +83,42 @@ def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Cr
         parts_EK=None if by_agent else _parts_EK([share.episode for share in shares]),
     )
     if algo.advantage.by_turn:
-        of_turns = _of_turns(algo, shares, scores)
+        credits_by_share = _turn_credits(algo, shares, scores)
     elif isinstance(algo.advantage, Prpo):
-        of_turns = _of_segments(algo, shares, scores)
+        credits_by_share = _segment_credits(algo, shares, scores)
     else:
         credit_E = algo.credit_of_episodes(scores).tolist()
         if not by_agent:
             return [float(advantage) for advantage in credit_E]
-        of_turns = [dict.fromkeys(share.turns, advantage) for share, advantage in zip(shares, credit_E, strict=True)]
+        credits_by_share = [
+            dict.fromkeys(share.turns, advantage) for share, advantage in zip(shares, credit_E, strict=True)
+        ]
     counted = [episode for group in groups for episode in group.counted]
     credits = [[0.0] * len(episode.turns) for episode in counted]
-    for share, by_turn in zip(shares, of_turns, strict=True):
+    for share, by_turn in zip(shares, credits_by_share, strict=True):
         for turn, advantage in by_turn.items():
             credits[share.place][turn] = advantage
     return credits
 
 
 def shares_of(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
-    """Return the shares of every episode of ``groups`` that counts in a baseline. If one episode of a group has rewards
-    by agent, every episode of that group without such rewards counts as having given each agent its whole reward."""
+    """Return the shares of every episode of ``groups`` that counts in a baseline. If an episode of a group has rewards
+    by agent, each other episode of the group is also split by agent; where it has no rewards by agent, each of its
+    agents gets the reward of the episode."""
     counted = [(episode, group) for group in groups for episode in group.counted]
-    apart = {group.number for episode, group in counted if episode.agent_rewards}
+    split_groups = {group.number for episode, group in counted if episode.agent_rewards}
     shares: list[CreditShare] = []
     for place, (episode, group) in enumerate(counted):
         assert episode.reward is not None
-        turns = _written(episode)
+        turns = _trainable_turns(episode)
         by_agent: dict[str, list[int]] = {}
-        if group.number in apart:
+        if group.number in split_groups:
             for turn in turns:
                 by_agent.setdefault(episode.turns[turn].author, []).append(turn)
             rewards = episode.shares if episode.agent_rewards else dict.fromkeys(by_agent, episode.reward)
         else:
-            by_agent[""] = turns or [len(episode.turns) - 1]  # the last one stands for them
+            # without a trainable turn, the last turn represents the episode
+            by_agent[""] = turns or [len(episode.turns) - 1]
             rewards = {"": episode.reward}
         shares += [
             CreditShare(place=place, episode=episode, agent=agent, reward=reward, turns=tuple(by_agent.get(agent, ())))
@@ -124,30 +128,30 @@ def shares_of(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
 
 
 def _parts_EK(episodes: Sequence[EpisodeGraph]) -> Floats | None:
-    """Return the components of the rewards, one row for each episode and one column for each component; ``None`` if
-    there are none, or if episodes have different components."""
+    """Return the components of the rewards as a matrix: one row for each episode and one column for each component.
+    ``None`` if there are no components, or if episodes have different components."""
     names = [list(episode.parts) for episode in episodes]
     if not names or not names[0] or any(each != names[0] for each in names):
         return None
     return np.array([list(episode.parts.values()) for episode in episodes], np.float64)
 
 
-def _of_turns(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
-    """Return, for each share, the advantage of each of its turns, by the index of the turn. ``scores`` has one row for
-    each share.
+def _turn_credits(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
+    """Return, for each share, the advantage of each of its turns, by the index of the turn, for an advantage that
+    compares turns. ``scores`` has one row for each share.
 
-    The reward of a turn is the one that its environment gives; the last turn of a share also gets the rest of the
-    share's (shaped) reward. The state of a turn, by which turns are compared, is the observation before it.
+    The reward of a turn is the reward that the environment returned for it; the last turn of a share also gets the rest
+    of the share's (shaped) reward. Turns are compared by their state, which is the observation before the turn.
     """
     shaped_E = algo.shaped(scores).rewards_E
     rewards: list[float] = []
     states: list[object] = []
     for share, reward in zip(shares, shaped_E.tolist(), strict=True):
-        earned = [share.episode.turns[turn].reward or 0.0 for turn in share.turns]
+        turn_rewards = [share.episode.turns[turn].reward or 0.0 for turn in share.turns]
         # The rewards of a share's turns must add up to the reward of the share.
-        if earned:
-            earned[-1] += reward - sum(earned)
-        rewards += earned
+        if turn_rewards:
+            turn_rewards[-1] += reward - sum(turn_rewards)
+        rewards += turn_rewards
         states += [_state_key(share.episode, turn, place) for place, turn in enumerate(share.turns)]
     owners = np.repeat(np.arange(len(shares)), [len(share.turns) for share in shares])
     credit_R = algo.advantage(
@@ -158,12 +162,12 @@ def _of_turns(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes)
             states_E=labels(states),
         )
     ).tolist()
-    numbers = iter(credit_R)
-    return [{turn: float(next(numbers)) for turn in share.turns} for share in shares]
+    advantages = iter(credit_R)
+    return [{turn: float(next(advantages)) for turn in share.turns} for share in shares]
 
 
-def _of_segments(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
-    """Return, for each share, the advantage of each of its segments, by the index of the turn; each turn is one
+def _segment_credits(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
+    """Return, for each share, the advantage of each of its segments, by the index of the turn, since each turn is one
     segment. ``scores`` has one row for each share.
 
     The formula (:class:`~headrace.algo.advantages.tokens.Prpo`) is defined on tokens; all tokens of a segment get the
@@ -182,16 +186,18 @@ def _of_segments(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcom
         )
     )
     starts = iter(np.cumsum([0, *counts]).tolist())
-    found: list[dict[int, float]] = []
+    credits: list[dict[int, float]] = []
     for share in shares:
         places = [(turn, next(starts)) for turn in share.turns]
-        found.append({turn: float(credit_N[at]) for turn, at in places if len(share.episode.turns[turn].tokens)})
-    return found
+        credits.append(
+            {turn: float(credit_N[start]) for turn, start in places if len(share.episode.turns[turn].tokens)}
+        )
+    return credits
 
 
-def _written(episode: EpisodeGraph) -> list[int]:
-    """Return the indices of the turns of ``episode`` that the policy under training wrote, without those of branches
-    and those that carry no loss."""
+def _trainable_turns(episode: EpisodeGraph) -> list[int]:
+    """Return the indices of the turns of ``episode`` that the trained policy wrote, without turns of branches and turns
+    that carry no loss."""
     return [
         index
         for index, turn in enumerate(episode.turns)
@@ -200,21 +206,21 @@ def _written(episode: EpisodeGraph) -> list[int]:
 
 
 def _state_key(episode: EpisodeGraph, turn: int, place: int) -> object:
-    """Return a key for the observation that a turn answers, so that turns of a group with equal keys can be compared.
-    ``turn`` is the index of the turn in ``episode``. The key is the tokens that the policy was given since its previous
-    sampled turn; if it was given none, it is ``place``, the position of the turn in its share."""
-    given: list[bytes] = []
-    at = episode.turns[turn].parent
-    while at is not None and not episode.turns[at].tokens.sampled_T.any():
-        given.append(episode.turns[at].tokens.ids_T.tobytes())
-        at = episode.turns[at].parent
-    return tuple(given) or place
+    """Return a key for the observation before a turn: turns of a group with equal keys are compared. ``turn`` is the
+    index of the turn in ``episode``. The key consists of the tokens between the turn and the previous sampled turn; if
+    there are none, it is ``place``, the position of the turn in its share."""
+    observed: list[bytes] = []
+    index = episode.turns[turn].parent
+    while index is not None and not episode.turns[index].tokens.sampled_T.any():
+        observed.append(episode.turns[index].tokens.ids_T.tobytes())
+        index = episode.turns[index].parent
+    return tuple(observed) or place
 
 
 def segment_starts_of(algo: AlgoConfig) -> Callable[[Tokens], Sequence[int]] | None:
-    """Return the function that cuts a turn into segments: from the tokens of a turn, it returns the index of the first
-    token of each segment but the first, which are the tokens at which the policy was least certain. Return ``None`` for
-    an advantage that credits no segments."""
+    """Return the function that cuts a turn into segments. It receives the tokens of a turn and returns the index of the
+    first token of each segment except the first one; these are the tokens with the highest entropies. Return ``None``
+    if the advantage does not use segments."""
     advantage = algo.advantage
     if not isinstance(advantage, Prpo):
         return None

@@ -1,11 +1,11 @@
-"""Evaluation: the held-out tasks are attempted and scored like training tasks, process rewards included, but not
-recorded in the ledger.
+"""Evaluation on held-out tasks. They are attempted and scored like training tasks, including process rewards, but the
+attempts are not recorded in the ledger.
 
 tasks × samples ──▶ EpisodeRunner ──▶ scorer, and for each turn the turn scorer ──▶ rewards by task ──▶ estimates
 
-A *sample* is one attempt at a task. An estimate is a mean, over the tasks, of a figure that all attempts at a task give
-together. Its error is therefore that of a mean over tasks: attempts at the same task are not independent (Miller 2024,
-arXiv 2411.00640, "clustered" errors).
+A *sample* is one attempt at a task. An estimate is the mean over tasks of one number for each task, which is computed
+from all attempts at this task. Its error is computed over tasks, because attempts at the same task are not independent
+(Miller 2024, arXiv 2411.00640, "clustered" errors).
 """
 
 from __future__ import annotations
@@ -34,25 +34,27 @@ from headrace.rollout.runner import remedy_of
 from headrace.rollout.scoring import Graded, ScoringContext
 
 MAX_AT_ONCE = 512
-"""Greatest number of attempts at the same time, which is enough to keep any single engine full."""
+"""Greatest number of attempts that run at the same time, enough to use a single engine fully."""
 CERTAINTY = 0.95
-"""Probability with which an interval contains the true mean."""
+"""The confidence level of intervals."""
 _Z = NormalDist().inv_cdf((1 + CERTAINTY) / 2)
+"""The quantile of the standard normal distribution for this confidence level."""
 
 Keep = Callable[[EpisodeGraph], Awaitable[None]]
-"""Called with each attempt that was scored or has failed. Its key has the index of the task and that of the attempt."""
+"""A function that is called with each attempt after it was scored or has failed. The key of the attempt contains the
+index of the task and the index of the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationListener:
-    """The functions that an evaluation calls while it runs, to report to its caller."""
+    """The callbacks with which an evaluation reports to its caller."""
 
     on_tokens: Callable[[int], None]
     """Called with the number of tokens that have arrived; 0 for progress of another kind."""
     warn: Callable[[str], None]
     """Called with warnings for users."""
     keep: Keep | None = None
-    """Called with each attempt; ``None``: single attempts are not kept."""
+    """Called with each attempt; ``None``: the caller does not need single attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +63,18 @@ class _EvaluationRun:
 
     listener: EvaluationListener
     runner: EpisodeRunner
-    """Runs an episode from its prompt to its end."""
+    """The runner of its episodes."""
     turns: ProcessRewards | None
-    """The process rewards of its episodes; ``None``: turns are not scored."""
+    """The process rewards of its episodes; ``None``: there are none."""
     gate: asyncio.Semaphore
-    """Limits the number of attempts at the same time."""
+    """A semaphore that limits the number of attempts at the same time."""
     reward_counts: RewardCounts = field(default_factory=RewardCounts)
-    """Counts the failures of each component of the reward."""
+    """The counts of failures of each component of the reward."""
 
 
 class Evaluator:
-    """Attempts the held-out tasks and returns the rewards of the attempts. The controller owns one, and the command
-    that evaluates a model makes another."""
+    """The component that runs attempts at the held-out tasks, scores them and returns their rewards. The controller and
+    the command that evaluates a model each create one."""
 
     def __init__(
         self,
@@ -83,10 +85,10 @@ class Evaluator:
         run_seed: int,
         trainer: Callable[[int], TrainerState] = lambda version: TrainerState(global_step=version),
     ) -> None:
-        """Use the engine, environment and scorers of ``parts``. ``samples`` is the number of attempts at each task;
-        ``temperature`` is the sampling temperature, ``None`` for that of training. ``run_seed`` is the seed of the run,
-        from which draws follow that differ from those of training. ``trainer`` returns the trainer state at a version
-        of the weights, for rewards that request it."""
+        """Create an evaluator. ``parts`` contains the engine, environment and scorers, and ``samples`` is the number of
+        attempts at each task. ``temperature`` is the sampling temperature; ``None``: the temperature of training.
+        ``run_seed`` is the seed of the run; evaluations draw other random numbers from it than training. ``trainer``
+        returns the trainer state at a version of the weights, for reward functions that request it."""
         sampling = msgspec.structs.replace(
             parts.sampling, record_kept=False, record_routing=False, record_entropy=False
         )  # fmt: skip
@@ -99,37 +101,40 @@ class Evaluator:
         self._trainer = trainer
 
     async def mean_reward(self, on_tokens: Callable[[int], None], warn: Callable[[str], None]) -> float | None:
-        """Return the mean reward over all attempts; ``None`` if there are no held-out tasks. ``on_tokens`` is called
-        with the number of tokens that arrive, ``warn`` with warnings for users. See :meth:`rewards`."""
+        """Attempt all held-out tasks and return the mean reward; ``None`` if there are no held-out tasks. ``on_tokens``
+        is called with the number of tokens that have arrived, ``warn`` with warnings for users. See :meth:`rewards`."""
         if not self._parts.eval_tasks:
             return None
         rewards = await self.rewards(EvaluationListener(on_tokens=on_tokens, warn=warn))
         return mean_of([sum(task) / len(task) for task in rewards]).value
 
     async def rewards(self, listener: EvaluationListener) -> list[list[float]]:
-        """Return the reward of every attempt: one list for each held-out task. An attempt that fails counts as 0, with
-        a warning. Raises :class:`~headrace.base.errors.EnvError` if all attempts fail."""
+        """Attempt all held-out tasks and return the reward of every attempt, one list for each task. The reward of a
+        failed attempt is 0, and ``listener.warn`` is called. Raises :class:`~headrace.base.errors.EnvError` if all
+        attempts fail."""
         parts = self._parts
         async with asyncio.TaskGroup() as group:
             turns = None
             if parts.turn_scorer is not None:
-                whole = parts if parts.segments is None else replace(parts, segments=lambda _: ())
+                turn_parts = parts if parts.segments is None else replace(parts, segments=lambda _: ())
+                # evaluation records no entropies, which the cut into segments needs
                 turns = ProcessRewards(
-                    whole, parts.turn_scorer, group, nullcontext, trainer=lambda _: self._now()
-                )  # evaluation records no entropies, by which segments are cut
+                    turn_parts, parts.turn_scorer, group, nullcontext, trainer=lambda _: self._current_trainer_state()
+                )
             gate = asyncio.Semaphore(MAX_AT_ONCE)
             run = _EvaluationRun(listener=listener, runner=self._runner(listener, turns), turns=turns, gate=gate)
-            rows = [group.create_task(self._row(run, row)) for row in range(len(parts.eval_tasks))]
+            rows = [group.create_task(self._run_task(run, row)) for row in range(len(parts.eval_tasks))]
         episodes = [row.result() for row in rows]
         failures = Counter(e.cause for row in episodes for e in row if e.status is not EpisodeStatus.SCORED)
-        self._warn_of(failures, len(rows) * self._samples, listener.warn)
+        self._warn_of_failures(failures, len(rows) * self._samples, listener.warn)
         for label, counts in run.reward_counts.failing().items():
             listener.warn(f"held-out attempts: the reward {label!r}, which counts as its default then, {counts}")
         return [[episode.reward or 0.0 for episode in row] for row in episodes]
 
-    def _warn_of(self, failures: Counter[str], num_attempts: int, warn: Callable[[str], None]) -> None:
-        """Warn of attempts that failed, with the most frequent cause. ``failures`` counts them by cause, among
-        ``num_attempts`` attempts. Raises :class:`~headrace.base.errors.EnvError` if all of them failed."""
+    def _warn_of_failures(self, failures: Counter[str], num_attempts: int, warn: Callable[[str], None]) -> None:
+        """Call ``warn`` if attempts have failed, with the most frequent cause. ``failures`` is the number of failed
+        attempts by cause, among ``num_attempts`` attempts. Raises :class:`~headrace.base.errors.EnvError` if all
+        attempts failed."""
         if not failures:
             return
         cause, times = failures.most_common(1)[0]
@@ -139,14 +144,14 @@ class Evaluator:
         warn(f"{failed} of {num_attempts} held-out attempts failed and count as 0; {times} of them: {cause}")
 
     def _runner(self, listener: EvaluationListener, turns: ProcessRewards | None) -> EpisodeRunner:
-        """Return a runner of evaluation episodes. ``turns``, if given, scores each turn with process rewards when the
-        turn ends."""
+        """Return the runner of evaluation episodes. ``turns``, if not ``None``, computes the process reward of each
+        turn when the turn ends."""
         parts = self._parts
         runner = EpisodeRunner(
             engine=parts.engine,
             env=parts.env,
             sampling=self._sampling,
-            run_seed=self._run_seed + 1,  # other draws than training's
+            run_seed=self._run_seed + 1,  # other random numbers than training
             on_tokens=listener.on_tokens,
             agents=parts.agents,
             chat=parts.chat,
@@ -163,19 +168,19 @@ class Evaluator:
             ),
         )
 
-    async def _row(self, run: _EvaluationRun, row: int) -> list[EpisodeGraph]:
-        """Make all attempts at the held-out task with the index ``row``, score them, and return their episodes."""
+    async def _run_task(self, run: _EvaluationRun, row: int) -> list[EpisodeGraph]:
+        """Run and score all attempts at the held-out task with the index ``row``, and return their episodes."""
         async with asyncio.TaskGroup() as group:
-            attempts = [group.create_task(self._attempt(run, row, sample)) for sample in range(self._samples)]
+            attempts = [group.create_task(self._run_attempt(run, row, sample)) for sample in range(self._samples)]
         episodes = [attempt.result() for attempt in attempts]
-        left = [episode for episode in episodes if episode.status is EpisodeStatus.FINISHED]
-        if left:  # attempts that wait for their group are scored together
-            await self._score(run, left)
+        unscored = [episode for episode in episodes if episode.status is EpisodeStatus.FINISHED]
+        if unscored:  # a scorer of whole groups scores all attempts at a task together
+            await self._score(run, unscored)
         return episodes
 
-    async def _attempt(self, run: _EvaluationRun, row: int, sample: int) -> EpisodeGraph:
-        """Run one attempt, number ``sample`` at the task with the index ``row``, and score it unless its scorer waits
-        for all attempts at the task. Return its episode."""
+    async def _run_attempt(self, run: _EvaluationRun, row: int, sample: int) -> EpisodeGraph:
+        """Run the attempt number ``sample`` at the task with the index ``row``, and score it unless the scorer needs
+        all attempts at the task. Return its episode."""
         parts = self._parts
         async with run.gate:
             episode = await run.runner.run(EpisodeKey(row, sample), parts.eval_tasks[row])
@@ -183,53 +188,54 @@ class Evaluator:
                 if run.turns is not None:
                     run.turns.forget(episode.key)
                 await self._keep(run, episode)
-            elif episode.reward is not None:  # the environment has given the reward
+            elif episode.reward is not None:  # the environment has returned the reward
                 await self._grade(run, episode, Graded(reward=episode.reward))
             elif not parts.scorer.by_group:
                 await self._score(run, [episode])
         return episode
 
     async def _score(self, run: _EvaluationRun, episodes: Sequence[EpisodeGraph]) -> None:
-        """Score attempts at one task together, and give each of them its reward."""
+        """Score ``episodes``, attempts at one task, together, and set the reward of each of them."""
         texts = tuple(completion_text(self._parts, episode) for episode in episodes)
         ids = tuple(completion_ids(episode) for episode in episodes)
-        context = ScoringContext(completion_ids=ids, trainer=self._now())
+        context = ScoringContext(completion_ids=ids, trainer=self._current_trainer_state())
         scores = await self._parts.scorer.score(self._parts.eval_tasks[episodes[0].key.group], texts, context)
         for place, episode in enumerate(episodes):
             await self._grade(run, episode, scores.of(place))
 
-    def _now(self) -> TrainerState:
+    def _current_trainer_state(self) -> TrainerState:
         """Return the trainer state at the version that the engine uses now."""
         return self._trainer(max(0, self._parts.engine.stats().version))
 
     async def _grade(self, run: _EvaluationRun, episode: EpisodeGraph, graded: Graded) -> None:
-        """Give an attempt its reward from ``graded``, combined with the process rewards of its turns if there are any,
-        and pass it on to the listener."""
+        """Set the reward of an attempt from ``graded``, combined with the process rewards of its turns if there are
+        any, and report the attempt to the listener."""
         if run.turns is not None:
             graded = await run.turns.add(episode, graded)
-        if graded.reward is not None:  # a component's failure that fails the attempt is reported as the attempt's
-            run.reward_counts.add(graded, lambda words, kind: None)  # reported once, at the end
+        if graded.reward is not None:  # otherwise the failure of the attempt is reported instead
+            run.reward_counts.add(graded, lambda words, kind: None)  # reported once, at the end of the evaluation
         assign_reward(episode, graded)
         await self._keep(run, episode)
 
     async def _keep(self, run: _EvaluationRun, episode: EpisodeGraph) -> None:
-        """Pass an attempt that has its reward, or has failed, on to the listener, and then free the memory of its
+        """Report an attempt that has its reward, or has failed, to the listener, and then free the memory of its
         turns."""
-        run.listener.on_tokens(0)  # a reward is progress too
+        run.listener.on_tokens(0)  # a reward is progress without tokens
         if run.listener.keep is not None:
             await run.listener.keep(episode)
-        episode.turns.clear()  # thousands of attempts need not be held until the end
+        episode.turns.clear()  # so that the memory of thousands of attempts is not needed until the end
 
 
 def completion_ids(episode: EpisodeGraph) -> IntColumn:
-    """Return the token ids of the last turn that the policy sampled, including a stop token; empty if it sampled
-    none."""
+    """Return the token ids of the last turn of ``episode`` that the policy sampled, including the stop token; empty if
+    the policy sampled no turn."""
     turns = [turn for turn in episode.turns if turn.untrained != FROZEN_AGENT and turn.stop_reason is not None]
     return turns[-1].tokens.ids_T if turns else np.zeros(0, np.int32)
 
 
 def completion_text(parts: Serving, episode: EpisodeGraph) -> str:
-    """Return the text of the last turn that the policy sampled, without the stop token: the text that rewards score."""
+    """Return the text that reward functions score: the last turn of ``episode`` that the policy sampled, without the
+    stop token."""
     ids = completion_ids(episode).tolist()
     if ids and ids[-1] in parts.sampling.stop_ids:
         ids = ids[:-1]
@@ -242,7 +248,7 @@ class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     """The mean over the tasks."""
     low: float | None
-    """The lower end of the interval; ``None`` for a single task, which says nothing about others."""
+    """The lower end of the interval; ``None`` for a single task, from which no interval can be computed."""
     high: float | None
     """The upper end of the interval; ``None`` for a single task."""
 
@@ -270,7 +276,7 @@ def pass_hat_k(num_attempts: int, num_passed: int, k: int) -> float:
 
 def mean_of(figures: Sequence[float]) -> IntervalEstimate:
     """Return the mean of ``figures``, one number for each task, with a 95 % interval (normal approximation) from their
-    variance; a single task has no interval.
+    variance; there is no interval for a single task.
 
     >>> mean_of([1.0, 2.0, 3.0])
     IntervalEstimate(value=2.0, low=0.868..., high=3.131...)
@@ -284,10 +290,10 @@ def mean_of(figures: Sequence[float]) -> IntervalEstimate:
 
 def share_of(tasks: Sequence[float]) -> IntervalEstimate:
     """Return the mean of ``tasks``, one number between 0 and 1 for each task, with Wilson's 95 % interval (1927), which
-    stays within these bounds; a single task has no interval.
+    is within these bounds; there is no interval for a single task.
 
-    The interval uses the effective number of tasks, which follows from their variance (Korn and Graubard 1998). If all
-    tasks have the same figure, it is their number.
+    The interval uses the effective number of tasks, which is computed from their variance (Korn and Graubard 1998). If
+    all numbers are equal, or the mean is 0 or 1, it is the number of tasks.
 
     >>> share_of([0.0] * 10)
     IntervalEstimate(value=0.0, low=0.0, high=0.277...)
@@ -298,6 +304,7 @@ def share_of(tasks: Sequence[float]) -> IntervalEstimate:
     spread = variance(tasks) / count
     if spread > 0 and 0 < value < 1:
         count = value * (1 - value) / spread
+    # centre and half width of Wilson's interval
     middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
     half = _Z / (1 + _Z**2 / count) * math.sqrt(value * (1 - value) / count + (_Z / (2 * count)) ** 2)
     low = 0.0 if value == 0 else max(0.0, middle - half)  # exactly 0, which rounding could miss

@@ -1,5 +1,8 @@
-"""Groups whose episodes are still running or being scored, and the count of groups that filters drop in a row. A group
-holds the attempts (episodes) at one task; the *place* of an episode is its index in the group, from 0."""
+"""Groups whose episodes are being run or scored, the decision whether a group is trained, and the count of groups that
+filters drop in a row.
+
+A group holds the attempts (episodes) at one task; the *place* of an episode is its index in the group, from 0.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ from headrace.rollout import Withdrawal
 
 @dataclass(slots=True, kw_only=True)
 class OpenGroup:
-    """A group that is being generated and scored. The rollout loop makes it and runs its episodes; the scoring loop
-    collects them and closes it."""
+    """A group that is being generated and scored. The rollout loop creates it and runs its episodes; the scoring loop
+    collects the episodes and closes the group."""
 
     number: int
     """The number of the group in the run."""
@@ -36,14 +39,15 @@ class OpenGroup:
     size: int
     """Number of episodes that the group will have."""
     first: int | None = None
-    """Number of finished episodes that are enough, so that the others are withdrawn; ``None``: all are needed."""
+    """Number of finished episodes that complete the group, after which its other episodes are cancelled; ``None``: all
+    episodes are needed."""
     episodes: dict[int, EpisodeGraph] = field(default_factory=dict)
-    """The episodes that have ended, by their place in the group (from 0); also those that have finished and wait to be
-    scored, if the group is scored as a whole."""
+    """The collected episodes, by place: the episodes that have ended and, if the group is scored as a whole, also
+    finished episodes that wait for their score."""
     running: dict[int, Withdrawal] = field(default_factory=dict)
-    """For each episode that runs, by place, the handle that withdraws it."""
+    """The handle that cancels an episode, for each running episode, by place."""
     num_finished: int = 0
-    """Number of episodes that came to their end by themselves and belong to the group."""
+    """Number of finished episodes that belong to the group. Failed, cancelled and left-out episodes are not counted."""
 
     @property
     def complete(self) -> bool:
@@ -52,7 +56,8 @@ class OpenGroup:
 
     @property
     def has_enough(self) -> bool:
-        """Return whether enough episodes have finished, so that the others are not needed; never without ``first``."""
+        """Return whether ``first`` episodes have finished, so that the other episodes are not needed; false if
+        ``first`` is ``None``."""
         return self.first is not None and self.num_finished >= self.first
 
     @property
@@ -61,13 +66,13 @@ class OpenGroup:
         return tuple(self.episodes[place] for place in sorted(self.episodes))
 
     def finished(self, episode: EpisodeGraph) -> None:
-        """Count an episode that has come to its end. If enough others finished before it, mark it as left out. If it is
-        the last one that was needed, withdraw the episodes that still run."""
+        """Count a finished episode. If enough episodes had finished before it, mark it as left out. If it is the last
+        episode that was needed, cancel the running episodes."""
         if self.has_enough:
             episode.status, episode.cause = EpisodeStatus.LEFT_OUT, REDUNDANT
             return
         self.num_finished += 1
-        # This episode may be the last that was needed: then the others need not run on.
+        # If this episode was the last that was needed, the running episodes are not needed.
         if self.has_enough:
             for withdrawal in self.running.values():
                 withdrawal.withdraw(REDUNDANT)
@@ -78,7 +83,7 @@ class ClosedGroup:
     """The decision about a group whose episodes have all ended: it is trained or dropped."""
 
     group: ScoredGroup
-    """The group after the filters; as it was before them if it is dropped."""
+    """The group after the filters; if the group is dropped, the group before the filters."""
     reason: str = ""
     """The reason why the group cannot be trained; empty if it can."""
     dropped_by: FilterSection | None = None
@@ -95,50 +100,51 @@ def close_group(
     filters: Sequence[FilterSection],
     context: FilterContext,
 ) -> ClosedGroup:
-    """Decide whether a group whose ``episodes`` have all ended is trained or dropped. It is dropped if fewer than
-    ``min_episodes`` of them are scored, or if the filters drop it."""
-    whole = ScoredGroup(number=number, episodes=unfiltered(episodes))
-    if len(whole.scored) < min_episodes:
-        return ClosedGroup(group=whole, reason=commonest_cause(episodes))
-    left = apply_filters(whole, filters, min_episodes=min_episodes, context=context)
-    if left.dropped:
-        return ClosedGroup(group=whole, reason=left.dropped, dropped_by=left.by)
-    # The filters return the episodes in the same order, with a new status where they left one out or masked it.
-    both = zip(episodes, left.group.episodes, strict=True)
-    changed = tuple(now for then, now in both if (then.status, then.cause) != (now.status, now.cause))
-    return ClosedGroup(group=left.group, changed=changed)
+    """Return the decision whether a group is trained or dropped. ``episodes`` are its episodes, which have all ended.
+    The group is dropped if fewer than ``min_episodes`` of them are scored, or if a filter drops it. ``context`` is
+    passed to the filters."""
+    unfiltered_group = ScoredGroup(number=number, episodes=unfiltered(episodes))
+    if len(unfiltered_group.scored) < min_episodes:
+        return ClosedGroup(group=unfiltered_group, reason=commonest_cause(episodes))
+    filtered = apply_filters(unfiltered_group, filters, min_episodes=min_episodes, context=context)
+    if filtered.dropped:
+        return ClosedGroup(group=unfiltered_group, reason=filtered.dropped, dropped_by=filtered.by)
+    # Filters do not reorder episodes; they set the status of episodes that they leave out or mask.
+    pairs = zip(episodes, filtered.group.episodes, strict=True)
+    changed = tuple(after for before, after in pairs if (before.status, before.cause) != (after.status, after.cause))
+    return ClosedGroup(group=filtered.group, changed=changed)
 
 
 def commonest_cause(episodes: Sequence[EpisodeGraph]) -> str:
-    """Return the reason of most of the failed episodes, without the words that follow it; ``too_few_episodes`` if none
-    has failed."""
+    """Return the most frequent reason of the failed episodes, without the details after the colon; ``too_few_episodes``
+    if no episode has failed."""
     causes = Counter(episode.cause.partition(":")[0] for episode in episodes if episode.status is EpisodeStatus.FAILED)
     return causes.most_common(1)[0][0] if causes else "too_few_episodes"
 
 
 def have_signal(groups: Sequence[ScoredGroup]) -> bool:
-    """Return whether the groups of a batch give the learner a signal: whether any rewards that are compared with each
-    other differ, within a group or between groups with one episode. A group whose episodes are all masked gives no
-    signal, whatever its rewards."""
+    """Return whether a batch of ``groups`` has a training signal: whether rewards that are compared with each other
+    differ, within a group or between groups with one episode. A group whose episodes are all masked has no signal,
+    whatever its rewards."""
     groups = [group for group in groups if group.scored]
-    # Groups of one episode are compared with each other, as one group of the whole batch.
-    alone = {reward for group in groups if len(group.counted) == 1 for reward in rewards_of(group.counted)}
-    return len(alone) > 1 or any(
+    # Groups with one episode are compared with each other, like one group over the whole batch.
+    single_rewards = {reward for group in groups if len(group.counted) == 1 for reward in rewards_of(group.counted)}
+    return len(single_rewards) > 1 or any(
         len(set(rewards)) > 1 for group in groups for rewards in comparable_rewards(group.counted)
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class ZeroSignalCounter:
-    """Counts the groups that filters dropped since the last group that was kept, and ends the run after too many of
-    them. The scoring loop owns it."""
+    """A counter of the groups that filters have dropped in a row, since the last group that was kept. It raises an
+    error that ends the run after too many of them. The scoring loop owns it."""
 
     most: int
-    """Number of dropped groups in a row that end the run."""
+    """Number of dropped groups in a row after which the run ends."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of dropped groups, by reason."""
     num_rewards: int = 0
-    """Number of rewards in those groups."""
+    """Number of rewards in the dropped groups."""
     reward_sum: float = 0.0
     """The sum of these rewards."""
     lowest: float = math.inf
@@ -159,8 +165,8 @@ class ZeroSignalCounter:
         self.num_rewards, self.reward_sum, self.lowest, self.highest = 0, 0.0, math.inf, -math.inf
 
     def dropped(self, reason: str, by: FilterSection, rewards: Sequence[float]) -> None:
-        """Count a group that the filter ``by`` dropped for ``reason``; ``rewards`` are those of its episodes, at least
-        one. Raises :class:`~headrace.base.errors.NothingToLearn` when ``most`` groups in a row were dropped."""
+        """Count a group that the filter ``by`` dropped for ``reason``; ``rewards`` are the rewards of its episodes, at
+        least one. Raises :class:`~headrace.base.errors.NothingToLearn` when ``most`` groups in a row were dropped."""
         self.reasons[reason] += 1
         self.num_rewards += len(rewards)
         self.reward_sum += sum(rewards)
@@ -172,18 +178,19 @@ class ZeroSignalCounter:
     def in_words(self) -> str:
         """Return a sentence with the number of groups dropped in a row, by reason, and their rewards."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
-        return f"filters dropped {self.length} groups in a row and kept none: {reasons}; {self._rewards()}"
+        return f"filters dropped {self.length} groups in a row and kept none: {reasons}; {self._describe_rewards()}"
 
-    def _rewards(self) -> str:
-        """Return a clause, for a message, about the rewards of the dropped groups: that they were equal, or their range
-        and mean."""
+    def _describe_rewards(self) -> str:
+        """Return a clause for a message about the rewards of the dropped groups: their common value, or their range and
+        mean."""
         if self.lowest == self.highest:
             return f"all {self.num_rewards} rewards were {self.lowest:g}"
         mean = self.reward_sum / self.num_rewards
         return f"{self.num_rewards} rewards between {self.lowest:g} and {self.highest:g}, {mean:.3g} on average"
 
     def _remedy(self) -> str:
-        """Return what the user can do, by the most frequent reason for which groups were dropped."""
+        """Return the remedy for the error message, according to the most frequent reason for which groups were
+        dropped."""
         (reason, _), *_ = self.reasons.most_common(1)
         first = "look at completions and reward; "
         if self.lowest == self.highest:

@@ -1,5 +1,5 @@
-"""The components that a controller drives: engine, learner, environment, scorers and tasks, each behind its contract,
-so that the controller does not know whether they are fakes, local processes or processes of a cluster."""
+"""The components that a controller uses: engine, learner, environment, scorers and tasks, each behind its contract.
+They may be fakes, local processes or processes of a cluster."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from headrace.rollout.siblings import OnEnded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The components that attempt tasks and score the attempts: all that an evaluation needs."""
+    """The components that run episodes and score them, which an evaluation needs."""
 
     engine: Engine
-    """Samples tokens; it may stand for several engines."""
+    """The engine that samples tokens; it may be a router in front of several engines."""
     scorer: Scorer
-    """Computes the rewards of whole answers."""
+    """The scorer of whole answers, which computes their rewards."""
     env: Environment
     """The environment in which an episode runs."""
     clock: Clock
@@ -42,43 +42,43 @@ class Serving:
     sampling: Sampling
     """The sampling settings of training; the seed is replaced for every turn."""
     max_context: int
-    """Number of tokens that prompt and completion may have together."""
+    """Greatest number of tokens of prompt and completion together."""
     decode: Callable[[Sequence[int]], str]
     """A function that converts the token ids of a completion into the text that is scored."""
     agents: Agents = POLICY_ALONE
-    """The agents that answer, by name; agents with fixed weights have engines of their own."""
+    """The agents that write turns, by name. Agents with fixed weights have their own engines."""
     chat: Chat | None = None
-    """Renders and parses the model's messages; ``None``: the environment uses token ids."""
+    """The chat format, which renders and parses the model's messages; ``None``: the environment uses token ids."""
     limits: EpisodeLimits = UNLIMITED
     """The limits of one episode, in turns, tokens and tool calls."""
     episode_timeout_s: float | None = None
     """Seconds that an attempt may take; ``None``: no limit."""
     turn_scorer: TurnScorer | None = None
-    """Scores turns while their episode is still running; ``None``: turns are not scored."""
+    """The scorer of turns, which scores them while their episode is running; ``None``: turns are not scored."""
     segments: Callable[[Tokens], Sequence[int]] | None = None
-    """A function that returns the index of the first token of each segment of a turn but the first. Process rewards are
-    given to segments; ``None``: they are given to whole turns."""
+    """A function that cuts a turn into segments, each of which gets a process reward: it returns the index of the first
+    token of each segment except the first one. ``None``: whole turns get process rewards."""
     episode_retries: int = 0
-    """Number of times that an episode whose environment failed is attempted again."""
+    """Greatest number of times that an episode is repeated after its environment failed."""
     work_signs: Callable[[], int] = lambda: 0
-    """A function that returns a count which grows while processes work that do not report it in another way; growth
-    shows that the run is alive."""
+    """A function that returns a count which increases while processes work that report no other progress."""
     standstills: Callable[[], Sequence[Standstill]] = tuple
     """A function that returns the processes that make no progress."""
 
     def num_steps(self) -> int:
-        """Return the number of steps of all engines plus the signs of work. The stall watchdog reads it: while it
-        grows, the run is alive."""
+        """Return the number of steps of all engines plus the count of ``work_signs``. The stall watchdog treats an
+        increase as progress of the run."""
         return self.work_signs() + sum(engine.stats().steps for engine in (self.engine, *self.agents.engines.values()))
 
 
 class EpisodeShards(Protocol):
-    """Processes that run the episodes of training beside the controller. They give the same episodes as
-    :class:`~headrace.rollout.EpisodeRunner` and :class:`~headrace.rollout.siblings.SiblingRunner`."""
+    """The contract of rollout shards: processes that run the episodes of training outside the controller. They return
+    the same episodes as :class:`~headrace.rollout.EpisodeRunner` and
+    :class:`~headrace.rollout.siblings.SiblingRunner`."""
 
     def connect(self, on_parts: Callable[[Sequence[TokenChunk]], None], note: Callable[[str], None]) -> None:
-        """Call ``on_parts`` with the tokens of running turns that the ledger is to record, and ``note`` with notes on
-        unusual events, from now on."""
+        """Set the callbacks: ``on_parts`` is called with tokens of running turns that the ledger must record, and
+        ``note`` with the text of each unusual event."""
         ...
 
     async def run_episode(
@@ -88,29 +88,30 @@ class EpisodeShards(Protocol):
         ...
 
     async def run_group(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:
-        """Run all ``size`` episodes of the group ``number``. ``on_ended`` is called with those that end together."""
+        """Run all ``size`` episodes of the group ``number``. ``on_ended`` is called with the episodes that end
+        together."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components(Serving):
-    """The components of one run, with those for training: fakes, processes of this machine, or processes of a
-    cluster."""
+    """The components of a training run."""
 
     learner: Learner
-    """Trains the policy, and publishes its weights."""
+    """The learner, which trains the policy and publishes its weights."""
     tasks: Sequence[Task]
     """The rows to train on; a row's index is its position."""
     advantages: Callable[[Sequence[ScoredGroup]], Sequence[Credit]]
-    """A function that computes the credit of every episode of a batch that counts in a baseline, in order: one
-    advantage, or one for each turn."""
+    """A function that receives the groups of a batch and returns the credit of every episode that counts in a baseline,
+    in order: one advantage, or one for each turn."""
     run_dir: Path
     """The run's directory, in which checkpoints are written."""
     teachers: Teachers | None = None
     """The teachers that score the tokens of answers while rewards are computed; ``None``: there are none."""
     engine_set: EngineSet | None = None
-    """The set of engines behind ``engine``, which may leave and join; ``None``: there is one engine, which stays."""
+    """The set of engines behind ``engine``, which may join and leave during the run; ``None``: there is one permanent
+    engine."""
     shards: EpisodeShards | None = None
-    """The processes that run episodes; ``None``: they run in the controller."""
+    """The rollout shards, which run the episodes; ``None``: episodes run in the controller's process."""
     interrupt: Interrupt = Interrupt.INFLIGHT
     """What happens to running sequences when new weights are committed."""

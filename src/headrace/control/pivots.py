@@ -1,11 +1,11 @@
-"""Pivot resampling: failed episodes are resampled from positions inside them (pivots), several times each, and the new
-ends are kept as branches.
+"""Pivot resampling: from positions within failed episodes (pivots), several new continuations are sampled and added to
+the episode as branches.
 
     failed episode ─▶ pivots ─▶ per pivot k attempts that repeat the episode up to there ─▶ scored ─▶ branches of the
                                 (its cache forked, its weights pinned, other draws)                  episode's graph
 
-An attempt is an episode of the same environment. The tokens that the episode had sampled before the pivot are given to
-it as its answers again, and count in budgets and deadlines as they did.
+An attempt is an episode of the same environment. It repeats the tokens that the failed episode had sampled before the
+pivot as its own answers, and they count towards its limits in the same way.
 """
 
 from __future__ import annotations
@@ -38,36 +38,39 @@ from headrace.rollout.branches import Forking, graft, repeats, split
 from headrace.rollout.history import prompt_digest
 
 ScoreAttempts = Callable[[OpenGroup, Sequence[EpisodeGraph]], Awaitable[None]]
-"""A function that scores those of the attempts that have finished."""
+"""A function that scores the finished attempts among the given attempts of a group."""
 OnTurn = Callable[[EpisodeKey, Task, IntColumn, Turn], None]
-"""A function that is called with each turn that was sampled, and the tokens of its prompt."""
+"""A function that is called with each sampled turn: the key of the episode, its task, the tokens of the turn's prompt,
+and the turn."""
 
 ENV_DIFFERS = "branch_env_differs"
-"""The reason under which an attempt is counted that becomes no branch, since its environment did not repeat the episode
-up to the pivot."""
+"""The reason under which an attempt is counted that is not added as a branch, because its environment did not repeat
+the episode up to the pivot."""
 OTHER_VERSION = "branch_other_version"
-"""The reason under which a branch without loss is counted that other weights sampled than the other branches of its
-pivot."""
+"""The reason under which a branch is counted that carries no loss, because it was sampled by other weights than the
+first branch of its pivot."""
 TOO_FEW = "branch_alone"
-"""The reason under which a branch without loss is counted that has no other branch to be compared with."""
+"""The reason under which a branch is counted that carries no loss, because there is no other branch to compare it
+with."""
 FAILED = "branch_failed"
-"""The reason under which a branch without loss is counted that has no reward."""
+"""The reason under which a branch is counted that carries no loss, because it has no reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PivotPoint:
-    """A pivot, located in the graph of its episode, with all that an attempt from there needs."""
+    """A pivot with its position in the graph of the episode, and the data that an attempt from there needs."""
 
     number: int
     """The number of the pivot in its episode, from 0."""
     pivot: Pivot
     """The pivot as it was chosen."""
     turn: int
-    """The index of the turn within which the pivot lies."""
+    """The index of the turn that contains the pivot."""
     begun: tuple[TokenChunk, ...]
-    """The sampled turns up to the pivot, the last of them cut there; an attempt repeats them."""
+    """The sampled turns before the pivot, which an attempt repeats; the last turn ends at the pivot."""
     parent: int | None
-    """The engine's id of the request that sampled the turn, whose cache can be forked; ``None`` if it is not known."""
+    """The engine's id of the request that sampled the turn, whose cache can be forked; ``None`` if the id is not
+    known."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,21 +78,21 @@ class _PivotAttempt:
     """One attempt to continue an episode from a pivot."""
 
     episode: EpisodeGraph
-    """The attempt, as an episode with a key of its own."""
+    """The attempt as an episode with its own key."""
     untrained: str = ""
-    """The reason why it carries no loss; empty if it carries loss."""
+    """The reason why the attempt carries no loss; empty if it carries loss."""
 
 
 @dataclass(slots=True)
 class SampledTurns:
-    """The sampled turns of the episodes that run, as chunks of tokens with the ids of their requests. They are kept
-    because a branch can be forked from a request only by its id."""
+    """The sampled turns of the running episodes, as chunks of tokens with the ids of their requests. The ids are needed
+    to fork a branch from a request."""
 
     _turns: dict[EpisodeKey, dict[int, list[TokenChunk]]] = field(default_factory=dict)
 
     def add(self, part: TokenChunk) -> None:
-        """Append tokens that have arrived for a turn; if they come with the note that earlier ones are void (``lost``),
-        these are removed."""
+        """Append tokens of a turn that have arrived. If ``part.lost`` says that earlier tokens of the turn are invalid,
+        remove those first."""
         turns = self._turns.setdefault(part.key, {})
         if part.lost:
             turns[part.turn] = []
@@ -97,31 +100,33 @@ class SampledTurns:
 
     def pop(self, key: EpisodeKey) -> list[TokenChunk]:
         """Remove and return the sampled turns of the episode ``key``, one chunk for each turn, in the order in which
-        they were begun; empty if none are known."""
+        they started; empty if no tokens were added."""
         turns = self._turns.pop(key, {})
         joined = (TokenChunk.joined(turns[number]) for number in sorted(turns))
         return [msgspec.structs.replace(chunk, lost="") for chunk in joined]
 
 
 class PivotResampler:
-    """A resampler of failed episodes, which adds the new ends to them as branches. The scoring loop owns it."""
+    """The component that samples branches from failed episodes and adds them to the episodes. The scoring loop owns
+    it."""
 
     def __init__(self, state: RunState, config: PivotConfig, *, score_attempts: ScoreAttempts, on_turn: OnTurn) -> None:
-        """Resample as ``config`` says. ``score_attempts`` scores the attempts at one pivot, and ``on_turn`` is called
-        with each turn that they sample."""
+        """Create the resampler. ``config`` are the settings of pivots. ``score_attempts`` scores the attempts at one
+        pivot, and ``on_turn`` is called with each turn that an attempt samples."""
         self._state = state
         self._config = config
         self._score_attempts = score_attempts
         self._on_turn = on_turn
         self._chooser = PivotChooser(config)
         self._outcomes: dict[int, list[tuple[float, bool]]] = {}
-        """Outcomes (depth of the pivot, success) that the chooser has not learned from yet, by group."""
+        """Outcomes (depth of the pivot, success) that were not passed to the chooser yet, by the number of the
+        group."""
         self.sampled_turns = SampledTurns()
 
     async def add_branches(self, group: OpenGroup, episode: EpisodeGraph) -> None:
-        """Add branches to a scored episode of ``group`` that has failed, which means that its reward is at most
-        ``threshold``; do nothing to any other. Pivots are chosen in it, attempts are made from each, and those that
-        repeat the episode up to the pivot are added to its graph."""
+        """If ``episode``, a scored episode of ``group``, has failed (its reward is at most ``threshold``), add branches
+        to it; otherwise do nothing. Pivots are chosen in the episode, attempts are run from each pivot, and attempts
+        that repeat the episode up to the pivot are added to its graph."""
         sampled = self.sampled_turns.pop(episode.key)
         reward = episode.reward
         if episode.status is not EpisodeStatus.SCORED or reward is None or reward > self._config.threshold:
@@ -133,42 +138,41 @@ class PivotResampler:
             "scoring", "branches of a failed episode", provider="engine, scoring workers"
         ):
             async with asyncio.TaskGroup() as tasks:
-                attempted = [tasks.create_task(self._attempts(group, episode, point)) for point in points]
+                attempted = [tasks.create_task(self._run_attempts(group, episode, point)) for point in points]
         original = list(episode.turns)
         self._count("chosen", len(points))
         by_point = zip(points, (task.result() for task in attempted), strict=True)
-        # From the last pivot to the first, since a graft splits a turn and moves the indices of later ones.
+        # From the last pivot to the first, because a graft splits a turn and changes the indices of later turns.
         for point, attempts in sorted(by_point, key=lambda pair: (pair[0].turn, pair[0].pivot.at), reverse=True):
             self._graft_branches(episode, original, point, attempts)
         self._count("recovered", sum(success for _, success in outcomes_of(episode, self._config.threshold)))
 
     def ended(self, episode: EpisodeGraph) -> None:
-        """Keep the outcomes of the pivots of an episode that has ended, as its branches show them. The chooser learns
-        from them when the group is trained."""
+        """Store the outcomes of the pivots of an ended episode, which follow from the rewards of its branches. The
+        chooser learns from them when a batch has taken the group."""
         self.sampled_turns.pop(episode.key)
         if outcomes := outcomes_of(episode, self._config.threshold):
             self._outcomes.setdefault(episode.key.group, []).extend(outcomes)
 
     def dropped(self, number: int) -> None:
-        """Forget the outcomes of the group ``number``, which will not be trained, so that nothing is learned from its
-        pivots."""
+        """Remove the outcomes of the group ``number``, which was dropped, so that the chooser does not learn from
+        them."""
         self._outcomes.pop(number, None)
 
     def restore(self, ledger: Ledger, step: int) -> None:
-        """Restore the outcomes of pivots from ``ledger`` after a restart: those of the groups that were trained before
-        the checkpoint at ``step``, and of the groups that are ready. Pivots that are not chosen by utility need
-        none."""
+        """Restore the outcomes of pivots from ``ledger`` after a restart, for the groups that were trained before the
+        checkpoint of ``step`` and the groups that are ready. Do nothing if pivots are not chosen by utility."""
         if self._config.choose != "utility":
             return
-        trained = [number for at, numbers in ledger.steps().items() if at < step for number in numbers]
+        trained = [number for trained_at, numbers in ledger.steps().items() if trained_at < step for number in numbers]
         groups = self._state.flow.state.groups
         for number in [*trained, *(number for number, entry in groups.items() if entry.state is GroupState.READY)]:
             for episode in ledger.episodes(number):
                 self.ended(episode)
 
     def _learn_from_taken_groups(self) -> None:
-        """Let the chooser learn from the groups that were taken for a batch. Only these count, so that the choice of
-        pivots in a synchronous run does not depend on the order in which episodes end."""
+        """Pass the outcomes of groups that a batch has taken to the chooser. Other groups are not used yet, so that the
+        choice of pivots in a synchronous run does not depend on the order in which episodes end."""
         groups = self._state.flow.state.groups
         for number in sorted(self._outcomes):
             if number not in groups or groups[number].state in (GroupState.TAKEN, GroupState.TRAINED):
@@ -176,14 +180,14 @@ class PivotResampler:
                     self._chooser.learn(depth, success)
 
     def _pivot_points(self, episode: EpisodeGraph, sampled: Sequence[TokenChunk]) -> list[_PivotPoint]:
-        """Choose the pivots of an episode among the tokens of its sampled turns that carry loss, and return them in
-        order. ``sampled`` holds its sampled turns as chunks, in order."""
+        """Choose the pivots of an episode, among the tokens of its sampled turns that carry loss, and return them in
+        order. ``sampled`` are the chunks of its sampled turns, in order."""
         turns = episode.turns
         answers: list[tuple[int, TokenChunk]] = []
         for index, turn in enumerate(turns):
             if turn.stop_reason is not None and not turn.untrained:
                 before_T = episode.path_tokens(episode.path(index)[:-1]).ids_T
-                part = _part_of(turn, prompt_digest(before_T), sampled)
+                part = _find_chunk(turn, prompt_digest(before_T), sampled)
                 answers += [(index, part)] if part is not None else []
         entropies = [
             np.zeros(len(part.tokens)) if part.tokens.entropies_T is None else part.tokens.entropies_T
@@ -193,39 +197,39 @@ class PivotResampler:
         rng = np.random.default_rng([self._state.run.seed, *episode.key])
         points: list[_PivotPoint] = []
         for number, pivot in enumerate(self._chooser.choose(entropies, rng)):
-            index, left = answers[pivot.answer]
-            before = tuple(part for part in sampled if part.turn < left.turn)
-            kept = msgspec.structs.replace(left, tokens=left.tokens[: pivot.at], stop_reason=None)
-            begun = (*before, kept)
-            parent = None if left.request_id < 0 else left.request_id
-            points.append(_PivotPoint(number=number, pivot=pivot, turn=index, begun=begun, parent=parent))
+            index, answer = answers[pivot.answer]
+            earlier_turns = tuple(part for part in sampled if part.turn < answer.turn)
+            cut_turn = msgspec.structs.replace(answer, tokens=answer.tokens[: pivot.at], stop_reason=None)
+            prefix = (*earlier_turns, cut_turn)
+            parent = None if answer.request_id < 0 else answer.request_id
+            points.append(_PivotPoint(number=number, pivot=pivot, turn=index, begun=prefix, parent=parent))
         return points
 
-    async def _attempts(self, group: OpenGroup, episode: EpisodeGraph, point: _PivotPoint) -> list[_PivotAttempt]:
-        """Make, score and check the attempts at one pivot of an episode, and return them."""
+    async def _run_attempts(self, group: OpenGroup, episode: EpisodeGraph, point: _PivotPoint) -> list[_PivotAttempt]:
+        """Run, score and check the attempts at one pivot of an episode, and return them."""
         async with asyncio.TaskGroup() as tasks:
-            made = [
-                tasks.create_task(self._attempt(group.task, episode, point, branch))
+            attempt_tasks = [
+                tasks.create_task(self._run_attempt(group.task, episode, point, branch))
                 for branch in range(self._config.branches)
             ]
-        attempts = [_PivotAttempt(episode=task.result()) for task in made]
+        attempts = [_PivotAttempt(episode=task.result()) for task in attempt_tasks]
         await self._score_attempts(group, [attempt.episode for attempt in attempts])
         self._mark_untrained(episode, point, attempts)
         self._count("branches", len(attempts))
         return attempts
 
-    async def _attempt(self, task: Task, episode: EpisodeGraph, point: _PivotPoint, branch: int) -> EpisodeGraph:
+    async def _run_attempt(self, task: Task, episode: EpisodeGraph, point: _PivotPoint, branch: int) -> EpisodeGraph:
         """Run the attempt number ``branch`` at one pivot: repeat the episode up to the pivot and continue it with other
-        draws. Return the attempt as an episode of its own, with a key of its own."""
+        random numbers. Return the attempt as a separate episode with its own key."""
         state, parts = self._state, self._state.parts
-        own, name = self._key(episode, point, branch), f"{point.number}/{branch}"
+        own_key, name = self._key(episode, point, branch), f"{point.number}/{branch}"
         runner = EpisodeRunner(
             engine=Forking(parts.engine, parent=point.parent, name=name, on_prefix=self._count_prefix_sampling),
             env=parts.env,
             sampling=parts.sampling,
             run_seed=state.run.seed,
             on_tokens=lambda _: state.board.progress(),
-            on_turn=lambda _, prompt_ids_T, turn: self._on_turn(own, task, prompt_ids_T, turn),
+            on_turn=lambda _, prompt_ids_T, turn: self._on_turn(own_key, task, prompt_ids_T, turn),
             note=lambda text: state.warn(text, kind=text),
             agents=parts.agents,
             chat=parts.chat,
@@ -234,50 +238,49 @@ class PivotResampler:
             attempt_kind=AttemptKind.BRANCH,
         )
         attempt = await runner.run(episode.key, task, begun=point.begun)
-        attempt.key = own
+        attempt.key = own_key
         return attempt
 
     def _key(self, episode: EpisodeGraph, point: _PivotPoint, branch: int) -> EpisodeKey:
-        """Return the key of the attempt number ``branch`` at a pivot. Its place is negative, so that it differs from
-        those of all episodes of the group."""
+        """Return the key of the attempt number ``branch`` at a pivot. Its place is negative, so that the key differs
+        from the keys of the group's episodes."""
         pivot = episode.key.place * self._config.per_episode + point.number
         return EpisodeKey(episode.key.group, -1 - pivot * self._config.branches - branch)
 
     def _count_prefix_sampling(self) -> None:
-        """Count a branch that had to be sampled from the tokens of its prefix, and warn."""
+        """Count a branch whose prefix had to be computed again because its cache could not be forked, and warn."""
         self._count("by_prefix", 1)
         text = "branches are sampled from the tokens of their prefix: its cache is gone, or of other weights"
         self._state.warn(text, kind=text)
 
     def _mark_untrained(self, episode: EpisodeGraph, point: _PivotPoint, attempts: Sequence[_PivotAttempt]) -> None:
-        """Set the reason why it carries no loss on each of the ``attempts`` at one pivot that cannot be compared with
-        the others."""
-        index, at = point.turn, point.pivot.at
+        """Set ``untrained`` of each attempt at one pivot that cannot be compared with the other attempts."""
+        index, position = point.turn, point.pivot.at
         for attempt in attempts:
-            if not repeats(episode.turns, index, at, attempt.episode.turns):
+            if not repeats(episode.turns, index, position, attempt.episode.turns):
                 attempt.untrained = ENV_DIFFERS if attempt.episode.status is EpisodeStatus.SCORED else FAILED
             elif attempt.episode.status is not EpisodeStatus.SCORED:
                 attempt.untrained = FAILED
-        good = [attempt for attempt in attempts if not attempt.untrained]
-        # Branches are comparable only if the same weights sampled them: those of the first branch count.
-        pinned = good[0].episode.turns[index].tokens.versions_T[at] if good else None
-        for attempt in good:
-            if (attempt.episode.turns[index].tokens.versions_T[at:] != pinned).any():
+        candidates = [attempt for attempt in attempts if not attempt.untrained]
+        # Branches are comparable only if the same weights sampled them: the weights of the first branch decide.
+        first_version = candidates[0].episode.turns[index].tokens.versions_T[position] if candidates else None
+        for attempt in candidates:
+            if (attempt.episode.turns[index].tokens.versions_T[position:] != first_version).any():
                 attempt.untrained = OTHER_VERSION
-        good = [attempt for attempt in attempts if not attempt.untrained]
-        if len(good) == 1:
-            good[0].untrained = TOO_FEW
+        candidates = [attempt for attempt in attempts if not attempt.untrained]
+        if len(candidates) == 1:
+            candidates[0].untrained = TOO_FEW
 
     def _graft_branches(
         self, episode: EpisodeGraph, original: Sequence[Turn], point: _PivotPoint, attempts: Sequence[_PivotAttempt]
     ) -> None:  # fmt: skip
-        """Add the attempts at one pivot to the episode's graph as branches, to which those of all later pivots were
-        added already. ``original`` holds the turns of the episode without branches. An attempt that does not repeat the
-        episode up to the pivot is not added."""
-        index, at = point.turn, point.pivot.at
-        fitting = [pair for pair in enumerate(attempts) if repeats(original, index, at, pair[1].episode.turns)]
+        """Add the attempts at one pivot to the episode's graph as branches. The branches of all later pivots must have
+        been added before. ``original`` are the turns of the episode without branches. An attempt that does not repeat
+        the episode up to the pivot is not added."""
+        index, position = point.turn, point.pivot.at
+        fitting = [pair for pair in enumerate(attempts) if repeats(original, index, position, pair[1].episode.turns)]
         if fitting:
-            split(episode.turns, index, [at])
+            split(episode.turns, index, [position])
         for branch, attempt in fitting:
             name = Branch(
                 pivot=point.number, number=branch, reward=None if attempt.untrained else attempt.episode.reward
@@ -286,7 +289,7 @@ class PivotResampler:
                 msgspec.structs.replace(turn, untrained=attempt.untrained or turn.untrained)
                 for turn in attempt.episode.turns
             ]
-            graft(episode.turns, index, at, turns, name)
+            graft(episode.turns, index, position, turns, name)
         for attempt in attempts:
             if attempt.untrained:
                 self._count(attempt.untrained, 1)
@@ -299,9 +302,9 @@ class PivotResampler:
             self._state.metrics.count(f"pivots/{name}", by)
 
 
-def _part_of(turn: Turn, prompt: str, sampled: Sequence[TokenChunk]) -> TokenChunk | None:
-    """Return the chunk that is the sampled ``turn``, whose prompt has this digest; ``None`` if it is not known. Several
-    turns may have the same tokens, after different prompts."""
+def _find_chunk(turn: Turn, prompt: str, sampled: Sequence[TokenChunk]) -> TokenChunk | None:
+    """Return the chunk among ``sampled`` that contains the tokens of ``turn``; ``None`` if there is none. ``prompt`` is
+    the digest of the turn's prompt, which distinguishes turns with equal tokens after different prompts."""
     for part in sampled:
         if part.prompt.startswith(prompt) and np.array_equal(part.tokens.ids_T, turn.tokens.ids_T):
             return part

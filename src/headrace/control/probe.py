@@ -1,5 +1,5 @@
-"""The comparison of engine and learner before the first rollout: the gap between their logprobs at equal weights, which
-must be explained by rounding. μ is the engine's distribution, π the learner's."""
+"""The comparison of engine and learner before the first rollout: it measures the gap between their logprobs at equal
+weights, which must not be larger than rounding explains. μ is the engine's distribution, π the learner's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.rollout.agents import Agents
 from headrace.rollout.environments import SingleTurn
 
 NUM_PROBES = 8
-"""Number of answers that are compared."""
+"""Greatest number of answers that are compared."""
 MAX_PROBE_TOKENS = 64
 """Greatest number of tokens of each answer."""
 
@@ -33,11 +33,11 @@ class Mismatch:
 
     gap: Gap
     worst: str
-    """The token with the largest difference, in words."""
+    """The position of the token with the largest difference, in words."""
 
     @property
     def text(self) -> str:
-        """Return the gap as text, for the beginning of a sentence."""
+        """Return the figures of the gap as text for the beginning of a message."""
         gap = self.gap
         return (
             f"engine and learner at equal weights: mean |Δ logprob| {gap.mean_abs:.2g}, KL {gap.kl:.2g}, over "
@@ -47,7 +47,7 @@ class Mismatch:
 
 def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
     """Raise :class:`~headrace.base.errors.RunError` if the mean gap is larger than ``largest``, the mean |Δ logprob| in
-    nats that rounding explains."""
+    nats that rounding explains or the user accepts."""
     if mismatch.gap.within(largest):
         return
     raise RunError(
@@ -60,24 +60,24 @@ def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
 
 
 async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: int, run_seed: int) -> Mismatch | None:
-    """Compare the engine with the learner at equal weights: sample up to :data:`NUM_PROBES` short answers, with each
-    adapter in turn, let the learner compute the logprobs of the same tokens, and return the gap. Return ``None`` if no
-    task fits the context. ``version`` is the version of the weights, and ``board`` shows what is waited for."""
+    """Measure the gap between engine and learner at equal weights: sample up to :data:`NUM_PROBES` short answers, using
+    the adapters in turn; let the learner compute the logprobs of the same tokens; and return the gap. Return ``None``
+    if no task fits into the context. ``version`` is the version of the weights; ``board`` shows the wait for the
+    learner."""
     length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)
     sampling = msgspec.structs.replace(parts.sampling, max_new_tokens=length)
-    if (
-        sampling.truncated and not sampling.record_kept
-    ):  # without kept-sets the learner normalises over the whole vocabulary, so the engine must too
+    # without kept-sets the learner normalises over the whole vocabulary, so the engine must too
+    if sampling.truncated and not sampling.record_kept:
         sampling = msgspec.structs.replace(sampling, top_k=0, top_p=1.0, min_p=0.0, structure="")
     prompts = [task for task in parts.tasks if len(task.prompt_ids_T)]
     runner = EpisodeRunner(
         engine=parts.engine,
         env=SingleTurn() if prompts else parts.env,
         sampling=sampling,
-        run_seed=run_seed + 2,  # other draws than training's and evaluation's
+        run_seed=run_seed + 2,  # other random numbers than training and evaluation
         on_tokens=lambda _: board.progress(),
         chat=parts.chat,
-        limits=replace(parts.limits, max_turns=1),  # one answer is enough, whether the episode ends with it or not
+        limits=replace(parts.limits, max_turns=1),  # the first answer of an episode is enough
         timeout_s=parts.episode_timeout_s,
     )
     tasks = prompts or parts.tasks
@@ -97,13 +97,13 @@ async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: 
 
 
 def _gap_of(batch: Batch, logprobs_N: FloatColumn) -> Mismatch | None:
-    """Return the gap between the engine's logprobs in ``batch`` and the learner's, ``logprobs_N``; ``None`` if the
-    engine gave no finite logprob, since such tokens are left out of every loss."""
-    (places,) = np.nonzero(batch.mask_N & np.isfinite(batch.logprobs_N))
-    if not len(places):
+    """Return the gap between the engine's logprobs in ``batch`` and the learner's logprobs ``logprobs_N``. Tokens
+    without a finite logprob of the engine are left out, as in every loss; ``None`` if there are no other tokens."""
+    (tokens,) = np.nonzero(batch.mask_N & np.isfinite(batch.logprobs_N))
+    if not len(tokens):
         return None
-    gap = Gap.between(batch.logprobs_N[places], logprobs_N[places])
+    gap = Gap.between(batch.logprobs_N[tokens], logprobs_N[tokens])
     ends_S = np.cumsum(batch.lengths_S)
-    sample = int(np.searchsorted(ends_S, places[gap.at], side="right"))
-    position = int(places[gap.at] - ends_S[sample] + batch.lengths_S[sample])
+    sample = int(np.searchsorted(ends_S, tokens[gap.at], side="right"))
+    position = int(tokens[gap.at] - ends_S[sample] + batch.lengths_S[sample])
     return Mismatch(gap=gap, worst=f"token {position} of the {batch.lengths_S[sample]} of sequence {sample}")

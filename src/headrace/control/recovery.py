@@ -1,10 +1,9 @@
-"""Resuming of a run after it ended, for whatever cause. A *life* of a run is the time from one start or resumption to
-its end.
+"""Functions that resume a run after it ended, for whatever cause. A *life* of a run is the time from one start or
+resumption to its end.
 
-The newest snapshot (checkpoint) says how many steps its weights have. The ledger is rolled back to that step. Groups of
-later steps are ready again and keep their step, so the same batches are trained again in the same order, with the same
-weights as result. Groups that were running keep the episodes that had ended, and their other episodes are sampled
-again.
+The ledger is rolled back to the step of the newest snapshot (checkpoint). Groups of this and later steps are ready
+again and keep their step, so the same batches are trained again in the same order, and the same weights result. Groups
+that were running keep their ended episodes; their other episodes continue from their recorded tokens.
 """
 
 from __future__ import annotations
@@ -27,24 +26,25 @@ class StartingPoint:
     """The state from which a life of a run starts: its first start, or a snapshot from which it resumes."""
 
     step: int
-    """Number of optimizer steps behind the weights, which is also their version."""
+    """Number of optimizer steps behind the weights, which is also the version of the weights."""
     snapshot: Path | None
     """The directory of the snapshot with the weights; ``None``: the run starts from the model directory of the run
     file."""
     fingerprint: str = ""
     """The hash of the settings and rows with which the snapshot was made; empty without a snapshot."""
     memory: ControllerMemory = field(default_factory=ControllerMemory)
-    """The controller's own state in the snapshot."""
+    """The state of the controller in the snapshot."""
     sealed: bool = True
     """Whether the files of the snapshot had checksums, so that they could be verified."""
 
 
 def starting_point(run_dir: Path) -> StartingPoint:
-    """Return the point from which the run in ``run_dir`` can continue: step 0 if it has no snapshot yet.
+    """Return the point from which the run in ``run_dir`` continues: its newest snapshot, or step 0 if it has no
+    snapshot.
 
     Every file of the newest snapshot is compared with its checksum. Raises
     :class:`~headrace.base.errors.CheckpointError` if a file is missing or has changed; the remedy names an older
-    snapshot, which is used only if the user decides so.
+    snapshot, which is never used without a decision of the user.
     """
     snapshot = checkpoint.latest(run_dir / CHECKPOINTS)
     if snapshot is None:
@@ -60,10 +60,10 @@ def starting_point(run_dir: Path) -> StartingPoint:
 
 
 def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[int, str]:
-    """Restore the groups of the flow from the ledger, rolled back to the starting point. Return the hashes of the
+    """Roll the ledger back to the starting point, and restore the groups of the flow from it. Return the hashes of the
     weights that an earlier life of the run committed, by version, from the version of the starting point on. Raises
     :class:`~headrace.base.errors.CheckpointError` if ledger and snapshot do not match, and
-    :class:`~headrace.base.errors.ConfigError` if kept groups would exceed the staleness bound."""
+    :class:`~headrace.base.errors.ConfigError` if recorded groups would exceed the staleness bound."""
     resumed = ledger.roll_back(start.step)
     if start.step * state.flow_config.groups_per_step != resumed.num_released:
         raise CheckpointError(
@@ -74,8 +74,8 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
     config = state.flow_config
     state.flow.restore(start.step, resumed)
     if state.curriculum is not None:
-        known = start.memory.curriculum or CurriculumState()
-        state.curriculum.restore(known, ledger.attempts(known.first_unknown))
+        curriculum_state = start.memory.curriculum or CurriculumState()
+        state.curriculum.restore(curriculum_state, ledger.attempts(curriculum_state.first_unknown))
     if config.max_age == "auto":
         state.flow.resume_max_age(start.memory.max_age)
     needed = age_needed(state.flow.state, only_planned=config.policy.drops_stale)
@@ -87,6 +87,6 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
         )
     ready = sum(group.state is GroupState.READY for group in resumed.groups)
     if resumed.num_submitted:
-        more = len(resumed.groups) - ready
-        state.event(f"resumed at step {start.step}: {ready} groups are ready, {more} more continue")
+        num_unfinished = len(resumed.groups) - ready
+        state.event(f"resumed at step {start.step}: {ready} groups are ready, {num_unfinished} more continue")
     return resumed.checksums

@@ -1,5 +1,5 @@
-"""Snapshots (checkpoints) of a run: the controller's state beside the learner's files, and the order in which they are
-written. A *life* of a run is the time from one start or resumption to its end."""
+"""Snapshots (checkpoints) of a run: the state of the controller that they contain in addition to the learner's files,
+and the order in which both are written. A *life* of a run is the time from one start or resumption to its end."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from headrace.learner.checkpoint import SnapshotState
 from headrace.rollout.environments.curriculum import CurriculumState
 
 CHECKPOINTS = "checkpoints"
-"""The folder in a run's directory that holds its snapshots."""
+"""Name of the folder in a run's directory that contains its snapshots."""
 
 
 class ControllerMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The controller's own state in a snapshot, which a later life of the run needs in addition to weights and
+    """The state of the controller in a snapshot, which a later life of the run needs in addition to the weights and the
     ledger."""
 
     eval_before: float | None = None
-    """The held-out mean reward before the first life's training; ``None``: there was no evaluation."""
+    """The held-out mean reward before the first step of the run; ``None`` if there was no evaluation."""
     reward_first: float | None = None
     """The mean reward of the run's first batch; ``None`` before that batch."""
     max_age: int | None = None
-    """The staleness bound at that time, in versions; ``None`` for a new run."""
+    """The staleness bound at the time of the snapshot, in versions; ``None`` for a new run."""
     curriculum: CurriculumState | None = None
     """The curriculum's statistics of the rows; ``None`` without a curriculum."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the state as plain values that JSON can hold, for a file."""
+        """Return the state as values that can be written as JSON."""
         plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         return plain
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> ControllerMemory:
-        """Return the state that :meth:`as_json` returned as ``plain``. Raises
-        :class:`~headrace.base.errors.CheckpointError` for values that no controller has written."""
+        """Return the state from ``plain``, a value that :meth:`as_json` returned. Raises
+        :class:`~headrace.base.errors.CheckpointError` if the values are not valid."""
         try:
             return msgspec.convert(plain, cls)
         except msgspec.ValidationError as error:
@@ -55,44 +55,49 @@ class ControllerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """A snapshot that was ordered and is not complete."""
+    """A snapshot that was ordered and is not complete yet."""
 
     step: int
-    """Number of optimizer steps behind its weights."""
+    """Number of optimizer steps behind the snapshot's weights."""
     unfinished: Path
-    """The directory of the snapshot, which has a temporary name."""
+    """The directory of the snapshot, under its temporary name."""
     written: asyncio.Task[None]
-    """The task that ends when the learner can train on: it has copied its state, or has written its files."""
+    """The task that ends when the learner can continue to train: it has copied its state, or has written its files."""
 
 
 class Saver:
-    """Writes the snapshots of a run: first the learner's files, then the controller's state and the final name.
-    Generation continues meanwhile, and so does training as soon as the learner can."""
+    """The writer of a run's snapshots. For each snapshot it writes the learner's files, then the controller's state,
+    and then gives the snapshot its final name. Generation continues meanwhile, and training continues as soon as the
+    learner has copied its state."""
 
     def __init__(self, state: RunState, *, fingerprint: str) -> None:
-        """``fingerprint`` is a hash of the settings and rows, which is stored in every snapshot."""
+        """Create the writer. ``state`` is the state of the run. ``fingerprint`` is a hash of the settings and dataset
+        rows, which is stored in every snapshot."""
         self._state = state
         self._fingerprint = fingerprint
         self._saved: set[int] = set()
+        """The steps whose snapshots exist."""
         self.directory = state.parts.run_dir / CHECKPOINTS
 
     def mark_saved(self, step: int) -> None:
-        """Note that the snapshot of ``step`` exists, since the run resumes from it, so that it is not written again."""
+        """Record that the snapshot of ``step`` exists, because the run has resumed from it, so that it is not written
+        again."""
         self._saved.add(step)
 
     def begin(self, step: int, orders: asyncio.TaskGroup) -> Saving:
-        """Order the snapshot of ``step`` from the learner, which makes it after the orders before it, as a task of
-        ``orders``. Return the unfinished snapshot, for :meth:`copied` and :meth:`complete`."""
+        """Order the snapshot of ``step`` from the learner, in a task of the group ``orders``. The learner makes it
+        after all earlier orders. Return the unfinished snapshot, which is passed to :meth:`copied` and
+        :meth:`complete`."""
         unfinished = checkpoint.begin(self.directory, step)
         written = orders.create_task(self._state.parts.learner.save(unfinished))
         return Saving(step=step, unfinished=unfinished, written=written)
 
     async def copied(self, saving: Saving) -> ControllerMemory:
-        """Wait until the learner can train on, and return the controller's state that belongs to the snapshot, for
-        :meth:`complete`.
+        """Wait until the learner can continue to train, and return the controller's state for the snapshot, which is
+        passed to :meth:`complete`.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` if the snapshot cannot be written; then nothing of it is
-        left.
+        Raises :class:`~headrace.base.errors.CheckpointError` if the snapshot cannot be written; its files are then
+        deleted.
         """
         state = self._state
         state.board.working("learner", f"snapshot of step {saving.step}")
@@ -104,13 +109,16 @@ class Saver:
             checkpoint.abandon(saving.unfinished)
             raise
         state.metrics.snapshot_saved(state.parts.clock.now() - start_s)
-        return self._memory()  # taken before the flush, so that the ledger contains everything that it refers to
+        # read before the flush, so that the ledger contains everything that this state refers to
+        return self._controller_memory()
 
     async def complete(self, saving: Saving, memory: ControllerMemory) -> None:
-        """Wait for the learner's files, add the controller's state, and give the snapshot its name. Training goes on
-        meanwhile: the ledger then holds later steps, too, which a run that resumes from the snapshot takes back.
+        """Wait for the learner's files, write the controller's state, and give the snapshot its final name. Training
+        continues meanwhile, so the ledger may also contain later steps, which are rolled back when the run resumes from
+        the snapshot.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` if it cannot be written; then nothing of it is left.
+        Raises :class:`~headrace.base.errors.CheckpointError` if the snapshot cannot be written; its files are then
+        deleted.
         """
         state = self._state
         try:
@@ -118,7 +126,7 @@ class Saver:
                 await state.parts.learner.saved(saving.unfinished)
             with state.board.requesting("learner", "a ledger that is safe on disk", provider="the disk"):
                 if state.flow.columns is not None:
-                    await off_loop(state.flow.columns.sync)  # the ledger refers to what lies there
+                    await off_loop(state.flow.columns.sync)  # the ledger refers to the contents of these files
                 await state.flow.flush(durable=True)  # the ledger must contain every step of the snapshot
         except BaseException:
             checkpoint.abandon(saving.unfinished)
@@ -136,8 +144,8 @@ class Saver:
             await off_loop(remove, state.flow.columns.take_unneeded(saving.step))
         state.event(f"checkpoint {final.name}")
 
-    def _memory(self) -> ControllerMemory:
-        """Return the state of the controller that a later life of the run needs."""
+    def _controller_memory(self) -> ControllerMemory:
+        """Return the current state of the controller for a snapshot."""
         state = self._state
         return ControllerMemory(
             eval_before=state.metrics.totals.eval_before,
@@ -147,7 +155,7 @@ class Saver:
         )
 
     async def save_if_new(self, step: int) -> None:
-        """Write a snapshot of ``step``, unless this life of the run has written it or started from it."""
+        """Write the snapshot of ``step``, unless this life of the run has written it or resumed from it."""
         if step not in self._saved:
             async with asyncio.TaskGroup() as orders:
                 saving = self.begin(step, orders)

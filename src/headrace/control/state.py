@@ -20,19 +20,20 @@ from headrace.flow import Flow, FlowConfig
 from headrace.rollout.environments import Curriculum
 
 MAX_WARNINGS = 100
-"""Number of kinds of warnings that are kept."""
+"""Greatest number of kinds of warnings; further kinds are counted as one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class WarningCount:
-    """A kind of warning, and how often it occurred."""
+    """The warnings of one kind: a text, and the number of warnings."""
 
     text: str
-    """The text of the first warning of this kind or, once its cause has passed, the text that says so."""
+    """The text to show: the text of the first warning of this kind or, if ``latest`` is true, a later text that has
+    replaced it."""
     times: int = 1
     """Number of warnings of this kind."""
     latest: bool = False
-    """Whether the text is that of the latest one, whose figures are not those of the others."""
+    """Whether a later text has replaced the text of the first warning."""
 
 
 def trainer_state(state: RunState, version: int) -> TrainerState:
@@ -51,28 +52,28 @@ def trainer_state(state: RunState, version: int) -> TrainerState:
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """The state of one run, which its loops share. The controller makes it."""
+    """The state of one run, which its loops share. The controller creates it."""
 
     parts: Components
     """The components of the run: engine, learner, environment, scorers."""
     run: RunSection
     """The settings ``[run]`` of the run file."""
     flow: Flow
-    """The groups of the run: which start, which are ready, and which are trained."""
+    """The flow, which contains the state of every group."""
     board: ActivityBoard
-    """The table of what each loop does."""
+    """The table of what each loop works on or waits for."""
     observers: Observers
-    """Receive steps, events and the trace."""
+    """The observers, which receive steps, events and the trace."""
     metrics: RunMetrics
-    """Counts events, and makes the step records, the live view and the summary."""
+    """The counters of the run, from which step records, the live view and the summary are made."""
     curriculum: Curriculum | None = None
-    """Picks rows by the rewards of earlier attempts; ``None``: rows come in their order."""
+    """The curriculum, which picks rows by the rewards of earlier attempts; ``None``: rows are used in their order."""
     phase: str = "starting"
-    """The present phase of the run, in words."""
+    """The current phase of the run, in words."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the run is to stop."""
+    """An event that is set when the run is requested to stop."""
     stopped_by: str = ""
-    """The signal that stops the run, such as ``SIGHUP``; empty for any other reason."""
+    """The name of the signal that stops the run, such as ``SIGHUP``; empty for any other reason."""
     warning_counts: dict[str, WarningCount] = field(default_factory=dict)
     """The warnings so far, by kind."""
 
@@ -82,46 +83,46 @@ class RunState:
         return self.flow.config
 
     def observe(self, number: int, row: int, rewards: Sequence[float]) -> None:
-        """Give the curriculum, if there is one, the rewards of the admitted group ``number``, which attempted the
-        dataset row ``row``. ``rewards`` is empty if there are none, as for a group that was dropped before it
-        started."""
+        """Report the rewards of the group ``number``, which attempted the dataset row with the index ``row``, to the
+        curriculum, if there is one. ``rewards`` is empty for a group without rewards, such as a group that was dropped
+        before it started."""
         if self.curriculum is not None:
             version = self.flow.state.groups[number].oldest_version
             assert version is not None
             self.curriculum.observe(number, row, version, rewards)
 
     def event(self, text: str) -> None:
-        """Send the observers an event that is worth one line."""
+        """Send an event with the text ``text`` to the observers."""
         self.observers.event(Event(wall_s=self.metrics.wall_s, text=text))
 
     def warn(self, text: str, *, kind: str = "", always: bool = False) -> None:
-        """Send the observers a warning, and keep it for the summary. Warnings of one ``kind`` (by default: with the
-        same text) are counted together: observers get only the first of them, whose text is kept. With ``always``, they
-        get this one too, and its text is kept instead."""
+        """Send a warning to the observers, and store it for the summary. Warnings of the same ``kind`` (by default:
+        with the same text) are counted together, and only the first is sent to the observers and stored. With
+        ``always``, this warning is sent even if it is not the first, and its text replaces the stored text."""
         kind = kind or text
         if kind not in self.warning_counts and len(self.warning_counts) >= MAX_WARNINGS:
             kind = text = "there were more warnings than are kept"
-        known = kind in self.warning_counts
-        if known:
+        is_known = kind in self.warning_counts
+        if is_known:
             self.warning_counts[kind].times += 1
             if always:
                 self.warning_counts[kind].text, self.warning_counts[kind].latest = text, True
         else:
             self.warning_counts[kind] = WarningCount(text=text)
-        if known and not always:
+        if is_known and not always:
             return
         self.observers.event(Event(wall_s=self.metrics.wall_s, text=text, level="warning"))
 
     def warning_over(self, text: str, *, kind: str) -> None:
-        """Send the observers ``text``, which says that the cause of the warnings of ``kind`` has passed, and show it in
-        their place from now on: a warning that is not true any more would mislead."""
+        """Send ``text``, which says that the cause of the warnings of ``kind`` has ended, to the observers as an event,
+        and replace the stored text of these warnings by it."""
         if kind in self.warning_counts:
             self.warning_counts[kind].text, self.warning_counts[kind].latest = text, True
         self.event(text)
 
     @property
     def warnings(self) -> list[str]:
-        """Return one line for each kind of warning, with the number of warnings of that kind if there were several."""
+        """Return one line of text for each kind of warning, with the number of warnings if there were several."""
         return [
             each.text
             if each.times == 1
@@ -130,19 +131,20 @@ class RunState:
         ]
 
     def span(self, lane: str, name: str, start_s: float, step: int = -1, *, end_s: float | None = None) -> None:
-        """Record in the event trace that the lane ``lane`` was busy with ``name`` from ``start_s`` until ``end_s`` on
-        the clock; ``None`` for the end means now. ``step`` is the step or version that this belongs to, −1 for none."""
+        """Add a span to the event trace: the lane ``lane`` was busy with ``name`` from ``start_s`` until ``end_s``, in
+        seconds on the clock; ``None`` as ``end_s`` means now. ``step`` is the step or version to which the span
+        belongs; −1 for none."""
         until_s = self.parts.clock.now() if end_s is None else end_s
         self.observers.span(Span(lane=lane, name=name, start_s=start_s, end_s=until_s, step=step))
 
     @property
     def stop_requested(self) -> bool:
-        """Return whether the run is to stop."""
+        """Return whether the run is requested to stop."""
         return self.stopping.is_set()
 
     def request_stop(self, by: str = "") -> None:
-        """Ask the run to stop as soon as the steps that are already ordered are done, with a checkpoint. ``by`` is the
-        signal that was received; empty for any other reason."""
+        """Request the run to stop when the steps that are already ordered are done, with a checkpoint. ``by`` is the
+        name of the signal that was received; empty for any other reason."""
         self.stopped_by = self.stopped_by or by
         self.stopping.set()
         self.flow.changed.notify()

@@ -1,10 +1,10 @@
-"""Teachers with engines of their own, which score the tokens of answers while rewards are computed. To *read* an answer
-is to compute the teacher's log-probability of each of its tokens.
+"""Calls of teachers that have their own engines. A teacher scores an answer: it computes its log-probability of each
+token, while the rewards of the answer are computed.
 
     finished episode ──▶ start ──▶ its teacher, by a prefill of every path ──▶ finish ──▶ columns of its turns
                                    too late, or dead: called again, `retries` times; then the episode has failed
 
-The ledger stores the teacher's scores with the tokens that they belong to, and the batch brings them to the learner.
+The ledger stores the teacher's scores together with the tokens, and the batch contains them for the learner.
 
 Shape legend: T tokens of one turn or path.
 """
@@ -29,10 +29,11 @@ from headrace.engine import Engine
 from headrace.rollout.scoring.rubric import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 CALLS_AT_ONCE = 2
-"""Greatest number of calls of one teacher at the same time. Its engine answers one after the other, and the second call
-is ready when the first is done."""
+"""Greatest number of concurrent calls of one teacher. Its engine handles one call at a time; with a second call in its
+queue, the engine does not wait between calls."""
 OTHER_PROMPT = "teacher_error: the episode does not begin with the prompt of its row, in whose place the teacher's is"
-"""The cause of an episode that fails because its first tokens are not those that the teacher's prompt replaces."""
+"""The cause of an episode that fails because its first turn is not the prompt of its row, which the teacher's prompt
+would replace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,72 +43,73 @@ class TeacherCallConfig:
     version: int
     """The version of the teacher's weights: one of the run, or ``FROZEN``."""
     num_entries: int = 0
-    """Number of the likeliest vocabulary entries that the teacher returns for each token; 0 for none."""
+    """Number of vocabulary entries with the highest probabilities that the teacher returns for each token; 0 for
+    none."""
     below: int = 0
-    """Entries with this id or a greater one are not returned, since they are not in the policy's vocabulary; 0: all
-    entries may be."""
+    """Only vocabulary entries with ids below this are returned, because others are not in the policy's vocabulary; 0:
+    all entries may be returned."""
     prompts: Sequence[IntColumn] | None = None
-    """The prompts that the teacher reads instead of the rows' own, by row index; ``None``: it reads the policy's
-    prompts."""
+    """The prompts that replace the rows' prompts in calls of the teacher, by row index; ``None``: the teacher gets the
+    same prompts as the policy."""
     timeout_s: float = 60.0
-    """Seconds after which a call without an answer has failed."""
+    """Timeout of a call, in seconds."""
     retries: int = 2
-    """Number of times that a failed call is made again."""
+    """Greatest number of retries of a failed call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherClient:
-    """A teacher: its engine, and the settings of calls to it."""
+    """A teacher: its engine, and the settings of calls."""
 
     engine: Engine
-    """The engine, whose weights do not change."""
+    """The engine that computes the teacher's logprobs."""
     name: str
     """The name by which rows choose this teacher; empty if it is the only one."""
     config: TeacherCallConfig
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CALLS_AT_ONCE))
-    """Limits the number of calls at the same time."""
+    """A semaphore that limits the number of concurrent calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teachers:
-    """The teachers of a run, and how a row chooses one of them."""
+    """The teachers of a run, and the rule by which a dataset row chooses one of them."""
 
     by_name: Mapping[str, TeacherClient]
     """The teachers by name."""
     column: str
-    """The column of a row that names its teacher, if there are several."""
+    """The column of a row that contains the name of its teacher, if there are several teachers."""
     temperature: float
-    """The sampling temperature, at which the teacher's logprobs are computed too."""
+    """The temperature of the teacher's logprobs, which is the sampling temperature of training."""
 
     def of(self, task: Task) -> TeacherClient:
-        """Return the teacher that scores answers to ``task``: the only one, or the one that its row names."""
+        """Return the teacher that scores answers to ``task``: the only teacher, or the teacher that its row names."""
         if len(self.by_name) == 1:
             return next(iter(self.by_name.values()))
         return self.by_name[task.row[self.column]]
 
 
 class Teaching:
-    """Collects the teachers' scores of episodes while their rewards are computed. The number of calls is bounded by the
-    episodes that run. The scoring loop owns it."""
+    """The running calls of teachers, one for each episode whose rewards are being computed. The scoring loop owns this
+    object. The number of calls is bounded by the number of episodes in flight."""
 
     def __init__(
         self, teachers: Teachers, tasks: asyncio.TaskGroup, show_request: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Call ``teachers`` in tasks of the group ``tasks``. ``show_request`` returns a context that is entered while a
-        teacher computes, so that views can show it."""
+        """Create the object without running calls. Calls of ``teachers`` run in tasks of the group ``tasks``.
+        ``show_request`` returns a context manager that is entered during each call, so that views can show the call."""
         self._teachers = teachers
         self._tasks = tasks
         self._show_request = show_request
         self._calls: dict[EpisodeKey, tuple[TeacherClient, asyncio.Task[dict[int, TeacherScores] | str]]] = {}
 
     def start(self, task: Task, episode: EpisodeGraph) -> None:
-        """Send a finished episode, an attempt at ``task``, to its teacher, without waiting for the scores."""
+        """Start the call that scores a finished episode, an attempt at ``task``, and return at once."""
         teacher = self._teachers.of(task)
-        self._calls[episode.key] = teacher, self._tasks.create_task(self._read_episode(teacher, task, episode))
+        self._calls[episode.key] = teacher, self._tasks.create_task(self._score_episode(teacher, task, episode))
 
     async def finish(self, episode: EpisodeGraph) -> str:
-        """Wait for the teacher's scores of an episode that was given to :meth:`start`, and add them to its turns.
-        Return why the teacher failed, as the cause of the episode's failure; empty if it did not."""
+        """Wait for the teacher's scores of an episode that was passed to :meth:`start`, and add them to its turns.
+        Return the cause of the episode's failure if the teacher failed; empty if it did not fail."""
         teacher, call = self._calls.pop(episode.key)
         scores_by_turn = await call
         if isinstance(scores_by_turn, str):
@@ -119,16 +121,16 @@ class Teaching:
             )
         return ""
 
-    async def _read_episode(
+    async def _score_episode(
         self, teacher: TeacherClient, task: Task, episode: EpisodeGraph
     ) -> dict[int, TeacherScores] | str:
-        """Return the teacher's scores of every turn that carries loss, by the turn's index; or, as text, why the
-        teacher failed."""
-        found: dict[int, TeacherScores] = {}
+        """Return the teacher's scores of every turn that carries loss, by the index of the turn; or a text that says
+        why the teacher failed."""
+        scores_by_turn: dict[int, TeacherScores] = {}
         for leaf in episode.leaves():
             path = episode.path(leaf)
             # Paths share their first turns; each turn is scored once, in the first path that contains it.
-            new_places = [place for place in path if place not in found and _carries_loss(episode, place)]
+            new_places = [place for place in path if place not in scores_by_turn and _carries_loss(episode, place)]
             if not new_places:
                 continue
             parts = [_without_routing(episode.turns[place].tokens) for place in path]
@@ -139,27 +141,27 @@ class Teaching:
             scores = await self._call_with_retries(teacher, Tokens.concat(parts))
             if isinstance(scores, str):
                 return scores
-            # The scores are those of the whole path: each turn gets its own slice.
+            # The scores cover the whole path; each turn gets its slice.
             ends = np.cumsum([len(part) for part in parts])
             for place, part, end in zip(path, parts, ends.tolist(), strict=True):
                 if place in new_places:
-                    found[place] = _teacher_scores_of(scores, slice(end - len(part), end), teacher.config.version)
-        return found
+                    scores_by_turn[place] = _slice_scores(scores, slice(end - len(part), end), teacher.config.version)
+        return scores_by_turn
 
     async def _call_with_retries(self, teacher: TeacherClient, tokens: Tokens) -> TopScores | str:
-        """Return the teacher's scores of ``tokens``; or, as text, why it failed in every call. A call that failed is
-        repeated up to the number of retries, if another one may succeed."""
-        pause_s, left = FIRST_PAUSE_S, teacher.config.retries
+        """Return the teacher's scores of ``tokens``, or a text that says why the last call failed. A failed call is
+        repeated, up to the number of retries, if another call may succeed."""
+        pause_s, num_left = FIRST_PAUSE_S, teacher.config.retries
         while True:
             scores, again = await self._call_once(teacher, tokens)
-            if not isinstance(scores, str) or not (again and left):
+            if not isinstance(scores, str) or not (again and num_left):
                 return scores
             await asyncio.sleep(pause_s)
-            pause_s, left = min(2 * pause_s, LONGEST_PAUSE_S), left - 1
+            pause_s, num_left = min(2 * pause_s, LONGEST_PAUSE_S), num_left - 1
 
     async def _call_once(self, teacher: TeacherClient, tokens: Tokens) -> tuple[TopScores | str, bool]:
-        """Call the teacher once for its scores of ``tokens``. Return the scores or, as text, why the call failed; and
-        whether another call may succeed."""
+        """Call the teacher once for its scores of ``tokens``. Return the scores, or a text that says why the call
+        failed; and whether another call may succeed."""
         config = teacher.config
         try:
             async with teacher.gate, TimeLimit(config.timeout_s):
@@ -188,8 +190,9 @@ def _without_routing(tokens: Tokens) -> Tokens:
     return Tokens(ids_T=tokens.ids_T, logprobs_T=tokens.logprobs_T, versions_T=tokens.versions_T, kept=tokens.kept)
 
 
-def _teacher_scores_of(scores: TopScores, span: slice, version: int) -> TeacherScores:
-    """Return the scores of the tokens in ``span``, marked with ``version``, the version of the teacher's weights."""
+def _slice_scores(scores: TopScores, span: slice, version: int) -> TeacherScores:
+    """Return the part of ``scores`` for the tokens in ``span``, as the record that a turn stores. ``version`` is the
+    version of the teacher's weights."""
     return TeacherScores(
         logprobs_T=scores.logprobs_T[span],
         versions_T=np.full(span.stop - span.start, version, np.int32),

@@ -1,4 +1,4 @@
-"""Engines: they turn requests into tokens that carry logprob and version."""
+"""The inference engines, which sample tokens for requests and record the logprob and the version of each token."""
 
 from headrace.base.types.episode import TokenChunk
 from headrace.base.types.messages.engine import PLAIN, RequestOptions

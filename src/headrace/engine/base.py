@@ -24,7 +24,7 @@ from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 
 
 class TokenSource(Protocol):
-    """An object that generates tokens for a prompt: an engine, or anything else that can stand in for one."""
+    """An object that generates tokens for a prompt: an engine, or a substitute with the same interface."""
 
     def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
@@ -59,18 +59,19 @@ class SiblingSource(Protocol):
         self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
     ) -> None:
         """Sample one sequence for each of ``siblings`` after the prompt, and return when all of them have ended. A
-        sequence that is refused or fails ends with a chunk that carries its error; the others continue. Cancelling the
-        call withdraws the sequences that have not ended."""
+        sequence that is refused or fails ends with a chunk that contains its error; the other sequences continue.
+        Cancelling the call withdraws the sequences that have not ended."""
         ...
 
 
 class Engine(TokenSource, Protocol):
-    """An engine as the rollouts and the weight sync see it: it generates, scores given tokens and takes new weights."""
+    """The asynchronous interface of an engine, for rollouts and weight sync: it generates tokens, scores given tokens
+    and loads new weights."""
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
         """Return the logprobs of given ``tokens`` under the weights in use, computed by one prefill: one value for each
-        token, 0 for the first, which nothing precedes. Kept-sets (the entries that survived truncation) and the routing
-        of experts that the tokens carry are applied."""
+        token, 0 for the first, which nothing precedes. If ``tokens`` contains kept-sets (the entries that survived
+        truncation) or the routing of experts, they are applied."""
         ...
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
@@ -80,8 +81,8 @@ class Engine(TokenSource, Protocol):
         ...
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Bring ``update`` next to the engine and verify its checksums while decoding continues. Return the seconds
-        that it took.
+        """Load the version ``update`` beside the weights in use and verify its checksums, while decoding continues.
+        Return the duration in seconds.
 
         Raises :class:`~headrace.base.errors.WeightsError` if the update does not fit the model, is corrupt or is older
         than the weights in use; nothing has changed then.
@@ -89,8 +90,8 @@ class Engine(TokenSource, Protocol):
         ...
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Use the staged ``version``, and return the costs of the change once it is in use. ``mode`` decides when it
-        comes into use and what happens to the running sequences."""
+        """Put the staged ``version`` into use, and return a report of the cost once it is in use. ``mode`` decides when
+        the change happens and what happens to the running sequences."""
         ...
 
     async def pause(self, *, release: bool = False) -> None:
@@ -108,7 +109,7 @@ class Engine(TokenSource, Protocol):
 
 
 class EngineSet(Protocol):
-    """A changing set of engines behind one :class:`Engine`, as the code that distributes weights sees it.
+    """The interface of a changing set of engines behind one :class:`Engine`, for the code that distributes weights.
 
     An engine *misses* a version if the version cannot reach it. It gets no new requests until it receives a later one.
     """
@@ -121,8 +122,8 @@ class EngineSet(Protocol):
 
     def drop_lagging(self, version: int, why: str) -> bool:
         """Mark the engines that lack ``version`` as having missed it, for the reason ``why``, if at least one other
-        engine has staged it: the run then continues with the others. Return whether one has; if not, nothing
-        changes."""
+        engine has staged it: the run then continues with the others. Return whether another engine has staged it; if
+        none has, nothing changes."""
         ...
 
     async def wait_for_lagging(self) -> None:

@@ -19,13 +19,14 @@ class Capabilities:
     interrupts: frozenset[Interrupt]
     """The modes in which the engine can commit new weights."""
     truncates: bool
-    """Whether the logprob of a token under top-k, top-p or min-p is that of the renormalised, truncated
+    """Whether the logprob of a token under top-k, top-p or min-p is computed from the truncated and renormalised
     distribution."""
     kept_sets: bool
-    """Whether each token comes with its kept-set under top-k, top-p or min-p: the ids of the entries that survived the
-    truncation."""
+    """Whether the engine returns the kept-set of each token under top-k, top-p or min-p: the ids of the entries that
+    survived the truncation."""
     routing: bool
-    """Whether the tokens of a mixture of experts come with their routing: the experts chosen in each layer."""
+    """Whether the engine returns the routing of each token of a mixture of experts: the experts chosen in each
+    layer."""
     adapters: bool
     """Whether a learner can send LoRA adapters without the base weights, one per agent where several agents are
     trained."""
@@ -34,11 +35,12 @@ class Capabilities:
     any_adapters: bool
     """Whether adapters of experts and adapters with norms of their own (DoRA) are supported."""
     entropies: bool
-    """Whether each token comes with the entropy of its distribution."""
+    """Whether the engine returns the entropy of each token's distribution."""
     scores: bool
     """Whether the engine computes the logprobs of given tokens, at temperature 1."""
     exact_scores: bool
-    """Whether it does so at any temperature, and under given kept-sets and routing."""
+    """Whether the engine computes the logprobs of given tokens at any temperature, and under given kept-sets and
+    routing."""
     forks: bool
     """Whether a request can fork an earlier one of the same engine: continue it from one of its tokens, with its
     cache."""
@@ -47,18 +49,18 @@ class Capabilities:
     pins: bool
     """Whether a sequence can be pinned to the weights that it begins with."""
     seeds: bool
-    """Whether a seed determines the draws of a sequence, whatever else is in the batch."""
+    """Whether a seed determines the draws of a sequence, independent of the other sequences in the batch."""
     deterministic: bool
-    """Whether the same requests give the same bits, whatever else is in the batch."""
+    """Whether equal requests give equal results bit for bit, independent of the other sequences in the batch."""
     releases: bool
     """Whether the engine can free the memory of its cache while it is paused."""
     embedded: bool
     """Whether the engine can compute in the caller's process, as a training loop of the user's own and ``headrace
     serve`` need."""
     other_models: bool
-    """Whether it can serve agents and teachers that have weights of their own, beside the policy."""
+    """Whether the engine can serve agents and teachers that have weights of their own, beside the policy."""
     structures: bool = False
-    """Whether answers can be kept to a structure, with logprobs and kept-sets of the masked distribution."""
+    """Whether answers can be constrained to a structure, with logprobs and kept-sets of the masked distribution."""
 
     gangs: bool = False
     """Whether one engine can compute on several devices (``engine.tensor``, ``engine.pipeline``)."""

@@ -55,8 +55,8 @@ class EngineSettings(Section):
         run file of an older version of Headrace can be loaded with them, but no engine is started."""
 
     def sentence(self, kind: str) -> str:
-        """Return a sentence that says where an engine of this ``kind`` runs, for the summary of a run that the user
-        reads; empty if there is nothing to say, as here."""
+        """Return a sentence about where an engine of this ``kind`` runs, for the summary of a run; empty if there is
+        none, as in this base class."""
         return ""
 
     @property
@@ -77,9 +77,9 @@ class EngineSetup:
     deadline_s: float
     """The longest time to wait for new weights."""
     record_kept: bool
-    """Whether requests will ask for the kept-set of each token."""
+    """Whether requests will record the kept-set of each token."""
     record_routing: bool
-    """Whether requests will ask for the routing of each token."""
+    """Whether requests will record the routing of each token."""
     sleeps: bool
     """Whether the engine has to free its memory while a learner computes."""
     own_weights: bool
@@ -89,10 +89,10 @@ class EngineSetup:
     """The file in which the engine keeps its history of answers, if it drafts tokens from one; ``None``: in memory
     alone."""
     receive: Callable[[Mapping[str, Tensor]], Any]
-    """Open the :class:`~headrace.sync.receiver.Receiver` that brings new versions of these tensors. It stays open until
-    the engine's process ends."""
+    """Open the :class:`~headrace.sync.receiver.Receiver` that receives new versions of these tensors. The receiver
+    stays open until the engine's process ends."""
     adopt: Callable[[EngineCore, Mapping[str, Tensor]], None]
-    """Stage and commit these tensors as version 0, as if a learner had sent them. Used with ``own_weights``."""
+    """Stage and commit these tensors as version 0, as if a learner had sent them. Called if ``own_weights`` is true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class OpenedEngine:
 
     core: EngineCore
     device: str
-    """The device that it computes on."""
+    """The device on which the engine computes."""
     address: str = ""
     """The address to which a learner sends new weights; empty where the learner does not need one."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -110,10 +110,11 @@ class OpenedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """A kind of engine: everything that Headrace needs to know of it before one is opened.
+    """The description of a kind of engine: what Headrace needs before it opens an engine of this kind.
 
-    A package offers one with a line of its ``pyproject.toml``, ``[project.entry-points."headrace.engines"]``. The
-    module of this object is imported when a run file names it, so it should import the engine itself only in ``open``.
+    A package registers a kind by an entry point in its ``pyproject.toml``,
+    ``[project.entry-points."headrace.engines"]``. The module of this object is imported when a run file names it, so it
+    should import the engine itself only in ``open``.
     """
 
     capabilities: Capabilities
@@ -151,7 +152,7 @@ class EngineConfig(Section):
     installed package can offer others. docs/engines.md lists the capabilities of each; a run that needs a missing one
     is refused."""
     server: SerializeAsAny[EngineSettings] = EngineSettings()
-    """The settings that only this ``kind`` of engine has; for ``vllm`` and ``sglang``, those of the server."""
+    """The settings that only this ``kind`` of engine has; for ``vllm`` and ``sglang``, the settings of the server."""
     device: DeviceName = AUTO
     """The device of the engine: ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: the last GPU that torch sees, or the
     processor where there is none."""
@@ -202,13 +203,13 @@ class EngineConfig(Section):
     """``auto``: parts of the model run as fused kernels where this machine has them. ``off``: none does."""
     speculation: Literal["off", "history"] = "off"
     """``history``: draft tokens from earlier answers to the same prompt and from a sequence's own text, and check all
-    of a draft in one pass. Tokens, logprobs and all that is recorded are those of ``off``. ``off``: one token of a
+    of a draft in one pass. Tokens, logprobs and all records are the same as with ``off``. ``off``: one token of a
     sequence in a pass."""
     draft_tokens: int = Field(default=8, ge=1, le=64)
     """The most tokens of a sequence that are drafted for one pass. How many are drafted depends on their chances."""
     history_tokens: int = Field(default=1_000_000, ge=1024, le=2**28)
-    """The number of tokens of earlier answers that drafts are taken from; the newest are kept. Each takes about 40
-    bytes of memory."""
+    """The number of tokens of earlier answers that are kept for drafts, the newest ones. Each takes about 40 bytes of
+    memory."""
     flush_tokens: int = Field(default=64, ge=1)
     """The tokens of a running sequence are reported each time there are this many new ones, and when it ends."""
 
@@ -239,19 +240,19 @@ class EngineConfig(Section):
 
     @field_validator("server", mode="before")
     @classmethod
-    def _fits_the_kind(cls, given: Any, info: ValidationInfo) -> EngineSettings:
+    def _validate_server(cls, given: Any, info: ValidationInfo) -> EngineSettings:
         """Validate ``given``, the table ``[engine.server]`` or its settings, as the section of the chosen
         ``engine.kind``, and return that section. A kind without settings of its own gets an empty one."""
-        kind = info.data.get("kind", "native")  # one that is not known has been refused
+        kind = info.data.get("kind", "native")  # an unknown kind has been refused before
         section = ENGINES.load(kind).settings
         tree = given.model_dump() if isinstance(given, EngineSettings) else given
         if section is EngineSettings and tree:
-            _refuse_server_of_none(kind, tree)
+            _refuse_unused_server(kind, tree)
             return section()
         return validate(section, tree, "engine.server")
 
     @model_validator(mode="after")
-    def _settings_act(self) -> Self:
+    def _refuse_unread_settings(self) -> Self:
         """Raise :class:`~headrace.base.errors.ConfigError` for a changed setting that the chosen kind of engine does
         not read, so that no setting is without effect."""
         fields = type(self).model_fields
@@ -266,7 +267,7 @@ class EngineConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_device_unless_it_can_span_more(self) -> Self:
+    def _refuse_several_devices(self) -> Self:
         """Refuse tensor and pipeline parallelism for an engine that computes on one device."""
         if self.width > 1 and not self.can.gangs:
             name, value = ("tensor", self.tensor) if self.tensor > 1 else ("pipeline", self.pipeline)
@@ -289,7 +290,7 @@ class EngineConfig(Section):
         return self.model_copy(update={"device": device, "cache_share": share})
 
 
-def _refuse_server_of_none(kind: str, tree: Any) -> None:
+def _refuse_unused_server(kind: str, tree: Any) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for a table ``tree`` of ``[engine.server]`` beside a ``kind``
     that has no such settings. A table that holds only defaults of another kind is accepted: run files that Headrace
     wrote before each kind had a section of its own contain it."""
@@ -315,7 +316,7 @@ class StructureConfig(Section):
     """The texts one of which an answer is."""
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _require_one_form(self) -> Self:
         """Refuse a structure that is not given in exactly one of the three ways."""
         given = [name for name in type(self).model_fields if self.__dict__[name] not in (None, "", ())]
         if len(given) != 1:
@@ -328,7 +329,7 @@ class StructureConfig(Section):
 
     @property
     def description(self) -> str:
-        """The structure as one text, in the form that a request to an engine carries
+        """The structure as one text, in the form of a request to an engine
         (:attr:`headrace.base.types.sampling.Sampling.structure`)."""
         if self.json_schema is not None:
             return structure.json_schema(self.json_schema)
@@ -336,12 +337,12 @@ class StructureConfig(Section):
 
 
 class FleetConfig(EngineConfig):
-    """The settings of all engines of a run: those of one engine, the number of engines, and the structure of
-    answers."""
+    """The settings of all engines of a run: the settings of a single engine, the number of engines, and the structure
+    of answers."""
 
     structure: StructureConfig | None = None
-    """What every answer looks like, in training and evaluation: tokens that do not fit cannot be drawn, and log π is
-    that of the tokens that could have been. Needs ``headrace[structured]``. Unset: anything."""
+    """The structure of every answer, in training and evaluation: tokens that violate it cannot be drawn, and log π is
+    normalised over the allowed tokens. Needs ``headrace[structured]``. Unset: anything."""
 
     count: int = Field(default=1, ge=1, le=64)
     """The number of engines: processes of this machine that share the requests. ``launch.engine_threads`` is divided

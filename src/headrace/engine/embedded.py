@@ -48,7 +48,7 @@ def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
             receiver=receiver,
             clock=RealClock(),
             history=setup.history,
-            **_reading(setup.model.path, model),
+            **_tokenizer_arguments(setup.model.path, model),
         )
     except MemoryError as error:
         raise ConfigError(
@@ -61,8 +61,8 @@ def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
     yield OpenedEngine(core=core, device=str(device), address=receiver.address, facts=core.facts())
 
 
-class _Reading(TypedDict, total=False):
-    """The optional arguments of the engine that need the model's tokenizer; both are absent without one."""
+class _TokenizerArguments(TypedDict, total=False):
+    """The optional arguments of the engine that need the model's tokenizer; both are absent if the model has none."""
 
     decode: Callable[[list[int]], str]
     """Return the text of token ids, special tokens included; the engine finds stop strings in it."""
@@ -70,7 +70,7 @@ class _Reading(TypedDict, total=False):
     """Return the mask of a new answer from the description of its structure."""
 
 
-def _reading(path: str, model: PreTrainedModel) -> _Reading:
+def _tokenizer_arguments(path: str, model: PreTrainedModel) -> _TokenizerArguments:
     """Load the tokenizer of the model directory ``path``, and return the arguments of the engine that need it: a
     function from ids to text that keeps special tokens, for stop strings, and the maker of masks for structured
     answers. Return an empty dict for a model directory without a tokenizer."""

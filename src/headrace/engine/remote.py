@@ -1,7 +1,7 @@
 """A client of an engine behind an OpenAI-compatible completions endpoint: vLLM, SGLang or ``headrace serve``.
 
 Requests and answers are token ids. The server has its own weights, so it can be evaluated but not trained; its tokens
-have version 0. It can also be a teacher, which scores tokens that others sampled. A completion is streamed as
+have version 0. It can also be a teacher, which scores tokens that another engine sampled. A completion is streamed as
 server-sent events: lines that begin with ``data: ``.
 """
 
@@ -83,11 +83,12 @@ async def connect(endpoint: RemoteEndpoint) -> AsyncIterator[RemoteEngine]:
 class RemoteEngine:
     """A :class:`~headrace.engine.TokenSource` behind an HTTP endpoint. :func:`connect` makes one.
 
-    ``model`` is the server's name for the model. ``is_ours`` says that the server is ``headrace serve``, which returns
-    token ids without being asked to.
+    ``model`` is the server's name for the model. ``is_ours`` says that the server is ``headrace serve``, which always
+    returns token ids.
     """
 
     def __init__(self, client: httpx.AsyncClient, model: str, *, is_ours: bool) -> None:
+        """Use the open ``client``, whose base URL is the URL of the API."""
         self._client = client
         self._model = model
         self._extra: dict[str, Any] = (
@@ -100,19 +101,19 @@ class RemoteEngine:
     ) -> AsyncIterator[TokenChunk]:
         """Sample one sequence after the prompt, and yield its tokens in chunks, of which the last has a stop reason.
 
-        An answer that began on another engine is continued after its tokens; its further draws differ from those that
-        the first engine would have made.
+        If ``options.answer_ids_T`` holds tokens that another engine has sampled, the answer continues after them. Its
+        further tokens differ from the tokens that the first engine would have sampled.
         """
         import httpx
 
-        begun = [] if options.answer_ids_T is None else options.answer_ids_T.tolist()
-        body = {**self._body(sampling, len(begun)), "prompt": [*prompt_ids_T.tolist(), *begun]}
+        answer_ids = [] if options.answer_ids_T is None else options.answer_ids_T.tolist()
+        body = {**self._body(sampling, len(answer_ids)), "prompt": [*prompt_ids_T.tolist(), *answer_ids]}
         body["model"] = options.agent or self._model  # a server lists each agent's adapter as a model
-        self._count(running=1)
+        self._add_to_stats(running=1)
         try:
-            async with aclosing(await self._ask(body)) as answer:
+            async with aclosing(await self._send(body)) as answer:
                 async for chunk in _chunks(answer):
-                    self._count(steps=1, generated_tokens=len(chunk.tokens))
+                    self._add_to_stats(steps=1, generated_tokens=len(chunk.tokens))
                     yield chunk
         except httpx.ConnectError as error:
             raise RunError(f"the engine cannot be reached: {error}", remedy="is it still running?") from None
@@ -120,14 +121,14 @@ class RemoteEngine:
             text = f"the engine's answer broke off: {type(error).__name__}: {error}"
             raise SequenceFailed(text, remedy="look at the engine's log") from None
         finally:
-            self._count(running=-1)
+            self._add_to_stats(running=-1)
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
         """Return the logprobs of ``tokens`` (0 for the first) and the ``num`` likeliest entries at each position.
 
-        Raises :class:`~headrace.base.errors.RequestError` for a temperature other than 1, of which servers tell no
-        logprobs, for an entry with an id of ``below`` or more, which cannot be left out of the server's count, and for
-        an answer that does not tell them, and :class:`~headrace.base.errors.RunError` if the engine cannot be reached.
+        Raises :class:`~headrace.base.errors.RequestError` for a temperature other than 1, at which servers return no
+        logprobs; for an entry with an id of ``below`` or more, which the server cannot exclude; and for an answer
+        without these scores. Raises :class:`~headrace.base.errors.RunError` if the engine cannot be reached.
         """
         if temperature != 1.0:
             raise RequestError(
@@ -136,7 +137,7 @@ class RemoteEngine:
             )
         ids = tokens.ids_T.tolist()
         body = {"model": self._model, "prompt": ids, "echo": True, "logprobs": num, "max_tokens": 0}
-        answer = await self._json("completions", {**body, "return_tokens_as_token_ids": True})
+        answer = await self._post_json("completions", {**body, "return_tokens_as_token_ids": True})
         scores = read_scores(answer, ids, num)
         foreign = int(scores.ids_TK.max(initial=0))
         if below and foreign >= below:
@@ -148,9 +149,9 @@ class RemoteEngine:
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included. Raises :class:`~headrace.base.errors.RequestError` if the
-        engine does not know them, or has no ``/detokenize``."""
+        engine does not have these tokens, or has no ``/detokenize``."""
         path = str(self._client.base_url.join("../detokenize"))  # beside /v1, as in vLLM
-        text = (await self._json(path, {"model": self._model, "tokens": list(ids)})).get("prompt")
+        text = (await self._post_json(path, {"model": self._model, "tokens": list(ids)})).get("prompt")
         if not isinstance(text, str):
             raise RequestError("the engine's /detokenize tells no text", remedy="take headrace serve, or vLLM")
         return text
@@ -160,14 +161,14 @@ class RemoteEngine:
         tokens."""
         return self._stats
 
-    async def _json(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send ``body`` to ``path`` and return the JSON object that the engine answers, read to its end. Raises
+    async def _post_json(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send ``body`` to ``path`` and return the JSON object of the response. Raises
         :class:`~headrace.base.errors.RunError` if the engine cannot be reached, and
-        :class:`~headrace.base.errors.RequestError` if it refuses the request or answers anything else."""
+        :class:`~headrace.base.errors.RequestError` if it refuses the request or returns anything but a JSON object."""
         import httpx
 
         try:
-            answer = await self._ask(body, path)
+            answer = await self._send(body, path)
             try:
                 text = await answer.aread()
             finally:
@@ -180,12 +181,12 @@ class RemoteEngine:
         except ValueError:
             tree = None
         if not isinstance(tree, dict):
-            raise RequestError(f"the engine answers {path} with something else than an object", remedy=_WHICH)
+            raise RequestError(f"the engine answers {path} with something else than an object", remedy=_SCORES_REMEDY)
         return tree
 
-    async def _ask(self, body: dict[str, Any], path: str = "completions") -> httpx.Response:
-        """Send the request until the engine accepts it, and return the response, whose body has not been read yet. An
-        engine that is full (HTTP 429 or 503) is asked again after each pause of ``PAUSES_S``; raises
+    async def _send(self, body: dict[str, Any], path: str = "completions") -> httpx.Response:
+        """Send the request until the engine accepts it, and return the response, whose body has not been read yet. If
+        the engine is full (HTTP 429 or 503), the request is sent again after each pause of ``PAUSES_S``. Raises
         :class:`~headrace.base.errors.RequestError` for any other refusal and after the last attempt."""
         for pause_s in (*PAUSES_S, None):
             request = self._client.build_request("POST", path, json=body)
@@ -199,8 +200,8 @@ class RemoteEngine:
             await asyncio.sleep(pause_s)
         raise AssertionError("the last attempt returns or raises")
 
-    def _body(self, sampling: Sampling, num_begun: int) -> dict[str, Any]:
-        """Return the JSON body of a completion request, without the prompt. ``num_begun`` tokens of the answer exist
+    def _body(self, sampling: Sampling, num_sampled: int) -> dict[str, Any]:
+        """Return the JSON body of a completion request, without the prompt. ``num_sampled`` tokens of the answer exist
         already and count towards its limit ``max_new_tokens``. Raises :class:`~headrace.base.errors.RequestError` for
         options that the protocol cannot express."""
         if sampling.structure or sampling.record_top:
@@ -209,12 +210,12 @@ class RemoteEngine:
                 remedy="leave structure and record_top out",
             )
         given, default = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling(max_new_tokens=1))
-        own = {name: given[name] for name in _OPTIONAL if given[name] != default[name]}
+        own = {name: given[name] for name in _EXTRA_OPTIONS if given[name] != default[name]}
         if sampling.logit_bias:
             own["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
         return {
             "model": self._model,
-            "max_tokens": sampling.max_new_tokens - num_begun,
+            "max_tokens": sampling.max_new_tokens - num_sampled,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop": list(sampling.stop),
@@ -226,7 +227,7 @@ class RemoteEngine:
             **self._extra,
         }
 
-    def _count(self, **by: int) -> None:
+    def _add_to_stats(self, **by: int) -> None:
         """Add the given numbers to the counters of the statistics: ``running=-1`` means one request fewer."""
         changed: dict[str, Any] = {
             name: msgspec.structs.asdict(self._stats)[name] + change for name, change in by.items()
@@ -283,26 +284,26 @@ def _chunk(line: str) -> TokenChunk | None:
         raise SequenceFailed(
             f"the engine sent something that is not a completion: {error}", remedy="is it one?"
         ) from None
-    return TokenChunk(tokens=tokens, stop_reason=_REASONS.get(reason, StopReason.ABORTED) if reason else None)
+    return TokenChunk(tokens=tokens, stop_reason=_STOP_REASONS.get(reason, StopReason.ABORTED) if reason else None)
 
 
 def read_scores(answer: Mapping[str, Any], ids: Sequence[int], num: int) -> TopScores:
     """Return the logprobs of ``ids`` and the ``num`` likeliest entries at each position, the likeliest first. They are
     read from ``answer``, a completion that repeats (echoes) its prompt and names each token ``token_id:N``. The first
     token, which nothing precedes, gets zeros. Raises :class:`~headrace.base.errors.RequestError` if ``answer`` does not
-    contain them.
+    contain these scores.
 
-    >>> told = {"tokens": ["token_id:4", "token_id:5"], "token_logprobs": [None, -2.0],
+    >>> echo = {"tokens": ["token_id:4", "token_id:5"], "token_logprobs": [None, -2.0],
     ...         "top_logprobs": [None, {"token_id:5": -2.0, "token_id:7": -0.5}]}
-    >>> scores = read_scores({"choices": [{"logprobs": told}]}, [4, 5], 1)
+    >>> scores = read_scores({"choices": [{"logprobs": echo}]}, [4, 5], 1)
     >>> scores.logprobs_T.tolist(), scores.ids_TK.tolist(), scores.logs_TK.tolist()
     ([0.0, -2.0], [[0], [7]], [[0.0], [-0.5]])
     """
     logprobs_T = np.zeros(len(ids), np.float32)
     ids_TK, logs_TK = np.zeros((len(ids), num), np.int32), np.zeros((len(ids), num), np.float32)
     try:
-        told = answer["choices"][0]["logprobs"]
-        names, tops = told["tokens"][: len(ids)], told["top_logprobs"]
+        echo = answer["choices"][0]["logprobs"]
+        names, tops = echo["tokens"][: len(ids)], echo["top_logprobs"]
         if names != [f"{NAMED}{token}" for token in ids]:
             raise ValueError("the tokens of its echo are not those of the prompt")
         for place in range(1, len(ids)):
@@ -310,23 +311,22 @@ def read_scores(answer: Mapping[str, Any], ids: Sequence[int], num: int) -> TopS
             best = entries[: -num - 1 : -1]  # a server adds the token itself where it is not among the likeliest
             if len(best) < num:  # numpy would repeat a single one
                 raise ValueError(f"there are {len(best)}")
-            logprobs_T[place] = float(told["token_logprobs"][place])
+            logprobs_T[place] = float(echo["token_logprobs"][place])
             ids_TK[place], logs_TK[place] = [-token for _, token in best], [log for log, _ in best]
         if not (np.isfinite(logprobs_T).all() and np.isfinite(logs_TK).all() and ids_TK.min(initial=0) >= 0):
             raise ValueError("a logprob is not finite, or an id negative")
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise RequestError(
-            f"the engine does not tell the {num} likeliest entries of each token of a prompt: {error!r}", remedy=_WHICH
-        ) from None
+        problem = f"the engine does not tell the {num} likeliest entries of each token of a prompt: {error!r}"
+        raise RequestError(problem, remedy=_SCORES_REMEDY) from None
     return TopScores(logprobs_T=logprobs_T, ids_TK=ids_TK, logs_TK=logs_TK)
 
 
 NAMED = "token_id:"
-"""What precedes the id in the name of a token, as ``return_tokens_as_token_ids`` has it."""
-_WHICH = "take headrace serve or vLLM, and as many likeliest entries as it tells (20, of vLLM: --max-logprobs)"
-_OPTIONAL = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Options that not every endpoint knows. They are sent only where they differ from the default."""
-_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+"""The prefix of a token's name before its id, in responses to ``return_tokens_as_token_ids``."""
+_SCORES_REMEDY = "take headrace serve or vLLM, and as many likeliest entries as it tells (20, of vLLM: --max-logprobs)"
+_EXTRA_OPTIONS = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Options that not every endpoint supports. An option is sent only if it differs from the default."""
+_STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 
 def _refused(status: int, text: str) -> RequestError:

@@ -16,12 +16,12 @@ _NESTED = frozenset({"object", "array"})
 _ANY = frozenset({"any"})
 """Stands for all types, where a schema names none."""
 MAX_ROUNDS = 100
-"""Number of rounds over all references after which the search is given up; each direction of a chain takes one."""
+"""The number of passes over all references after which the search stops without a result."""
 
 
 def has_end(schema: object) -> bool:
-    """Return whether some finite JSON may follow ``schema``. Keywords that this search does not know are taken to allow
-    a finite value, and so is a schema whose search is given up.
+    """Return whether some finite JSON may follow ``schema``. Keywords that this search does not support are assumed to
+    allow a finite value, and so is a schema whose search stops without a result.
 
     >>> node = {"type": "object", "properties": {"next": {"$ref": "#"}}}
     >>> has_end(node), has_end({**node, "required": ["next"]})
@@ -30,19 +30,19 @@ def has_end(schema: object) -> bool:
     ended: set[str] = set()
     # Backwards, since schemas usually define a part after the part that refers to it: a chain of references then takes
     # one round, and not one for each link.
-    waiting = list(dict.fromkeys(_references(schema)))[::-1]
+    pending = list(dict.fromkeys(_references(schema)))[::-1]
     for _ in range(MAX_ROUNDS):
-        left = [each for each in waiting if not _found(schema, each, ended)]
-        if len(left) in (0, len(waiting)):
+        remaining = [each for each in pending if not _add_if_ended(schema, each, ended)]
+        if len(remaining) in (0, len(pending)):
             break
-        waiting = left[::-1]
+        pending = remaining[::-1]
     else:
         return True  # llguidance's own bounds apply
     return _ends(schema, ended.__contains__)
 
 
 def refers(schema: object) -> bool:
-    """Return whether any part of ``schema`` refers to another, without which none can require itself.
+    """Return whether any part of ``schema`` has a reference (``$ref``). Without references, no part can require itself.
 
     >>> refers({"items": {"$ref": "#"}}), refers({"items": False})
     (True, False)
@@ -50,7 +50,7 @@ def refers(schema: object) -> bool:
     return next(_references(schema), None) is not None
 
 
-def _found(schema: object, reference: str, ended: set[str]) -> bool:
+def _add_if_ended(schema: object, reference: str, ended: set[str]) -> bool:
     """Return whether the part of ``schema`` that ``reference`` points to has an end, given the references ``ended``
     that are known to have one. If it has, add ``reference`` to ``ended``."""
     if _ends(_target(schema, reference), ended.__contains__):
@@ -67,13 +67,13 @@ def _ends(schema: object, ended: Callable[[str], bool], kinds: frozenset[str] = 
     reference = schema.get("$ref")
     if isinstance(reference, str) and not ended(reference):
         return False
-    together = _listed(schema, "allOf")
-    for part in (schema, *together):
+    all_of = _list_of(schema, "allOf")
+    for part in (schema, *all_of):
         kinds = _kinds(part) if kinds is _ANY else kinds if _kinds(part) is _ANY else kinds & _kinds(part)
-    if not all(_ends(part, ended, kinds) for part in together):
+    if not all(_ends(part, ended, kinds) for part in all_of):
         return False
     for name in ("anyOf", "oneOf"):
-        choices = _listed(schema, name)
+        choices = _list_of(schema, name)
         if choices and not any(_ends(choice, ended, kinds) for choice in choices):
             return False
     return _values_end(schema, ended, kinds)
@@ -95,46 +95,46 @@ def _values_end(schema: dict[str, Any], ended: Callable[[str], bool], kinds: fro
 
 
 def _object_ends(schema: dict[str, Any], ended: Callable[[str], bool]) -> bool:
-    """Return whether a finite object follows ``schema``: all its required properties have an end, and so many
-    properties as it must have at least."""
-    required = [name for name in _listed(schema, "required") if isinstance(name, str)]
+    """Return whether a finite object follows ``schema``: all its required properties have an end, and at least
+    ``minProperties`` of its properties have one."""
+    required = [name for name in _list_of(schema, "required") if isinstance(name, str)]
     if not all(_ends(part, ended) for name in required for part in _parts_of(schema, name)):
         return False
-    others = (_table(schema, "patternProperties").values(), [schema.get("additionalProperties")])
+    others = (_table_of(schema, "patternProperties").values(), [schema.get("additionalProperties")])
     if any(_ends(part, ended) for parts in others for part in parts):
         return True  # there are always enough names for these
-    named = _table(schema, "properties")
-    return sum(_ends(part, ended) for part in named.values()) >= _count(schema, "minProperties")
+    named = _table_of(schema, "properties")
+    return sum(_ends(part, ended) for part in named.values()) >= _number_of(schema, "minProperties")
 
 
 def _array_ends(schema: dict[str, Any], ended: Callable[[str], bool]) -> bool:
-    """Return whether a finite array follows ``schema``: as many first items as it must have at least have an end."""
-    first, rest, least = _listed(schema, "prefixItems"), schema.get("items"), _count(schema, "minItems")
+    """Return whether a finite array follows ``schema``: its first ``minItems`` items have an end."""
+    first, rest, least = _list_of(schema, "prefixItems"), schema.get("items"), _number_of(schema, "minItems")
     return all(_ends(part, ended) for part in first[:least]) and (len(first) >= least or _ends(rest, ended))
 
 
 def _parts_of(schema: dict[str, Any], name: str) -> list[object]:
     """Return the parts of ``schema`` that the value of the property ``name`` must follow."""
-    parts = [part for each, part in _table(schema, "properties").items() if each == name]
-    for pattern, part in _table(schema, "patternProperties").items():
-        with suppress(re.error):  # another dialect: this part is left out
+    parts = [part for each, part in _table_of(schema, "properties").items() if each == name]
+    for pattern, part in _table_of(schema, "patternProperties").items():
+        with suppress(re.error):  # a pattern in another dialect is ignored
             parts += [part] if re.search(pattern, name) else []
     return parts or [schema.get("additionalProperties")]
 
 
-def _table(schema: dict[str, Any], name: str) -> dict[str, Any]:
+def _table_of(schema: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the value of the keyword ``name`` if it is a table; else an empty one."""
     found = schema.get(name)
     return found if isinstance(found, dict) else {}
 
 
-def _count(schema: dict[str, Any], name: str) -> int:
+def _number_of(schema: dict[str, Any], name: str) -> int:
     """Return the value of the keyword ``name`` if it is a whole number; else 0."""
     found = schema.get(name)
     return found if isinstance(found, int) else 0
 
 
-def _listed(schema: dict[str, Any], name: str) -> list[Any]:
+def _list_of(schema: dict[str, Any], name: str) -> list[Any]:
     """Return the value of the keyword ``name`` if it is a list; else an empty list."""
     found = schema.get(name)
     return found if isinstance(found, list) else []
@@ -142,16 +142,16 @@ def _listed(schema: dict[str, Any], name: str) -> list[Any]:
 
 def _references(schema: object) -> Iterator[str]:
     """Yield the text of every reference (``$ref``) at any depth of ``schema``, such as ``#/$defs/node``."""
-    left = [schema]
-    while left:
-        part = left.pop()
+    remaining = [schema]
+    while remaining:
+        part = remaining.pop()
         if isinstance(part, dict):
             reference = part.get("$ref")
             if isinstance(reference, str):
                 yield reference
-            left += part.values()
+            remaining += part.values()
         elif isinstance(part, list):
-            left += part
+            remaining += part
 
 
 def _target(schema: object, reference: str) -> object:

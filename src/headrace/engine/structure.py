@@ -1,10 +1,11 @@
-"""The structure of an answer: a JSON schema, a regular expression or a choice of texts, which the engine makes every
-token fit.
+"""The structure of an answer: a JSON schema, a regular expression or a choice of texts, to which the engine constrains
+the sampling of tokens.
 
-The forms in which requests give it (OpenAI's ``response_format``, vLLM's ``guided_*`` and ``structured_outputs``)
-become one *description*, a JSON text that travels with the request's sampling parameters. :class:`Grammars` compiles a
-description into a *mask*, which says after each token which ids may come next. It uses llguidance, whose *matcher* is a
-compiled grammar and its position within an answer; no other module imports it.
+The forms in which requests specify a structure (OpenAI's ``response_format``, vLLM's ``guided_*`` and
+``structured_outputs``) are converted to one *description*, a JSON text that is sent with the request's sampling
+parameters. :class:`Grammars` compiles a description into a *mask*, which determines after each token the ids that may
+come next. It uses llguidance, whose *matcher* is a compiled grammar and its position within an answer; no other module
+imports it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 65_536
 """Length of the longest description, in characters."""
-_REMEMBERED = 64
-"""How many compiled grammars are kept."""
+_MAX_COMPILED = 64
+"""The most compiled grammars that are kept."""
 _REMEDY = "send a JSON schema, a regular expression or a choice that llguidance supports"
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
-    """Return the description of answers that are JSON of the JSON schema ``schema``; ``{}`` allows any JSON."""
+    """Return the description of answers that are JSON and follow the JSON schema ``schema``; ``{}`` allows any JSON."""
     return json.dumps({"json_schema": schema})
 
 
@@ -63,12 +64,11 @@ def lark(grammar: str) -> str:
 class Grammars:
     """The maker of masks for one tokenizer, which the engine calls for each new answer that has a structure
     (:data:`headrace.engine.native.masks.MaskMaker`). It may be called from any thread, and keeps the grammars compiled
-    last. ``vocab_size`` is that of the model; after a complete answer only the tokens ``stop_ids``, which end it, are
-    allowed."""
+    last. ``vocab_size`` is the number of the model's logits; after a complete answer only the tokens ``stop_ids``,
+    which end it, are allowed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Sequence[int]) -> None:
-        """Make a maker of masks for ``tokenizer``, which is converted for llguidance only when the first mask is
-        made."""
+        """Create the maker. ``tokenizer`` is converted for llguidance only when the first mask is made."""
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._wrapped: LLTokenizer | None = None
         self._wrapping = threading.Lock()
@@ -83,17 +83,17 @@ class Grammars:
             found = self._compiled.get(description)
             compiled = self._compiled[description] = found or Future()
             self._compiled.move_to_end(description)
-            if len(self._compiled) > _REMEMBERED:
+            if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         if found is None:
-            self._fill(compiled, description)
+            self._compile_into(compiled, description)
         matcher = compiled.result()
         with self._lock:  # a matcher is not copied by two threads at once
             return GrammarMask(matcher.deep_copy(), self._vocab_size)
 
-    def _fill(self, compiled: Future[LLMatcher], description: str) -> None:
-        """Compile ``description`` and set the result, or the error, in ``compiled``, which all threads wait for that
-        need it. A description that is refused is not kept, so that a later call tries again."""
+    def _compile_into(self, compiled: Future[LLMatcher], description: str) -> None:
+        """Compile ``description`` and store the result, or the error, in the future ``compiled``, on which all threads
+        wait that need this grammar. A description that is refused is not kept, so that a later call tries again."""
         try:
             compiled.set_result(self._compile(description))
         except BaseException as error:  # noqa: BLE001 - it is raised in each thread that waits for the result
@@ -126,20 +126,20 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_json_schema(schema)
             case _:
                 grammar = LLMatcher.grammar_from_lark(tree["lark"])
-        matcher = LLMatcher(self._wrap(), grammar, log_level=0)
+        matcher = LLMatcher(self._converted_tokenizer(), grammar, log_level=0)
         if matcher.is_error():
             lines = matcher.get_error().splitlines()
             why = next((line for line in lines if line.startswith("error: ")), "")
             words = visible(" ".join(filter(None, (lines[0], why.removeprefix("error: ")))), 300)
             raise RequestError(f"the structure cannot be kept to: {words}", remedy=_REMEDY)
-        begun = matcher.deep_copy()
-        allowed = GrammarMask(begun, self._vocab_size).allowed()
-        allowed[self._stop_ids] &= begun.is_accepting()
+        start = matcher.deep_copy()
+        allowed = GrammarMask(start, self._vocab_size).allowed()
+        allowed[self._stop_ids] &= start.is_accepting()
         if not allowed.any():
             raise RequestError("the structure allows no answer that this tokenizer can write", remedy=_REMEDY)
         return matcher
 
-    def _wrap(self) -> LLTokenizer:
+    def _converted_tokenizer(self) -> LLTokenizer:
         """Return the tokenizer converted for llguidance; it is converted once. Raises
         :class:`~headrace.base.errors.RequestError` for a tokenizer that llguidance does not support."""
         with self._wrapping:
@@ -179,7 +179,7 @@ def refuse_endless(schema: object) -> None:
 
 
 class GrammarMask:
-    """The mask of one answer, which says which tokens may come next and follows the answer token by token
+    """The mask of one answer, which determines the tokens that may come next and is updated with each token
     (:class:`headrace.engine.native.masks.TokenMask`)."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
@@ -196,5 +196,5 @@ class GrammarMask:
         return bits[: self._vocab_size].astype(bool)
 
     def accept(self, token: int) -> None:
-        """Move on by one ``token`` that was sampled; it must have been allowed."""
+        """Advance the grammar by ``token``, which was just sampled; it must have been allowed."""
         self._matcher.consume_token(token)

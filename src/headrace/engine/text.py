@@ -1,7 +1,7 @@
 """Incremental conversion of token ids to text, for answers that are shown while they are sampled.
 
-A character may be spread over several tokens. Until its last token has arrived it would decode to U+FFFD, so it is held
-back. Text that may be the beginning of a stop string is held back as well.
+A character may be spread over several tokens. Until its last token arrives, such a character would decode to U+FFFD, so
+its tokens are kept *pending*. Text that may be the beginning of a stop string is kept pending as well.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Protocol
 BROKEN = "\ufffd"
 """The replacement character, to which the bytes of an incomplete character decode."""
 MAX_HELD = 16
-"""The most tokens that are held back as parts of one character. Beyond that the text is broken, and is shown as
-such."""
+"""The most tokens that are pending as parts of one character. More tokens are decoded as broken text."""
 SPLIT = 3
 """How many of the last tokens may be parts of an incomplete character, which has at most three bytes."""
 
@@ -26,8 +25,8 @@ class Decode(Protocol):
 
 
 class Detokenizer:
-    """A converter of one answer, which returns the text that new tokens add. A character whose tokens have not all
-    arrived is held back.
+    """A converter of one answer, which returns the text that new tokens add. A character is returned only when all its
+    tokens have arrived.
 
     >>> table = ["a", "b"]
     >>> detokenizer = Detokenizer(lambda ids: "".join(table[token] for token in ids))
@@ -37,36 +36,36 @@ class Detokenizer:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._context: list[int] = []  # what was shown last: how a token decodes may depend on the one before
-        self._held: list[int] = []
+        self._context: list[int] = []  # the tokens returned last: the text of a token may depend on the token before it
+        self._pending: list[int] = []
 
     def push(self, ids: Sequence[int]) -> str:
         """Append the token ids ``ids``, and return the text that has become certain: it may be empty, or complete a
         character whose first tokens came earlier."""
-        self._held += ids
-        for end in range(len(self._held), max(0, len(self._held) - SPLIT - 1), -1):
+        self._pending += ids
+        for end in range(len(self._pending), max(0, len(self._pending) - SPLIT - 1), -1):
             text = self._text(end)
             if not text.endswith(BROKEN):
-                return self._show(text, end)
-        if len(self._held) < MAX_HELD:
+                return self._return_first(text, end)
+        if len(self._pending) < MAX_HELD:
             return ""
-        end = len(self._held) - SPLIT
-        return self._show(self._text(end), end)
+        end = len(self._pending) - SPLIT
+        return self._return_first(self._text(end), end)
 
     def end(self) -> str:
-        """Return the text that is still held back when the answer ends: an incomplete character, shown as U+FFFD."""
-        return self._show(self._text(len(self._held)), len(self._held))
+        """Return the text that is still pending when the answer ends: an incomplete character, decoded to U+FFFD."""
+        return self._return_first(self._text(len(self._pending)), len(self._pending))
 
     def _text(self, end: int) -> str:
-        """Return the text that the first ``end`` of the tokens held back add to the text already returned."""
+        """Return the text that the first ``end`` pending tokens add to the text already returned."""
         before = self._decode(self._context) if self._context else ""
-        return self._decode([*self._context, *self._held[:end]])[len(before) :]
+        return self._decode([*self._context, *self._pending[:end]])[len(before) :]
 
-    def _show(self, text: str, end: int) -> str:
-        """Remove the first ``end`` of the tokens that were held back, and return ``text``, which they decode to."""
-        if text:  # else they are special tokens, which change nothing of what follows
-            self._context = self._held[:end]
-        del self._held[:end]
+    def _return_first(self, text: str, end: int) -> str:
+        """Remove the first ``end`` pending tokens, and return ``text``, to which they decode."""
+        if text:  # else they are special tokens, which do not change the text of later tokens
+            self._context = self._pending[:end]
+        del self._pending[:end]
         return text
 
 
@@ -80,7 +79,7 @@ class Cut:
 
 
 class StopFinder:
-    """A filter that removes a stop string and the text after it; it holds text back while it may begin a stop string.
+    """A filter that removes a stop string and the text after it. Text that may begin a stop string is kept pending.
 
     >>> finder = StopFinder(["END"])
     >>> [finder.push(text).text for text in ("one E", "N", "E")], finder.push("ND two")
@@ -89,25 +88,25 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""
+        self._pending = ""
 
     def push(self, text: str) -> Cut:
         """Append ``text``, and return the text that may be shown now: the text before the first stop string, if one is
         complete, else everything that cannot be the beginning of one."""
-        self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        self._pending += text
+        found = [place for stop in self._stops if (place := self._pending.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            shown, self._pending = self._pending[: min(found)], ""
             return Cut(shown, True)
-        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
-        shown = self._held[: len(self._held) - keep]
-        self._held = self._held[len(shown) :]
+        keep = max((overlap(self._pending, stop) for stop in self._stops), default=0)
+        shown = self._pending[: len(self._pending) - keep]
+        self._pending = self._pending[len(shown) :]
         return Cut(shown, False)
 
     def last(self, cut: Cut) -> Cut:
-        """Return the text of ``cut`` followed by the text held back, which begins no stop string because the answer has
+        """Return the text of ``cut`` followed by the pending text, which begins no stop string because the answer has
         ended."""
-        text, self._held = cut.text + self._held, ""
+        text, self._pending = cut.text + self._pending, ""
         return Cut(text, False)
 
 

@@ -1,8 +1,10 @@
-"""The files of the run's store for heavy columns (kept-sets, experts): which of them the flow still needs.
+"""The files in which engines store large columns of sampled tokens (kept-sets, experts), and which files are still
+needed.
 
-An engine writes files one after the other (:mod:`headrace.base.store`), and each holds columns of many groups. A file
-is *closed* when its engine has begun the next one. A closed file can be removed when each group that may have columns
-in it was dropped, or trained before the newest snapshot, so that no resumed run trains it again.
+An engine writes its files one after the other (:mod:`headrace.base.store`), and each file contains columns of many
+groups. A file is *closed* when its engine has started the next file. A closed file can be removed when every group that
+may have columns in it was dropped, or was trained before the newest snapshot, so that no resumed run trains the group
+again.
 """
 
 from __future__ import annotations
@@ -22,95 +24,99 @@ from headrace.flow.ledger.base import ResumedGroup
 
 
 class ColumnsConfig(Section):
-    """The settings of the store for the kept-sets and experts of sampled tokens, in the folder ``columns`` of the run's
-    directory. It is used where the engines are processes of the controller's machine."""
+    """The settings of the store for the kept-sets and experts of sampled tokens: files in the folder ``columns`` of the
+    run's directory. The store is used where the engines are processes on the controller's machine."""
 
     keep: Literal["always", "until_trained"] = "always"
-    """How long they are kept: with the run (``always``), or until a snapshot contains the step that trained them
-    (``until_trained``). ``headrace ledger RUN --replay``, the dashboard and older snapshots need those of all steps."""
+    """When files are removed: never (``always``), or as soon as a snapshot contains the steps that trained their tokens
+    (``until_trained``). ``headrace ledger RUN --replay``, the dashboard and older snapshots need the files of all
+    steps."""
     limit_gb: float | None = Field(default=None, ge=1.0)
-    """The most gigabytes that the store may have. A sequence for which it has no room fails, and is counted under the
+    """Greatest size of the store, in gigabytes. A sequence whose columns do not fit fails, and is counted under the
     reason of its episode. Unset: as much as the disk has room for."""
 
 
 class ColumnFiles:
-    """The files of a run's store and the groups that use them. The flow owns it, and the saver removes files."""
+    """A register of the files of a run's store and of the groups that use each file. The flow updates it; the saver of
+    snapshots removes the files that it returns."""
 
     def __init__(self, directory: Path, config: ColumnsConfig) -> None:
-        """Begin without known files. ``directory`` is that of the store; it need not exist."""
+        """Begin without known files. ``directory`` is the directory of the store, which may not exist yet."""
         self._directory = directory
-        self._prunes = config.keep == "until_trained"
-        self._users: dict[str, set[int]] = {}
+        self._removes_unneeded = config.keep == "until_trained"
+        self._users_by_file: dict[str, set[int]] = {}
         """The groups that may have columns in each file, by the file's name."""
         self._closed: set[str] = set()
         self._newest: dict[str, int] = {}
         """The index of the newest known file of each writer."""
-        self._free_at: dict[int, int] = {}
+        self._unneeded_from: dict[int, int] = {}
         """The step of the first snapshot with which the columns of a group are not needed, by the group's number."""
         self._synced: dict[str, int] = {}
         """The number of bytes of each file that would survive a power failure."""
 
     def resumed(self, groups: Sequence[ResumedGroup]) -> None:
-        """Note the groups with which a resumed run continues: they need the columns that were recorded of them. It is
-        called once, before an engine writes."""
-        for name in _listed(self._directory):
+        """Register all existing files, as closed, and the groups with which a resumed run continues as their users.
+        Call this once, before an engine writes."""
+        for name in _list_files(self._directory):
             writer, number = writer_of(name)
-            self._users[name] = set()
+            self._users_by_file[name] = set()
             self._closed.add(name)
             self._newest[writer] = max(number, self._newest.get(writer, -1))
         for group in groups:
             turns = [turn for episode in group.episodes for turn in episode.turns]
             for name in files_of([*turns, *group.partial_turns]):
-                self._users.setdefault(name, set()).add(group.number)
+                self._users_by_file.setdefault(name, set()).add(group.number)
 
     def ended(self, number: int, turns: Sequence[Turn], open_groups: Callable[[], Iterable[int]]) -> None:
-        """Note an episode of the group ``number`` that has ended. ``open_groups`` returns the groups with episodes that
-        have not ended, which may have columns in any file that was written so far."""
-        if not self._prunes:
+        """Register the group ``number`` as a user of the files in which ``turns``, the turns of one of its ended
+        episodes, have columns. ``open_groups`` returns the groups with episodes that have not ended, which may have
+        columns in any file that was written so far."""
+        if not self._removes_unneeded:
             return
         for name in files_of(turns):
-            if name not in self._users:
+            if name not in self._users_by_file:
                 self._add(name, open_groups)
-            self._users[name].add(number)
+            self._users_by_file[name].add(number)
 
     def dropped(self, number: int) -> None:
-        """Note that the group ``number`` was dropped, and will never be trained."""
-        if self._prunes:
-            self._free_at[number] = 0
+        """Record that the group ``number`` was dropped, so that it does not need its columns."""
+        if self._removes_unneeded:
+            self._unneeded_from[number] = 0
 
     def trained(self, numbers: Sequence[int], step: int) -> None:
-        """Note that ``step`` has trained the groups ``numbers``."""
-        if self._prunes:
-            self._free_at.update(dict.fromkeys(numbers, step + 1))
+        """Record that ``step`` has trained the groups ``numbers``, so that a snapshot of step + 1 or later does not
+        need their columns."""
+        if self._removes_unneeded:
+            self._unneeded_from.update(dict.fromkeys(numbers, step + 1))
 
     def take_unneeded(self, step: int) -> list[Path]:
-        """Return the files that are not needed once the snapshot of ``step`` exists, and forget them; none if all are
-        kept. The caller removes them."""
-        freed = {number for number, at in self._free_at.items() if at <= step}
-        for number in freed:
-            del self._free_at[number]
-        for users in self._users.values():
-            users.difference_update(freed)
+        """Return the paths of the closed files that are not needed once the snapshot of ``step`` exists, and remove
+        them from this register. The caller deletes the files. Empty if the settings keep all files."""
+        freed_groups = {number for number, at in self._unneeded_from.items() if at <= step}
+        for number in freed_groups:
+            del self._unneeded_from[number]
+        for users in self._users_by_file.values():
+            users.difference_update(freed_groups)
         # the newest file of a writer stays, so that no later one gets its name
         newest = self._newest.items()
         unneeded = [
             name
             for name in self._closed
-            if self._prunes and not self._users[name] and writer_of(name) not in newest
+            if self._removes_unneeded and not self._users_by_file[name] and writer_of(name) not in newest
         ]  # fmt: skip
         self._closed.difference_update(unneeded)
         for name in unneeded:
-            del self._users[name]
+            del self._users_by_file[name]
             self._synced.pop(name, None)
         return [self._directory / name for name in sorted(unneeded)]
 
     def sync(self) -> None:
-        """Wait until what was written to the store so far would survive a power failure. This may take long, and is
-        called in a thread."""
-        for name in _listed(self._directory):
+        """Sync all files of the store to the disk, so that they would survive a power failure. This blocks, so call it
+        in a thread."""
+        for name in _list_files(self._directory):
             try:
                 descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW)
-            except OSError:  # a batch that needs the file will say so
+            except OSError:  # not an error here: a batch that needs the file raises one
                 continue
             try:
                 size = os.fstat(descriptor).st_size
@@ -121,40 +127,41 @@ class ColumnFiles:
                 os.close(descriptor)
 
     def _add(self, name: str, open_groups: Callable[[], Iterable[int]]) -> None:
-        """Add a file that an ended episode refers to for the first time. Earlier files of its writer are closed: the
-        groups that are open now may have columns in them, and later ones cannot."""
+        """Add the file ``name``, to which an ended episode refers for the first time. This closes the earlier files of
+        the same writer: only the groups that are open now may still have columns in them."""
         writer, number = writer_of(name)
-        self._users[name] = set()
+        self._users_by_file[name] = set()
         newest = max(number, self._newest.get(writer, -1))
         self._newest[writer] = newest
         users = set(open_groups())
-        for other in self._users.keys() - self._closed:
-            if writer_of(other)[0] == writer and writer_of(other)[1] < newest:
-                self._closed.add(other)
-                self._users[other] |= users
+        for other_name in self._users_by_file.keys() - self._closed:
+            if writer_of(other_name)[0] == writer and writer_of(other_name)[1] < newest:
+                self._closed.add(other_name)
+                self._users_by_file[other_name] |= users
 
 
 def files_of(turns: Iterable[Turn | TokenChunk]) -> set[str]:
-    """Return the names of the files of the store in which columns of ``turns`` lie."""
-    found: set[str] = set()
+    """Return the names of the store's files that contain columns of ``turns``."""
+    names: set[str] = set()
     for turn in turns:
         context = turn.context_routing if isinstance(turn, Turn) else turn.prompt_routing
         for column in (turn.tokens.kept, turn.tokens.routing, context):
-            found.update(_files(column))
-    return found
+            names.update(_files(column))
+    return names
 
 
 def remove(files: Sequence[Path]) -> None:
-    """Remove files of a store. This may take long, and is called in a thread."""
+    """Delete ``files`` of a store; a file that does not exist is skipped. This blocks, so call it in a thread."""
     for file in files:
         file.unlink(missing_ok=True)
 
 
 def _files(column: KeptSets | Routing | None) -> Iterable[str]:
-    """Return the names of the files in which the rows of ``column`` lie."""
-    return () if column is None else [piece.file for piece in column.stored if piece.rows is None]
+    """Return the names of the files that contain rows of ``column``; empty if ``column`` is ``None`` or its rows are in
+    memory."""
+    return () if column is None else [part.file for part in column.stored if part.rows is None]
 
 
-def _listed(directory: Path) -> list[str]:
-    """Return the names of the files in a store's directory, in order."""
+def _list_files(directory: Path) -> list[str]:
+    """Return the sorted names of the column files in a store's directory; empty if there is no directory."""
     return sorted(name for name in os.listdir(directory) if writer_of(name)[1] >= 0) if directory.is_dir() else []

@@ -25,8 +25,8 @@ LedgerKind = Literal["sqlite", "memory", "redis"]
 
 
 class FlowConfig(Section):
-    """The settings that say how much is in flight, how old a token may be when it is trained, and what makes a
-    batch."""
+    """The settings of the flow: how many groups are in flight, how old a token may be when it is trained, and which
+    groups form a batch."""
 
     groups_per_step: int = Field(default=16, ge=1)
     """Number of groups that one optimizer step trains."""
@@ -35,11 +35,11 @@ class FlowConfig(Section):
     another baseline: ``gae`` or ``reinforce_pp``."""
     policy: PolicyConfig = Bounded()
     """The staleness policy: it decides when a group may start, which groups make the next batch, and what happens to
-    groups that are too old. A name alone stands for its table: ``policy = "windowed"`` means ``[flow.policy] kind =
-    "windowed"``."""
+    groups that are too old. A name can be given instead of a table: ``policy = "windowed"`` means ``[flow.policy] kind
+    = "windowed"``."""
     pacing: PacingConfig = JustInTime()
     """When a group that the policy admits starts: ``just_in_time``, as late as the learner can bear, so that its tokens
-    are as new as they can be; ``eager``, at once. A name alone stands for its table."""
+    are as new as they can be; ``eager``, at once. A name can be given instead of a table."""
     max_age: NonNegativeInt | Literal["auto"] = 1
     """The staleness bound: no token is trained by a learner more than this many versions newer than the weights that
     sampled it. 0 makes the run synchronous. ``"auto"`` tunes the bound during the run (see ``age_tuning``). Unset: the
@@ -81,7 +81,7 @@ class FlowConfig(Section):
     when filters drop as many groups in a row as make that many batches."""
     filters: FiltersConfig = ()
     """The filters that decide which scored groups, and which of their episodes, are trained. They are applied in order;
-    each gets what the filter before it left. A dropped group is replaced by another."""
+    each receives the group as the filter before it returned it. A dropped group is replaced by another group."""
 
     pivots: PivotConfig | None = None
     """Settings of the branches that are sampled from within failed episodes and trained too. Unset: no branches are
@@ -89,14 +89,14 @@ class FlowConfig(Section):
 
     @property
     def first(self) -> int | None:
-        """Return how many finished episodes complete a group, as the first filter with such a number says; ``None``:
-        all of its episodes are needed."""
+        """Return how many finished episodes complete a group, after which its other episodes are cancelled: the value
+        of the first filter that sets such a number. ``None``: a group needs all of its episodes."""
         return next((each.first for each in self.filters if each.first is not None), None)
 
     @property
     def greatest_age(self) -> int:
-        """Return the greatest age, in versions, at which a token can be trained in this run: ``max_age``, or the limit
-        of its tuning where it is ``"auto"``."""
+        """Return the greatest age, in versions, at which a token can be trained in this run: ``max_age``, or
+        ``age_tuning.limit`` where ``max_age`` is ``"auto"``."""
         return self.age_tuning.limit if self.max_age == "auto" else self.max_age
 
     @property
@@ -106,7 +106,7 @@ class FlowConfig(Section):
         return self.greatest_age if self.lead is None else self.lead
 
     def limits(self) -> FlowLimits:
-        """Return the limits that hold when a run begins; tuning may replace them later."""
+        """Return the limits of the flow at the start of a run. Tuning may replace them during the run."""
         return FlowLimits(
             batch_size=self.groups_per_step,
             max_age=self.age_tuning.start if self.max_age == "auto" else self.max_age,
@@ -118,8 +118,8 @@ class FlowConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, tree: Any) -> Any:
-        """Return the table ``tree`` before its validation, completed: the names of policy and pacing become tables, and
-        settings that the policy or the group size determines are filled in."""
+        """Return a completed copy of ``tree``, the table before its validation: a policy or pacing given as a name
+        becomes a table, and settings that follow from the policy or the group size get their values."""
         if not isinstance(tree, dict):
             return tree
         tree = dict(tree)
@@ -132,14 +132,14 @@ class FlowConfig(Section):
         return tree if choice is None else {**choice.fixes, **tree}
 
     @model_validator(mode="after")
-    def _policy_fits(self) -> Self:
-        """Refuse settings that the chosen policy fixes at another value, and a lead that the staleness bound never
-        allows."""
+    def _refuse_contradicting_policy(self) -> Self:
+        """Raise :class:`ConfigError` for a setting that the chosen policy fixes at another value, and for a lead above
+        the staleness bound."""
         for key, value in self.policy.fixes.items():
-            given = getattr(self, key)
-            if given != value:
+            value_set = getattr(self, key)
+            if value_set != value:
                 raise ConfigError(
-                    f"flow.{key}={given!r} does not fit flow.policy={self.policy.kind!r}, which makes it "
+                    f"flow.{key}={value_set!r} does not fit flow.policy={self.policy.kind!r}, which makes it "
                     f"{'none' if value is None else repr(value)}",
                     remedy=f"leave flow.{key} out, or set flow.policy = 'bounded'",
                 )
@@ -153,9 +153,9 @@ class FlowConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _tuning_acts(self) -> Self:
-        """Refuse settings of tuning that would have no effect, and a tuned bound with a policy that masks single
-        tokens: a step that is repeated after a crash would not mask the same ones."""
+    def _refuse_tuning_without_effect(self) -> Self:
+        """Raise :class:`ConfigError` for tuning settings that would have no effect, and for a tuned bound with a policy
+        that masks single tokens: a step that is repeated after a crash would mask other tokens."""
         if self.max_age != "auto" and self.age_tuning != AgeTuning():
             raise ConfigError(
                 f"flow.age_tuning has no effect with flow.max_age={self.max_age}",
@@ -176,9 +176,9 @@ class FlowConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _ledger_can_be_found(self) -> Self:
-        """Refuse an address of a Redis server without a ledger of kind ``redis``, and such a ledger without an address;
-        a URL that contains a password; and a password variable for another kind of ledger."""
+    def _refuse_wrong_ledger_address(self) -> Self:
+        """Raise :class:`ConfigError` if the URL or the password variable of a Redis server is set for another kind of
+        ledger, if a Redis ledger has no URL, or if the URL contains a password."""
         if bool(self.ledger_url) != (self.ledger == "redis"):
             raise ConfigError(
                 f"flow.ledger={self.ledger!r} with flow.ledger_url={self.ledger_url!r}",
@@ -195,9 +195,9 @@ class FlowConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _sizes_can_work(self) -> Self:
-        """Refuse sizes under which no step could start, every group would be dropped, or a filter would have no
-        effect."""
+    def _refuse_impossible_sizes(self) -> Self:
+        """Raise :class:`ConfigError` for sizes with which no step could start, every group would be dropped, or a
+        filter would have no effect."""
         if isinstance(self.capacity, int) and self.capacity < self.groups_per_step:
             raise ConfigError(
                 f"flow.capacity={self.capacity} is smaller than one batch (flow.groups_per_step="

@@ -1,11 +1,12 @@
-"""The flow: the state machine of the groups, the buffer of scored groups and the ledger, which always agree.
+"""The flow: the state machine of the groups, with the buffer of scored groups and the ledger, which are updated
+together.
 
 A group holds the attempts at one task. It is *admitted* when it may start, *ready* when it may be trained, *taken* when
-a step has it in its batch, and *released* when engines use the weights that it helped to make; from its admission to
-then it holds a *slot*.
+the batch of a step contains it, and *released* when the engines use the weights of the step that trained it. From its
+admission to its release, it occupies a *slot*.
 
-Methods that decide are plain functions: they act at once, or return that nothing can be done yet. A loop of the
-controller that cannot go on waits for the signal ``changed``.
+Methods never wait, except :meth:`Flow.flush`: they act at once, or return that nothing can be done yet. A loop of the
+controller that cannot continue waits for the signal ``changed`` and calls again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _OPEN = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A group that may start now, as the flow tells it to the loop that samples episodes."""
+    """The permission to start one group: what the flow returns to the rollout loop for each group that it admits."""
 
     number: int
     """The number of the group in the run."""
@@ -43,17 +44,17 @@ class Admission:
     ended: tuple[EpisodeGraph, ...] = ()
     """Episodes that had ended before a crash and are not sampled again."""
     partial_turns: tuple[TokenChunk, ...] = ()
-    """Recorded parts of the turns of the other episodes, which continue from there after a crash."""
+    """Recorded tokens of the turns of the other episodes, from which these turns continue after a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenBatch:
-    """The batch that the next step trains, as the learner's side takes it from the flow."""
+    """The batch that the next step trains, as the flow returns it to the learner loop."""
 
     step: int
     """The number of the step."""
     groups: list[ScoredGroup]
-    """The groups of the batch, in the order in which they are laid out."""
+    """The groups of the batch, in the order in which they are laid out in it."""
     oldest_version: int | None
     """Tokens of older versions carry no loss; ``None``: every token carries loss."""
 
@@ -73,18 +74,18 @@ class Flow:
         pick_row: Callable[[int], int | None],
         columns: ColumnFiles | None = None,
     ) -> None:
-        """Begin a run without groups. ``writer`` records every change in the ledger. ``last_step`` is the number of
-        steps of the whole run. ``pick_row`` returns the dataset row that the group with a given number attempts, and
-        ``None`` when no rows are left; it is called once for each number, in order. ``columns`` are the files of the
-        run's store; ``None``: there is none."""
+        """Create the flow of a run that has no groups yet. ``writer`` records every change in the ledger. ``last_step``
+        is the number of steps of the whole run. ``pick_row`` returns the dataset row that the group with a given number
+        attempts, and ``None`` when no rows are left; it is called once for each number, in order. ``columns`` are the
+        files of the run's store; ``None``: there is none."""
         self.config = config
         self.state = FlowState(limits=config.limits())
         self.changed = Signal()
         self._policy = config.policy
         self._pacer = (config.pacing if config.policy.paced and not config.policy.recorded else Eager()).pacer()
         self.planned_s: float | None = None
-        """When a group that the pacing holds back may start even if nothing changes, on the clock; ``None``: none is
-        held back until a certain time."""
+        """The time, in seconds on the clock, at which to call :meth:`admit` again even if nothing changes, because the
+        pacing delays a group until then; ``None``: only a change can let another group start."""
         self._writer = writer
         self._clock = clock
         self.running_turns = RunningTurns(writer.write, clock, most=config.record_tokens)
@@ -93,23 +94,27 @@ class Flow:
         self.columns = columns
         self._out_of_rows = False
         self._buffer: dict[int, ScoredGroup] = {}
+        """The ready groups, by number."""
         self._resumed: dict[int, ResumedGroup] = {}
+        """Groups that were in flight when the run was interrupted and are not admitted again yet, by number."""
         self._unreleased: dict[int, tuple[int, ...]] = {}
+        """Numbers of the trained groups that still hold slots, by the version that contains their step."""
         self.wasted_tokens: Counter[str] = Counter()
         """Number of tokens of groups that were ready and then dropped since this process began, by reason."""
 
-    # --- generation's side
+    # --- called by the rollout and scoring loops
 
     def admit(self) -> list[Admission]:
-        """Return the groups that may start now, and record them as admitted; those that a crash interrupted come first.
-        Empty if policy, pacing, capacity or the end of the run or of the rows allow none."""
+        """Return the groups that may start now, and record them as admitted. Groups that a crash interrupted come
+        first. Empty if the policy, the pacing or the capacity allows none, or if no steps or dataset rows are left."""
         needed = self._last_step * self.config.groups_per_step
         room = needed - self.state.counts[GroupState.RELEASED] - self.state.num_held
         count = self._policy.admit(self.state)
         if not self._policy.recorded:
             count = min(count, room)
         waiting = self.state.counts[GroupState.SUBMITTED]
-        count = max(self._paced(count), min(count, waiting))
+        # pacing does not delay groups that a crash interrupted
+        count = max(self._apply_pacing(count), min(count, waiting))
         rows = self._pick_rows(count - waiting)
         numbers = self.state.next_submitted(max(0, min(count, waiting + len(rows))))
         if rows:
@@ -119,9 +124,9 @@ class Flow:
         self._move(numbers, GroupState.ADMITTED, versions=(self.state.version, self.state.version))
         return [self._admission(number, rows.get(number)) for number in numbers]
 
-    def _paced(self, count: int) -> int:
-        """Return how many of ``count`` groups, which the policy admits, the pacing lets start now, and set
-        ``planned_s`` to the time at which to ask again."""
+    def _apply_pacing(self, count: int) -> int:
+        """Return how many of ``count`` groups, which the policy admits, may start now according to the pacing, and set
+        ``planned_s``."""
         state, self.planned_s = self.state, None
         if count <= 0:
             return count
@@ -138,8 +143,8 @@ class Flow:
         return paced
 
     def _pick_rows(self, count: int) -> dict[int, int]:
-        """Choose the dataset rows of up to ``count`` new groups. Return the index of each group's row by the number of
-        the group. There are fewer if the dataset has no rows left to attempt."""
+        """Choose the dataset rows of up to ``count`` new groups, fewer if the dataset has no rows left. Return the
+        index of each group's row by the number of the group."""
         rows: dict[int, int] = {}
         while len(rows) < count and not self._out_of_rows:
             number = self.state.num_submitted + len(rows)
@@ -153,8 +158,8 @@ class Flow:
 
     def _admission(self, number: int, fresh_row: int | None) -> Admission:
         """Return the admission of the group ``number``. ``fresh_row`` is the dataset row of a new group; ``None`` for a
-        group that was in flight when the run was interrupted, which gets the episodes and tokens that are recorded of
-        it."""
+        group that was in flight when the run was interrupted, whose admission contains its recorded episodes and
+        tokens."""
         if fresh_row is not None:
             return Admission(number=number, row=fresh_row)
         resumed = self._resumed.pop(number)
@@ -172,16 +177,16 @@ class Flow:
         self._writer.write(EndEpisode(episode=episode, at_s=self._clock.wall()))
 
     def drop_episodes(self, number: int, places: Sequence[int], *, status: EpisodeStatus, reason: str) -> None:
-        """Record the new ``status`` of episodes that have ended, such as those that a filter left out or masked, in a
-        group that is not dropped. ``places`` are their positions in group ``number``, and ``reason`` is counted."""
+        """Record a new ``status`` for ended episodes of a group that is not dropped: a filter left them out or masked
+        them, for example. ``places`` are their positions in group ``number``, and ``reason`` is counted."""
         at_s = self._clock.wall()
         self._writer.write(
             DropEpisodes(number=number, places=tuple(places), status=status, reason=reason, at_s=at_s)
         )  # fmt: skip
 
     def add_scored(self, group: ScoredGroup) -> None:
-        """Put a group into the buffer of ready groups: all of its episodes have ended, and enough of them are scored to
-        have a baseline. Then drop the groups that the policy says to drop."""
+        """Add ``group`` to the buffer of ready groups; then drop the ready groups that the policy rejects. All of its
+        episodes must have ended, and enough of them must be scored for a baseline."""
         self._move([group.number], GroupState.SCORED)
         entry = self.state.groups[group.number]
         assert entry.oldest_version is not None
@@ -192,7 +197,7 @@ class Flow:
         self._drop_all(self._policy.leave(self.state))
 
     def drop(self, number: int, reason: str) -> None:
-        """Drop the group ``number`` without training it, counted under ``reason``. Its slot is free at once."""
+        """Drop the group ``number`` without training it, and count it under ``reason``. This frees its slot at once."""
         ready = self._buffer.pop(number, None)
         self._pacer.left(number, self._clock.now(), ready=False)
         if ready is not None:
@@ -201,11 +206,11 @@ class Flow:
             self.columns.dropped(number)
         self._move([number], GroupState.DROPPED, reason=reason)
 
-    # --- the learner's side
+    # --- called by the learner loop
 
     def take(self) -> TakenBatch | None:
         """Return the batch of the next step and record its groups as taken; ``None`` if there is no batch yet, or no
-        further step. Groups that have become too old are dropped before, if the policy says so."""
+        further step. Before that, drop the groups that the policy rejects because of their age."""
         if self.state.next_step >= self._last_step:
             return None
         selection = self._policy.select(self.state)
@@ -222,8 +227,8 @@ class Flow:
         return TakenBatch(step=step, groups=groups, oldest_version=selection.oldest_version)
 
     def ordered(self, step: int) -> None:
-        """Note that the batch of ``step`` is laid out and has been given to the learner: from now on the learner does
-        not wait for it."""
+        """Tell the pacing that the batch of ``step`` is laid out and was sent to the learner, which does not wait for
+        it from now on."""
         self._pacer.ordered(step, self._clock.now())
 
     @property
@@ -233,7 +238,7 @@ class Flow:
         return self._pacer.synchronous_time
 
     def _drop_all(self, leave: Mapping[int, str]) -> None:
-        """Drop the groups whose numbers are the keys of ``leave``, each for the reason that is its value."""
+        """Drop each group whose number is a key of ``leave``, for the reason that is the value."""
         for number, reason in leave.items():
             self.drop(number, reason)
 
@@ -246,7 +251,7 @@ class Flow:
     ) -> None:
         """Record that the optimizer has trained on ``groups``. ``report`` is the learner's result, ``ages`` the number
         of trained tokens by age in versions, and ``learned`` the learner's results for each token, ``None`` if they are
-        not kept."""
+        not recorded."""
         numbers = tuple(group.number for group in groups)
         self._writer.write(
             EndStep(
@@ -269,34 +274,35 @@ class Flow:
         self.changed.notify()
 
     def record_commit(self, version: int, checksum: str) -> None:
-        """Record that the engines use ``version``, and release the groups of every step that it contains, which frees
-        their slots. ``checksum`` is one hash of all its tensors."""
+        """Record that the engines use ``version``, and release the groups of every step that this version contains,
+        which frees their slots. ``checksum`` is one hash of all tensors of the version."""
         self.state.version = version
         self._pacer.committed(version, self._clock.now())
-        made_by = [made for made in self._unreleased if made <= version]
-        numbers = tuple(number for made in made_by for number in self._unreleased.pop(made))
+        contained = [made_version for made_version in self._unreleased if made_version <= version]
+        numbers = tuple(number for made_version in contained for number in self._unreleased.pop(made_version))
         for number in numbers:
             self.state.move(number, GroupState.RELEASED)
         self._writer.write(CommitVersion(version=version, numbers=numbers, checksum=checksum, at_s=self._clock.wall()))
         assert self.state.conserved(), f"groups are not conserved at version {version}: {self.state.counts}"
         self.changed.notify()
 
-    # --- both
+    # --- called by several loops
 
     def set_max_age(self, max_age: int) -> None:
-        """Set the staleness bound, in versions, from now on; groups that were admitted under a higher bound keep that
-        one."""
+        """Set the staleness bound, in versions, from now on. Groups that were admitted under a higher bound keep the
+        higher bound."""
         self.state.set_max_age(max_age)
         self.changed.notify()
 
     def resume_max_age(self, max_age: int | None) -> None:
-        """Continue after a restart with ``max_age``, the bound that the tuning had reached before; ``None``: with the
-        initial one. Tokens from before the restart may reach the greatest age that the settings allow."""
-        kept = [group.oldest_version for group in self.state.groups.values() if group.oldest_version is not None]
+        """Set the staleness bound after a restart to ``max_age``, the value that the tuning had reached before;
+        ``None`` keeps the initial bound. Tokens from before the restart may reach the greatest age that the settings
+        allow."""
+        recorded = [group.oldest_version for group in self.state.groups.values() if group.oldest_version is not None]
         limit = self.config.greatest_age
         if max_age is not None:
             self.state.set_max_age(min(max_age, limit))
-        self.state.extend_bound(max(kept, default=-1) + 1, limit)
+        self.state.extend_bound(max(recorded, default=-1) + 1, limit)
 
     def set_capacity(self, capacity: int) -> None:
         """Set the greatest number of groups that may be generated or scored at once from now on."""
@@ -310,14 +316,14 @@ class Flow:
 
     @property
     def may_admit(self) -> bool:
-        """Return whether the run may still admit groups: some of its steps have not taken a batch yet, or it replays
-        another run, whose record alone decides which groups are admitted."""
+        """Return whether the run may still admit groups: some of its steps have no batch yet, or it replays another
+        run, whose record decides which groups are admitted."""
         return not self.finished or self._policy.recorded
 
     @property
     def used_up(self) -> bool:
-        """Return whether the dataset has no rows left and every group that holds a slot is ready: if these do not make
-        a batch now, no further batch will come."""
+        """Return whether the dataset has no rows left and every group that holds a slot is ready. If these groups do
+        not form a batch now, there will be no further batch."""
         waiting = self.state.counts[GroupState.SUBMITTED]
         return self._out_of_rows and not waiting and self.state.num_held == self.state.counts[GroupState.READY]
 
@@ -327,8 +333,8 @@ class Flow:
         await self._writer.flush(durable=durable)
 
     def restore(self, step: int, resumed: ResumeState) -> None:
-        """Continue from a checkpoint at ``step`` with ``resumed``, the groups that the ledger knows. It is called once,
-        before any group is admitted."""
+        """Restore the state at the checkpoint of ``step``. ``resumed`` contains the groups and counts from the ledger.
+        Call this once, before any group is admitted."""
         self.state.version = self.state.next_step = step
         self.state.num_submitted = resumed.num_submitted
         self.state.counts[GroupState.RELEASED] = resumed.num_released
@@ -365,8 +371,8 @@ class Flow:
         reason: str = "",
     ) -> None:
         """Move the groups ``numbers`` to ``state``, record that in the ledger, and wake waiting loops. ``versions`` are
-        the oldest and the newest version of their tokens, where the state is ADMITTED or READY; ``step`` is the step
-        that takes them, for TAKEN; ``reason`` is why they leave, for DROPPED."""
+        the oldest and the newest version of their tokens, for ADMITTED and READY; ``step`` is the step that takes them,
+        for TAKEN; ``reason`` is why they are dropped, for DROPPED."""
         if not numbers:
             return
         for number in numbers:
@@ -385,11 +391,12 @@ class Flow:
 
 
 class Signal:
-    """A signal between loops: :meth:`notify` wakes every task that waits at that moment. It keeps no memory, so a task
-    must check the state first and then wait."""
+    """A signal between asyncio tasks: :meth:`notify` wakes every task that waits at that moment. A notification that no
+    task waits for has no effect, so a task must check the state first and then wait, without an ``await`` in
+    between."""
 
     def __init__(self) -> None:
-        """Begin without waiting tasks."""
+        """Create a signal for which no task waits."""
         self._event = asyncio.Event()
 
     def notify(self) -> None:

@@ -1,6 +1,6 @@
-"""Pivots: positions in failed answers from which branches are sampled, and how they are chosen. A branch is a new
-continuation of the answer from the pivot on. Source: Guo et al. (DEEP-GRPO), arXiv 2602.14169: dense resampling from
-deep, recoverable states of failed trajectories.
+"""Pivots and how they are chosen. A pivot is a position in a failed answer from which branches are sampled, and a
+branch is a new continuation of the answer from the pivot on. Source: Guo et al. (DEEP-GRPO), arXiv 2602.14169: dense
+resampling from deep, recoverable states of failed trajectories.
 
 The *depth* of a pivot is the fraction of the episode's sampled tokens that come before it.
 
@@ -25,38 +25,39 @@ from headrace.base.types.episode import EpisodeGraph
 Floats = npt.NDArray[np.float64]
 
 WINDOW = 10_000
-"""Number of earlier pivots from which the probability of success is estimated; older ones are forgotten."""
+"""Greatest number of recent pivots from which the probability of success is estimated."""
 FEWEST_OUTCOMES = 10
-"""With no more outcomes than this, every position is taken to be equally likely to succeed."""
+"""With this many outcomes or fewer, every position has the same probability of success."""
 
 
 class PivotConfig(Section):
-    """The settings of resampling from within failed episodes (``flow.pivots``). At some of their tokens, several
-    branches continue under one version of the weights, and are compared with each other."""
+    """The settings of resampling from within failed episodes (``flow.pivots``). From some positions in such an episode,
+    several branches are sampled under one version of the weights and compared with each other."""
 
     threshold: float = 0.0
     """An episode whose reward is at most this value has failed."""
     per_episode: int = Field(default=1, ge=1)
     """Number of pivots in each failed episode, if it is long enough."""
     branches: int = Field(default=8, ge=2)
-    """Number of branches at each pivot. They are a group of their own, which ``algo.advantage`` compares."""
+    """Number of branches at each pivot. ``algo.advantage`` treats the branches of one pivot as a group."""
     choose: Literal["utility", "uniform", "entropy"] = "utility"
     """How pivots are chosen. ``utility`` draws them in proportion to P(success | depth)·depth^γ, where P is a logistic
     regression over earlier pivots and depth is the fraction of the episode's sampled tokens before the pivot.
     ``uniform`` draws them with equal probability. ``entropy`` takes the positions before the tokens with the highest
     entropies."""
     depth_bias: float = Field(default=0.1, ge=0)
-    """The exponent γ of ``utility``; 0 prefers no depth."""
+    """The exponent γ of ``utility``: larger values prefer deeper pivots, and 0 prefers no depth."""
     gap: int = Field(default=16, ge=1)
     """Least number of tokens between two pivots, and between a pivot and the beginning of its turn. ``utility`` and
     ``uniform`` choose among every ``gap``-th token."""
     weight: float = Field(default=1.0, ge=0)
-    """The weight λ of the branches: the loss is that of the episodes plus λ times that of the branches, each reduced
-    separately."""
+    """The weight λ of the branches: the loss is the loss of the episodes plus λ times the loss of the branches, each
+    reduced separately."""
 
     @model_validator(mode="after")
-    def _depth_counts(self) -> Self:
-        """Refuse a ``depth_bias`` where pivots are not chosen by utility, since it would have no effect."""
+    def _refuse_depth_bias_without_effect(self) -> Self:
+        """Raise :class:`ConfigError` if ``depth_bias`` is set and pivots are not chosen by utility, where it would have
+        no effect."""
         if self.choose != "utility" and self.depth_bias != type(self).model_fields["depth_bias"].default:
             raise ConfigError(
                 f"flow.pivots.depth_bias={self.depth_bias:g} has no effect with choose={self.choose!r}",
@@ -69,7 +70,7 @@ class Pivot(NamedTuple):
     """A position between two tokens of a failed episode, from which branches are sampled."""
 
     answer: int
-    """Index of the answer (the sampled turn) among those of the episode."""
+    """Index of the answer among the answers (sampled turns) of the episode."""
     at: int
     """Number of tokens of the answer before the pivot; at least one token follows."""
     depth: float
@@ -78,20 +79,22 @@ class Pivot(NamedTuple):
 
 class Recoverability:
     """An estimate of P(success | depth): a logistic regression of the success of a pivot's branches on its depth, with
-    the regulariser ½·slope². It uses the latest :data:`WINDOW` pivots."""
+    the regulariser ½·slope². It uses the last :data:`WINDOW` pivots."""
 
     def __init__(self) -> None:
-        """Begin without outcomes."""
+        """Create an estimate without outcomes."""
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=WINDOW)
-        self._fitted: tuple[float, float] | None = None
+        """Depth and success of each recent pivot."""
+        self._coefficients: tuple[float, float] | None = None
 
     def learn(self, depth: float, success: bool) -> None:
         """Add the outcome of one pivot: its depth, and whether at least one of its branches succeeded."""
         self._outcomes.append((depth, success))
-        self._fitted = None
+        self._coefficients = None
 
     def __call__(self, depths_C: Floats) -> Floats:
-        """Return the probability of success at each depth, ``[C]``; 1 for all while there are too few outcomes.
+        """Return the estimated probability of success at each of the depths ``depths_C``; 1 at every depth while there
+        are too few outcomes, or while all pivots succeeded or all failed.
 
         >>> found = Recoverability()
         >>> for place in range(100):
@@ -102,16 +105,15 @@ class Recoverability:
         successes = sum(success for _, success in self._outcomes)
         if len(self._outcomes) <= FEWEST_OUTCOMES or successes in (0, len(self._outcomes)):
             return np.ones(len(depths_C))
-        if self._fitted is None:
-            self._fitted = _fit(np.array(sorted(self._outcomes), np.float64))
-        intercept, slope = self._fitted
+        if self._coefficients is None:
+            self._coefficients = _fit(np.array(sorted(self._outcomes), np.float64))
+        intercept, slope = self._coefficients
         return 1 / (1 + np.exp(-(intercept + slope * depths_C)))
 
 
 def _fit(outcomes_O2: Floats, steps: int = 30) -> tuple[float, float]:
     """Return intercept and slope of the logistic regression on ``outcomes_O2``, whose columns are depth and success (0
-    or 1). They are computed by at most ``steps`` steps of Newton's method from 0. The loss is convex, and its Hessian
-    is never singular."""
+    or 1), after at most ``steps`` steps of Newton's method from 0. The loss is convex."""
     inputs_O2 = np.stack([np.ones(len(outcomes_O2)), outcomes_O2[:, 0]], axis=1)
     ridge = np.diag([0.0, 1.0])
     weights = np.zeros(2)
@@ -127,28 +129,28 @@ def _fit(outcomes_O2: Floats, steps: int = 30) -> tuple[float, float]:
 
 
 def outcomes_of(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bool]]:
-    """Return the outcome of each pivot of an episode, in order: its depth, and whether a branch earned a reward above
-    ``threshold``. Pivots without a rewarded branch are left out."""
-    own = [turn.branch is None and not turn.untrained for turn in episode.turns]
+    """Return the outcome of each pivot of an episode, in the order of the pivots: its depth, and whether one of its
+    branches earned a reward above ``threshold``. Pivots of which no branch has a reward are left out."""
+    is_own = [turn.branch is None and not turn.untrained for turn in episode.turns]
     lengths = [turn.tokens.num_sampled for turn in episode.turns]
-    found: dict[int, tuple[float, bool]] = {}
+    outcomes: dict[int, tuple[float, bool]] = {}
     for turn in episode.turns:
         branch, parent = turn.branch, turn.parent
         if branch is None or branch.reward is None or parent is None:
             continue
-        if branch.pivot not in found:
-            sampled = [length if counts else 0 for length, counts in zip(lengths, own, strict=True)]
-            found[branch.pivot] = (sum(sampled[: parent + 1]) / sum(sampled), False)
-        depth, success = found[branch.pivot]
-        found[branch.pivot] = (depth, success or branch.reward > threshold)
-    return [found[pivot] for pivot in sorted(found)]
+        if branch.pivot not in outcomes:
+            sampled = [length if counted else 0 for length, counted in zip(lengths, is_own, strict=True)]
+            outcomes[branch.pivot] = (sum(sampled[: parent + 1]) / sum(sampled), False)
+        depth, success = outcomes[branch.pivot]
+        outcomes[branch.pivot] = (depth, success or branch.reward > threshold)
+    return [outcomes[pivot] for pivot in sorted(outcomes)]
 
 
 class PivotChooser:
-    """A chooser of pivots in failed episodes that learns from the outcomes of earlier pivots. A run has one."""
+    """The component of a run that chooses pivots in failed episodes. It learns from the outcomes of earlier pivots."""
 
     def __init__(self, config: PivotConfig) -> None:
-        """Choose as the settings ``config`` say, without any outcomes at first."""
+        """Create a chooser with the settings ``config`` and without outcomes."""
         self._config = config
         self._recoverability = Recoverability()
 
@@ -157,12 +159,12 @@ class PivotChooser:
         self._recoverability.learn(depth, success)
 
     def choose(self, entropies: Sequence[npt.NDArray[np.floating]], rng: np.random.Generator) -> list[Pivot]:
-        """Return the pivots of one failed episode, in order; none if no answer is long enough. ``entropies`` has one
-        array for each answer: the entropy of each of its tokens, 0 where it was not recorded. ``rng`` draws the pivots,
+        """Return the pivots of one failed episode, in order; empty if no answer is long enough. ``entropies`` has one
+        array for each answer: the entropy at each of its tokens, 0 where it was not recorded. ``rng`` draws the pivots,
         unless they are chosen by entropy."""
         lengths = [len(entropies_T) for entropies_T in entropies]
         starts = np.cumsum([0, *lengths])
-        places = self._at_spikes(entropies) if self._config.choose == "entropy" else self._drawn(starts, rng)
+        places = self._at_spikes(entropies) if self._config.choose == "entropy" else self._draw_places(starts, rng)
         answers = np.searchsorted(starts, places, side="right") - 1
         return [
             Pivot(answer=answer, at=place - int(starts[answer]), depth=place / int(starts[-1]))
@@ -171,19 +173,20 @@ class PivotChooser:
 
     def _at_spikes(self, entropies: Sequence[npt.NDArray[np.floating]]) -> list[int]:
         """Return the positions before the tokens with the highest entropies, as indices into all tokens of the answers.
-        The first tokens of an answer are excluded, because too little of it would be kept."""
+        The first ``gap`` tokens of each answer are excluded, because a branch from there would keep too little of the
+        answer."""
         known_T = np.concatenate([np.zeros(0), *entropies])
         start = 0
         for entropies_T in entropies:
             known_T[start : start + min(self._config.gap, len(entropies_T))] = -np.inf
             start += len(entropies_T)
-        found = spikes(known_T, most=self._config.per_episode, gap=self._config.gap)
-        return [place for place in found if np.isfinite(known_T[place])]
+        places = spikes(known_T, most=self._config.per_episode, gap=self._config.gap)
+        return [place for place in places if np.isfinite(known_T[place])]
 
-    def _drawn(self, starts: npt.NDArray[np.int64], rng: np.random.Generator) -> list[int]:
-        """Draw positions among every ``gap``-th token of each answer, and return them in order, as indices into all
-        tokens of the answers. ``starts`` holds the index at which each answer begins, and the total number of
-        tokens."""
+    def _draw_places(self, starts: npt.NDArray[np.int64], rng: np.random.Generator) -> list[int]:
+        """Draw positions among every ``gap``-th token of each answer, and return them in ascending order, as indices
+        into all tokens of the answers. ``starts`` contains the index at which each answer begins and, at the end, the
+        total number of tokens."""
         gap = self._config.gap
         bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
         candidates_C = np.array([place for start, end in bounds for place in range(start + gap, end, gap)], np.int64)

@@ -1,8 +1,9 @@
-"""Two settings that tune themselves during a run: ``flow.capacity = "auto"`` and ``flow.max_age = "auto"``.
+"""The automatic tuning of two settings during a run: ``flow.capacity = "auto"`` and ``flow.max_age = "auto"``. The
+controller calls it after each measurement.
 
-**Capacity**: the number of groups that are generated at once is found from the engine's statistics, by additive
-increase and multiplicative decrease (Chiu and Jain 1989), as with the window of a TCP connection: the engine's cache is
-the link, and a preempted sequence is a lost packet.
+**Capacity**: the number of groups that are generated at once is adapted to the engine's statistics by additive increase
+and multiplicative decrease (Chiu and Jain 1989), like the window of a TCP connection: the engine's cache corresponds to
+the link, and a preempted sequence to a lost packet.
 
     sequences were preempted, or the cache is full        cut by a quarter, then wait until the cut has taken effect
     more requests wait than half of those that run        a step down
@@ -10,13 +11,13 @@ the link, and a preempted sequence is a lost packet.
     otherwise                                             no change
     the cache grew, since an engine was added             as before the first sign of pressure
 
-The cap never falls below one batch, so that a step is always possible, and never rises above what the lead allows.
+The cap is never lower than one batch, so that a step is always possible, and never higher than the lead allows.
 
-**Age**: the staleness bound follows the cost of staleness. Every step reports how far the trained policy has drifted
-from the policy that sampled: the effective sample size of π/μ as a fraction, and KL(μ‖π) of stale tokens in excess of
-that of fresh ones. A bad step lowers the bound by one at once; a number of good steps in a row that reached the bound
-raises it by one. After a change, as many steps as the bound has versions are ignored, because their tokens were sampled
-under the earlier bound.
+**Age**: the staleness bound is adapted to the measured cost of staleness. Every step reports how far the trained policy
+differs from the policy that sampled: the effective sample size of π/μ as a fraction, and KL(μ‖π) of stale tokens minus
+KL(μ‖π) of fresh tokens. One bad step lowers the bound by one; ``patience`` good steps in a row, each with a token as
+old as the bound, raise it by one. After a change, as many steps as the bound has versions are ignored, because their
+tokens were sampled under the earlier bound.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.messages.controller import EngineStats
 
 FULL = 0.95
-"""The cache is full if running sequences hold a larger fraction of it than this."""
+"""The cache counts as full if running sequences use a larger fraction of it than this."""
 RISE_BELOW = 0.85
-"""The cap rises only while running sequences hold a smaller fraction of the cache than this."""
+"""The cap rises only while running sequences use at most this fraction of the cache."""
 CUT = 0.75
 """The factor by which a cut multiplies the cap."""
 
@@ -44,13 +45,13 @@ class Concurrency:
     statistics of the engine."""
 
     floor: int
-    """Number of groups of one batch, below which the cap never falls."""
+    """The lowest cap: the number of groups of one batch."""
     capacity: int
     """The cap: the greatest number of groups that are generated or scored at once."""
     last_stats: EngineStats
     """The engine's statistics at the last call of :meth:`observe`."""
     searching: bool = True
-    """Whether there has been no sign of pressure yet; while it is true, the cap is doubled when it rises."""
+    """Whether there has been no sign of pressure yet. While this is true, a rise doubles the cap."""
 
     def observe(self, stats: EngineStats, *, num_running: int, limit: int) -> tuple[Concurrency, str]:
         """Return the state after new statistics of the engine, and a sentence that says what changed and why, which is
@@ -64,28 +65,28 @@ class Concurrency:
         """
         limit = max(limit, self.floor)
         grew = stats.cache_blocks > self.last_stats.cache_blocks > 0
-        now = replace(self, last_stats=stats, capacity=min(self.capacity, limit), searching=self.searching or grew)
+        state = replace(self, last_stats=stats, capacity=min(self.capacity, limit), searching=self.searching or grew)
         step = max(1, self.floor // 4)
-        in_effect = num_running <= now.capacity
+        in_effect = num_running <= state.capacity
         preempted = stats.preempted - self.last_stats.preempted
         used = stats.cache_blocks_used / stats.cache_blocks if stats.cache_blocks else 0.0
         if preempted > 0 or used > FULL:
             why = f"{preempted} sequences had to leave the cache" if preempted > 0 else f"the cache is {used:.0%} full"
-            cut = int(CUT * now.capacity) if in_effect else now.capacity
-            return replace(now, searching=False)._with_capacity(cut, limit, why)
+            cut = int(CUT * state.capacity) if in_effect else state.capacity
+            return replace(state, searching=False)._with_capacity(cut, limit, why)
         if stats.waiting > stats.running // 2 and stats.running > 0:
             why = f"{stats.waiting} requests wait while {stats.running} run"
-            return replace(now, searching=False)._with_capacity(
-                now.capacity - step if in_effect else now.capacity, limit, why
+            return replace(state, searching=False)._with_capacity(
+                state.capacity - step if in_effect else state.capacity, limit, why
             )
-        if num_running < now.capacity or stats.waiting or used > RISE_BELOW:
-            return now, ""
+        if num_running < state.capacity or stats.waiting or used > RISE_BELOW:
+            return state, ""
         why = "all of it is in use and nothing waits" + (f" (cache {used:.0%} used)" if stats.cache_blocks else "")
-        return now._with_capacity(2 * now.capacity if now.searching else now.capacity + step, limit, why)
+        return state._with_capacity(2 * state.capacity if state.searching else state.capacity + step, limit, why)
 
     def _with_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
-        """Return the state with ``capacity``, kept between one batch and ``limit``, and a sentence that says what has
-        changed and ``why``; the sentence is empty if nothing has."""
+        """Return the state with ``capacity``, limited to the range from one batch to ``limit``, and a sentence that
+        says what has changed and ``why``. The sentence is empty if the cap is the same."""
         new = min(limit, max(self.floor, capacity))
         if new == self.capacity:
             return self, ""
@@ -102,14 +103,14 @@ class AgeTuning(Section):
     min_ess: float = Field(default=0.9, gt=0, le=1)
     """A step with an effective sample size below this fraction of its tokens is bad."""
     max_kl: float = Field(default=5e-3, gt=0)
-    """A step whose stale tokens have a KL(μ‖π) more than this above that of fresh ones is bad; less than half of it is
-    good."""
+    """A step is bad if KL(μ‖π) of its stale tokens exceeds KL(μ‖π) of its fresh tokens by more than this, and good if
+    the excess is less than half of this."""
     patience: int = Field(default=8, ge=1)
     """Number of good steps in a row that raise the bound."""
 
     @model_validator(mode="after")
-    def _start_is_allowed(self) -> AgeTuning:
-        """Refuse a first bound above the limit."""
+    def _refuse_start_above_limit(self) -> AgeTuning:
+        """Raise :class:`ConfigError` if ``start`` is above ``limit``."""
         if self.start > self.limit:
             raise ConfigError(
                 f"flow.age_tuning.start={self.start} is more than flow.age_tuning.limit={self.limit}",
@@ -130,11 +131,12 @@ class AgeTuner:
     good: int = 0
     """Number of good steps in a row that reached the bound."""
     ignored_steps: int = 0
-    """Number of coming steps that are ignored because their tokens were sampled under an earlier bound."""
+    """Number of next steps that are ignored because their tokens were sampled under an earlier bound."""
 
     def after_step(self, metrics: Mapping[str, float | None], oldest_age: int) -> tuple[AgeTuner, str]:
-        """Return the state after a step, and a sentence that says what changed and why; it is empty if the bound stays.
-        ``metrics`` are the step's metrics by name, and ``oldest_age`` is the greatest age of a token that it trained.
+        """Return the state after a step, and a sentence that says what changed and why. The sentence is empty if the
+        bound is the same. ``metrics`` are the step's metrics by name, and ``oldest_age`` is the greatest age of a token
+        that the step trained.
 
         >>> tuner = AgeTuner(settings=AgeTuning(), max_age=2)
         >>> tuner, why = tuner.after_step({"ess": 0.5, "stale_k3": 0.001}, oldest_age=2)
@@ -145,22 +147,23 @@ class AgeTuner:
             return replace(self, ignored_steps=self.ignored_steps - 1), ""
         ess, kl = _number(metrics, "ess"), _number(metrics, "staleness_k3", "stale_k3")
         if oldest_age == 0 or (ess is None and kl is None):
-            return self, ""  # the step says nothing about staleness
+            return self, ""  # the step has no stale token, or no metric of staleness
         ess, kl = 1.0 if ess is None else ess, 0.0 if kl is None else kl
         if ess < self.settings.min_ess:
             return self._with_bound(-1, f"effective sample size {ess:.3g} < {self.settings.min_ess:g}")
         if kl > self.settings.max_kl:
             return self._with_bound(-1, f"KL of stale tokens {kl:.2g} > {self.settings.max_kl:g}")
-        good = kl < self.settings.max_kl / 2 and oldest_age >= self.max_age
-        tuner = replace(self, good=self.good + 1 if good else 0)
+        is_good = kl < self.settings.max_kl / 2 and oldest_age >= self.max_age
+        tuner = replace(self, good=self.good + 1 if is_good else 0)
         if tuner.good < self.settings.patience:
             return tuner, ""
         why = f"{tuner.good} good steps in a row reached it; the last: effective sample size {ess:.3g}, KL {kl:.2g}"
         return tuner._with_bound(1, why)
 
     def _with_bound(self, by: int, why: str) -> tuple[AgeTuner, str]:
-        """Return the state with the bound changed by ``by`` versions, kept between 1 and the limit of the settings, and
-        a sentence that says what has changed and ``why``; the sentence is empty if nothing has."""
+        """Return the state with the bound changed by ``by`` versions, limited to the range from 1 to the limit of the
+        settings, and a sentence that says what has changed and ``why``. The sentence is empty if the bound is the
+        same."""
         new = min(self.settings.limit, max(1, self.max_age + by))
         if new == self.max_age:
             return replace(self, good=0), ""
@@ -169,5 +172,5 @@ class AgeTuner:
 
 
 def _number(metrics: Mapping[str, float | None], *names: str) -> float | None:
-    """Return the value of the first of the metrics ``names`` that has one; ``None`` if none has."""
+    """Return the value of the first metric among ``names`` that has a value; ``None`` if no metric has one."""
     return next((value for name in names if (value := metrics.get(name)) is not None), None)

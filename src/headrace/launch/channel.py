@@ -1,6 +1,6 @@
-"""Messages between the controller and its *parts*: the processes of a run, such as engines, the learner and workers. A
-message to a part is an *order*, one from a part is a *report*. Each part has two one-way sockets (pyzmq), so that it
-may send from any of its threads while its main thread waits for orders.
+"""The channels through which the controller exchanges messages with its *parts*: the processes of a run, such as
+engines, the learner and workers. A message to a part is an *order*, and a message from a part is a *report*. Each part
+has two one-way sockets (pyzmq), so that it can send from any of its threads while its main thread waits for orders.
 
     on this machine    Sockets in a directory that only this user can enter. The receiver binds, the sender connects: a
                        socket that connects holds its messages until the other end exists.
@@ -34,13 +34,13 @@ from headrace.base.types.messages.codec import MessageCodec
 MAX_AT_ONCE = 256
 """Number of messages that are received before other tasks of the event loop run."""
 MAX_QUEUED = 100_000
-"""Number of messages that may wait in one direction; more means that the reader has stopped reading."""
+"""Number of messages that may wait in one direction. If more wait, the receiver has stopped reading."""
 MAX_SOCKETS = 1 << 15
-"""Number of sockets that the controller may have open; a part takes two, or four from another machine."""
+"""Number of sockets that the controller may have open. It needs two per part, or four for a part on another machine."""
 MAX_BYTES = 1 << 30
 """Largest message between machines, in bytes. A longer one is refused before memory is allocated for it."""
 CONNECT_S = 20.0
-"""Seconds for which a part tries to reach a controller on another machine."""
+"""Seconds for which a part tries to connect to a controller on another machine."""
 HEARTBEAT_S = 5
 """Seconds between the heartbeats of a connection between machines."""
 SILENCE_S = 60
@@ -49,23 +49,25 @@ RETRY_MS = 10
 """Milliseconds between two attempts to connect to a part of this machine that is starting. Its first order arrives at
 most so much later than it could."""
 DELIVERY_MS = 2000
-"""Milliseconds for which the messages that a part has not delivered are kept when it closes its channel."""
+"""Milliseconds for which a part that closes its channel keeps undelivered messages."""
 SEND_TIMEOUT_S = 2
-"""Seconds for which a message waits for a connection that may be broken."""
+"""Seconds for which sending waits for a connection that may be broken."""
 TO_SELF = "inproc://orders"
 """The address at which a part receives the orders that it sends to itself."""
-_LIVES = itertools.count()
-"""Numbers for the names of sockets: a part that is started again gets new ones."""
+_CHANNEL_NUMBERS = itertools.count()
+"""Numbers for the file names of sockets. A part that is started again gets new sockets."""
 _BROKEN_EVENTS = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )  # fmt: skip
+"""The events of a connection that mean that it has broken."""
 _WATCHED_EVENTS = _BROKEN_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED
+"""The events of a connection that :class:`_Connections` monitors."""
 
 
 class ChannelAddresses(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses of the two sockets of one part, in the form of zmq (``ipc://…`` or ``tcp://…``). The controller
-    makes them, and the part gets them when it starts."""
+    """The addresses of the two sockets of one part, as zmq addresses (``ipc://…`` or ``tcp://…``). The controller
+    creates them and passes them to the part when it starts."""
 
     orders: str
     """The address of messages to the part, from the controller and from other parts of this machine."""
@@ -73,17 +75,18 @@ class ChannelAddresses(msgspec.Struct, frozen=True, kw_only=True):
     """The address of messages from the part to the controller."""
     key: str = ""
     """The key that the part needs to connect from another machine: the public half of a key pair that the controller
-    made for this part only, and which no other part gets. Empty for a part on this machine."""
+    has created for this part only. Empty for a part on this machine."""
 
 
 def local_addresses(directory: Path, part: str) -> ChannelAddresses:
-    """Return the addresses of the sockets of the part named ``part`` on this machine: two files in ``directory``."""
+    """Return the addresses of the two sockets of ``part``, a part on this machine. The sockets are files in
+    ``directory``."""
     return ChannelAddresses(orders=f"ipc://{directory / part}.orders", reports=f"ipc://{directory / part}.reports")
 
 
 def answers_address(addresses: ChannelAddresses) -> str:
-    """Return the address at which a process of this machine, whose channel has ``addresses``, receives the answers of
-    engines that it asks by itself.
+    """Return the address at which a process that sends requests to engines directly receives their answers.
+    ``addresses`` are the addresses of the process's own channel.
 
     >>> answers_address(ChannelAddresses(orders="ipc:///x/rollout-0.3.orders", reports="ipc:///x/rollout-0.3.reports"))
     'ipc:///x/rollout-0.3.answers'
@@ -92,11 +95,11 @@ def answers_address(addresses: ChannelAddresses) -> str:
 
 
 class OrdersEnd(Protocol):
-    """The controller's end of a channel to one part, as a client uses it."""
+    """The controller's end of the channel to one part."""
 
     @property
     def local_orders(self) -> str:
-        """The address at which other parts of this machine can send orders to the part; empty if they cannot."""
+        """The address at which other parts on this machine can send orders to the part; empty if they cannot."""
         ...
 
     def send(self, message: Any) -> None:
@@ -108,19 +111,21 @@ class OrdersEnd(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the channel at once; messages that are queued are lost."""
+        """Close the channel at once. Queued messages are lost."""
         ...
 
 
 class PartEnd(Protocol):
-    """A part's end of a channel, as its host uses it."""
+    """The part's end of its channel. Hosts use it."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds for an order, and return whether there is one. It is not received yet."""
+        """Wait up to ``timeout_s`` seconds for an order, and return whether an order has arrived. The order is not
+        received yet."""
         ...
 
     def receive(self, timeout_s: float) -> list[Any]:
-        """Wait up to ``timeout_s`` seconds for an order, and return all orders that have arrived; empty if none has."""
+        """Wait up to ``timeout_s`` seconds for an order, and return all orders that have arrived; empty if none has
+        arrived."""
         ...
 
     def send(self, message: Any) -> None:
@@ -133,16 +138,16 @@ class PartEnd(Protocol):
 
 
 class PartChannel:
-    """The part's end of its two sockets, with blocking calls for a plain loop. ``receives`` is the union of the message
-    types that the part can receive. Raises :class:`~headrace.base.errors.RunError` if a controller on another machine
-    cannot be reached."""
+    """The part's end of its two sockets, with blocking calls. ``receives`` is the union of the message types that the
+    part can receive. Raises :class:`~headrace.base.errors.RunError` if a controller on another machine cannot be
+    reached."""
 
     def __init__(
         self, addresses: ChannelAddresses, receives: Any, on_broken: Callable[[], object] | None = None
     ) -> None:
-        """``on_broken`` is called, in another thread, when a connection to another machine breaks; from then on
-        :meth:`send` raises ``zmq.Again``. Without ``on_broken`` this process is killed at once, with everything it has
-        started."""
+        """Open the sockets at ``addresses``. ``on_broken`` is called, in another thread, when a connection to another
+        machine breaks; from then on :meth:`send` raises ``zmq.Again``. If ``on_broken`` is ``None``, this process and
+        all processes in its process group are killed when a connection breaks."""
         self.addresses = addresses
         self._codec = MessageCodec(receives)
         self._context = zmq.Context()
@@ -152,30 +157,32 @@ class PartChannel:
         self._to_self.connect(TO_SELF)
         self._sending_to_self = threading.Lock()
         self._reports = _socket(self._context, zmq.PUSH)
-        self._far = _Connections(addresses, self._orders, self._reports, on_broken) if addresses.key else None
+        self._remote = _Connections(addresses, self._orders, self._reports, on_broken) if addresses.key else None
         self._sending = threading.Lock()
         self._parts: dict[str, zmq.Socket[bytes]] = {}
-        """The sockets that send orders to other parts, by their addresses."""
+        """The sockets that send orders to other parts, by the parts' addresses."""
         self._readers: dict[str, zmq.Socket[bytes]] = {}
-        """The sockets that send answers to other processes than the controller, by their addresses."""
+        """The sockets that send answers to processes other than the controller, by the processes' addresses."""
         if on_broken is not None:
             self._reports.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_S * 1000)
-        if self._far is None:
+        if self._remote is None:
             self._orders.bind(addresses.orders)
             self._reports.connect(addresses.reports)
             return
         try:
-            self._far.connect()
+            self._remote.connect()
         except RunError:
             self._context.destroy(0)
             raise
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds for an order, and return whether there is one. It is not received yet."""
+        """Wait up to ``timeout_s`` seconds for an order, and return whether an order has arrived. The order is not
+        received yet."""
         return bool(self._orders.poll(timeout_s * 1000))
 
     def receive(self, timeout_s: float) -> list[Any]:
-        """Wait up to ``timeout_s`` seconds for an order, and return all orders that have arrived; empty if none has."""
+        """Wait up to ``timeout_s`` seconds for an order, and return all orders that have arrived; empty if none has
+        arrived."""
         messages: list[Any] = []
         if not self.wait(timeout_s):
             return messages
@@ -192,9 +199,10 @@ class PartChannel:
             self._reports.send(data)
 
     def send_to(self, parts: Collection[str], message: Any) -> None:
-        """Send ``message`` to other parts of this machine, which receive orders at the addresses ``parts``; one thread
-        may call this. It never waits. A part that is stopped gets the message when it continues, since the connection
-        to it is kept until a later message is not for that part. A part that has ended does not get the message."""
+        """Send ``message`` to other parts on this machine, which receive orders at the addresses ``parts``. Only one
+        thread may call this. The call never waits. A part that is stopped receives the message when it continues: its
+        connection is kept until a later call without its address. A part that has ended does not receive the
+        message."""
         data = self._codec.encode(message)
         for orders in self._parts.keys() - set(parts):
             self._parts.pop(orders).close(0)
@@ -205,9 +213,9 @@ class PartChannel:
             self._parts[orders].send(data, zmq.NOBLOCK)
 
     def answer(self, reader: str, message: Any) -> None:
-        """Send ``message`` to another process of this machine, which receives answers at the address ``reader``; one
-        thread may call this. It never waits, so that a process that is stopped holds nobody else up: the messages that
-        it has not read are kept. They are bounded by the requests that it has running."""
+        """Send ``message`` to another process on this machine, which receives answers at the address ``reader``. Only
+        one thread may call this. The call never waits, so a stopped process delays no other process: its unread
+        messages are kept. Their number is bounded by the number of requests that the process has running."""
         if reader not in self._readers:
             self._readers[reader] = _socket(self._context, zmq.PUSH)
             self._readers[reader].setsockopt(zmq.SNDHWM, 0)
@@ -215,7 +223,7 @@ class PartChannel:
         self._readers[reader].send(self._codec.encode(message), zmq.NOBLOCK)
 
     def forget_reader(self, reader: str) -> None:
-        """Drop the messages that the process at the address ``reader`` has not received, because it has died."""
+        """Discard all unread messages for the process at the address ``reader``, because the process has died."""
         if reader in self._readers:
             self._readers.pop(reader).close(0)
 
@@ -226,10 +234,9 @@ class PartChannel:
             self._to_self.send(data, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close the sockets. Messages that have not reached the controller yet are kept up to :data:`DELIVERY_MS` for
-        that."""
-        if self._far is not None:
-            self._far.stop_watching()
+        """Close the sockets. Undelivered messages to the controller are kept for up to :data:`DELIVERY_MS`."""
+        if self._remote is not None:
+            self._remote.stop_watching()
         with self._sending_to_self:
             self._to_self.close(0)
         self._orders.close(0)
@@ -239,22 +246,22 @@ class PartChannel:
 
 
 class ControllerChannel:
-    """The controller's end of the sockets of the part named ``part``. They are files in ``directory``; for a part on
-    another machine they are TCP ports at ``host``, an address of this machine that the other machine can reach.
-    ``receives`` is the union of the message types that the part may send. Raises
-    :class:`~headrace.base.errors.RunError` if the sockets cannot be made."""
+    """The controller's end of the sockets of the part named ``part``. For a part on this machine, the sockets are files
+    in ``directory``. For a part on another machine they are TCP ports at ``host``, an address of this machine that the
+    other machine can reach. ``receives`` is the union of the message types that the part may send. Raises
+    :class:`~headrace.base.errors.RunError` if the sockets cannot be created."""
 
     def __init__(self, directory: Path, part: str, receives: Any, *, host: str = "") -> None:
-        """Open both sockets. The arguments are described at the class; ``host`` is empty for a part on this machine."""
+        """Open both sockets. The class describes the arguments; ``host`` is empty for a part on this machine."""
         self._part = part
         self._codec = MessageCodec(receives)
         self._orders = _socket(_controller_context(), zmq.PUSH)
         self._reports = _socket(_controller_context(), zmq.PULL)
-        self._arrivals = _Arrivals(self._reports)
+        self._arrivals = _SocketReader(self._reports)
         self._unsent: deque[bytes] = deque()
         self._monitor: Any = None
-        self._breaks: _Arrivals | None = None
-        self._may_wait = MAX_QUEUED if host else 0  # a bound socket queues nothing for a peer that is not connected
+        self._breaks: _SocketReader | None = None
+        self._max_unsent = MAX_QUEUED if host else 0  # a bound socket has no queue for a peer that has not connected
         try:
             self.addresses = self._open_remote(host) if host else self._open_local(directory)
         except zmq.ZMQError as error:
@@ -266,16 +273,16 @@ class ControllerChannel:
 
     @property
     def local_orders(self) -> str:
-        """The address at which other parts of this machine send orders to the part; empty for a part on another
+        """The address at which other parts on this machine send orders to the part; empty for a part on another
         machine."""
         return "" if self.addresses.key else self.addresses.orders
 
     def send(self, message: Any) -> None:
-        """Queue the order ``message`` without waiting, also for a part that is still starting. Raises
-        :class:`~headrace.base.errors.RunError` if so many orders wait that the part must have stopped reading."""
+        """Queue the order ``message`` without waiting. The part may still be starting. Raises
+        :class:`~headrace.base.errors.RunError` if so many orders are queued that the part must have stopped reading."""
         self._unsent.append(self._codec.encode(message))
         self._flush()
-        if len(self._unsent) > self._may_wait:
+        if len(self._unsent) > self._max_unsent:
             raise RunError(
                 f"{self._part} has not read its last {MAX_QUEUED} messages",
                 remedy="look at its log in the run directory",
@@ -283,22 +290,22 @@ class ControllerChannel:
 
     async def receive(self) -> list[Any]:
         """Wait until the part has sent a message, and return all messages that have arrived, at most
-        :data:`MAX_AT_ONCE`. Raises :class:`~headrace.base.errors.RunError` for bytes that are not a message."""
+        :data:`MAX_AT_ONCE`. Raises :class:`~headrace.base.errors.RunError` for data that is not a message."""
         arrived = await self._arrivals.take()
         self._flush()
-        return [self._decoded(data) for data in arrived]
+        return [self._decode(data) for data in arrived]
 
     async def broken(self) -> None:
-        """Wait until a connection from another machine has broken: the part's own, or one that was refused because it
-        did not know the key."""
+        """Wait until a connection from another machine breaks. It may be the connection of the part, or a connection
+        that was refused because the other end did not know the key."""
         if self._monitor is None:
             self._monitor = self._reports.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._breaks = _Arrivals(self._monitor)
+            self._breaks = _SocketReader(self._monitor)
         assert self._breaks is not None
         await self._breaks.take()
 
     def close(self) -> None:
-        """Close the channel at once; messages in both directions that are still queued are lost."""
+        """Close the channel at once. Queued messages in both directions are lost."""
         if self._monitor is not None and self._breaks is not None:
             self._breaks.close()
             self._reports.disable_monitor()
@@ -309,8 +316,8 @@ class ControllerChannel:
 
     def _open_local(self, directory: Path) -> ChannelAddresses:
         """Open sockets in ``directory`` for a part on this machine, and return their addresses."""
-        # Each life of a part has sockets of its own, so that messages to an earlier life do not reach it.
-        addresses = local_addresses(directory, f"{self._part}.{next(_LIVES)}")
+        # A part that is started again has new sockets, so that it does not receive messages to its earlier process.
+        addresses = local_addresses(directory, f"{self._part}.{next(_CHANNEL_NUMBERS)}")
         self._orders.setsockopt(zmq.RECONNECT_IVL, RETRY_MS)  # the part binds its socket later
         self._orders.connect(addresses.orders)
         self._reports.bind(addresses.reports)
@@ -320,16 +327,16 @@ class ControllerChannel:
         """Open encrypted TCP sockets on the interface ``host`` of this machine, at free ports, for a part on another
         machine, and return their addresses."""
         key = require_key(self._orders, self._reports)
-        anywhere = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
-        bound: list[str] = []
+        address = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+        addresses: list[str] = []
         for socket in (self._orders, self._reports):
-            socket.setsockopt(zmq.IPV6, int("[" in anywhere))
-            socket.bind(anywhere)
-            bound.append(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
-        return ChannelAddresses(orders=bound[0], reports=bound[1], key=key)
+            socket.setsockopt(zmq.IPV6, int("[" in address))
+            socket.bind(address)
+            addresses.append(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+        return ChannelAddresses(orders=addresses[0], reports=addresses[1], key=key)
 
     def _flush(self) -> None:
-        """Send as many of the queued orders, in order, as the socket accepts without blocking."""
+        """Send queued orders, the oldest first, as long as the socket accepts them without blocking."""
         while self._unsent:
             try:
                 self._orders.send(self._unsent[0], zmq.NOBLOCK)
@@ -337,8 +344,8 @@ class ControllerChannel:
                 return
             self._unsent.popleft()
 
-    def _decoded(self, data: bytes) -> Any:
-        """Decode a message of the part. Raises :class:`~headrace.base.errors.RunError` if it is not one."""
+    def _decode(self, data: bytes) -> Any:
+        """Decode a message of the part. Raises :class:`~headrace.base.errors.RunError` if ``data`` is not a message."""
         try:
             return self._codec.decode(data)
         except msgspec.DecodeError as error:
@@ -348,14 +355,15 @@ class ControllerChannel:
 
 
 class AnswerListener:
-    """The socket at which a process of this machine receives the answers of all engines that it asks by itself.
-    ``receives`` is the type of these messages. Raises :class:`~headrace.base.errors.RunError` if it cannot be made."""
+    """The socket at which a process on this machine receives the answers of all engines to which it sends requests
+    directly, without the controller. ``receives`` is the type of these messages. Raises
+    :class:`~headrace.base.errors.RunError` if the socket cannot be created."""
 
     def __init__(self, address: str, receives: Any) -> None:
-        """Listen at ``address``. The socket belongs to the event loop that first receives."""
+        """Listen at ``address``. The first event loop that receives messages owns the socket."""
         self._codec = MessageCodec(receives)
         self._socket = _socket(_controller_context(), zmq.PULL)
-        self._arrivals = _Arrivals(self._socket)
+        self._arrivals = _SocketReader(self._socket)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -369,67 +377,68 @@ class AnswerListener:
         return [self._codec.decode(data) for data in await self._arrivals.take()]
 
     def close(self) -> None:
-        """Close the socket at once; messages that were not received are lost."""
+        """Close the socket at once. Messages that were not received are lost."""
         self._arrivals.close()
         self._socket.close(0)
 
 
 class DirectOrders:
-    """The end of a channel by which a process that is not the controller sends orders to an engine of its machine
-    (:class:`OrdersEnd`). What the engine answers comes to an :class:`AnswerListener`."""
+    """The end of a channel through which a process other than the controller sends orders to an engine on its machine
+    (:class:`OrdersEnd`). The engine sends its answers to an :class:`AnswerListener`."""
 
     local_orders = ""
-    """Always empty: weights are announced by the learner and the controller alone."""
+    """Always empty: only the learner and the controller announce weights."""
 
     def __init__(self, address: str) -> None:
-        """Send to the engine that receives orders at ``address``."""
+        """Connect to the engine that receives orders at ``address``."""
         self._codec = MessageCodec(Any)
         self._socket = _socket(_controller_context(), zmq.PUSH)
         self._socket.connect(address)
 
     def send(self, message: Any) -> None:
         """Queue the order ``message`` without waiting. Raises :class:`~headrace.base.errors.RunError` if
-        :data:`MAX_QUEUED` orders wait."""
+        :data:`MAX_QUEUED` orders are queued already."""
         try:
             self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             raise RunError(f"an engine has not read its last {MAX_QUEUED} orders", remedy="look at its log") from None
 
     async def receive(self) -> list[Any]:
-        """Return no messages, since the engine answers elsewhere."""
+        """Return no messages, because the engine sends its answers to an :class:`AnswerListener`."""
         return []
 
     def close(self) -> None:
-        """Close the socket at once; orders that are queued are lost."""
+        """Close the socket at once. Queued orders are lost."""
         self._socket.close(0)
 
 
 def require_key(*sockets: Any, max_bytes: int | None = None) -> str:
-    """Let sockets that will be bound accept only encrypted connections that know a new key, and return this key for the
-    other end (:func:`present_key`). A message may have at most ``max_bytes`` bytes; unset: :data:`MAX_BYTES`."""
+    """Make sockets that will be bound accept only encrypted connections whose other end knows a new key. Return this
+    key, for :func:`present_key` at the other end. A message may have at most ``max_bytes`` bytes; ``None`` means
+    :data:`MAX_BYTES`."""
     public, secret = zmq.curve_keypair()
     for socket in sockets:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        _between_machines(socket, max_bytes or MAX_BYTES)
+        _set_network_options(socket, max_bytes or MAX_BYTES)
     return public.decode()
 
 
 def present_key(socket: Any, address: str, key: str) -> None:
-    """Let a socket that will be connected to ``address`` prove that it knows ``key``, which :func:`require_key`
-    returned at the other end. A connection that breaks is not made again."""
+    """Make a socket that will be connected to ``address`` prove that it knows ``key``, which :func:`require_key`
+    returned at the other end. After the connection breaks, it is not opened again."""
     socket.setsockopt(zmq.IPV6, int("[" in address))
     public, secret = zmq.curve_keypair()
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
     socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
-    _between_machines(socket, MAX_BYTES)
+    _set_network_options(socket, MAX_BYTES)
 
 
 class _Connections:
-    """The two connections of a part to a controller on another machine, which are made once. When one of them breaks,
-    ``on_broken`` is called; by default it kills this process with everything it has started."""
+    """The two connections of a part to a controller on another machine. They are opened once. When one of them breaks,
+    ``on_broken`` is called; by default it kills this process and all processes of its group."""
 
     def __init__(
         self,
@@ -438,8 +447,8 @@ class _Connections:
         reports: zmq.Socket[bytes],
         on_broken: Callable[[], object] | None,
     ) -> None:
-        """Let the sockets prove the key of ``addresses`` and watch them, without connecting yet. ``orders`` and
-        ``reports`` are the part's sockets."""
+        """Prepare the part's sockets ``orders`` and ``reports`` to prove the key of ``addresses``, and start monitoring
+        them. The connections are not opened yet."""
         self._addresses = {addresses.orders: orders, addresses.reports: reports}
         self._on_broken = on_broken or _end_process_group
         for address, socket in self._addresses.items():
@@ -448,7 +457,7 @@ class _Connections:
         self._watching = threading.Thread(target=self._watch, daemon=True, name="connections")
 
     def connect(self) -> None:
-        """Make the connections. Raises :class:`~headrace.base.errors.RunError` if the controller cannot be reached."""
+        """Open the connections. Raises :class:`~headrace.base.errors.RunError` if the controller cannot be reached."""
         for (address, socket), monitor in zip(self._addresses.items(), self._monitors, strict=True):
             socket.connect(address)
             if not self._handshake_succeeded(monitor):
@@ -460,7 +469,7 @@ class _Connections:
         self._watching.start()
 
     def stop_watching(self) -> None:
-        """Stop watching the connections, because they are about to be closed on purpose."""
+        """Stop watching the connections before they are closed on purpose."""
         for socket in self._addresses.values():
             socket.disable_monitor()
         self._watching.join()
@@ -468,13 +477,13 @@ class _Connections:
             monitor.close(0)
 
     def _handshake_succeeded(self, monitor: zmq.Socket[bytes]) -> bool:
-        """Wait up to :data:`CONNECT_S` for the handshake of a connection, which ``monitor`` reports; return whether
-        both ends have proved their identity."""
+        """Wait up to :data:`CONNECT_S` for the handshake of a connection, which ``monitor`` reports. Return whether
+        both ends have proved their identity in that time."""
         clock = RealClock()
         deadline_s = clock.now() + CONNECT_S
         while (left_s := deadline_s - clock.now()) > 0:
             if monitor.poll(int(left_s * 1000)):
-                return _event(monitor) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                return _receive_event(monitor) == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return False
 
     def _watch(self) -> None:
@@ -483,47 +492,49 @@ class _Connections:
         poller = zmq.Poller()
         for monitor in self._monitors:
             poller.register(monitor, zmq.POLLIN)
-        events = [_event(monitor) for monitor, _ in poller.poll()]
+        events = [_receive_event(monitor) for monitor, _ in poller.poll()]
         if zmq.EVENT_MONITOR_STOPPED not in events:
             self._on_broken()
 
 
-def _event(monitor: zmq.Socket[bytes]) -> int:
-    """Wait for the next event that ``monitor`` reports of its connection, and return zmq's number for it."""
+def _receive_event(monitor: zmq.Socket[bytes]) -> int:
+    """Wait for the next event of the connection that ``monitor`` monitors, and return zmq's number for the event."""
     return int(parse_monitor_message(monitor.recv_multipart())["event"])
 
 
 def _end_process_group() -> None:
-    """Kill this process and all processes of its group at once: the default when the connection to the controller
-    breaks, since no order would reach this part any more."""
-    sys.stderr.write("the connection to the controller is broken: this process addresses\n")
+    """Kill this process and all processes of its group at once. This is the default when the connection to the
+    controller breaks, because the part cannot receive orders any more."""
+    sys.stderr.write("the connection to the controller is broken: this process ends\n")
     sys.stderr.flush()
     os.killpg(0, signal.SIGKILL)
 
 
-class _Arrivals:
-    """The messages that arrive at one zmq socket, for one task of the event loop. It does what ``zmq.asyncio`` does, at
-    a fifth of the cost for each message, which counts where a thousand engines send to one process."""
+class _SocketReader:
+    """The messages that arrive at one zmq socket, for one task of the event loop. It replaces ``zmq.asyncio`` at a
+    fifth of the cost per message. The cost matters if a thousand engines send to one process."""
 
     def __init__(self, socket: Any) -> None:
-        """Make the arrivals of ``socket``. The event loop watches the socket once a task takes messages."""
+        """Create a reader of ``socket``. The event loop watches the socket after the first call of :meth:`take`."""
         self._socket = socket
         self._fd: int = socket.FD
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrived: list[bytes] = []
-        self._any = asyncio.Event()
+        self._has_messages = asyncio.Event()
 
     async def take(self) -> list[bytes]:
-        """Wait until messages have arrived, and return them, at most :data:`MAX_AT_ONCE`. Other tasks run before."""
+        """Wait until messages have arrived, and return them, at most :data:`MAX_AT_ONCE`. Other tasks of the event loop
+        run first."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._fd, self._receive)
+        # zmq signals only changes, so messages may already be waiting without a signal
         self._receive()
-        if self._any.is_set():
+        if self._has_messages.is_set():
             await asyncio.sleep(0)
         else:
-            await self._any.wait()
-        self._any.clear()
+            await self._has_messages.wait()
+        self._has_messages.clear()
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -534,7 +545,8 @@ class _Arrivals:
         self._loop = None
 
     def _receive(self) -> None:
-        """Receive what has arrived. While messages wait that no task has taken, the socket is not watched."""
+        """Receive messages from the socket, at most :data:`MAX_AT_ONCE`. If this limit is reached, the socket is not
+        watched until :meth:`take` returns the messages."""
         try:
             while len(self._arrived) < MAX_AT_ONCE:
                 self._arrived.append(self._socket.recv(zmq.NOBLOCK))
@@ -543,21 +555,21 @@ class _Arrivals:
         else:
             self.close()
         if self._arrived:
-            self._any.set()
+            self._has_messages.set()
 
 
 @cache
 def _controller_context() -> zmq.Context[Any]:
-    """Return the context of all controller's ends in this process. Each context has threads of its own, so that one for
-    each of a thousand parts would take seconds to start."""
+    """Return the zmq context that all controller ends in this process share. A context has threads of its own, so that
+    a thousand contexts would take seconds to start."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     return context
 
 
 def _socket(context: Any, kind: int) -> Any:
-    """Return a new socket of this ``kind`` (``zmq.PUSH`` or ``zmq.PULL``) with queues of :data:`MAX_QUEUED` messages,
-    which discards unsent messages when it is closed."""
+    """Return a new socket of type ``kind`` (``zmq.PUSH`` or ``zmq.PULL``) with queues of :data:`MAX_QUEUED` messages.
+    It discards unsent messages when it is closed."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
@@ -565,9 +577,9 @@ def _socket(context: Any, kind: int) -> Any:
     return socket
 
 
-def _between_machines(socket: Any, max_bytes: int) -> None:
-    """Set the longest message, in bytes, that a socket accepts from another machine, and the heartbeats that detect a
-    lost connection."""
+def _set_network_options(socket: Any, max_bytes: int) -> None:
+    """Configure ``socket`` for connections between machines: the longest message that it accepts, in bytes, and the
+    heartbeats that detect a lost connection."""
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_S * 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_S * 1000)

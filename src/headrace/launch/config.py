@@ -1,5 +1,5 @@
-"""The settings of the launch (the table ``[launch]`` of a run file), and the contract of a launcher that they name. A
-*part* of a run is one of its processes: an engine, a rank of the learner, a scoring or environment worker."""
+"""The settings of the launch (the table ``[launch]`` of a run file), and the contract of a launcher, which the settings
+name. A *part* of a run is one of its processes: an engine, a rank of the learner, a scoring or environment worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.sync import SyncConfig
 
 INVITATION_FILE = "join.json"
-"""The file in the run's directory that another machine needs to join; it exists while the run accepts machines."""
+"""The file in the run's directory that another machine needs to join. It exists as long as the run accepts machines."""
 Amount = Annotated[float, Field(ge=0)]
 """An amount of a resource, at least 0."""
 
@@ -36,12 +36,12 @@ class ResourceShare(Section):
     cpus: Amount = 1.0
     """Number of cores; may be a fraction."""
     gpus: int = Field(default=0, ge=0, le=64)
-    """The number of GPUs of its own, all of one machine: 1 for a rank of the learner, ``engine.tensor`` times
-    ``engine.pipeline`` for an engine; 0: the part computes on processors."""
+    """The number of GPUs for this part alone, all on one machine: 1 for a rank of the learner, ``engine.tensor`` times
+    ``engine.pipeline`` for an engine. 0: the part computes on processors."""
     memory_gb: Amount = 0.0
-    """Memory in GB; 0: the cluster does not count its memory."""
+    """Memory in GB; 0: the cluster does not reserve memory."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Amounts of the cluster's own resources, by name: ``{ "big_disk" = 1 }``."""
+    """Amounts of resources that the cluster defines itself, by name: ``{ "big_disk" = 1 }``."""
 
     def __str__(self) -> str:
         """Return the resources in words, for messages to the user.
@@ -56,8 +56,8 @@ class ResourceShare(Section):
 
 
 class WorkerShare(ResourceShare):
-    """The resources that a scoring or environment worker requests from a cluster. By default it requests none, because
-    it mostly waits, and runs on cores that other parts leave free."""
+    """The resources that a scoring or environment worker requests from a cluster. By default it requests none: a worker
+    waits most of the time, and uses cores that other parts leave free."""
 
     cpus: Amount = 0.0
     """Number of cores that the cluster reserves for the worker; may be a fraction. 0: it reserves none."""
@@ -67,17 +67,18 @@ class RayConfig(Section):
     """The address of a Ray cluster, and the resources that each part requests from it."""
 
     address: str = "auto"
-    """The cluster's address, in the form that ``ray.init`` takes. ``auto``: the cluster that this machine, or this job,
-    belongs to; ``local``: a new cluster on this machine."""
+    """The cluster's address, in the form that ``ray.init`` accepts. ``auto``: the cluster that this machine, or this
+    job, belongs to; ``local``: a new cluster on this machine."""
     engine: ResourceShare = ResourceShare()
-    """The resources of each engine, including the engines of teachers and of agents with weights of their own."""
+    """The resources of each engine, including engines of teachers and of agents that have their own weights."""
     learner: ResourceShare = ResourceShare()
     """The resources of each rank of the learner."""
     scorer: WorkerShare = WorkerShare()
-    """The resources of each scoring worker. Now and then one more than ``workers`` is started: leave room for it."""
+    """The resources of each scoring worker. At times one worker more than ``workers`` runs, so the cluster needs
+    resources for it."""
     environment: WorkerShare = WorkerShare()
-    """The resources of each environment worker. Now and then up to four more than ``env.workers`` are started: leave
-    room for them."""
+    """The resources of each environment worker. At times up to four workers more than ``env.workers`` run, so the
+    cluster needs resources for them."""
     placement: Literal["pack", "spread"] = "pack"
     """``pack``: engines and ranks run on as few nodes as possible; ``spread``: on as many as possible."""
 
@@ -95,34 +96,35 @@ class RayConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterLaunch:
-    """The functions of a launcher that may start parts of a run on other machines than the controller's."""
+    """The functions of a launcher that can start parts of a run on other machines than the controller's machine."""
 
     refuse: Callable[[LaunchConfig, FleetConfig, LearnerConfig, SyncConfig], None]
-    """Checks the settings, and raises :class:`~headrace.base.errors.ConfigError` for those that cannot be used when
-    parts run on other machines."""
+    """Raises :class:`~headrace.base.errors.ConfigError` for settings that cannot be used when parts run on other
+    machines."""
     devices: Callable[[LaunchConfig, int, int], Devices]
-    """Returns the devices that the engines and the ranks of the learner compute on, given the number of engines and the
-    number of ranks. Raises :class:`~headrace.base.errors.ConfigError` if something that the launcher needs is not
+    """Returns the devices on which the engines and the ranks of the learner compute, given the number of engines and
+    the number of ranks. Raises :class:`~headrace.base.errors.ConfigError` if a package that the launcher needs is not
     installed."""
     threads: Callable[[LaunchConfig, str], int]
-    """Returns the number of cores that each part of the given role (``engine`` or ``learner``) computes with."""
+    """Returns the number of cores on which each part with the given role (``engine`` or ``learner``) computes."""
     sentence: Callable[[LaunchConfig, int, int], str]
-    """Returns a sentence for the user that describes the resources which the parts request from the cluster, given the
-    number of engines and the number of ranks of the learner."""
+    """Returns a sentence for the user about the resources that the parts request from the cluster, given the number of
+    engines and the number of ranks of the learner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """A way to start the processes of a run, which ``launch.kind`` chooses by its name.
+    """A way to start the processes of a run. ``launch.kind`` selects one by name.
 
-    A package offers one with a line of its ``pyproject.toml``, ``[project.entry-points."headrace.launchers"]``.
+    A package provides a launcher through an entry point in its ``pyproject.toml``,
+    ``[project.entry-points."headrace.launchers"]``.
     """
 
     starting: Callable[[Any], AbstractAsyncContextManager[Any]]
-    """Opens a :class:`~headrace.launch.child.Starter` for a :class:`~headrace.launch.order.LaunchOrder`, as a context
-    manager. Resources that it holds on other machines are released after the body."""
+    """Returns a context manager that opens a :class:`~headrace.launch.child.Starter` for a
+    :class:`~headrace.launch.order.LaunchOrder`. Its resources on other machines are released after the body."""
     cluster: ClusterLaunch | None = None
-    """The functions for other machines; ``None`` where every process is on this machine."""
+    """The functions for other machines; ``None`` if every process is on this machine."""
     engine_room: Callable[[Any, tuple[str, ...]], Awaitable[None]] | None = None
     """Checks whether engines with the given names can be added while a run goes on, given the starter that ``starting``
     has opened, and raises :class:`~headrace.base.errors.ConfigError` if there is no room for them. Their processes are
@@ -130,10 +132,10 @@ class Launcher:
 
 
 def _problem(made: Any) -> str | None:
-    """Return why the object ``made`` that an installed package offers is not a launcher, in words that follow its name;
-    ``None`` if it is one. The registry calls this for each launcher that it loads."""
-    named = type(made).__name__
-    return None if isinstance(made, Launcher) else f"is a {named}, not a headrace.launch.config.Launcher"
+    """Return why the object ``made`` of an installed package is not a launcher, in words that follow its name; ``None``
+    if it is a launcher. The registry calls this function for each launcher that it loads."""
+    kind = type(made).__name__
+    return None if isinstance(made, Launcher) else f"is a {kind}, not a headrace.launch.config.Launcher"
 
 
 LAUNCHERS = Registry[Launcher](
@@ -142,52 +144,55 @@ LAUNCHERS = Registry[Launcher](
     rows={"local": "headrace.launch.starters:LOCAL"},
     check=_problem,
 )
-"""The launchers that ``launch.kind`` can name."""
+"""The launchers that ``launch.kind`` can select, by name."""
 
 
 class LaunchConfig(Section):
-    """The settings that say where the parts of a run run, and how the cores are divided between them."""
+    """The settings that determine where the parts of a run are started, and how the cores are divided between them."""
 
     kind: Annotated[str, NameOf(LAUNCHERS)] = "local"
     """``local``: all parts are processes of this machine: the controller, engines, one learner or its ranks, workers.
-    ``ray``: the controller runs here, and all other parts where a Ray cluster has room for them. Other names are
+    ``ray``: the controller runs here, and all other parts run where a Ray cluster has free resources. Other names are
     launchers of installed packages."""
     ray: RayConfig = RayConfig()
-    """The cluster, and the resources that each part requests from it. Only with ``kind = "ray"``."""
+    """The address of the cluster, and the resources that each part requests from it. Only with ``kind = "ray"``."""
     engine_threads: int | None = Field(default=None, ge=1)
-    """Number of cores that all engines together compute with, at least one for each; unset: half of the machine's
-    cores. Only with ``kind = "local"``."""
+    """Number of cores on which all engines together compute, at least one for each; unset: half of the machine's cores.
+    Only with ``kind = "local"``."""
     learner_threads: int | None = Field(default=None, ge=1)
-    """Number of cores that all ranks of the learner together compute with; unset: half of the machine's cores. Only
-    with ``kind = "local"``."""
+    """Number of cores on which all ranks of the learner together compute; unset: half of the machine's cores. Only with
+    ``kind = "local"``."""
     lend_cores: bool = False
-    """Whether a part that waits lends its cores to parts that compute: an engine while it has nothing to sample, the
-    learner until its next batch. A part borrows only while it measures a gain. This works only between processors of
-    one machine, and a run that lends cores cannot be replayed bit for bit."""
+    """Whether a part that waits lends its cores to parts that compute: an engine while it has no sequence to sample,
+    the learner until its next batch. A part borrows cores only while it measures a gain. This works only for processors
+    of one machine. A run that lends cores cannot be replayed bit for bit."""
     join: str = ""
-    """``ADDRESS:PORT`` of this machine, at which others may join the run with workers for its environments: see
-    ``headrace join``. Only with ``kind = "local"``, and an environment that runs in workers."""
+    """``ADDRESS:PORT`` of this machine, at which other machines may join the run with workers for its environments: see
+    ``headrace join``. Only with ``kind = "local"`` and an environment that runs in workers."""
     rollouts: int = Field(default=0, ge=0, le=64)
-    """Number of rollout shards: processes of this machine that run the episodes of training, each with ``env.workers``
-    workers of its own if the environment runs in workers. 0: they run in the controller. The seeds do not depend on
-    it. With shards, the chunks of answers do not pass through the controller, which may be too slow for a thousand
-    engines, or for the messages of many agents. Evaluations stay in the controller. Only with ``kind = "local"``."""
+    """Number of rollout shards: processes of this machine that run the episodes of training. Each has ``env.workers``
+    workers of its own if the environment runs in workers. 0: the episodes run in the controller. The seeds do not
+    depend on this setting. With shards, the chunks of answers do not pass through the controller, which may be too slow
+    for a thousand engines, or for the messages of many agents. Evaluations stay in the controller. Only with ``kind =
+    "local"``."""
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds that a part may take to load its model and report; and, before that, to find room in a cluster."""
+    """Seconds that a part may take to load its model and report that it is ready. On a cluster, also the seconds that a
+    part may wait for free resources before it starts."""
     engine_restarts: int = Field(default=3, ge=0)
-    """Number of times that engines which died are started again within ten minutes; rollout shards are as often. The
-    next death ends the run; with 0, every death does."""
+    """Number of times within ten minutes that engines which died are started again; the same number applies to rollout
+    shards. The next death ends the run; with 0, every death does."""
     learner_restarts: int = Field(default=0, ge=0)
     """Number of times that a run continues by itself from its last snapshot when its learner, or a rank of it, has
     died. All parts are started again, and answers continue from the tokens that had been streamed. The next death ends
     the run; with 0, every death does."""
     engine_silence_s: float = Field(default=60.0, gt=0)
-    """Seconds after which an engine that has sequences and sends nothing, or that is stopped (SIGSTOP, a debugger) and
-    owes the answer to an order, is killed and started again; not used with ``engine_restarts = 0``."""
+    """Seconds after which a silent engine is killed and started again. An engine is silent if it has sequences and
+    sends nothing, or if it is stopped (SIGSTOP, a debugger) and has not answered an order. Not used with
+    ``engine_restarts = 0``."""
 
     @model_validator(mode="after")
-    def _others_can_join(self) -> Self:
-        """Refuse a ``join`` that is not an address of this machine at which others can join."""
+    def _join_address_is_usable(self) -> Self:
+        """Refuse a ``join`` that is not an address of this machine at which other machines can join."""
         if not self.join:
             return self
         if self.remote:
@@ -207,10 +212,10 @@ class LaunchConfig(Section):
         except ConfigError as error:
             raise ConfigError(f"launch.join={error.problem}", remedy=error.remedy) from None
         try:
-            unnamed = ip_address(host).is_unspecified
+            is_unusable = ip_address(host).is_unspecified
         except ValueError:
-            unnamed = True
-        if unnamed:
+            is_unusable = True
+        if is_unusable:
             raise ConfigError(
                 f"launch.join={self.join!r}: {host} is not the address of one machine, in numbers",
                 remedy="write the address by which the others reach this one, as in 10.0.0.5:7781",
@@ -254,12 +259,12 @@ class LaunchConfig(Section):
 
     @property
     def cluster(self) -> ClusterLaunch | None:
-        """The launcher's functions for other machines; ``None`` where every part is on this machine."""
+        """The launcher's functions for other machines; ``None`` if every part is on this machine."""
         return LAUNCHERS.load(self.kind).cluster
 
     def threads(self, role: Literal["engine", "learner"], count: int, num_cores: int) -> int:
-        """Return the number of cores that each of ``count`` parts of a role computes with, on a machine with
-        ``num_cores`` cores; at least 1. On a cluster, it is what each part requests there.
+        """Return the number of cores on which each of ``count`` parts with the role ``role`` computes, on a machine
+        with ``num_cores`` cores; at least 1. On a cluster, it is the number of cores that each part requests.
 
         >>> LaunchConfig(engine_threads=4).threads("engine", 2, 8)
         2
@@ -271,8 +276,8 @@ class LaunchConfig(Section):
 
 
 def threads(setting: int | None, num_cores: int) -> int:
-    """Return how many cores all parts of a role compute with: ``setting``, or half of ``num_cores`` (at least 1) where
-    it is ``None``.
+    """Return the number of cores on which all parts of a role together compute: ``setting``, or half of ``num_cores``
+    (at least 1) if ``setting`` is ``None``.
 
     >>> threads(None, 8), threads(3, 8), threads(None, 1)
     (4, 3, 1)

@@ -1,8 +1,8 @@
-"""The contract of the endpoint at which programs reach their episodes over HTTP, and the registry of endpoints.
+"""The contract of an endpoint at which programs reach their episodes over HTTP, and the registry of endpoints.
 
-A *program* is an agent that an environment starts, for example a coding agent: it asks the model through the endpoint,
-with a key of its own episode. An endpoint speaks the protocols that agents know. :mod:`headrace.wings.agents` has one
-for OpenAI's and Anthropic's protocols.
+A *program* is an agent that an environment starts, for example a coding agent. It sends its requests for answers of the
+model to the endpoint, with the key of its own episode. An endpoint implements the protocols that such agents use.
+:mod:`headrace.wings.agents` contains an endpoint for OpenAI's and Anthropic's protocols.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from headrace.rollout.environments.base import OpenEpisode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenAddress:
-    """The address at which an endpoint listens, at a free port, and the certificate with which it encrypts."""
+    """The address at which an endpoint listens, on a free port, and the certificate for TLS."""
 
     host: str = "127.0.0.1"
-    """An address of this machine, by which the programs can reach it."""
+    """An address of this machine that the programs can reach."""
     tls_certificate: str = ""
     """Path of a PEM file with the certificate; empty: without TLS."""
     tls_key: str = ""
-    """Path of a PEM file with the certificate's key."""
+    """Path of a PEM file with the certificate's private key."""
 
 
 HERE = ListenAddress()
-"""The address that only programs of this machine can reach, without TLS."""
+"""The loopback address without TLS: only programs on this machine can reach it."""
 
 
 class EpisodeAccess(Protocol):
-    """The address and the key by which a program reaches its episode."""
+    """The address and the key with which a program reaches its episode."""
 
     last_refusal: str
-    """The reason why the latest request was refused; empty if no request was."""
+    """The reason why the latest request was refused; empty if no request was refused."""
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """The environment variables in which clients look for the address and the key."""
+        """The environment variables from which clients read the address and the key."""
         ...
 
 
 class EpisodeEndpoint(Protocol):
-    """An endpoint that listens for the HTTP requests of programs. The pool of environment workers uses it."""
+    """An endpoint that accepts the HTTP requests of programs. The pool of environment workers uses it."""
 
     def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[EpisodeAccess]:
-        """Let programs reach ``episode`` within the context, which has the address and the key for them. Afterwards the
-        episode is complete: its key is refused, and none of its requests runs."""
+        """Let programs reach ``episode`` within the returned context, which provides the address and the key for them.
+        When the context has ended, the key is refused and no request of the episode is running."""
         ...
 
 
 class OpenEndpoint(Protocol):
-    """A function that opens an endpoint, which listens within the context that is returned."""
+    """A function that opens an endpoint. The endpoint listens within the returned context."""
 
     def __call__(
         self,
@@ -67,9 +67,9 @@ class OpenEndpoint(Protocol):
         agents: frozenset[str] = frozenset(),
         at: ListenAddress = HERE,
     ) -> AbstractAsyncContextManager[EpisodeEndpoint]:
-        """Listen at ``at``. The policy samples with the parameters ``sampling``, whatever requests say; ``warn`` is
-        called with a text once for each parameter in which they differ. A request whose model is the name of one of
-        ``agents`` is answered by that agent."""
+        """Listen at ``at``. The policy always samples with the parameters ``sampling``, even if requests contain
+        others; ``warn`` then receives a text, once for each parameter that differs. A request whose model is the name
+        of one of ``agents`` is answered by that agent."""
         ...
 
 
@@ -78,12 +78,12 @@ ENDPOINTS = Registry[OpenEndpoint](
     setting="the endpoint",
     check=lambda made: None if callable(made) else "cannot be called",
 )
-"""The endpoints that are installed, by name."""
+"""The installed endpoints, by name."""
 
 
 def open_endpoint() -> OpenEndpoint:
-    """Return the function that opens the endpoint ``agents``, which the package of agents registers.
+    """Return the function that opens the endpoint named ``agents``, which the package of agents registers.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if it is not installed.
+    Raises :class:`~headrace.base.errors.ConfigError` if no such endpoint is installed.
     """
     return ENDPOINTS.load("agents")

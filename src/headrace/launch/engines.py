@@ -1,16 +1,16 @@
-"""The supervisor of a run's engines: it starts and watches them, and starts an engine that died again while the budget
-of restarts allows.
+"""The supervisor of a run's engines: it starts and watches them, and restarts an engine that has died, as long as the
+number of restarts allows it.
 
     start ──▶ loading ──ready──▶ joins the fleet ──the newest weights──▶ serves
       ▲                                                                     │ it dies; or it is silent and is killed
       └─────────── within launch.engine_restarts ───────────────────────────┘ beyond: the run ends, resumable
 
-An engine is silent when it has sequences and sends nothing, or when it is stopped (SIGSTOP, a debugger) and owes the
-answer to an order; either is allowed for ``launch.engine_silence_s``.
+An engine is *silent* if it has sequences and sends nothing, or if it is stopped (SIGSTOP, a debugger) and has not
+answered an order. It is killed after ``launch.engine_silence_s`` seconds of silence.
 
-The sequences of a dead engine continue on other engines, or wait for its restart, and the learner notices nothing. An
-engine that lives but does not receive new weights is left alone: it finishes its sequences, and serves again when a
-later version has reached it.
+The sequences of a dead engine continue on other engines, or wait for its restart. The learner is not affected. An
+engine that is alive but does not receive new weights is not restarted: it finishes its sequences, and serves again
+after it has received a later version.
 
 Engines are added and removed while the run goes on (:mod:`headrace.launch.resizing` decides which):
 
@@ -35,11 +35,11 @@ from headrace.launch.supervision import Outage, SupervisionConfig, Supervisor
 DRAIN_TICK_S = 0.1
 """Seconds between two checks whether an engine that is being removed has ended its sequences."""
 DEATH_KNOWN_S = 3.0
-"""Seconds after which it is known whether an engine that weights did not reach is dead."""
+"""Seconds after which it is certain whether an engine that did not receive weights is dead."""
 
 
 def engine_names(count: int) -> tuple[str, ...]:
-    """Return the names of a run's ``count`` engines, by which their processes and log files are known.
+    """Return the names of a run's ``count`` engines. They are also the names of the engines' log files.
 
     >>> engine_names(1), engine_names(2)
     (('engine',), ('engine-0', 'engine-1'))
@@ -48,20 +48,20 @@ def engine_names(count: int) -> tuple[str, ...]:
 
 
 class Engines(Supervisor):
-    """The supervisor of the engine processes ``names`` of a run. ``start`` starts the process of a name. Through
-    :attr:`fleet` the rest of the controller uses the engines as one."""
+    """The supervisor of the engine processes ``names`` of a run. ``start`` starts the process with a given name. The
+    rest of the controller uses all engines together through :attr:`fleet`."""
 
     def __init__(
         self, start: Callable[[str], Awaitable[Child]], names: Sequence[str], config: SupervisionConfig, clock: Clock
     ) -> None:
-        """Make the supervisor; no process is started yet. The arguments are described at
-        :class:`~headrace.launch.supervision.Supervisor`."""
+        """Create the supervisor without starting a process. :class:`~headrace.launch.supervision.Supervisor` describes
+        the arguments."""
         super().__init__(start, names, config, clock)
         end = self.order_kill if config.restarts else None
         self.fleet = Fleet(clock, size=len(self.names), rolling=config.rolling, end=end)
 
     async def watch(self) -> None:
-        """Have engines killed that have sequences and are silent for too long; this ends only by cancellation."""
+        """Kill engines that have sequences and are silent for too long. This ends only by cancellation."""
         await self.fleet.watch(self._config.silence_s)
 
     async def wait_until_complete(self) -> None:
@@ -69,18 +69,18 @@ class Engines(Supervisor):
         await self.fleet.wait_until_complete()
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses of the present engines to which a learner sends weights; none if the engines fetch
-        them."""
+        """Return the addresses at which the present engines receive weights from a learner; empty if the engines fetch
+        weights themselves."""
         return self.fleet.addresses(self.fleet.names)
 
     def lacking(self, version: int) -> tuple[str, ...]:
-        """Return the addresses to which weights are sent of the engines that have not staged ``version``."""
+        """Return the weight addresses of the engines that have not staged ``version``."""
         return self.fleet.addresses(self.fleet.lacking(version))
 
     def in_step(self) -> dict[str, str]:
         """Return the engines to which the learner may announce its next version directly, because they use the newest
-        one: for each, the address at which it receives orders on this machine, and the address to which weights are
-        sent to it. Engines on other machines are left out."""
+        version. Keys are the addresses at which the engines receive orders on this machine; values are the addresses at
+        which they receive weights. Engines on other machines are left out."""
         peers = [self.client(name) for name in self.fleet.in_step()]
         return {peer.orders_address: peer.weights_address for peer in peers if peer.orders_address}
 
@@ -90,20 +90,20 @@ class Engines(Supervisor):
         return mode if self.fleet.commits_when_staged(mode) else None
 
     def client(self, name: str) -> EngineClient:
-        """Return the client of the present process of the engine ``name``."""
+        """Return the client of the current process of the engine ``name``."""
         peer = self.children[name].peer
         assert isinstance(peer, EngineClient)
         return peer
 
     async def serve(self, child: Child, outage: Outage | None) -> None:
-        """Let the engine of a new process join the fleet, then report each time it misses a version and serves
-        again."""
+        """Add the engine of a new process to the fleet. Then report each time the engine misses a version and each time
+        it serves again."""
         engine = self.client(child.role)
         self.fleet.join(child.role, engine, version=self._config.version, address=engine.weights_address)
         while True:
             why, since_s = await self.fleet.wait_until_settled(child.role), self.clock.now()
             if why:
-                await asyncio.sleep(DEATH_KNOWN_S)  # a dead engine would be reported as one that lives
+                await asyncio.sleep(DEATH_KNOWN_S)  # otherwise a dead engine would be reported as alive
                 why = await self.fleet.wait_until_settled(child.role)
             if why:
                 outage = self._record_missed_version(child.role, why, since_s, outage)
@@ -115,7 +115,7 @@ class Engines(Supervisor):
             await self.fleet.wait_until_missed(child.role)
 
     def leave(self, name: str) -> int:
-        """Remove the engine ``name`` from the fleet, and return the number of its sequences."""
+        """Remove the engine ``name`` from the fleet, and return the number of sequences that it had."""
         return self.fleet.leave(name)
 
     @property
@@ -175,8 +175,8 @@ class Engines(Supervisor):
         self.fleet.resize(len(self.names) - len(self._additions))
 
     def _record_missed_version(self, name: str, why: str, since_s: float, outage: Outage | None) -> Outage:
-        """Report that new weights do not reach the engine ``name``, for the reason ``why``, since ``since_s``. Return
-        ``outage``, if one had not ended yet, else a new one."""
+        """Report that the engine ``name`` has not received new weights since ``since_s``, for the reason ``why``.
+        Return the current ``outage``, or a new one if ``outage`` is ``None``."""
         cause, load = f"{name} gets no new weights: {why}", self.fleet.load(name)
         self.report(Recovery(part=name, cause=cause, seconds=None, carried_over=load, lives=True))
         return outage or Outage(cause=cause, since_s=since_s, carried_over=load)

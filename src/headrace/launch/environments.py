@@ -1,5 +1,5 @@
-"""The environment of a run, as the launcher sets it up: a plain prompt and answer, which needs no process, or user code
-in worker processes. The *order* is the record of settings that a session gives the launcher for a run."""
+"""The environment of a run as the launcher prepares it: the single turn, which needs no process, or user code in worker
+processes. The *order* is the record of settings that a session passes to the launcher for a run."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def environment_start(env: EnvConfig) -> EnvironmentStart:
 
 
 def environment_pool(processes: Processes) -> EnvPool | None:
-    """Return the pool of the environment's workers that belong to the controller, which are not started yet; ``None``
-    for an environment that needs none."""
+    """Return the controller's pool of environment workers; ``None`` if the environment needs no workers. The workers
+    are not started yet."""
     order, env = processes.order, processes.order.env
     if not env.remote:
         return None
-    joined = host_and_port(order.launch.join)[0] if order.launch.join else ""
+    join_host = host_and_port(order.launch.join)[0] if order.launch.join else ""
     return make_pool(
         env,
         processes.start_environment,
         start_timeout_s=order.launch.start_timeout_s,
         warn=lambda text: order.on_event(Event(wall_s=0.0, text=text, level="warning")),
-        listening=endpoint_of(env, order.sampling, order.agent_names, joined or processes.starter.host_address),
+        listening=endpoint_of(env, order.sampling, order.agent_names, join_host or processes.starter.host_address),
     )
 
 
@@ -62,9 +62,9 @@ def make_pool(
     warn: Callable[[str], None],
     listening: Listening | None,
 ) -> EnvPool:
-    """Return a pool of workers for the environment ``env``, which are not started yet. ``start_worker`` starts one,
-    which may take ``start_timeout_s`` seconds. ``warn`` receives warnings for users, and ``listening`` opens the
-    endpoint for programs, if there is one."""
+    """Return a pool of workers for the environment ``env``. The workers are not started yet. ``start_worker`` starts
+    one worker, which may take ``start_timeout_s`` seconds. ``warn`` receives warnings for users. ``listening`` opens
+    the endpoint for programs, or is ``None`` if programs need none."""
     config = EnvPoolConfig(
         num_workers=env.workers,
         concurrency=env.episodes_at_once,
@@ -76,9 +76,9 @@ def make_pool(
 
 
 def endpoint_of(env: EnvConfig, sampling: Sampling, agents: frozenset[str], host: str) -> Listening | None:
-    """Return the function that opens the endpoint at which programs reach their episodes; ``None`` for environments
-    without one. It listens at ``env.host``, or else at ``host``, the address by which the programs reach this machine.
-    ``agents`` are the names that programs may ask for."""
+    """Return the function that opens the endpoint at which programs reach their episodes; ``None`` if the environment
+    has no endpoint. The endpoint listens at ``env.host``, or at ``host`` if that is unset; ``host`` is the address at
+    which the programs reach this machine. ``agents`` are the agent names that programs may use as model names."""
     if not env.has_endpoint:
         return None
     at = ListenAddress(host=env.host or host, tls_certificate=env.tls_certificate, tls_key=env.tls_key)
@@ -87,7 +87,7 @@ def endpoint_of(env: EnvConfig, sampling: Sampling, agents: frozenset[str], host
 
 
 def episode_limits(order: LaunchOrder) -> EpisodeLimits:
-    """Return the limits of one episode (tokens, turns, tool calls) from the settings of the run."""
+    """Return the budgets of one episode (tokens, turns, tool calls) from the settings of the run."""
     env = order.env
     return EpisodeLimits(
         max_context=order.max_context,
@@ -98,7 +98,7 @@ def episode_limits(order: LaunchOrder) -> EpisodeLimits:
 
 
 class JoinServer(Protocol):
-    """The server at which other machines join a run, with workers for its environment."""
+    """The server through which other machines join a run with workers for its environment."""
 
     async def admit(
         self,
@@ -106,13 +106,13 @@ class JoinServer(Protocol):
         start: EnvironmentStart,
         start_worker: Callable[[EnvironmentStart, Starter], Awaitable[Child]],
     ) -> None:
-        """Accept machines, and let ``pool`` use their workers; this ends only by cancellation. ``start`` has the
-        settings of a worker, and ``start_worker`` starts one on a machine that the given starter stands for."""
+        """Accept machines, and add their workers to ``pool``. This ends only by cancellation. ``start`` contains the
+        settings of a worker. ``start_worker`` starts one worker on the machine that the given starter represents."""
         ...
 
 
 JOINING = Registry[Callable[[LaunchOrder, Rendezvous], AbstractAsyncContextManager[JoinServer | None]]](
     group="headrace.joining", setting="launch.join"
 )
-"""The functions that open the :class:`JoinServer` of a run with ``launch.join``. The one row, ``machines``, comes from
-the wing that implements it."""
+"""The functions that open the :class:`JoinServer` of a run with ``launch.join``. The wing that implements the server
+registers its only row, ``machines``."""

@@ -1,19 +1,19 @@
-"""The controller's side of the fork server: one process that has imported the heavy libraries, and from which parts are
-forked.
+"""The controller's side of the fork server: a process that has imported the heavy libraries, and from which parts of a
+run are forked.
 
     controller ──"be this part", its lifeline, its log──▶ fork server ──fork──▶ part, a session of its own
                ◀──── its pid and a pidfd · later its exit code ────             │
                └── holds the pipe that keeps it alive ──────────────────────────┘
 
 A new interpreter needs seconds of processor time to import torch and transformers, and hundreds of megabytes that it
-shares with no other process. A fork needs milliseconds, and shares every page that neither side writes. A program that
-makes several runs, one after the other, lets them fork from one server (:func:`keep_fork_server`).
+shares with no other process. A fork needs milliseconds, and shares every page that neither process writes. A program
+that makes several runs, one after the other, can use one server for all of them (:func:`keep_fork_server`).
 
-Only the parent of a process learns its exit code, so the fork server reports the exit codes of its parts. The
-alternative, to let the controller adopt them (``PR_SET_CHILD_SUBREAPER``), would change a user's process, which would
-then have to reap all processes that parts leave behind. If the fork server dies, the parts live on, each with its own
-lifeline. Their pidfds still show when they end, but not how. Later parts are new interpreters, as they are without a
-fork server.
+Only the parent of a process receives its exit code, so the fork server reports the exit codes of its parts. The
+alternative, that the controller adopts the parts (``PR_SET_CHILD_SUBREAPER``), would change a process of the user,
+which would then have to reap all processes that parts leave behind. If the fork server dies, its parts continue, each
+with its own lifeline. Their pidfds still show when they end, but not their exit codes. Later parts are started as new
+interpreters, as without a fork server.
 """
 
 from __future__ import annotations
@@ -41,71 +41,76 @@ from headrace.launch.config import LaunchConfig
 MODULE = "headrace.launch.hosts.forkserver"
 """The module that the fork server runs."""
 EXIT_UNKNOWN = 256
-"""The value in place of an exit code that is not known; no process ends with it."""
+"""The value in place of an unknown exit code. No process can end with this code."""
 LOOK_S = 3.0
-"""Seconds between two looks whether a fork server that does not answer is stopped."""
+"""Seconds between two checks whether a fork server that does not answer is stopped."""
 EXIT_CODE_WAIT_S = 1.0
 """Seconds to wait for the exit code of a part that has ended."""
 MAX_BYTES = 1 << 16
 """Largest message to or from the fork server, in bytes."""
 TITLE_BYTES = 400
-"""Bytes reserved in the command line, in which a part later shows its own."""
+"""Bytes reserved in the command line of the fork server. A forked part later writes its own title there."""
 LOG_BYTES, LOG_LINES = 4000, 8
-"""Bytes and lines of a lost fork server's log that are quoted."""
+"""Bytes and lines at the end of a lost fork server's log that a warning quotes."""
 
 
 class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The order of the controller to fork a part. Two file descriptors come with it: the part's end of its lifeline (a
-    pipe whose closing ends the part), and its log."""
+    """An order from the controller to fork a part. Two file descriptors are sent with it: the part's end of its
+    lifeline, a pipe whose closing ends the part, and its log."""
 
     call: int
-    """The number of the order, which the answer repeats."""
+    """The number of the order. The answer repeats it."""
     name: str
     """The name of the part."""
     directory: str
-    """The directory with the part's briefing, the file that says what it has to do."""
+    """The directory with the part's briefing, the file that contains its settings."""
     environment: Mapping[str, str]
-    """Environment variables that the part has beside those of the fork server."""
+    """Environment variables of the part, in addition to the variables of the fork server."""
 
 
 class ForkReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to an order that was carried out. One file descriptor comes with it: a pidfd of the part, which shows
-    when the part ends."""
+    """The answer to an order that was carried out. One file descriptor is sent with it: a pidfd of the part, which
+    becomes readable when the part ends."""
 
     call: int
+    """The number of the order."""
     pid: int
+    """The process id of the part."""
 
 
 class ForkRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to an order for which the operating system has refused to fork."""
+    """The answer to an order whose fork the operating system has refused."""
 
     call: int
+    """The number of the order."""
     number: int
-    """The error number (``errno``)."""
+    """The error number (``errno``) of the operating system."""
 
 
 class ForkExit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The report that a part has ended and was reaped."""
 
     pid: int
+    """The process id of the part."""
     code: int
     """The exit code, negative for a signal."""
 
 
 Report = ForkReply | ForkRefused | ForkExit
+"""A message from the fork server."""
 
 
 class ForkServerLost(Exception):
-    """The error of an order to a fork server that has ended, or does not answer."""
+    """An order failed because the fork server has ended or does not answer."""
 
 
 class ForkedProcess:
-    """The process of a part that was forked, as the controller sees it. It is a child of the fork server, not of the
-    controller: ``pidfd`` shows when it ends, and the fork server reports its exit code."""
+    """A forked part as the controller sees it. It is a child of the fork server, not of the controller: ``pidfd``
+    becomes readable when the part ends, and the fork server reports the exit code."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
-        """Watch the process ``pid`` in the running event loop by its descriptor ``pidfd``, which this object closes
-        when the process has ended."""
+        """Watch the process ``pid`` in the running event loop through its descriptor ``pidfd``. This object closes the
+        descriptor when the process has ended."""
         loop = asyncio.get_running_loop()
         self.pid = pid
         self._pidfd = pidfd
@@ -114,86 +119,88 @@ class ForkedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal, :data:`EXIT_UNKNOWN` if it could not be learned; ``None`` while the
+        """The exit code, negative for a signal; :data:`EXIT_UNKNOWN` if it could not be determined; ``None`` while the
         process runs."""
         return self._code.result() if self._code.done() else None
 
     async def wait(self) -> int:
         """Wait until the process has ended, and return its exit code."""
-        await asyncio.wait([self._code])  # unlike awaiting it, this does not cancel it for other waiters
+        await asyncio.wait([self._code])  # awaiting the future itself would cancel it for other waiters
         return self._code.result()
 
     def ended(self, code: int) -> None:
-        """Record that the process has ended with the exit ``code``, unless an exit code is known already."""
+        """Record that the process has ended with exit code ``code``, unless an exit code was recorded before."""
         if not self._code.done():
             self._code.set_result(code)
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
 
     def _on_exit(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give the fork server a moment to report the exit code; then it counts as unknown. Called when the pidfd shows
-        that the process has ended, which does not say how."""
+        """Wait a moment for the fork server's report of the exit code, and record an unknown exit code if none arrives.
+        This is called when the pidfd shows that the process has ended; the pidfd does not contain the exit code."""
         loop.remove_reader(self._pidfd)
         loop.call_later(EXIT_CODE_WAIT_S, self.ended, EXIT_UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkCircumstances:
-    """What a fork server inherits from the process that starts it, and passes on to all parts."""
+    """The state that a fork server inherits from the process that starts it, and that all its parts inherit."""
 
     parent: int
-    """The process id of the controller, which is in the fork server's command line."""
+    """The process id of the controller. The command line of the fork server contains it."""
     program: list[str]
+    """The first words of the command that starts the fork server."""
     environment: dict[str, str]
+    """The environment variables of the fork server."""
     directory: tuple[int, int]
-    """The working directory: device and inode, which a directory has even if it was removed."""
+    """The device and the inode of the working directory, which are known even if the directory was removed."""
 
     @classmethod
     def current(cls) -> ForkCircumstances:
-        """Return the circumstances of this process now."""
+        """Return the current circumstances of this process."""
         here = os.stat(".")
         return cls(
             parent=os.getpid(),
-            program=_program(),
+            program=_server_command(),
             environment=fork_server_environment(),
             directory=(here.st_dev, here.st_ino),
         )
 
 
 class ForkServer:
-    """The fork server, as the controller sees it. It is started before any event loop runs, so that it imports while
-    the controller prepares the run."""
+    """The fork server as the controller sees it. It is started before any event loop runs, so that it imports libraries
+    while the controller prepares the run."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Start the fork server. ``timeout_s`` is the longest wait, in seconds, for its answer to an order; the first
-        answer comes when it has imported its libraries."""
+        """Start the fork server. ``timeout_s`` is the longest time to wait for its answer to an order, in seconds. Its
+        first answer arrives after it has imported its libraries."""
         self.timeout_s = timeout_s
         self._circumstances = ForkCircumstances.current()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rest
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline, self._lifeline = os.pipe()
         try:
             title = f"headrace-{os.getpid()}-".ljust(TITLE_BYTES, ".")
             self._process = subprocess.Popen(
-                [*self._circumstances.program, str(theirs.fileno()), str(lifeline), title],
-                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(), lifeline),
+                [*self._circumstances.program, str(server_end.fileno()), str(lifeline), title],
+                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(server_end.fileno(), lifeline),
                 start_new_session=True, env=self._circumstances.environment,
             )  # fmt: skip
         except BaseException:
             self._release()
             raise
         finally:
-            theirs.close()
+            server_end.close()
             os.close(lifeline)
         self._control.setblocking(False)
         self.in_use = False
-        """Whether a run forks its parts from this server. A kept server serves one run at a time."""
+        """Whether a run forks its parts from this server. One server serves at most one run at a time."""
         self._numbers = count()
         self._pending: dict[int, asyncio.Future[ForkedProcess]] = {}
         self._parts: dict[int, ForkedProcess] = {}
         self._warn: Callable[[str], None] = lambda _: None
         self.lost = False
-        """Whether the fork server has ended or was given up, so that later parts must be new interpreters."""
+        """Whether the fork server has ended or does not answer, so that later parts must be new interpreters."""
 
     @property
     def pid(self) -> int:
@@ -201,18 +208,18 @@ class ForkServer:
         return self._process.pid
 
     def fits(self) -> bool:
-        """Return whether another run can fork from this server as from a new one: no run uses it now, and program,
-        environment variables and working directory are those with which it was started."""
+        """Return whether another run can use this server in place of a new one: no run uses it, and the program, the
+        environment variables and the working directory are the same as when it was started."""
         return not self.in_use and self._circumstances == ForkCircumstances.current()
 
     def has_ended(self) -> bool:
-        """Return whether the fork server has ended, or was given up because it did not answer."""
+        """Return whether the fork server has ended, or was abandoned because it did not answer."""
         return self.lost or self._process.poll() is not None
 
     @contextmanager
     def listening(self, warn: Callable[[str], None]) -> Iterator[None]:
-        """Receive the messages of the fork server in the running event loop, within this context. ``warn`` is called
-        with a text if the fork server is stopped or lost."""
+        """Receive the messages of the fork server in the running event loop, within this context. ``warn`` receives a
+        text if the fork server is stopped or lost."""
         loop, self._warn = asyncio.get_running_loop(), warn
         if not self.lost:
             loop.add_reader(self._control, self._on_readable)
@@ -221,15 +228,16 @@ class ForkServer:
         finally:
             loop.remove_reader(self._control)
             for part in self._parts.values():
-                part.ended(EXIT_UNKNOWN)  # all parts were ended before, so no task waits for their exit codes
+                part.ended(EXIT_UNKNOWN)  # no task waits for the exit codes: the launcher has ended all parts before
             self._parts.clear()
 
     async def fork(
         self, name: str, directory: str, environment: Mapping[str, str], descriptors: tuple[int, int]
     ) -> ForkedProcess:
-        """Let the fork server fork the part ``name``, and return its process. The part reads its briefing, which says
-        what it has to do, from ``directory``. ``environment`` are its environment variables beside those of the fork
-        server. ``descriptors`` are its end of the lifeline and its log; the caller closes them.
+        """Order the fork server to fork the part ``name``, and return the process of the part. The part reads its
+        briefing, the file with its settings, from ``directory``. ``environment`` are environment variables in addition
+        to the variables of the fork server. ``descriptors`` are the part's end of its lifeline and its log; the caller
+        closes them.
 
         Raises :class:`ForkServerLost` if the fork server has ended or does not answer in time, and ``OSError`` if the
         operating system refuses to fork.
@@ -241,21 +249,21 @@ class ForkServer:
         try:
             with contextlib.suppress(ConnectionError, BlockingIOError, TimeoutError):
                 socket.send_fds(self._control, [msgspec.json.encode(order)], descriptors)
-                await self._answered(answer)
+                await self._wait_for_answer(answer)
             if not answer.done():
                 self._mark_lost(silent=True)  # sets the error that the next line raises
             return answer.result()
         finally:
             del self._pending[call]
 
-    async def _answered(self, answer: asyncio.Future[ForkedProcess]) -> None:
-        """Wait until ``answer`` is set, and warn once if the fork server is stopped meanwhile. Raises ``TimeoutError``
-        after the time limit."""
-        warned = False
+    async def _wait_for_answer(self, answer: asyncio.Future[ForkedProcess]) -> None:
+        """Wait until ``answer`` is set. Warn once if the fork server is stopped in the meantime. Raises
+        ``TimeoutError`` after the time limit."""
+        has_warned = False
         async with asyncio.timeout(self.timeout_s):
             while not (await asyncio.wait([answer], timeout=LOOK_S))[0]:
-                if not warned and self._is_stopped():
-                    warned = True
+                if not has_warned and self._is_stopped():
+                    has_warned = True
                     self._warn(
                         f"the fork server (pid {self.pid}) is stopped (SIGSTOP; kill -CONT {self.pid} lets it "
                         f"continue): nothing starts until then, or until {self.timeout_s:g} s have passed "
@@ -269,7 +277,7 @@ class ForkServer:
         return False
 
     def close(self) -> None:
-        """End the fork server. Its parts live on until their lifelines are closed."""
+        """End the fork server. Its parts continue until their lifelines are closed."""
         self._process.kill()
         self._process.wait()
         self._release()
@@ -281,7 +289,7 @@ class ForkServer:
         self._log.close()
 
     def _on_readable(self) -> None:
-        """Read and handle one message of the fork server: a forked process, a refusal, or the exit of a process. If the
+        """Read and handle one message of the fork server: a forked part, a refusal, or the exit of a part. If the
         socket is closed instead, the fork server is lost."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, MAX_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
@@ -296,7 +304,7 @@ class ForkServer:
         match report:
             case ForkReply(call=call, pid=pid):
                 self._parts[pid] = part = ForkedProcess(pid, descriptors[0])
-                if call in self._pending:  # else its lifeline was closed, and it ends
+                if call in self._pending:  # otherwise the caller has closed its lifeline, and the part ends
                     self._pending[call].set_result(part)
             case ForkRefused(call=call, number=number):
                 if call in self._pending:
@@ -306,42 +314,42 @@ class ForkServer:
                     ended.ended(code)
 
     def _mark_lost(self, *, silent: bool = False) -> None:
-        """Record, with a warning, that the fork server has ended or, if ``silent``, has not answered in time, and let
+        """Record that the fork server has ended or, if ``silent``, has not answered in time; warn about it; and make
         every pending order fail with :class:`ForkServerLost`."""
         if not self.lost:
             self.lost = True
             asyncio.get_running_loop().remove_reader(self._control)
-            self._warn(self._ending(silent=silent))
+            self._warn(self._end_lost_server(silent=silent))
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(ForkServerLost())
 
-    def _ending(self, *, silent: bool) -> str:
-        """End the process of the fork server, and return a warning that says how it ended, or that it was ``silent``,
-        with the last lines of its log."""
+    def _end_lost_server(self, *, silent: bool) -> str:
+        """Kill the process of the fork server, and return a warning with the way in which it ended, or with the fact
+        that it was ``silent``, and with the last lines of its log."""
         stopped = self._is_stopped()
-        self._process.kill()  # it may hang
+        self._process.kill()  # a silent process is still running
         code = self._process.wait()
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_BYTES))
         output = self._log.read().decode("utf-8", "replace").strip()
         if silent:
-            how = f"{'is stopped' if stopped else 'has not answered'}, and was ended after {self.timeout_s:g} s"
+            ending = f"{'is stopped' if stopped else 'has not answered'}, and was ended after {self.timeout_s:g} s"
         else:
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = "".join(f"\n    {line}" for line in output.splitlines()[-LOG_LINES:])
-        return f"the fork server (pid {self.pid}) {how}: its parts live on, later ones are new interpreters{lines}"
+        return f"the fork server (pid {self.pid}) {ending}: its parts live on, later ones are new interpreters{lines}"
 
 
 @contextmanager
 def forking(launch: LaunchConfig) -> Iterator[ForkServer | None]:
-    """Start a fork server, which lives as long as this context, if parts run on this machine and it supports one (Linux
-    5.3 or later); otherwise yield ``None``."""
+    """Start a fork server if parts run on this machine and the system supports it (Linux 5.3 or later), and yield it;
+    otherwise yield ``None``. The server ends with this context, unless :func:`keep_fork_server` keeps it."""
     if launch.remote or not _can_fork():
         yield None
         return
     try:
         server = _kept_server(launch.start_timeout_s) or ForkServer(launch.start_timeout_s)
-    except OSError:  # the starter of the parts meets the same error, and reports it
+    except OSError:  # the starter will fail with the same error, and report it
         yield None
         return
     server.in_use = True
@@ -354,29 +362,31 @@ def forking(launch: LaunchConfig) -> Iterator[ForkServer | None]:
 
 
 _kept: list[ForkServer | None] = []
-"""The fork server of each open context of :func:`keep_fork_server`; ``None`` until a run needs one."""
+"""The fork server of each open context of :func:`keep_fork_server`, the innermost context last; ``None`` until a run
+needs one."""
 
 
 @contextmanager
 def keep_fork_server() -> Iterator[None]:
-    """Let the runs that this process makes within this context fork their parts from one server, which ends with the
-    context: the libraries are imported once, for the first run, and not once for each.
+    """Let all runs of this process within this context fork their parts from one server. The libraries are then
+    imported once, for the first run, and not once per run. The server ends with the context.
 
-    A run has a server of its own where the kept one is used by another run at that moment, or was started with other
+    A run has its own server if another run is using the kept server, or if the kept server was started with other
     environment variables or in another working directory.
     """
-    place = len(_kept)
+    index = len(_kept)
     _kept.append(None)
     try:
         yield
     finally:
-        if (server := _kept.pop(place)) is not None:
+        if (server := _kept.pop(index)) is not None:
             server.close()
 
 
 def _kept_server(timeout_s: float) -> ForkServer | None:
-    """Return the kept fork server of the innermost context, after starting it if there is none yet or it has died;
-    ``None`` without such a context, or if the server does not fit. ``timeout_s`` is the longest wait for an answer."""
+    """Return the kept fork server of the innermost context of :func:`keep_fork_server`; start it first if there is none
+    yet or it has died. Return ``None`` without such a context, or if the server does not fit. ``timeout_s`` is the
+    longest time to wait for an answer, in seconds."""
     if not _kept:
         return None
     server = _kept[-1]
@@ -402,6 +412,6 @@ def _can_fork() -> bool:
     return False
 
 
-def _program() -> list[str]:
+def _server_command() -> list[str]:
     """Return the first words of the command that starts the fork server."""
     return [sys.executable, "-m", MODULE]

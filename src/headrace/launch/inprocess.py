@@ -1,12 +1,12 @@
-"""An engine in a thread of this process. It uses the host and the client of an engine that has a process of its own,
-over a channel in memory.
+"""An engine in a thread of this process. It uses the same host and the same client as an engine in a process of its
+own, connected by a channel in memory.
 
     event loop                              step-loop thread                       stager thread
     EngineClient ── orders in memory ────▶  EngineHost: between two steps          stage: verify an
     streams, answers ◀── one callback ────  the orders, then a step                update meanwhile
 
-The step-loop thread owns the core: no other thread calls it, except for :meth:`EngineCore.stage`. The thread ends when
-the engine is closed or the core raises. Every caller that waits then gets the cause as
+The step-loop thread owns the core: no other thread calls the core, except for :meth:`EngineCore.stage`. The thread ends
+when the engine is closed or the core raises an error. Every waiting call then raises the cause as
 :class:`~headrace.base.errors.ComponentDied`.
 """
 
@@ -35,31 +35,32 @@ class LocalEngineConfig:
     """The limits of an engine that runs in a thread of this process (:class:`LocalEngine`)."""
 
     max_requests: int = 4096
-    """Number of requests that may wait or run at the same time; one more raises
+    """The largest number of requests that may wait or run at the same time. A request beyond it raises
     :class:`~headrace.base.errors.EngineFull`."""
     deadline_s: float = 600.0
-    """Seconds that a stage, a commit, a score or another answer may take."""
+    """The time limit, in seconds, of a stage, a commit, a score or another call that is answered."""
 
 
 class MemoryChannel:
-    """A channel between an event loop and a thread of one process, which passes messages as objects. This object is the
-    thread's end; :class:`MemoryOrders` is the client's end."""
+    """A channel between an event loop and a thread of one process. Messages are passed as Python objects. This object
+    is the thread's end; :class:`MemoryOrders` is the client's end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Make a channel whose client lives in the event loop ``loop``."""
+        """Create a channel whose client runs in the event loop ``loop``."""
         self._loop = loop
         self._orders: deque[Any] = deque()
         self._arrived = threading.Event()
         self.deliver: Callable[[Any], None] | None = None
-        """Receives the thread's messages in the event loop; it is set before the thread starts."""
+        """The function that receives the thread's messages in the event loop. It is set before the thread starts."""
 
     def order(self, message: Any) -> None:
-        """Queue an order for the thread, without waiting."""
+        """Queue an order for the thread without waiting."""
         self._orders.append(message)
         self._arrived.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds for an order; return whether there is one. The thread calls this."""
+        """Wait up to ``timeout_s`` seconds for an order, and return whether an order has arrived. The thread calls
+        this."""
         if not self._orders:
             self._arrived.wait(timeout_s)
         self._arrived.clear()
@@ -72,8 +73,8 @@ class MemoryChannel:
         return [self._orders.popleft() for _ in range(len(self._orders))]
 
     def send(self, message: Any) -> None:
-        """Pass ``message`` to the client, in its event loop. If the loop has ended, the thread is ordered to end
-        too."""
+        """Pass ``message`` to the client, in its event loop. If the loop has ended, the thread receives an order to
+        end."""
         assert self.deliver is not None
         self.call(self.deliver, message)
 
@@ -83,7 +84,7 @@ class MemoryChannel:
 
     def call(self, callback: Callable[..., None], *arguments: object) -> None:
         """Call ``callback`` with ``arguments`` in the event loop, from any thread. If the loop has ended, the engine's
-        thread is ordered to end instead."""
+        thread receives an order to end instead."""
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:
@@ -98,6 +99,7 @@ class MemoryOrders:
     """Always empty: other parts cannot send orders to an engine in a thread."""
 
     def __init__(self, channel: MemoryChannel) -> None:
+        """Create the client's end of ``channel``."""
         self._channel = channel
 
     def send(self, message: Any) -> None:
@@ -105,27 +107,27 @@ class MemoryOrders:
         self._channel.order(message)
 
     async def receive(self) -> list[Any]:
-        """Return no messages, since the engine passes its messages to the client directly."""
+        """Return no messages, because the channel passes the engine's messages to the client directly."""
         return []
 
     def close(self) -> None:
-        """Do nothing, since the channel holds no resources."""
+        """Do nothing: there are no resources to release."""
 
 
 class LocalEngine(EngineClient):
     """An engine that runs ``core`` in a thread of this process, with the :class:`~headrace.engine.Engine` contract, for
     use in one event loop::
 
-    async with LocalEngine(core, clock=RealClock()) as engine:
-        async for chunk in engine.generate(prompt_ids_T, Sampling(max_new_tokens=8)):
-            ...
+        async with LocalEngine(core, clock=RealClock()) as engine:
+            async for chunk in engine.generate(prompt_ids_T, Sampling(max_new_tokens=8)):
+                ...
     """
 
     def __init__(
         self, core: EngineCore, *, clock: Clock, config: LocalEngineConfig | None = None, name: str = "engine"
     ) -> None:
-        """Make the engine over ``core``; its thread starts when the context is entered. ``clock`` is the clock of the
-        step loop, and ``name`` stands for the engine in errors."""
+        """Create an engine that runs ``core``. Its thread starts when the context is entered. ``clock`` is the clock of
+        the step loop, and ``name`` is the name of the engine in errors."""
         config = config or LocalEngineConfig()
         self._memory = MemoryChannel(asyncio.get_running_loop())
         super().__init__(
@@ -142,7 +144,7 @@ class LocalEngine(EngineClient):
         self._dead = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        """Start the step-loop thread and the thread that stages, and return this engine."""
+        """Start the step-loop thread and the staging thread, and return this engine."""
         self._stats = self._core.stats()
         self._route(Ready(token="", pid=0, facts={}))
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self.name}-stage")
@@ -151,7 +153,7 @@ class LocalEngine(EngineClient):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Fail all calls that wait, end the step loop, and wait until both threads have ended."""
+        """Make all waiting calls fail, end the step loop, and wait until both threads have ended."""
         self.end(ComponentDied(f"{self.name} was closed", remedy="keep it open while requests run"))
         self._memory.order(Shutdown())
         await asyncio.to_thread(self._thread.join)
@@ -169,23 +171,23 @@ class LocalEngine(EngineClient):
         return self._closed
 
     def end(self, why: ComponentDied) -> None:
-        """Fail all calls that wait, and every later call, with ``why``, and wake :meth:`died`."""
+        """Make all waiting calls and every later call fail with ``why``, and wake the callers of :meth:`died`."""
         super().end(why)
         self._dead.set()
 
     def withdraw_all(self) -> None:
-        """Abort every request. Each keeps the tokens that it has, and its last chunk has the stop reason
+        """Abort every request. Each request keeps its sampled tokens, and its last chunk has the stop reason
         :attr:`StopReason.ABORTED`."""
         self._flush()
         self.send(Abort(request_ids=tuple(self._streams)))
 
     def _serve(self) -> None:
-        """Run the step loop of the engine until it is closed; this is the body of its thread. If it fails, callers get
-        :class:`~headrace.base.errors.ComponentDied`."""
+        """Run the step loop of the engine until the engine is closed. This is the body of the step-loop thread. If the
+        loop fails, callers receive :class:`~headrace.base.errors.ComponentDied`."""
         try:
             EngineHost(self._core, self._memory, self._stager, EngineHostConfig(clock=self._clock)).serve()
-        except Exception as error:  # noqa: BLE001 - the edge of a thread: the callers that wait must hear of it
-            words = f"{self.name} died in its step loop: {type(error).__name__}: {error}"
-            death = ComponentDied(words, remedy="start it again; if it dies again, report this")
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: waiting callers must receive the error
+            problem = f"{self.name} died in its step loop: {type(error).__name__}: {error}"
+            death = ComponentDied(problem, remedy="start it again; if it dies again, report this")
             death.__cause__ = error
             self._memory.call(self.end, death)

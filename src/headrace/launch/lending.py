@@ -1,12 +1,13 @@
-"""Lending of cores between the parts of one machine: parts that wait lend their cores to parts that compute.
+"""Lending of cores between the parts of a run on one machine: parts that wait lend their cores to parts that compute.
 
     activity file   one byte for each part, in memory that all parts share: 1 while the part computes
     unit of work    a step of an engine, or an order of the learner. Before each unit the part reads the activity file,
                     and computes with its own cores and its share of the cores whose owners wait
 
-The parts exchange no messages and do not wait for each other. Whether more cores help depends on model and batch, so a
-part alternates between units with and without borrowed cores for a while, and then borrows only if that was faster, the
-cost of the change included. Later it measures again.
+The parts exchange no messages and do not wait for each other. Whether more cores help depends on the model and the
+batch. Therefore a part measures: it alternates between units of work with and without borrowed cores for a while, and
+then borrows only if units with borrowed cores were faster, including the cost of changing the number of threads. Later
+it measures again.
 """
 
 from __future__ import annotations
@@ -22,36 +23,36 @@ from headrace.base.clock import Clock, RealClock
 from headrace.launch.starts import Lending
 
 TRIAL_UNITS = 12
-"""Number of units that a trial measures with borrowed cores, and as many without."""
+"""Number of units that a trial measures with borrowed cores, and the same number without."""
 UNITS_BETWEEN_TRIALS = 1500
 """Number of units until the next trial."""
 MIN_SPEEDUP = 1.05
-"""Factor by which units must be faster with borrowed cores for the part to borrow."""
+"""The smallest speedup of units with borrowed cores for which a part borrows."""
 
 
 def make_activity_file(path: Path, parts: int) -> None:
-    """Write an activity file for ``parts`` parts, in which all of them are marked as computing: a part that still loads
-    its model lends nothing."""
+    """Write an activity file for ``parts`` parts in which all parts are marked as computing, because a part that still
+    loads its model must not lend its cores."""
     path.write_bytes(b"\x01" * parts)
 
 
 class OwnCores:
-    """The cores of a part that neither lends nor borrows."""
+    """The cores of a part that neither lends nor borrows cores."""
 
     @contextmanager
     def unit(self, amount: float | None = 1.0) -> Iterator[None]:
-        """Return a context for one unit of work, in which the cores do not change. ``amount`` is ignored; see
+        """Return a context for one unit of work. The number of threads does not change, and ``amount`` is ignored; see
         :class:`LentCores`."""
         yield
 
     def rest(self) -> None:
-        """Do nothing: a part that waits does not lend its cores."""
+        """Do nothing: this part does not lend its cores while it waits."""
 
 
 class LentCores:
-    """The cores of one part that lends and borrows: which of them it computes with, by the activity file of
-    ``lending``. ``set_threads`` sets the number of threads that the library computes with (torch, for example); the
-    methods must be called by the thread that computes."""
+    """The cores of a part that lends and borrows cores, with the activity file of ``lending``. ``set_threads`` sets the
+    number of threads with which the library computes, for example torch. Only the thread that computes may call the
+    methods."""
 
     def __init__(self, lending: Lending, set_threads: Callable[[int], None], clock: Clock) -> None:
         """Open the activity file of ``lending``, and mark this part as computing."""
@@ -68,14 +69,14 @@ class LentCores:
         self._activity[self._place] = 1
 
     def rest(self) -> None:
-        """Mark this part as waiting, so that parts that compute may use its cores until its next unit of work."""
+        """Mark this part as waiting, so that other parts may use its cores until its next unit of work."""
         self._activity[self._place] = 0
 
     @contextmanager
     def unit(self, amount: float | None = 1.0) -> Iterator[None]:
-        """Compute a unit of work inside this context, with borrowed cores if they make it faster. ``amount`` is the
-        size of the unit, by which its time is divided for comparison; ``None``: the unit cannot be compared with
-        others."""
+        """Return a context for one unit of work, which uses borrowed cores if they make it faster. ``amount`` is the
+        size of the unit; its time is divided by it to compare units. ``None`` means that the unit cannot be
+        compared."""
         start_s = self._clock.now()
         self._activity[self._place] = 1
         free = self._borrowable()
@@ -86,39 +87,40 @@ class LentCores:
             self._trial.record((self._clock.now() - start_s) / amount, borrowed=borrow)
 
     def _borrowable(self) -> int:
-        """Return how many cores this part may borrow now: the cores whose owners wait, divided by the number of parts
-        that compute."""
+        """Return how many cores this part may borrow now: the number of cores of waiting parts, divided by the number
+        of computing parts."""
         busy = self._activity[:]
-        resting = sum(share for share, at_work in zip(self._shares, busy, strict=True) if not at_work)
+        resting = sum(share for share, is_computing in zip(self._shares, busy, strict=True) if not is_computing)
         return resting // max(1, sum(busy))
 
     def _use_threads(self, threads: int) -> None:
-        """Compute with ``threads`` threads from now on; a change is made only if it differs, since it costs time."""
+        """Set the number of threads to ``threads``, if it differs from the current number; a change takes time."""
         if threads != self._threads:
             self._set_threads(threads)
             self._threads = threads
 
 
 class _LendingTrial:
-    """The measurement that decides whether a part borrows cores: units of work alternate between borrowed cores and own
-    cores only, and the medians of their times are compared."""
+    """The measurement that decides whether a part borrows cores. Units of work alternate between borrowed cores and the
+    part's own cores, and the medians of their times are compared."""
 
     def __init__(self) -> None:
+        """Begin the first trial."""
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
         self._decision: bool | None = None
         self._units_left = 0
 
     def should_borrow(self) -> bool:
-        """Return whether the next unit should borrow cores: as the last trial decided, or as the trial that runs
-        needs."""
+        """Return whether the next unit should borrow cores, by the decision of the last trial or, during a trial, so
+        that units with and without borrowed cores alternate."""
         if self._decision is not None:
             return self._decision
         return len(self._seconds[True]) <= len(self._seconds[False])
 
     def record(self, seconds: float, *, borrowed: bool) -> None:
-        """Record the time of a unit for which cores could be borrowed: ``seconds`` divided by the size of the unit.
-        ``borrowed`` says whether it did borrow. When there are enough, decide; after many more units, begin a new
-        trial."""
+        """Record the time of a unit for which cores could have been borrowed: ``seconds``, divided by the size of the
+        unit. ``borrowed`` says whether cores were borrowed. When enough units are recorded, decide. Begin a new trial
+        after :data:`UNITS_BETWEEN_TRIALS` more units."""
         if self._decision is not None:
             self._units_left -= 1
             if not self._units_left:
@@ -136,17 +138,17 @@ class _LendingTrial:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return the median; the upper one of the two in the middle of an even number of values."""
+    """Return the median of ``values``; for an even number of values the larger of the two middle values."""
     return sorted(values)[len(values) // 2]
 
 
 AnyCores = OwnCores | LentCores
-"""The cores of any part, with the same methods whether it lends or not."""
+"""The cores of any part. Both classes have the same methods."""
 
 
 def cores(lending: Lending | None) -> AnyCores:
-    """Return the object by which a part uses its cores, from the settings ``lending`` that it was started with;
-    ``None`` for a part that neither lends nor borrows."""
+    """Return the object through which a part uses its cores. ``lending`` are the settings of the part; ``None`` means
+    that it neither lends nor borrows cores."""
     if lending is None:
         return OwnCores()
     import torch

@@ -1,12 +1,12 @@
-"""The processes of a run: engines, a learner, scoring and environment workers, all supervised. An engine that dies is
-started again; the death of another process reaches the user with its cause.
+"""The launch of a run: it starts the engines, the learner, and the scoring and environment workers, and supervises
+them. An engine that dies is started again. The death of the learner is raised to the user with its cause.
 
 controller ──orders──▶ engine     makes steps                ◀─┐
     │                  engine-n   with several engines         │
     │      ──orders──▶ agent-x    an engine with fixed weights of its own, for an agent of the environment
     │      ──orders──▶ teacher-x  an engine with fixed weights of its own, which scores sampled tokens
     │      ──orders──▶ learner    trains, fills the buffers  ──┘ two weight buffers, by default in shared memory
-    │                  learner-n  its other ranks, which get the orders from it
+    │                  learner-n  its other ranks, which receive the orders from it
     │      ──orders──▶ scorer-n   calls the reward function
     │      ──orders──▶ rollout-n  runs episodes, with ``launch.rollouts``
     └── holds a pipe to each process: when the controller dies, they die
@@ -45,25 +45,26 @@ from headrace.rollout.agents import Agents
 from headrace.rollout.environments import SingleTurn
 
 START_REPORT_S = 3.0
-"""The interval, in seconds, between two reports of what a run that starts is waiting for."""
+"""The interval, in seconds, between two reports about the processes for which the start of a run is waiting."""
 
 
 @asynccontextmanager
 async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
-    """Start every process of the run that ``order`` describes, and yield the launched run when all are ready. When the
-    context ends, all processes are ended.
+    """Start all processes of the run that ``order`` describes, and yield the launched run when all of them are ready.
+    All processes are ended with the context.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for a model that the learner's ranks cannot share or an optimizer
-    that is not installed, and the error that a part reports if it cannot start. Inside the context, the death of a part
-    cancels the body and raises :class:`~headrace.base.errors.ComponentDied`.
+    Raises :class:`~headrace.base.errors.ConfigError` for a model that the learner's ranks cannot share, and for an
+    optimizer that is not installed. If a part cannot start, the error that it reports is raised. Inside the context,
+    the death of a part that cannot be replaced cancels the body and raises
+    :class:`~headrace.base.errors.ComponentDied`.
     """
     order.learner.parallel.refuse_settings(order.model)
     order.learner.optimizer.refuse_missing()
     if order.learner.parallel.world > 1:
         order.learner.parallel.refuse_model(order.model.path, read_config(order.model.path))
-    async with _launched(order) as processes, _open_to_others(order, processes.site) as join_server:
+    async with _open_processes(order) as processes, _open_join_server(order, processes.site) as join_server:
         processes.refuse_little_room()
-        pool, envs = _scorers(processes), environment_pool(processes)
+        pool, envs = _make_scoring_stage(processes), environment_pool(processes)
         own_envs = envs if order.eval_tasks or not order.launch.rollouts else None  # shards have workers of their own
         engines, agents, teachers = processes.engines(), processes.agents(), processes.teachers()
         rollouts = processes.rollouts(engines)
@@ -75,14 +76,14 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         learner_client.receivers, learner_client.lacking = engines.addresses, engines.lacking
         learner_client.engines_in_step = engines.in_step
         learner_client.commit_when_staged = partial(engines.commit_when_staged, order.sync.interrupt)
-        vitals = _vitals(processes)
-        async with _watched(processes, supervised, pool, own_envs, join_server, vitals=vitals):
+        vitals = _make_vitals(processes)
+        async with _supervise(processes, supervised, pool, own_envs, join_server, vitals=vitals):
             parts = Components(
-                **_serving(order, engines, agents, pool, envs),
+                **_serving_parts(order, engines, agents, pool, envs),
                 shards=rollouts,
                 work_signs=lambda: vitals.num_work_signs,
                 standstills=vitals.standstills,
-                teachers=_teachers(order, teachers),
+                teachers=_teacher_clients(order, teachers),
                 engine_set=engines.fleet,
                 learner=learner_client,
                 tasks=order.tasks,
@@ -92,7 +93,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
             )
             yield LaunchedRun(
                 parts=parts,
-                components=lambda: processes.components(_restarts(supervised)),
+                components=lambda: processes.components(_count_restarts(supervised)),
                 send_warnings_to=partial(_send_warnings, pool, envs),
                 send_signs_to=vitals.send_messages_to,
                 send_recoveries_to=partial(_send_recoveries, supervised),
@@ -105,32 +106,32 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
 @asynccontextmanager
 async def local_serving(order: LaunchOrder, remote: RemoteEngine | None = None) -> AsyncIterator[Serving]:
     """Start the processes that an evaluation without training needs, and yield them as the controller uses them:
-    scoring and environment workers, and an engine with the weights of its model directory or, in its place, the client
-    of a ``remote`` one. When the context ends, all processes are ended."""
-    async with _launched(order) as processes, _open_to_others(order, processes.site) as join_server:
-        pool, envs = _scorers(processes), environment_pool(processes)
+    scoring and environment workers, and an engine with the weights of its model directory. If ``remote`` is given, this
+    client of a remote engine takes the place of the engine. All processes are ended with the context."""
+    async with _open_processes(order) as processes, _open_join_server(order, processes.site) as join_server:
+        pool, envs = _make_scoring_stage(processes), environment_pool(processes)
         engines, agents = processes.engines(own_weights=True), processes.agents()
-        started = [*([engines] if remote is None else []), *agents.values()]
-        for each in started:
+        supervisors = [*([engines] if remote is None else []), *agents.values()]
+        for each in supervisors:
             await each.start()
-        vitals = _vitals(processes)
-        async with _watched(processes, started, pool, envs, join_server, vitals=vitals):
-            serving = _serving(order, engines, agents, pool, envs)
+        vitals = _make_vitals(processes)
+        async with _supervise(processes, supervisors, pool, envs, join_server, vitals=vitals):
+            serving = _serving_parts(order, engines, agents, pool, envs)
             yield Serving(
                 **(serving if remote is None else {**serving, "engine": remote}), standstills=vitals.standstills
             )
 
 
-def _open_to_others(order: LaunchOrder, site: Rendezvous) -> AbstractAsyncContextManager[JoinServer | None]:
-    """Return the context of the server at which other machines join the run with workers for environments; it yields
-    ``None`` in a run without ``launch.join``."""
+def _open_join_server(order: LaunchOrder, site: Rendezvous) -> AbstractAsyncContextManager[JoinServer | None]:
+    """Return the context of the server through which other machines join the run with environment workers. The context
+    yields ``None`` for a run without ``launch.join``."""
     return JOINING.load("machines")(order, site) if order.launch.join else nullcontext()
 
 
 @asynccontextmanager
-async def _launched(order: LaunchOrder) -> AsyncIterator[Processes]:
-    """Make the directories of a run and open its launcher, and yield the object that starts its processes. None of them
-    outlives this context: they are ordered to end, or killed at once if the context ends with an error."""
+async def _open_processes(order: LaunchOrder) -> AsyncIterator[Processes]:
+    """Create the directories of a run and open its launcher, and yield the object that starts the processes of the run.
+    When the context ends, all processes are ordered to shut down. If it ends with an error, they are killed at once."""
     with ExitStack() as leases:
         site, weights = open_directories(order, leases)
         async with LAUNCHERS.load(order.launch.kind).starting(order) as starter:
@@ -145,7 +146,7 @@ async def _launched(order: LaunchOrder) -> AsyncIterator[Processes]:
 
 
 @asynccontextmanager
-async def _watched(
+async def _supervise(
     processes: Processes,
     supervised: Sequence[Supervisor],
     pool: ScoringStage,
@@ -154,21 +155,21 @@ async def _watched(
     *,
     vitals: Vitals,
 ) -> AsyncIterator[None]:
-    """Supervise the processes of a run: wait until all of them are ready, then run the body of the ``with`` statement.
-    The death of the learner, an engine that is lost for good, or workers that cannot be kept running cancel the body,
-    and the error is raised. Engines, shards and workers that die may be started again, while the body continues.
+    """Supervise the processes of a run within this context: wait until all of them are ready, then run the body. The
+    body is cancelled and the error raised if the learner dies, if an engine cannot be restarted, or if workers cannot
+    be kept running. Other engines, shards and workers that die are started again while the body continues.
 
-    ``supervised`` has the supervisors of the policy's engines, of the engines of agents and teachers, and of the
-    shards. ``pool`` and ``envs`` have the scoring and the environment workers, and ``vitals`` warns of processes that
-    make no progress. ``envs`` is ``None`` for an environment without workers, ``join_server`` for a run that other
-    machines cannot join.
+    ``supervised`` contains the supervisors of the policy's engines, of the engines of agents and teachers, and of the
+    shards. ``pool`` and ``envs`` are the pools of scoring and environment workers. ``vitals`` warns about processes
+    that make no progress. ``envs`` is ``None`` for an environment without workers, and ``join_server`` is ``None`` for
+    a run that other machines cannot join.
     """
-    watched = [child for child in processes.children if not isinstance(child.peer, EngineClient | RolloutClient)]
+    unsupervised = [child for child in processes.children if not isinstance(child.peer, EngineClient | RolloutClient)]
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(child.peer.listen()) for child in watched]
-        ranks = [child for child in watched if child.role.startswith("learner")]
-        others = [[child] for child in watched if child not in ranks]
-        tasks += [group.create_task(_watch(part)) for part in (*others, ranks) if part]
+        tasks = [group.create_task(child.peer.listen()) for child in unsupervised]
+        ranks = [child for child in unsupervised if child.role.startswith("learner")]
+        others = [[child] for child in unsupervised if child not in ranks]
+        tasks += [group.create_task(_raise_on_death(part)) for part in (*others, ranks) if part]
         tasks += [group.create_task(each.run()) for each in supervised] + [group.create_task(pool.run())]
         tasks.append(group.create_task(vitals.watch()))
         if envs is not None:
@@ -180,9 +181,9 @@ async def _watched(
         starting = group.create_task(
             report_start(lambda: processes.children, lambda text: on_event(Event(wall_s=0.0, text=text)))
         )
-        await _all_ready(watched, pool, processes.order.launch.start_timeout_s)
+        await _wait_until_ready(unsupervised, pool, processes.order.launch.start_timeout_s)
         if envs is not None:
-            await _environments_ready(envs, processes.order)
+            await _wait_for_environments(envs, processes.order)
         for each in supervised:
             # an engine joins its fleet as soon as it is ready; weights go only to engines that have joined
             await each.wait_until_complete()
@@ -193,8 +194,8 @@ async def _watched(
 
 
 async def report_start(children: Callable[[], Sequence[Child]], on_progress: Callable[[str], None]) -> None:
-    """Call ``on_progress`` every :data:`START_REPORT_S` with a text that says which processes have not started, and
-    what they do; this ends only by cancellation. ``children`` returns the processes of the run."""
+    """Call ``on_progress`` every :data:`START_REPORT_S` seconds with a text that names the processes that are not ready
+    yet, and what they are doing. This ends only by cancellation. ``children`` returns the processes of the run."""
     waited_s = 0.0
     while True:
         await asyncio.sleep(START_REPORT_S)
@@ -203,20 +204,21 @@ async def report_start(children: Callable[[], Sequence[Child]], on_progress: Cal
         starting = [child.role for child in late if not child.peer.halted]
         workers = [role for role in starting if role.startswith(("scorer-", "environment-"))]
         models = [role for role in starting if role not in workers]
-        doing = [f"{child.role} (pid {child.pid}) {child.peer.halted}" for child in late if child.peer.halted]
-        doing += [f"{', '.join(models)}: load the model"] if models else []
-        doing += [f"{', '.join(workers)}: import your code"] if workers else []
-        on_progress(f"starting for {waited_s:.0f} s; {'; '.join(doing) or 'the engines get ready to take weights'}")
+        states = [f"{child.role} (pid {child.pid}) {child.peer.halted}" for child in late if child.peer.halted]
+        states += [f"{', '.join(models)}: load the model"] if models else []
+        states += [f"{', '.join(workers)}: import your code"] if workers else []
+        on_progress(f"starting for {waited_s:.0f} s; {'; '.join(states) or 'the engines get ready to take weights'}")
 
 
-def _vitals(processes: Processes) -> Vitals:
-    """Return the supervision that warns of the run's processes that are stopped or hang. Until the run has started, its
-    warnings become events for the user."""
+def _make_vitals(processes: Processes) -> Vitals:
+    """Return the supervision that warns about processes of the run that are stopped or hang. Its warnings become events
+    for the user until the run has started."""
     order = processes.order
 
     def warn(text: str, *, kind: str, over: bool = False) -> None:
-        """Report a warning, or the news that its cause has passed (``over``), as an event for the user."""
-        del kind  # every warning of the start is shown
+        """Report ``text`` as an event for the user: a warning or, with ``over``, the message that the cause of a
+        warning has ended."""
+        del kind  # all warnings during the start are shown, also repeated ones
         order.on_event(Event(wall_s=0.0, text=text, level="info" if over else "warning"))
 
     return Vitals(
@@ -230,26 +232,27 @@ def _vitals(processes: Processes) -> Vitals:
     )
 
 
-def _restarts(supervised: Sequence[Supervisor]) -> Counter[str]:
-    """Return the number of times that each engine and shard was started again, by its name."""
+def _count_restarts(supervised: Sequence[Supervisor]) -> Counter[str]:
+    """Return how many times each engine and each shard was started again, by name."""
     return sum((each.restarts for each in supervised), Counter[str]())
 
 
 def _send_recoveries(supervised: Sequence[Supervisor], on_recovery: Callable[[Recovery], None]) -> None:
-    """Let all supervisors report later deaths and recoveries to ``on_recovery``."""
+    """Make all supervisors report later deaths and recoveries to ``on_recovery``."""
     for each in supervised:
         each.send_recoveries_to(on_recovery)
 
 
 def _send_warnings(pool: ScoringStage, envs: EnvPool | None, warn: Callable[[str], None]) -> None:
-    """Let all pools of workers send later warnings for users to ``warn``."""
+    """Make all pools of workers send later warnings for users to ``warn``."""
     pool.send_warnings_to(warn)
     if envs is not None:
         envs.send_warnings_to(warn)
 
 
-def _scorers(processes: Processes) -> ScoringStage:
-    """Return the scoring stage of a run: a pool for each component of the reward. Its workers are not started yet."""
+def _make_scoring_stage(processes: Processes) -> ScoringStage:
+    """Return the scoring stage of a run, with one pool of workers for each component of the reward. The workers are not
+    started yet."""
     order = processes.order
     return ScoringStage(
         order.env.components,
@@ -260,10 +263,10 @@ def _scorers(processes: Processes) -> ScoringStage:
     )
 
 
-def _serving(
+def _serving_parts(
     order: LaunchOrder, engines: Engines, agents: Mapping[str, Engines], pool: ScoringStage, envs: EnvPool | None
 ) -> dict[str, Any]:
-    """Return the components that answer and score episodes, by the names of their fields in
+    """Return the components that sample and score episodes, as keyword arguments of
     :class:`~headrace.control.parts.Serving`."""
     return {
         "engine": engines.fleet,
@@ -288,9 +291,9 @@ def _serving(
     }
 
 
-def _teachers(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teachers | None:
-    """Return the clients of the teachers that have engines of their own; ``None`` if there are none. ``engines`` has
-    the supervisor of each, by the teacher's name."""
+def _teacher_clients(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teachers | None:
+    """Return the clients of the teachers that have engines in this run; ``None`` if there are none. ``engines``
+    contains the supervisor of each teacher's engine, by the teacher's name."""
     if not engines:
         return None
     return Teachers(
@@ -303,42 +306,43 @@ def _teachers(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teachers | 
     )  # fmt: skip
 
 
-async def _watch(part: Sequence[Child]) -> None:
-    """Wait until one of the processes of a part (one process, or all ranks of the learner) dies, and raise the cause.
-    The other ranks of a learner die with the first one, so the error is that of the process that died by itself."""
+async def _raise_on_death(part: Sequence[Child]) -> None:
+    """Wait until a process of a part dies, and raise the cause. A part is one process, or all ranks of the learner.
+    When one rank dies, the other ranks end too; the error of the rank that died first is raised."""
     async with asyncio.TaskGroup() as group:
         deaths = {group.create_task(child.died()): child for child in part}
         await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
-                await _cause_known(deaths)
-        ended = [death for death in deaths if death.done()]
+                await _wait_for_cause(deaths)
+        ended_tasks = [death for death in deaths if death.done()]
         for death in deaths:
             death.cancel()
-    first = min(ended, key=lambda death: deaths[death].ended_with_another_rank)
-    if words := deaths[first].peer.reported_error:
-        raise words
+    first_death = min(ended_tasks, key=lambda death: deaths[death].ended_with_another_rank)
+    if error := deaths[first_death].peer.reported_error:
+        raise error
     kind = LearnerLost if part[0].role == "learner" else ComponentDied
-    raise kind(first.result(), remedy=REMEDY)
+    raise kind(first_death.result(), remedy=REMEDY)
 
 
-async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
-    """Wait until a process of ``deaths`` has ended for a cause of its own, and not because another rank was lost, or
-    all have ended. The keys are the tasks that wait for the ends."""
+async def _wait_for_cause(deaths: Mapping[asyncio.Task[str], Child]) -> None:
+    """Wait until a process in ``deaths`` has ended for its own cause, and not because another rank was lost, or until
+    all processes have ended. The keys of ``deaths`` are the tasks that wait for the ends of the processes."""
     while (alive := [death for death in deaths if not death.done()]) and all(
         child.ended_with_another_rank for death, child in deaths.items() if death.done()
     ):
         await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _environments_ready(envs: EnvPool, order: LaunchOrder) -> None:
-    """Wait until the environment workers of this machine are ready or, if there are none, one of a machine that joins.
-    Raises :class:`~headrace.base.errors.DeadlineError` after ``launch.start_timeout_s``."""
+async def _wait_for_environments(envs: EnvPool, order: LaunchOrder) -> None:
+    """Wait until the environment workers of this machine are ready. If this machine has none, wait until a worker on a
+    machine that joins is ready. Raises :class:`~headrace.base.errors.DeadlineError` after
+    ``launch.start_timeout_s``."""
     timeout_s = order.launch.start_timeout_s
     invitation = order.run_dir / INVITATION_FILE
     if not envs.keeps_some_here:
-        words = f"env.workers=0: waits for a machine to join at {order.launch.join} (headrace join {invitation})"
-        order.on_event(Event(wall_s=0.0, text=words))
+        error = f"env.workers=0: waits for a machine to join at {order.launch.join} (headrace join {invitation})"
+        order.on_event(Event(wall_s=0.0, text=error))
     try:
         async with asyncio.timeout(timeout_s):
             await envs.started()
@@ -355,23 +359,23 @@ async def _environments_ready(envs: EnvPool, order: LaunchOrder) -> None:
         ) from None
 
 
-def _stopped_in_words(children: list[Child]) -> str:
-    """Return a description of the processes that are stopped, in words that follow an error text; empty if there are
-    none."""
+def _describe_stopped(children: list[Child]) -> str:
+    """Return a description of all stopped processes among ``children``, in words that follow an error text; empty if no
+    process is stopped."""
     return "".join(f"; {child.role} (pid {child.pid}) {child.peer.halted}" for child in children if child.peer.halted)
 
 
-async def _all_ready(children: list[Child], pool: ScoringStage, timeout_s: float) -> None:
-    """Wait until the processes ``children`` (the ranks of the learner) and all scoring workers are ready. Raises
-    :class:`~headrace.base.errors.DeadlineError` after ``timeout_s`` seconds."""
+async def _wait_until_ready(children: list[Child], pool: ScoringStage, timeout_s: float) -> None:
+    """Wait until the processes ``children``, which are the ranks of the learner, and all scoring workers are ready.
+    Raises :class:`~headrace.base.errors.DeadlineError` after ``timeout_s`` seconds."""
     try:
         async with asyncio.timeout(timeout_s):
             if children:
-                await asyncio.wait([child.peer.ready for child in children])  # unlike gather, it cancels none of them
+                await asyncio.wait([child.peer.ready for child in children])  # gather would cancel them
             await pool.started()
     except TimeoutError:
         late = [child.role for child in children if not child.peer.ready.done()] or ["scorer"]
         raise DeadlineError(
-            f"{', '.join(late)} did not start within {timeout_s:g} s{_stopped_in_words(children)}",
+            f"{', '.join(late)} did not start within {timeout_s:g} s{_describe_stopped(children)}",
             remedy="look at its log in the run directory; raise launch.start_timeout_s for a large model",
         ) from None

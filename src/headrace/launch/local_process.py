@@ -1,9 +1,9 @@
-"""The starter for this machine, and the processes that it starts.
+"""The starter of processes on this machine, and the processes that it starts.
 
-Each process leads a session (process group) of its own, so that it can be killed together with everything it started.
-It lives only as long as the other end of a pipe, its lifeline, is open in the process that started it. A worker that
-runs user code is *kept* on Linux: a supervisor process is its parent, limits its resources and ends all that it
-started.
+Each process leads its own session (process group), so that it can be killed together with all processes that it has
+started. It also ends when the process that started it ends or closes its end of a pipe, the *lifeline*. On Linux, a
+worker that runs user code is *kept*: its parent is a supervisor process, which limits its resources and kills all
+processes that it has started.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ from headrace.launch.starts import (
 from headrace.rollout.scoring.sandbox.run import LAUNCHER
 
 KEEPER_S = 2.0
-"""Seconds that a supervisor process gets to end the process that it watches, before both are killed."""
+"""Seconds that a supervisor process may take to end its worker, before both are killed."""
 
 
 STOPPED = {
     psutil.STATUS_STOPPED: "stopped (SIGSTOP; kill -CONT {pid} lets it continue)",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
 }
-"""Process states in which the operating system gives a process no time, with their description for users."""
+"""The process states in which the operating system does not run a process, with descriptions for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessResources:
-    """The directory, log file, token and cores that a process gets on its machine."""
+    """The directory, the log file, the token and the cores that a process uses on its machine."""
 
     directory: Path
     """The directory with the process's briefing; only this user can enter it."""
     log: Path
     """The file that receives the standard output and error of the process."""
     token: str
-    """The run's secret, by which the parts of a run recognise each other."""
+    """The run's secret. A process proves with it that it belongs to the run."""
     num_threads: int
-    """The number of cores that the libraries of the process may compute with."""
+    """The number of cores on which the libraries of the process may compute."""
 
 
 class SpawnedProcess(Protocol):
-    """A process of the operating system that was started or forked, reduced to what is needed to wait for its end."""
+    """A started or forked process of the operating system, with the methods that are needed to wait for its end."""
 
     @property
     def pid(self) -> int:
@@ -96,20 +96,21 @@ class SpawnedProcess(Protocol):
 
 
 class LocalStarter:
-    """The :class:`~headrace.launch.child.Starter` of processes on this machine, which communicate over sockets in the
-    run's directory. Engines and learners are forked from the fork server ``forks``; without one, every process is a new
-    interpreter."""
+    """The :class:`~headrace.launch.child.Starter` of processes on this machine. They communicate through sockets in the
+    run's directory. Engines and learners are forked from the fork server ``forks``; without a fork server, every
+    process is a new interpreter."""
 
     host_address = LOOPBACK
-    """The address of this machine, as its own processes reach it."""
+    """The address at which processes on this machine reach it."""
 
     def __init__(self, forks: ForkServer | None = None) -> None:
+        """Fork engines and learners from ``forks``; ``None`` means that every process is a new interpreter."""
         self._forks = forks
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """Open the sockets of the process ``spec``, and start it. Return the peer that communicates with it, and the
-        process, which has not loaded anything yet. Raises :class:`~headrace.base.errors.RunError` if the operating
-        system refuses."""
+        """Open the sockets of the process ``spec``, and start it. Return the peer that communicates with the process,
+        and the process itself. It has not loaded anything yet. Raises :class:`~headrace.base.errors.RunError` if the
+        operating system refuses to start it."""
         channel = ControllerChannel(site.directory, spec.name, controller.Message)
         peer = spec.make_peer(channel)
         log = site.logs / f"{spec.name}.log"
@@ -131,17 +132,17 @@ class LocalStarter:
 class LocalProcess:
     """A process of the run on this machine (:class:`~headrace.launch.child.Process`).
 
-    ``lifeline`` is the descriptor of this end of the pipe that keeps it alive; ``kept`` says that a supervisor is its
-    parent; ``memory`` is the shared-memory file that belongs to it, ``None`` for none.
+    ``lifeline`` is the descriptor of this end of the process's lifeline. ``kept`` says whether its parent is a
+    supervisor. ``memory`` is the shared-memory file that belongs to the process, or ``None``.
     """
 
     node = ""
-    """The address of its machine: always empty, which means this machine."""
+    """The address of the process's machine: always empty, which means this machine."""
 
     def __init__(
         self, process: SpawnedProcess, lifeline: int, *, kept: bool = False, memory: Lease | None = None
     ) -> None:
-        """Take over ``process``, which has been started. The other arguments are described at the class."""
+        """Own ``process``, which was started before. The class describes the other arguments."""
         self._process = process
         self._lifeline = lifeline
         self._kept = kept
@@ -150,17 +151,17 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """The process id of the process that was started, which is the supervisor of a kept one."""
+        """The id of the started process. For a kept worker this is the supervisor."""
         return self._process.pid
 
     @property
     def working_pid(self) -> int:
-        """The process id of the process that does the work. Under a supervisor it is a grandchild of the process that
-        was started; until that exists, it is the started one."""
+        """The id of the process that does the work. For a kept worker this is a grandchild of the supervisor; until the
+        grandchild exists, it is the id of the supervisor."""
         if not self._kept:
             return self.pid
         if not self._working_pid:
-            with contextlib.suppress(*PROCESS_GONE, IndexError):  # or it is not there yet
+            with contextlib.suppress(*PROCESS_GONE, IndexError):  # ended, or not started yet
                 self._working_pid = psutil.Process(self.pid).children()[0].children()[0].pid
         return self._working_pid or self.pid
 
@@ -171,7 +172,8 @@ class LocalProcess:
 
     @property
     def accepts_shutdown(self) -> bool:
-        """Whether the process ends by itself when it is ordered to shut down; a kept one is ended by its supervisor."""
+        """Whether the process ends by itself after an order to shut down. A kept worker does not: its supervisor ends
+        it."""
         return not self._kept
 
     async def wait(self) -> int:
@@ -179,9 +181,9 @@ class LocalProcess:
         return await self._process.wait()
 
     async def kill(self) -> None:
-        """Kill the process and its whole group, and wait until it has ended."""
+        """Kill the process and its process group, and wait until it has ended."""
         if self._kept and self.returncode is None:
-            await self._ask_supervisor()
+            await self._end_by_supervisor()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the process group has ended
             os.killpg(self.pid, signal.SIGKILL)
         await self.wait()
@@ -191,18 +193,18 @@ class LocalProcess:
         return computed_s(self.working_pid)
 
     async def halted(self) -> str:
-        """Return what has stopped the process or one that it has started, such as ``is stopped (SIGSTOP…)``; empty if
-        nothing has."""
-        found = await off_loop(lambda: halted_below([self.pid, self.working_pid]))
-        return found.get(self.working_pid) or found.get(self.pid, "")
+        """Return what has stopped the process, or a process that it has started, in words such as ``is stopped
+        (SIGSTOP…)``; empty if none of them is stopped."""
+        descriptions = await off_loop(lambda: halted_below([self.pid, self.working_pid]))
+        return descriptions.get(self.working_pid) or descriptions.get(self.pid, "")
 
     def ending(self) -> str:
-        """Return how the process ended, in words that follow its name. It must have ended."""
+        """Return how the process ended, in words that follow its name. Call this only after the process has ended."""
         assert self.returncode is not None
         return exit_words(self.returncode)
 
     def last_lines(self, log: Path) -> list[str]:
-        """Return the lines of the file ``log``, to which the process wrote."""
+        """Return the lines of the process's log file ``log``."""
         return lines_of(log)
 
     def close(self) -> None:
@@ -211,9 +213,9 @@ class LocalProcess:
         if self._memory is not None:
             self._memory.end()
 
-    async def _ask_supervisor(self) -> None:
-        """Order the supervisor to end the process with everything that it started, and then itself, and wait for that
-        up to :data:`KEEPER_S`."""
+    async def _end_by_supervisor(self) -> None:
+        """Order the supervisor to end the worker with all processes that it has started, and then itself. Wait up to
+        :data:`KEEPER_S` for the supervisor to end."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
@@ -224,9 +226,9 @@ class LocalProcess:
 async def start_process(
     name: str, briefing: Briefing, resources: ProcessResources, forks: ForkServer | None = None
 ) -> LocalProcess:
-    """Start the process ``name`` on this machine, which does what ``briefing`` says, and return it. An engine or a
-    learner is forked from ``forks``, if there is such a fork server. Raises ``OSError`` if the operating system
-    refuses."""
+    """Start the process ``name`` on this machine with the settings in ``briefing``, and return it. An engine or a
+    learner is forked from the fork server ``forks``, if there is one. Raises ``OSError`` if the operating system
+    refuses to start it."""
     start, memory = briefing.start, None
     if isinstance(start, EngineStart) and start.own_weights:
         memory = Lease.file(shared_memory_root())
@@ -238,68 +240,71 @@ async def start_process(
         if memory is not None:
             memory.end()
         raise
-    return LocalProcess(process, lifeline, kept=_is_kept(_keep(start)), memory=memory)
+    return LocalProcess(process, lifeline, kept=_is_kept(_resource_limits(start)), memory=memory)
 
 
 async def _spawn(
     name: str, start: Start, resources: ProcessResources, forks: ForkServer | None
 ) -> tuple[SpawnedProcess, int]:
-    """Start the process ``name`` as a fork, if ``forks`` is there and the role allows it, or as a new interpreter.
-    Return it, and the descriptor of this process's end of its lifeline."""
+    """Start the process ``name``, as a fork if ``forks`` is given and the role allows it, and otherwise as a new
+    interpreter. Return the process, and the descriptor of this process's end of its lifeline."""
     with resources.log.open("ab") as output:
 
-        async def new(lifeline: int) -> SpawnedProcess:
-            """Start the interpreter of the part, which ends when the other end of the pipe ``lifeline`` is closed."""
+        async def start_interpreter(lifeline: int) -> SpawnedProcess:
+            """Start the part as a new interpreter. The part ends when the other end of the pipe ``lifeline`` is
+            closed."""
             environment = {**child_environment(resources.num_threads), **extra_environment(start)}
             return await asyncio.create_subprocess_exec(
-                *_program(resources.directory, name, _keep(start), lifeline),
+                *_command_line(resources.directory, name, _resource_limits(start), lifeline),
                 stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(lifeline,),
                 start_new_session=True, env=environment,
             )  # fmt: skip
 
         if forks is not None and not forks.lost and isinstance(start, EngineStart | LearnerStart):
-            server, more = forks, {**part_environment(resources.num_threads), **extra_environment(start)}
+            server, variables = forks, {**part_environment(resources.num_threads), **extra_environment(start)}
 
             async def fork(lifeline: int) -> SpawnedProcess:
-                """Let the fork server fork the part, with its end of the pipe ``lifeline`` and its log."""
-                return await server.fork(name, str(resources.directory), more, (lifeline, output.fileno()))
+                """Order the fork server to fork the part, with ``lifeline``, its end of the pipe, and its log."""
+                return await server.fork(name, str(resources.directory), variables, (lifeline, output.fileno()))
 
             with contextlib.suppress(ForkServerLost):
                 return await _spawn_with_lifeline(fork, resources.token)
-        return await _spawn_with_lifeline(new, resources.token)
+        return await _spawn_with_lifeline(start_interpreter, resources.token)
 
 
 async def _spawn_with_lifeline(
     make: Callable[[int], Awaitable[SpawnedProcess]], token: str
 ) -> tuple[SpawnedProcess, int]:
-    """Start a process by calling ``make`` with the descriptor of one end of a new pipe, its lifeline. Return the
-    process and the descriptor of the other end: the process lives only while that is open. The run's secret ``token``
-    is the first thing that goes through the pipe; the process reads it from there."""
-    theirs, ours = os.pipe()
+    """Create a pipe, the lifeline, and start a process by calling ``make`` with the descriptor of its read end. Return
+    the process and the descriptor of the write end; the process ends when the write end is closed. The run's secret
+    ``token`` is written to the pipe first, and the process reads it from there."""
+    read_end, write_end = os.pipe()
     try:
-        write_token(ours, token)
-        return await make(theirs), ours
+        write_token(write_end, token)
+        return await make(read_end), write_end
     except BaseException:
-        os.close(ours)
+        os.close(write_end)
         raise
     finally:
-        os.close(theirs)
+        os.close(read_end)
 
 
-def _keep(start: Start) -> ResourceLimits | None:
-    """Return the limits of the resources of a worker that runs user code; ``None`` for other processes, or without
+def _resource_limits(start: Start) -> ResourceLimits | None:
+    """Return the resource limits of a worker that runs user code; ``None`` for other processes, and for workers without
     limits."""
     return start.keep if isinstance(start, ScorerStart | EnvironmentStart) else None
 
 
 def _is_kept(keep: ResourceLimits | None) -> bool:
-    """Return whether a process with the limits ``keep`` gets a supervisor, which enforces them: only on Linux."""
+    """Return whether a process with the resource limits ``keep`` has a supervisor that enforces them. Only Linux
+    supports this."""
     return keep is not None and sys.platform == "linux"
 
 
-def _program(directory: Path, name: str, keep: ResourceLimits | None, lifeline: int) -> list[str]:
-    """Return the command line of the process ``name`` or, where it has resource limits, of its supervisor, which starts
-    it. ``directory`` has its briefing, and ``lifeline`` is the descriptor of its end of the lifeline."""
+def _command_line(directory: Path, name: str, keep: ResourceLimits | None, lifeline: int) -> list[str]:
+    """Return the command line that starts the process ``name`` or, if it has resource limits, its supervisor, which
+    starts the process. ``directory`` contains its briefing, and ``lifeline`` is the descriptor of its end of the
+    lifeline."""
     program = [sys.executable, "-m", "headrace.launch.hosts.main", str(directory), name, str(lifeline)]
     if keep is None or not _is_kept(keep):
         return program
@@ -309,7 +314,7 @@ def _program(directory: Path, name: str, keep: ResourceLimits | None, lifeline: 
 
 
 def lines_of(log: Path) -> list[str]:
-    """Return the lines of a log; no lines if the file cannot be read."""
+    """Return the lines of a log file; empty if the file cannot be read."""
     try:
         return log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -317,8 +322,8 @@ def lines_of(log: Path) -> list[str]:
 
 
 def computed_s(pid: int) -> float:
-    """Return the seconds of processor time that a process has used and, on Linux, those that its threads have waited
-    for a processor; 0 for a process that has ended."""
+    """Return the seconds of processor time that a process has used. On Linux the seconds that its threads have waited
+    for a processor are added. 0 for a process that has ended."""
     threads = thread_times_ns(pid).values()
     if any(used + waited for used, waited in threads):
         return sum(used + waited for used, waited in threads) / 1e9
@@ -330,30 +335,30 @@ def computed_s(pid: int) -> float:
 
 
 def halted_below(pids: Collection[int]) -> dict[int, str]:
-    """Find the processes of this machine that a signal or a debugger has stopped. Return, for each of ``pids`` that is
-    stopped itself or has started a stopped process, a description that follows its name."""
+    """Find the processes on this machine that a signal or a debugger has stopped. For each of ``pids`` that is stopped,
+    or that has started a stopped process, return a description that follows its name."""
     parents: dict[int, int] = {}
     stopped: dict[int, str] = {}
     for pid in psutil.pids():
-        with contextlib.suppress(*PROCESS_GONE):  # process_iter of psutil does not bear a process that ends meanwhile
+        with contextlib.suppress(*PROCESS_GONE):  # psutil.process_iter fails if a process ends meanwhile
             process = psutil.Process(pid)
             with process.oneshot():
                 parents[pid], status = process.ppid(), process.status()
             if status in STOPPED:
                 stopped[pid] = status
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for pid in stopped:
-        above = pid
-        while above and above not in pids:
-            above = parents.get(above, 0)
-        if above and (above == pid or above not in found):
-            words = STOPPED[stopped[pid]].format(pid=pid)
-            found[above] = f"is {words}" if above == pid else f"has started process {pid}, which is {words}"
-    return found
+        ancestor = pid
+        while ancestor and ancestor not in pids:
+            ancestor = parents.get(ancestor, 0)
+        if ancestor and (ancestor == pid or ancestor not in texts):
+            state = STOPPED[stopped[pid]].format(pid=pid)
+            texts[ancestor] = f"is {state}" if ancestor == pid else f"has started process {pid}, which is {state}"
+    return texts
 
 
 def exit_words(code: int) -> str:
-    """Describe an exit code, in words that follow the name of the process.
+    """Return a description of an exit code, in words that follow the name of the process.
 
     >>> exit_words(-9)
     'was killed by SIGKILL (by hand, or because memory ran out)'

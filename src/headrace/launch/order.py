@@ -1,5 +1,5 @@
-"""The order that a session (the code that runs one training or evaluation) gives a launcher, and the launched run that
-it gets back. A *part* is one process of the run."""
+"""The order that a session passes to a launcher, and the launched run that the launcher returns. A *session* is the
+code that runs one training or evaluation. A *part* is one process of the run."""
 
 from __future__ import annotations
 
@@ -37,93 +37,105 @@ Facts = dict[str, dict[str, str | int | float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherOrder:
-    """A teacher model that is to get an engine."""
+    """A teacher model that needs an engine in the run."""
 
     model: ModelConfig
     """The model whose weights the engine serves."""
     max_context: int
-    """The longest sequence that the teacher may be asked to read, in tokens."""
+    """The longest sequence that the teacher may have to read, in tokens."""
     config: TeacherCallConfig
-    """The limits of the calls, and what a call returns."""
+    """The limits of a call of the teacher, and what the call returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOrder:
-    """The order for a launcher: everything that it needs to know of a run to start its processes."""
+    """The order for a launcher: all settings of a run that are needed to start its processes."""
 
     model: ModelConfig
-    """The model with which the run began. Engines load it whenever they start, since its directory does not change;
-    newer weights reach them through the weight sync."""
+    """The model with which the run began. Engines load this model whenever they start, because its directory does not
+    change; they receive newer weights through the weight sync."""
     snapshot: Path | None
     """The directory from which the learner restores weights, optimizer and step; ``None`` for a new run."""
     engine: FleetConfig
+    """The settings of the engines."""
     learner: LearnerConfig
+    """The settings of the learner."""
     algo: AlgoConfig
+    """The settings of the algorithm."""
     env: EnvConfig
+    """The settings of the environment and of the rewards."""
     agents: Mapping[str, ModelConfig]
-    """The models of agents with weights of their own, by name; each has an engine that serves these weights."""
+    """The models of agents whose weights are frozen, by agent name. Each of them has its own engine."""
     sync: SyncConfig
+    """The settings of the weight sync."""
     version_bytes: int = 0
-    """The size of the weights of one version, from which its deadline follows; 0: small."""
+    """The size of the weights of one version in bytes, from which the deadline of a transfer is computed; 0 means
+    small."""
     launch: LaunchConfig
+    """The settings of the launch."""
     devices: Devices
-    """The devices on which engines and learner compute."""
+    """The devices on which the engines and the learner compute."""
     tasks: Sequence[Task]
+    """The tasks for training."""
     eval_tasks: Sequence[Task]
+    """The held-out tasks for evaluations; empty if there are none."""
     sampling: Sampling
-    """The sampling settings of training."""
+    """The sampling parameters of training."""
     max_context: int
-    """Number of tokens that prompt and completion may have together."""
+    """The largest number of tokens of prompt and completion together."""
     decode: Callable[[Sequence[int]], str]
-    """Converts the token ids of a completion into the text that is scored."""
+    """Returns the text of a completion, which is scored, for its token ids."""
     chat: Chat
     """Renders and parses the model's messages."""
     run_dir: Path
-    """The run's directory; the logs of the parts go to ``logs/`` in it."""
+    """The run's directory. The logs of the parts are written to ``logs/`` in it."""
     columns: ColumnsConfig
     """The settings of the store for kept-sets and experts."""
     total_steps: int
-    """Optimizer steps of the whole run, at the end of which the learning-rate schedule ends."""
+    """Number of optimizer steps of the whole run. The learning-rate schedule ends after them."""
     on_spans: Callable[[Sequence[Span]], None]
-    """Called with the spans (times of activity) that the parts report."""
+    """A callback that receives the spans (times of activity) that the parts report."""
     on_event: Callable[[Event], None]
-    """Called with events that are worth a line for the user."""
+    """A callback that receives events for the user."""
     run_seed: int = 0
-    """``run.seed``, from which the seeds of all episodes follow."""
+    """``run.seed``, from which the seeds of all episodes are derived."""
     record_tokens: int = 0
-    """``flow.record_tokens``: the number of tokens of each running turn that a crash may lose; 0 records none."""
+    """``flow.record_tokens``: the number of tokens of each running turn that a crash may lose; 0 means that running
+    turns are not recorded."""
     stall_timeout_s: float = 300.0
-    """``run.stall_timeout_s``, in seconds; a warning names a process that makes no progress before it has passed."""
+    """``run.stall_timeout_s``, in seconds. A process that makes no progress is reported in a warning before this time
+    has passed."""
     branch_weight: float = 1.0
-    """The weight λ of the branches' loss, from ``flow.pivots``; without branches it has no effect."""
+    """The weight λ of the loss of branches, from ``flow.pivots``. It has no effect without branches."""
     teachers: Mapping[str, TeacherOrder] = field(default_factory=dict)
-    """The teachers with engines of their own, by name; the name may be empty if there is only one."""
+    """The teachers that need engines, by name. The name of a run's only teacher may be empty."""
     forks: ForkServer | None = None
-    """The fork server for engines and learner; ``None``: each of them is a new interpreter."""
+    """The fork server for engines and learners; ``None`` means that each of them is a new interpreter."""
     recorded: RecordedEngine | None = None
-    """The recorded engine that a replay repeats; ``None``: the run is not a replay."""
+    """The recording of an engine that a replay repeats; ``None`` if the run is not a replay."""
 
     @property
     def agent_names(self) -> frozenset[str]:
-        """The roles that an environment may call beside the policy. Empty: any name may be called, and all of them are
+        """The roles that an environment may use in addition to the policy. If empty, every name is accepted and means
         the policy under training."""
         return frozenset((*(agent.name for agent in self.env.agents), *self.model.adapter_agents))
 
 
 class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of one process of the run, for ``headrace status``."""
+    """The status of one process of the run, as ``headrace status`` prints it."""
 
     role: str
     """The name of the process, such as ``engine-0`` or ``learner``."""
     pid: int
+    """The process id."""
     state: str
-    """``starting``, ``ready``, ``ended``, or why the process is halted."""
+    """``starting``, ``ready``, ``ended``, or what has halted the process."""
     version: int | None
     """The version of its weights; ``None`` for a part without weights."""
     device: str = ""
-    """The device on which it computes; empty for a part that computes nothing or is not ready."""
+    """The device on which it computes; empty for a part without a device or a part that is not ready."""
     restarts: int = 0
-    """Number of times that it died and was started again."""
+    """How many times it has died and was started again."""
     node: str = ""
     """The address of its machine; empty for the controller's machine."""
 
@@ -163,19 +175,19 @@ class EngineChanges(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRun:
-    """The launched parts of a run, and access to the state of their processes."""
+    """The parts of a launched run, and functions that report the state of their processes."""
 
     parts: Components
     """The parts as the controller uses them."""
     components: Callable[[], list[ComponentStatus]]
     """Returns the status of every process."""
     send_warnings_to: Callable[[Callable[[str], None]], None]
-    """Sends all later warnings of the parts to the given function. Earlier ones are events of the order, without a
-    time."""
+    """Makes the parts send all later warnings to the given function. Earlier warnings are events of the order, without
+    a time."""
     send_signs_to: Callable[[SendWarning], None]
-    """Sends all later warnings about processes that make no progress to the given function."""
+    """Makes the supervision send all later warnings about processes that make no progress to the given function."""
     send_recoveries_to: Callable[[Callable[[Recovery], None]], None]
-    """Sends all later recoveries to the given function: when a part has died, and when it serves again."""
+    """Makes the supervisors report to the given function when a part has died, and when it serves again."""
     facts: Callable[[], Facts]
     """Returns the facts that the engines and the learner report about themselves."""
     changes: EngineChanges

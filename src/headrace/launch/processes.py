@@ -1,6 +1,5 @@
-"""The processes of a run: the settings (briefing) that each starts with, and the directories and shared memory that
-they use together. A process is started as a *child*, with a *peer*: the controller's end of the conversation with
-it."""
+"""The processes of a run: the settings (briefing) with which each of them starts, and the directories and the shared
+memory that they share. A started process is a *child*. It has a *peer*, the controller's client of the process."""
 
 from __future__ import annotations
 
@@ -60,26 +59,25 @@ from headrace.sync.estimate import refuse_little_room
 
 @dataclass(slots=True, kw_only=True)
 class Processes:
-    """The processes of one run: the object that starts them, from the settings of ``order``, and keeps a list of
-    them."""
+    """The object that starts the processes of one run, from the settings in ``order``, and stores a list of them."""
 
     site: Rendezvous
-    """The directories, the token and the receiver of spans that all of them share."""
+    """The directories, the token and the span callback that all processes share."""
     starter: Starter
-    """Starts each process, on a machine of its choice."""
+    """The starter of the processes, which chooses their machines."""
     order: LaunchOrder
-    """The description of the run, from the session."""
+    """The settings of the run, from the session."""
     weights: Path
-    """The shared-memory file that weights pass through."""
+    """The shared-memory file through which weights are transferred."""
     children: list[Child] = field(default_factory=list)
-    """The processes that were started, except for those that have been replaced."""
+    """The processes that were started, without processes that were replaced."""
     num_scorers: int = 0
-    """Number of scoring workers that were started, including those that have been replaced."""
+    """Number of scoring workers that were started, including workers that were replaced."""
     columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The columns of the dataset that a component of the reward can rely on, by the label of the component; see
     :func:`~headrace.rollout.scoring.fit.columns_for`."""
     num_environments: int = 0
-    """Number of environment workers that were started, including those that have been replaced."""
+    """Number of environment workers that were started, including workers that were replaced."""
     places: EnginePlaces = field(init=False)
     """The engines that the run has now, with their devices."""
 
@@ -88,42 +86,42 @@ class Processes:
         self.places = EnginePlaces(self.order)
 
     def refuse_little_room(self) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` if this machine has too little room for the versions of the
-        weights that the transport keeps. On another machine the learner finds out when it starts."""
+        """Raise :class:`~headrace.base.errors.ConfigError` if this machine has too little space for the versions of the
+        weights that the transport stores. If the learner runs on another machine, it checks this when it starts."""
         if not self.order.launch.remote:
             refuse_little_room(self.order.sync, self._places(), self.order.version_bytes)
 
     def engines(self, *, own_weights: bool = False) -> Engines:
-        """Return the supervisor of the policy's engines, which are not started yet. With ``own_weights`` each serves
-        the weights of the model directory, and gets none from a learner."""
+        """Return the supervisor of the policy's engines. The engines are not started yet. With ``own_weights``, each
+        engine uses the weights of the model directory and receives no weights from a learner."""
         return self._engines(self.places.policy, self.order.model, own_weights=own_weights)
 
     def agents(self) -> dict[str, Engines]:
-        """Return the supervisor of one engine for each agent with weights of its own, by the agent's name; they are not
-        started yet."""
+        """Return, for each agent with frozen weights, the supervisor of its engine, by the agent's name. The engines
+        are not started yet."""
         return {
             name: self._engines((f"agent-{name}",), model, own_weights=True)
             for name, model in self.order.agents.items()
         }  # fmt: skip
 
     def teachers(self) -> dict[str, Engines]:
-        """Return the supervisor of one engine for each teacher that needs one, by the teacher's name; they are not
-        started yet."""
+        """Return, for each teacher that needs an engine, the supervisor of its engine, by the teacher's name. The
+        engines are not started yet."""
         return {
             name: self._engines((teacher_role(name),), teacher.model, own_weights=True)
             for name, teacher in self.order.teachers.items()
         }
 
     def rollouts(self, engines: Engines) -> RolloutShards | None:
-        """Return the supervisor of the rollout shards, which ask ``engines`` and are not started yet; ``None`` for a
-        run whose episodes run in the controller."""
+        """Return the supervisor of the rollout shards, which send their requests to ``engines``; ``None`` if the
+        episodes run in the controller. The shards are not started yet."""
         names = shard_names(self.order.launch.rollouts)
         if not names:
             return None
         return RolloutShards(
             self._start_rollout,
             names,
-            self._supervision(),
+            self._supervision_config(),
             RealClock(),
             fleet=engines.fleet,
             client=engines.client,
@@ -145,7 +143,7 @@ class Processes:
             retries=order.env.retries,
             record_tokens=order.record_tokens,
             deadline_s=order.sync.longest_s(order.version_bytes),
-            environment=self._shard_environment() if order.env.remote else None,
+            environment=self._shard_env_settings() if order.env.remote else None,
         )
         self.forget_ended()
 
@@ -155,8 +153,8 @@ class Processes:
 
         return await self._start(name, start, 1, client)
 
-    def _shard_environment(self) -> ShardEnvironment:
-        """Return the environment of the run as a shard starts it."""
+    def _shard_env_settings(self) -> ShardEnvironment:
+        """Return the settings with which a shard starts the environment of the run."""
         order = self.order
         return ShardEnvironment(
             env=order.env.model_dump(mode="json"),
@@ -167,9 +165,9 @@ class Processes:
             start_timeout_s=order.launch.start_timeout_s,
         )
 
-    def _supervision(self, version: int = NOT_SAMPLED) -> SupervisionConfig:
-        """Return the limits within which engines and rollout shards are supervised. ``version`` is that of the weights
-        which an engine has when it is ready."""
+    def _supervision_config(self, version: int = NOT_SAMPLED) -> SupervisionConfig:
+        """Return the limits for the supervision of engines and rollout shards. ``version`` is the version of the
+        weights that an engine has when it is ready."""
         launch = self.order.launch
         return SupervisionConfig(
             rolling=self.order.sync.rolling,
@@ -180,23 +178,25 @@ class Processes:
         )
 
     def _engines(self, names: tuple[str, ...], model: ModelConfig, *, own_weights: bool) -> Engines:
-        """Return the supervisor of the engines ``names``, which serve the same ``model``; none is started yet. With
-        ``own_weights`` they serve the weights of its directory as version 0, else those that the learner sends."""
-        config = self._supervision(0 if own_weights else NOT_SAMPLED)
+        """Return the supervisor of the engines ``names``, which all serve ``model``. The engines are not started yet.
+        With ``own_weights``, they serve the weights of the model directory as version 0, and otherwise the weights that
+        the learner sends."""
+        config = self._supervision_config(0 if own_weights else NOT_SAMPLED)
         start = partial(self._start_engine, model=model, own_weights=own_weights)
         return Engines(start, names, config, RealClock())
 
     async def _start_engine(self, name: str, *, model: ModelConfig, own_weights: bool) -> Child:
-        """Start the process of the engine ``name``: one of the policy's, a teacher's or another agent's.
-        ``own_weights`` says that it gets no weights from the learner."""
+        """Start the process of the engine ``name``, which is an engine of the policy, of a teacher or of another agent.
+        ``own_weights`` says that the engine receives no weights from the learner."""
         order = self.order
-        alone = order.engine.count == 1 and not order.launch.rollouts
+        # a run can be replayed only if one engine handles all requests
+        is_only_engine = order.engine.count == 1 and not order.launch.rollouts
         teachers = {teacher_role(teacher): served for teacher, served in order.teachers.items()}
         place, num_engines, devices = self.places.index(name), len(self.places.names), self.places.devices
         if order.launch.remote:
             devices = Devices(engines=(devices.engines[place],), learner=())
         config = order.engine.for_engine(0 if order.launch.remote else place, devices)
-        if name in teachers:  # a teacher samples nothing: it reads one sequence at a time
+        if name in teachers:  # a teacher samples nothing and reads one sequence at a time
             config = config.model_copy(update={"max_sequences": 1, "cache_tokens": None})
         num_threads = order.launch.threads("engine", num_engines, num_cores())
         start = EngineStart(
@@ -204,15 +204,15 @@ class Processes:
             engine=config.model_dump(mode="json"),
             max_context=teachers[name].max_context if name in teachers else order.max_context,
             num_threads=num_threads,
-            lending=self._lending(place, num_engines),
+            lending=self._lending_settings(place, num_engines),
             route=self._route(),
             record_kept=order.sampling.record_kept and not own_weights,
             record_routing=order.sampling.record_routing and not own_weights,
             sleeps=order.sync.interrupt is Interrupt.SLEEP and not own_weights,
             own_weights=own_weights,
             history="" if own_weights else str(order.run_dir / f"answers-{name}.bin"),
-            columns=self._columns("" if own_weights else name),
-            interleaving=str(order.run_dir / interleaving_file(name)) if alone and not own_weights else "",
+            columns=self._store_settings("" if own_weights else name),
+            interleaving=str(order.run_dir / interleaving_file(name)) if is_only_engine and not own_weights else "",
             recorded=None if own_weights else order.recorded,
         )
         self.forget_ended()
@@ -226,44 +226,44 @@ class Processes:
         num_engines = len(self.places.names)
         start = LearnerStart(
             model=order.model.model_dump(mode="json"),
-            learner=self._learner_on(0),
+            learner=self._learner_settings(0),
             algo=order.algo.model_dump(mode="json"),
             temperature=order.sampling.temperature,
             total_steps=order.total_steps,
             snapshot="" if order.snapshot is None else str(order.snapshot),
             route=self._route(),
             num_threads=num_threads,
-            columns=self._columns(),
-            lending=self._lending(num_engines, num_engines),
+            columns=self._store_settings(),
+            lending=self._lending_settings(num_engines, num_engines),
             world=world,
             rendezvous=f"file://{self.site.directory / 'rendezvous'}",
         )
         child = await self._start("learner", start, num_threads, self._learner_client)
         for rank in range(1, world):
             name = f"{child.role}-{rank}"
-            lending = self._lending(num_engines + rank, num_engines)
-            other = msgspec.structs.replace(start, rank=rank, learner=self._learner_on(rank), lending=lending)
+            lending = self._lending_settings(num_engines + rank, num_engines)
+            other = msgspec.structs.replace(start, rank=rank, learner=self._learner_settings(rank), lending=lending)
             await self._start(name, other, num_threads, partial(self._rank_client, name))
         assert isinstance(child.peer, LearnerClient)
         return child.peer
 
-    def _lending(self, place: int, num_engines: int) -> Lending | None:
-        """Return the division of the cores for the part with index ``place``; ``None`` where no cores are lent. Engines
-        have the first indices, ranks of the learner the last."""
+    def _lending_settings(self, place: int, num_engines: int) -> Lending | None:
+        """Return how the cores are divided, for the part with the index ``place``; ``None`` if no cores are lent. The
+        first indices belong to engines, the last to the ranks of the learner."""
         launch, ranks = self.order.launch, self.order.learner.parallel.world
         if not launch.lend_cores:
             return None
-        board = self.site.directory / "cores"
-        each = (launch.threads("engine", num_engines, num_cores()), launch.threads("learner", ranks, num_cores()))
-        shares = (each[0],) * num_engines + (each[1],) * ranks
-        if not board.exists():
-            make_activity_file(board, len(shares))
-        return Lending(activity_file=str(board), place=place, shares=shares)
+        activity_file = self.site.directory / "cores"
+        threads = (launch.threads("engine", num_engines, num_cores()), launch.threads("learner", ranks, num_cores()))
+        shares = (threads[0],) * num_engines + (threads[1],) * ranks
+        if not activity_file.exists():
+            make_activity_file(activity_file, len(shares))
+        return Lending(activity_file=str(activity_file), place=place, shares=shares)
 
-    def _columns(self, writer: str = "") -> StoreStart | None:
-        """Return the store for kept-sets and experts as a part uses it, which writes into it under the name ``writer``
-        or, if that is empty, only reads. ``None`` where no such columns are recorded, or parts are on other
-        machines."""
+    def _store_settings(self, writer: str = "") -> StoreStart | None:
+        """Return the settings of the store for kept-sets and experts. A part with the name ``writer`` writes into the
+        store; if ``writer`` is empty, the part only reads. ``None`` if no such columns are recorded, or if parts are on
+        other machines."""
         order = self.order
         if order.launch.remote or not (order.sampling.record_kept or order.sampling.record_routing):
             return None
@@ -274,14 +274,14 @@ class Processes:
             writer=writer,
         )
 
-    def _learner_on(self, rank: int) -> dict[str, Any]:
-        """Return the settings of the learner, as JSON data, with the device of ``rank``."""
+    def _learner_settings(self, rank: int) -> dict[str, Any]:
+        """Return the settings of the learner with the device of ``rank``, as JSON data."""
         config = self.order.learner.model_copy(update={"device": self.order.devices.learner[rank]})
         return config.model_dump(mode="json")
 
     async def start_scorer(self, reward: AnyReward) -> Child:
-        """Start a worker that scores one component of the reward, within the limits of ``env.reward_memory_mb`` and
-        ``env.reward_processes``. It gets the columns of a row that the component can rely on."""
+        """Start a worker that scores one component of the reward, with the limits ``env.reward_memory_mb`` and
+        ``env.reward_processes``. The worker receives the columns of a row that the component can rely on."""
         env = self.order.env
         limits = ResourceLimits(memory_bytes=(env.reward_memory_mb or 0) << 20, processes=env.reward_processes)
         if reward.label not in self.columns:
@@ -294,7 +294,7 @@ class Processes:
 
     async def start_environment(self, start: EnvironmentStart, elsewhere: Starter | None = None) -> Child:
         """Start an environment worker with the settings ``start``. ``elsewhere`` is the starter of a machine that has
-        joined the run; ``None``: it is started as all other processes are."""
+        joined the run; ``None`` means the run's own starter."""
         name = f"environment-{self.num_environments}"
         self.num_environments += 1
         self.forget_ended()
@@ -302,21 +302,21 @@ class Processes:
         return await self._start(name, start, num_threads=1, make_peer=make_peer, elsewhere=elsewhere)
 
     def forget_ended(self) -> None:
-        """Remove the processes that have ended, and were replaced or removed, from the list of the run's processes."""
+        """Remove ended processes, which were replaced or removed, from the list of the run's processes."""
         self.children = [child for child in self.children if not child.closed]
 
     def _route(self) -> Route:
-        """Return the route by which weights travel from the learner to the engines: the transport with its addresses
-        and deadline."""
+        """Return the route of the weights from the learner to the engines: the transport with its addresses and its
+        deadline."""
         return self.order.sync.route(self._places(), self.order.version_bytes)
 
     def _places(self) -> RunPlaces:
-        """Return the places in which learner and engines can meet."""
+        """Return the files and directories through which the learner and the engines can exchange weights."""
         return RunPlaces(run_dir=self.order.run_dir, memory=self.weights, private=self.site.directory)
 
     def components(self, restarts: Mapping[str, int]) -> list[ComponentStatus]:
-        """Return the status of every process, with the controller first. ``restarts`` has the number of times that each
-        was started again."""
+        """Return the status of every process, the controller first. ``restarts`` contains how many times each process
+        was started again, by name."""
         parts = [ComponentStatus(role="controller", pid=os.getpid(), state="ready", version=None)]
         for child in self.children:
             version, device = _version(child.peer), _device(child.peer)
@@ -334,12 +334,13 @@ class Processes:
         return parts
 
     def facts(self) -> Facts:
-        """Return the facts that the engines and the learner report about themselves, as far as they are ready."""
+        """Return the facts that the engines and the learner have reported about themselves. Parts that are not ready
+        are left out."""
         parts = [child for child in self.children if child.role == "learner" or child.role.startswith("engine")]
         return {child.role: child.peer.ready.result().facts for child in parts if child.peer.ready.done()}
 
     async def end(self) -> None:
-        """Order all processes to shut down, and wait until they have ended; those that do not end in time are
+        """Order all processes to shut down, and wait until they have ended. Processes that do not end in time are
         killed."""
         ends = [child.end(Shutdown()) for child in self.children]
         await asyncio.gather(*ends)
@@ -352,8 +353,9 @@ class Processes:
         make_peer: Callable[[ControllerChannel], Peer],
         elsewhere: Starter | None = None,
     ) -> Child:
-        """Start the process ``name`` with the settings ``start``, add it to the list, and return it. ``make_peer``
-        makes its peer from its channel. ``elsewhere`` is the starter of another machine; ``None``: the run's own."""
+        """Start the process ``name`` with the settings ``start``, append it to ``children``, and return it.
+        ``make_peer`` creates its peer from its channel. ``elsewhere`` is the starter of another machine; ``None`` means
+        the run's own starter."""
         spec = ProcessSpec(name=name, start=start, num_threads=num_threads, make_peer=make_peer)
         child = await Child.start(self.site, spec, elsewhere or self.starter)
         self.children.append(child)
@@ -364,7 +366,7 @@ class Processes:
         return RankClient(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
     def _foreign_peer(self, name: str, channel: ControllerChannel) -> ForeignPeer:
-        """Return the peer of a scoring worker, whose messages are not trusted since it runs user code."""
+        """Return the peer of a scoring worker. Its messages are not trusted, because the worker runs user code."""
         return ForeignPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
     def _env_peer(self, name: str, channel: ControllerChannel) -> Peer:
@@ -372,8 +374,8 @@ class Processes:
         return EnvPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
     def _engine_client(self, name: str, channel: ControllerChannel) -> EngineClient:
-        """Return the peer of the engine ``name``. It waits for the answer to an order as long as the transfer of one
-        version may take."""
+        """Return the peer of the engine ``name``. The deadline for answers to its orders is the longest time that the
+        transfer of one version may take."""
         deadline_s = self.order.sync.longest_s(self.order.version_bytes)
         on_spans = in_lane(name, self.site.on_spans)
         return EngineClient(name, channel, token=self.site.token, on_spans=on_spans, deadline_s=deadline_s)
@@ -387,8 +389,8 @@ class Processes:
 
 
 def _version(peer: Peer) -> int | None:
-    """Return the version of the weights that the engine or the learner behind ``peer`` holds; ``None`` for a part
-    without weights."""
+    """Return the version of the weights that the engine or the learner behind ``peer`` currently has; ``None`` for a
+    part without weights."""
     match peer:
         case EngineClient():
             return peer.stats().version
@@ -398,31 +400,32 @@ def _version(peer: Peer) -> int | None:
 
 
 def _device(peer: Peer) -> str:
-    """Return the device on which a part computes, as it reported when it became ready; empty if it is not ready or
-    reports none."""
+    """Return the device on which a part computes, as it reported when it became ready. The result is empty if the part
+    is not ready or reports no device."""
     ready = peer.ready
     is_ready = ready.done() and not ready.cancelled() and ready.exception() is None
     return str(ready.result().facts.get("device", "")) if is_ready else ""
 
 
 def open_directories(order: LaunchOrder, leases: ExitStack) -> tuple[Rendezvous, Path]:
-    """Make the directories, the token and the shared-memory file of a run, and remove those that killed runs left.
-    Return what all processes share, and the path of the file that weights pass through. ``leases`` removes both at the
-    end of the run. Raises :class:`~headrace.base.errors.RunError` if they cannot be made."""
+    """Create the directories, the token and the shared-memory file of a run, and remove leases that killed runs have
+    left. Return the data that all processes share, and the path of the file through which weights are transferred.
+    ``leases`` removes the directory of the sockets and this file at the end of the run. Raises
+    :class:`~headrace.base.errors.RunError` if they cannot be created."""
     logs = order.run_dir / "logs"
-    places = Path(tempfile.gettempdir()), shared_memory_root()
+    roots = Path(tempfile.gettempdir()), shared_memory_root()
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        for root in places:
+        for root in roots:
             sweep(root)
-        directory = Lease.directory(places[0])
+        directory = Lease.directory(roots[0])
         leases.callback(directory.end)
-        weights = Lease.file(places[1])
+        weights = Lease.file(roots[1])
         leases.callback(weights.end)
     except OSError as error:
         raise RunError(
             f"the files of the run's processes cannot be made: {error}",
-            remedy=f"make room in {logs}, {places[0]} and {places[1]}, and let this user write there",
+            remedy=f"make room in {logs}, {roots[0]} and {roots[1]}, and let this user write there",
         ) from None
     return Rendezvous(
         directory=directory.path, logs=logs, token=secrets.token_hex(32), on_spans=order.on_spans

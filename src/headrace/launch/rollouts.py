@@ -1,14 +1,15 @@
-"""The rollout shards of a run: processes that run episodes, so that their chunks do not pass through the controller.
+"""The rollout shards of a run: processes that run episodes, so that the chunks of the episodes do not pass through the
+controller.
 
     controller ──episodes to run──▶ rollout-n ──requests──▶ engines
         ▲  ▲                          │    ▲                   │ chunks
         │  └── episodes that ended ───┘    └───────────────────┘
         └──────── counters, commits ───────────────────────────┘
 
-The flow of the controller alone admits groups. All episodes of a group run in one shard, each with the seed that it
-would have in the controller, so that the tokens do not depend on the number of shards. Every shard may ask every
-engine. If a shard dies, its engines forget its requests, its episodes continue in another shard from the tokens that
-it had streamed (``flow.record_tokens``), and it is started again as engines are.
+Only the flow in the controller admits groups. All episodes of a group run in one shard, with the same seeds as in the
+controller, so that the tokens do not depend on the number of shards. Every shard may send requests to every engine. If
+a shard dies, the engines abort its requests, and its episodes continue in another shard from the tokens that were
+recorded (``flow.record_tokens``). The shard is then started again, like an engine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from headrace.rollout import Withdrawal
 from headrace.rollout.siblings import OnEnded
 
 REQUESTS_BITS = 32
-"""A shard's requests to one process of an engine have numbers of their own, of this many bits."""
+"""The number of bits for the request numbers of one shard at one engine process."""
 
 
 def shard_names(count: int) -> tuple[str, ...]:
@@ -47,8 +48,8 @@ def shard_names(count: int) -> tuple[str, ...]:
 
 
 class RolloutShards(Supervisor):
-    """The supervisor of a run's rollout shards, which runs episodes in them (it implements
-    :class:`~headrace.control.parts.EpisodeShards`)."""
+    """The supervisor of a run's rollout shards. It also runs episodes in them, and so implements
+    :class:`~headrace.control.parts.EpisodeShards`."""
 
     def __init__(
         self,
@@ -60,26 +61,26 @@ class RolloutShards(Supervisor):
         fleet: Fleet,
         client: Callable[[str], EngineClient],
     ) -> None:
-        """Make the supervisor of the shards ``names``, which ask the engines of ``fleet``; none is started yet.
-        ``client`` returns the controller's client of an engine. The other arguments are described at
-        :class:`~headrace.launch.supervision.Supervisor`."""
+        """Create the supervisor of the shards ``names``, which send requests to the engines of ``fleet``. No shard is
+        started yet. ``client`` returns the controller's client of an engine.
+        :class:`~headrace.launch.supervision.Supervisor` describes the other arguments."""
         super().__init__(start, names, config, clock)
         self._fleet, self._engine = fleet, client
         self._ready: dict[str, RolloutClient] = {}
         self._changed = asyncio.Event()
         self._calls = itertools.count()
-        self._clients = itertools.count(1)  # the numbers below belong to the controller
+        self._request_ranges = itertools.count(1)  # range 0 belongs to the controller
         self._recorded: dict[EpisodeKey, dict[int, list[TokenChunk]]] = {}
         """The recorded tokens of each running episode, by the number of the sampled turn."""
         self._on_parts: Callable[[Sequence[TokenChunk]], None] = lambda _: None
         self._note: Callable[[str], None] = lambda _: None
-        self._unseen: dict[str, None] = {}
-        """The names of the engines whose state has changed and that the shards have not been told."""
+        self._changed_engines: dict[str, None] = {}
+        """The names of the engines whose new state was not sent to the shards yet."""
         fleet.follow(self._engine_changed)
 
     def connect(self, on_parts: Callable[[Sequence[TokenChunk]], None], note: Callable[[str], None]) -> None:
-        """Call ``on_parts`` with the tokens of running turns that are to be recorded, and ``note`` with notes on
-        unusual events, from now on."""
+        """Set the callbacks: ``on_parts`` receives the tokens of running turns that have to be recorded, and ``note``
+        receives short texts about unusual events."""
         self._on_parts, self._note = on_parts, note
 
     async def run_episode(
@@ -87,16 +88,16 @@ class RolloutShards(Supervisor):
     ) -> EpisodeGraph:
         """Run one episode of ``task`` in a shard, and return it; see
         :meth:`~headrace.rollout.runner.EpisodeRunner.run`."""
-        order = self._order(key.group, (key.place,), task)
+        order = self._new_order(key.group, (key.place,), task)
         async with aclosing(self._run(order, withdrawal, begun)) as batches:
             async for episodes in batches:
                 return episodes[0]
         raise AssertionError("an episode ends once")
 
     async def run_group(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:
-        """Run all ``size`` episodes of the group ``number`` in one shard. ``on_ended`` is called with those that end
+        """Run all ``size`` episodes of the group ``number`` in one shard. ``on_ended`` receives the episodes that end
         together; see :meth:`~headrace.rollout.siblings.SiblingRunner.run`."""
-        order = msgspec.structs.replace(self._order(number, tuple(range(size)), task), together=True)
+        order = msgspec.structs.replace(self._new_order(number, tuple(range(size)), task), together=True)
         async with aclosing(self._run(order)) as batches:
             async for episodes in batches:
                 await on_ended(episodes)
@@ -107,19 +108,20 @@ class RolloutShards(Supervisor):
             await self._changed.wait()
 
     async def serve(self, child: Child, outage: Outage | None) -> None:
-        """Tell a new shard the engines, and let it run episodes."""
+        """Send the states of all engines to a new shard, and make the shard available for episodes. This ends only by
+        cancellation."""
         client = self._client(child.role)
-        client.on_parts, client.on_note = self._grown, self._noted
-        self._tell(child.role, client, self._fleet.names)
+        client.on_parts, client.on_note = self._record_parts, self._forward_note
+        self._send_states(child.role, client, self._fleet.names)
         self._ready[child.role] = client
         if outage is not None:
             self.recovered(child.role, outage)
-        self._notify()
+        self._wake_waiting()
         await asyncio.Event().wait()
 
     def leave(self, name: str) -> int:
-        """Give the shard ``name``, which has died, no more episodes, let the engines forget its requests, and return
-        the number of its orders, which other shards continue."""
+        """Stop using the shard ``name``, which has died: assign it no more episodes, and make the engines abort its
+        requests. Return the number of its orders, which other shards will continue."""
         client = self._client(name)
         self._ready.pop(name, None)
         for engine in self._fleet.names:
@@ -127,31 +129,33 @@ class RolloutShards(Supervisor):
         return client.lose()
 
     def _client(self, name: str) -> RolloutClient:
-        """Return the client of the present process of the shard ``name``."""
+        """Return the client of the current process of the shard ``name``."""
         peer = self.children[name].peer
         assert isinstance(peer, RolloutClient)
         return peer
 
     def _engine_changed(self, name: str) -> None:
-        """Tell the shards soon, with all others that change now, the state of an engine that has changed."""
-        if not self._unseen:
-            asyncio.get_running_loop().call_soon(self._tell_engines)
-        self._unseen[name] = None
+        """Record that the state of the engine ``name`` has changed. Soon afterwards the states of all changed engines
+        are sent to the shards together."""
+        if not self._changed_engines:
+            asyncio.get_running_loop().call_soon(self._send_changed_engines)
+        self._changed_engines[name] = None
 
-    def _tell_engines(self) -> None:
-        """Tell the shards the engines that have changed. They must know them before they get more episodes."""
-        names, self._unseen = self._unseen, {}
+    def _send_changed_engines(self) -> None:
+        """Send the states of the changed engines to all shards. This must happen before the shards receive more
+        episodes."""
+        names, self._changed_engines = self._changed_engines, {}
         for shard, client in self._ready.items() if names else ():
-            self._tell(shard, client, tuple(names))
+            self._send_states(shard, client, tuple(names))
 
-    def _tell(self, shard: str, client: RolloutClient, names: Sequence[str]) -> None:
-        """Tell the shard ``shard`` the state of the engines ``names``, in an order of its own: of engines with the same
-        load it asks the first, and shards that do the same shall not ask the same."""
+    def _send_states(self, shard: str, client: RolloutClient, names: Sequence[str]) -> None:
+        """Send the states of the engines ``names`` to the shard ``shard``. Their order differs between shards: among
+        engines with the same load a shard chooses the first, and different shards must not choose the same engine."""
         first = self.names.index(shard) * len(names) // len(self.names)
-        client.send(EnginesSeen(engines=tuple(map(self._seen, (*names[first:], *names[:first])))))
+        client.send(EnginesSeen(engines=tuple(map(self._engine_state, (*names[first:], *names[:first])))))
 
-    def _seen(self, name: str) -> EngineSeen:
-        """Return the state of an engine for one shard."""
+    def _engine_state(self, name: str) -> EngineSeen:
+        """Return the state of the engine ``name``, as it is sent to one shard."""
         seen = self._fleet.seen(name)
         if seen is None:
             return EngineSeen(name=name)
@@ -159,96 +163,99 @@ class RolloutShards(Supervisor):
         return EngineSeen(
             name=name,
             orders=self._engine(name).orders_address,
-            first_request=next(self._clients) << REQUESTS_BITS,
+            first_request=next(self._request_ranges) << REQUESTS_BITS,
             state=state.name,
             version=version,
             paused=paused,
         )
 
-    def _order(self, group: int, places: tuple[int, ...], task: Task) -> StartEpisodes:
-        """Return the order to run episodes of a group from their beginning."""
+    def _new_order(self, group: int, places: tuple[int, ...], task: Task) -> StartEpisodes:
+        """Return the order to run episodes of a group from their beginning. ``places`` are their indices in the
+        group."""
         return StartEpisodes(call=0, group=group, places=places, task=task)
 
     async def _run(
         self, order: StartEpisodes, withdrawal: Withdrawal | None = None, begun: Sequence[TokenChunk] = ()
     ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
-        """Run the episodes of ``order``, and yield those that have ended together. ``begun`` are recorded tokens of
-        their turns; ``withdrawal`` may end an episode that is alone."""
+        """Run the episodes of ``order``, and yield lists of episodes that have ended together. ``begun`` are recorded
+        tokens of their turns. ``withdrawal`` can end an episode that runs alone."""
         keys = [EpisodeKey(order.group, place) for place in order.places]
         self._recorded.update({key: {} for key in keys})
         for part in begun:
             self._recorded[part.key][part.turn] = [part]
         try:
-            async with aclosing(self._run_in_turn(order, withdrawal)) as batches:
+            async with aclosing(self._run_across_shards(order, withdrawal)) as batches:
                 async for episodes in batches:
                     yield episodes
         finally:
             for key in keys:
                 del self._recorded[key]
 
-    async def _run_in_turn(
+    async def _run_across_shards(
         self, order: StartEpisodes, withdrawal: Withdrawal | None
     ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
-        """Run the episodes of ``order`` in one shard after the other where shards die, each from its recorded tokens,
-        and yield those that have ended together."""
-        left = {place: self._recorded[EpisodeKey(order.group, place)] for place in order.places}
-        while left:
-            begun = tuple(TokenChunk.joined(turn) for recorded in left.values() for turn in recorded.values())
-            order = msgspec.structs.replace(order, call=next(self._calls), places=tuple(left), begun=begun)
-            async with aclosing(self._run_in_one(order, withdrawal)) as batches:
+        """Run the episodes of ``order``, and yield lists of episodes that have ended together. If a shard dies, its
+        episodes continue in another shard from their recorded tokens."""
+        pending = {place: self._recorded[EpisodeKey(order.group, place)] for place in order.places}
+        while pending:
+            begun = tuple(TokenChunk.joined(turn) for recorded in pending.values() for turn in recorded.values())
+            order = msgspec.structs.replace(order, call=next(self._calls), places=tuple(pending), begun=begun)
+            async with aclosing(self._run_in_shard(order, withdrawal)) as batches:
                 async for episodes in batches:
-                    _remove(left, episodes)
+                    _remove(pending, episodes)
                     yield episodes
+            # the shard has died: only episodes that run one by one can continue from recorded tokens
             order = msgspec.structs.replace(order, together=False)
 
-    async def _run_in_one(
+    async def _run_in_shard(
         self, order: StartEpisodes, withdrawal: Withdrawal | None
     ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
-        """Run the episodes of ``order`` in one shard, and yield those that end until all have, or the shard dies."""
-        client = await self._shard(order.group)
-        self._tell_engines()
-        arrived, num_left = client.begin(order), len(order.places)
+        """Run the episodes of ``order`` in one shard. Yield lists of episodes that have ended together, until all have
+        ended or the shard dies."""
+        client = await self._wait_for_shard(order.group)
+        self._send_changed_engines()
+        arrived, num_pending = client.begin(order), len(order.places)
         if withdrawal is not None:
             key = EpisodeKey(order.group, order.places[0])
             withdrawal.attach(lambda: client.send(WithdrawEpisode(key=key, reason=withdrawal.reason)))
         try:
-            while num_left and (episodes := await arrived.get()):
-                num_left -= len(episodes)
+            while num_pending and (episodes := await arrived.get()):
+                num_pending -= len(episodes)
                 yield episodes
         finally:
-            client.forget(order, ended=not num_left)
+            client.forget(order, ended=not num_pending)
 
-    async def _shard(self, group: int) -> RolloutClient:
-        """Wait for a shard that runs, and return the one for the episodes of ``group``: always the same one, unless it
-        is being started again."""
+    async def _wait_for_shard(self, group: int) -> RolloutClient:
+        """Return the shard that runs the episodes of ``group``, and wait if no shard is ready. A group always has the
+        same shard, unless that shard is being restarted."""
         while not self._ready:
             await self._changed.wait()
         ready = [name for name in self.names if name in self._ready]
         own = self.names[group % len(self.names)]
         return self._ready[own if own in self._ready else ready[group % len(ready)]]
 
-    def _grown(self, parts: Sequence[TokenChunk]) -> None:
-        """Keep and pass on the tokens of running turns that a shard wants to be recorded."""
-        known = [part for part in parts if part.key in self._recorded]
-        for part in known:
+    def _record_parts(self, parts: Sequence[TokenChunk]) -> None:
+        """Store the tokens of running turns that a shard sends for recording, and pass them to ``on_parts``."""
+        running_parts = [part for part in parts if part.key in self._recorded]
+        for part in running_parts:
             turn = self._recorded[part.key].setdefault(part.turn, [])
             if part.lost:
                 turn.clear()
             turn.append(msgspec.structs.replace(part, lost=""))
-        self._on_parts(known)
+        self._on_parts(running_parts)
 
-    def _noted(self, text: str) -> None:
-        """Pass on a note of a shard."""
+    def _forward_note(self, text: str) -> None:
+        """Pass a note of a shard to the callback ``note``."""
         self._note(text)
 
-    def _notify(self) -> None:
-        """Wake the tasks that wait for shards."""
+    def _wake_waiting(self) -> None:
+        """Wake the tasks that wait for a shard."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
-def _remove(left: dict[int, dict[int, list[TokenChunk]]], episodes: Sequence[EpisodeGraph]) -> None:
-    """Remove ``episodes``, which have ended, from those that are left, by their index in the group, and drop their
-    recorded tokens, which are the values."""
+def _remove(pending: dict[int, dict[int, list[TokenChunk]]], episodes: Sequence[EpisodeGraph]) -> None:
+    """Remove the ended ``episodes`` from ``pending``. Keys of ``pending`` are the indices of the episodes in the group;
+    its values are their recorded tokens, which are deleted."""
     for episode in episodes:
-        left.pop(episode.key.place).clear()
+        pending.pop(episode.key.place).clear()

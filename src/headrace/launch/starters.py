@@ -10,15 +10,15 @@ from headrace.base.types.observation import Event
 from headrace.launch.config import Launcher
 
 if TYPE_CHECKING:
-    # a run file is read without the modules that start processes
+    # not imported at run time, so that a run file can be read without the modules that start processes
     from headrace.launch.child import Starter
     from headrace.launch.order import LaunchOrder
 
 
 @asynccontextmanager
-async def _here(order: LaunchOrder) -> AsyncIterator[Starter]:
-    """Yield the starter of processes on this machine, for the run that ``order`` describes. If the order has a fork
-    server, its messages are received within this context, and engines and learners are forked from it."""
+async def _open_starter(order: LaunchOrder) -> AsyncIterator[Starter]:
+    """Yield the starter of processes on this machine, for the run that ``order`` describes. If the order contains a
+    fork server, its messages are received within this context, and engines and learners are forked from it."""
     from headrace.launch.local_process import LocalStarter
 
     if order.forks is None:
@@ -32,5 +32,5 @@ async def _room_here(starter: Starter, names: tuple[str, ...]) -> None:
     """Accept all engines: on this machine only GPUs are counted, which are chosen elsewhere."""
 
 
-LOCAL = Launcher(starting=_here, engine_room=_room_here)
-"""The launcher that ``launch.kind = "local"`` names."""
+LOCAL = Launcher(starting=_open_starter, engine_room=_room_here)
+"""The launcher for ``launch.kind = "local"``."""

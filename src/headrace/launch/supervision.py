@@ -1,12 +1,12 @@
-"""The supervision of processes of one kind, engines or rollout shards: they are started and watched, and started again
-when they die while the budget of restarts allows.
+"""The supervision of processes of one kind, engines or rollout shards. A supervisor starts and watches the processes,
+and restarts a process that dies, as long as the number of restarts allows it.
 
     start ──▶ loading ──ready──▶ serves ──▶ it dies; or it is stopped or silent for too long, and is killed
       ▲                                        │
       └──── within launch.engine_restarts ─────┘ beyond: the run ends, resumable
 
-If the first start of a process fails with an error report, this is a problem of the settings and ends the run with that
-error. If a signal killed it before it was ready, it could not report an error and is started again.
+If a process reports an error during its first start, the settings are wrong, and the run ends with that error. If a
+signal killed the process before it was ready, it could not report an error, and it is started again.
 
 Processes can be added while the run goes on, and removed. One that is added and ends before it serves for the first
 time is removed again, and the run goes on. One that is being removed may end at any time, and is not started again.
@@ -29,59 +29,61 @@ from headrace.engine.fleet.member import TICK_S
 from headrace.launch.child import Child
 
 RESTART_WINDOW_S = 600.0
-"""The time, in seconds, within which restarts are counted against the budget."""
+"""The time, in seconds, in which the number of restarts is limited."""
 LAST_MESSAGES_S = 0.05
-"""Seconds to wait for the last messages of a process after its death is known."""
+"""Seconds to wait for the last messages of a process after its death was detected."""
 REMEDY = "fix the cause, then --resume: nothing that was finished is lost"
+"""The remedy in the error that ends a run because of a dead process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionConfig:
-    """The limits within which processes are supervised, from the settings ``launch`` and ``sync``."""
+    """The limits for the supervision of processes, from the settings ``launch`` and ``sync``."""
 
     rolling: int | None = None
-    """Number of engines that may commit at the same time; ``None``: as many as the commit needs."""
+    """Number of engines that may commit at the same time; ``None`` means no limit."""
     restarts: int
-    """Number of restarts within :data:`RESTART_WINDOW_S`; 0: the first death ends the run."""
+    """Number of restarts within :data:`RESTART_WINDOW_S`. With 0, the first death ends the run."""
     start_timeout_s: float
     """Seconds that a process may take to become ready."""
     silence_s: float
-    """Seconds for which an engine with sequences may send nothing, and for which a process that owes an answer may be
-    stopped."""
+    """Seconds for which an engine with sequences may send nothing. Also the seconds for which a process that has not
+    answered an order may be stopped."""
     version: int = NOT_SAMPLED
-    """The version of the weights that an engine has when it is ready; ``NOT_SAMPLED``: none, the learner sends them."""
+    """The version of the weights that an engine has when it is ready; ``NOT_SAMPLED`` if the learner has to send the
+    weights."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Outage:
-    """The time in which a process does not serve, from its death or a version that did not reach it until it serves
-    again."""
+    """A time during which a process does not serve. It begins with the death of the process, or with a version that the
+    process did not receive, and ends when the process serves again."""
 
     cause: str
-    """The reason in words."""
+    """The cause in words."""
     since_s: float
-    """The time at which it began, on the clock of the supervisor."""
+    """The time at which the outage began, on the clock of the supervisor."""
     carried_over: int
-    """Number of its sequences that continue elsewhere."""
+    """Number of the process's sequences or episodes that continue elsewhere."""
 
 
 class Supervisor(ABC):
-    """The supervisor of the processes ``names``, which are of one kind. ``start`` starts the process of a name. A
-    subclass says how a process that is ready is used, and what is lost with one."""
+    """The supervisor of the processes ``names``, which are all of one kind. ``start`` starts the process with a given
+    name. A subclass defines how a ready process is used, and what happens to the work of a dead process."""
 
     def __init__(
         self, start: Callable[[str], Awaitable[Child]], names: Sequence[str], config: SupervisionConfig, clock: Clock
     ) -> None:
-        """Make the supervisor; no process is started yet. The arguments are described at the class; ``clock`` measures
+        """Create the supervisor without starting a process. The class describes the arguments; ``clock`` measures
         outages and the window of restarts."""
         self._start, self.names, self._config, self.clock = start, tuple(names), config, clock
         self.children: dict[str, Child] = {}
-        """The present process of each name."""
-        self._kill_ordered = {name: asyncio.Event() for name in names}
-        self._why: dict[str, str] = {}
+        """The current process of each name."""
+        self._kill_events = {name: asyncio.Event() for name in names}
+        self._kill_reasons: dict[str, str] = {}
         self._deaths: deque[float] = deque(maxlen=config.restarts or None)
         self.restarts = Counter[str]()
-        """Number of times that each process was started again."""
+        """How many times each process was started again, by name."""
         self._on_recovery: Callable[[Recovery], None] = lambda _: None
         self._tasks: asyncio.TaskGroup | None = None
         """The tasks that supervise one process each; ``None`` before :meth:`run`."""
@@ -94,35 +96,36 @@ class Supervisor(ABC):
 
     @abstractmethod
     async def serve(self, child: Child, outage: Outage | None) -> None:
-        """Use the process ``child``, which has become ready, until this is cancelled. ``outage`` is the one that it
-        ends, which is to be reported with :meth:`recovered`; ``None`` at the first start."""
+        """Use the process ``child``, which has become ready, until this call is cancelled. ``outage`` is the outage
+        that ends with it and must be reported with :meth:`recovered`; ``None`` at the first start."""
 
     @abstractmethod
     def leave(self, name: str) -> int:
-        """Stop to use the process ``name``, which has died, and return how many of its sequences or episodes continue
+        """Stop using the process ``name``, which has died, and return how many of its sequences or episodes continue
         elsewhere."""
 
     @abstractmethod
     async def wait_until_complete(self) -> None:
-        """Wait until every process is ready and used."""
+        """Wait until every process is ready and in use."""
 
     async def watch(self) -> None:
-        """Look for processes that do not work although they live; this ends only by cancellation."""
+        """Watch for processes that are alive but do not work. This ends only by cancellation. The default watches
+        nothing."""
         await asyncio.Event().wait()
 
     def send_recoveries_to(self, on_recovery: Callable[[Recovery], None]) -> None:
-        """Call ``on_recovery`` for every later death that does not end the run and for every engine that new weights do
-        not reach; and again when such a process serves."""
+        """Set the callback ``on_recovery``. It is called for every later death that does not end the run, for every
+        engine that does not receive new weights, and again when such a process serves."""
         self._on_recovery = on_recovery
 
     async def start(self) -> None:
-        """Start all processes; they have not loaded anything yet when this returns."""
+        """Start all processes. They have not loaded anything yet when this returns."""
         for name in self.names:
             await self._start_one(name)
 
     async def run(self) -> None:
         """Supervise the processes. This ends only by cancellation, or with a
-        :class:`~headrace.base.errors.HeadraceError` when one of them is lost for good."""
+        :class:`~headrace.base.errors.HeadraceError` if a process has died and must not be restarted."""
         async with asyncio.TaskGroup() as self._tasks:
             for name in self.names:
                 self._tasks.create_task(self._keep_running(name))
@@ -134,7 +137,7 @@ class Supervisor(ABC):
         :class:`~headrace.base.errors.HeadraceError` with which it ended before that; the run goes on without it."""
         assert self._tasks is not None
         self.names = (*self.names, name)
-        self._kill_ordered[name] = asyncio.Event()
+        self._kill_events[name] = asyncio.Event()
         served = self._additions[name] = asyncio.get_running_loop().create_future()
         try:
             await self._start_one(name)
@@ -161,7 +164,7 @@ class Supervisor(ABC):
         """Forget the process ``name``, which has ended and is not started again. ``carried_over`` of its sequences
         continue elsewhere."""
         self.names = tuple(other for other in self.names if other != name)
-        for known in (self.children, self._kill_ordered, self._why, self._additions, self.restarts):
+        for known in (self.children, self._kill_events, self._kill_reasons, self._additions, self.restarts):
             known.pop(name, None)
         self._set_patience()
         removal = self._removals.pop(name, None)
@@ -169,9 +172,9 @@ class Supervisor(ABC):
             removal.set_result(carried_over)
 
     def order_kill(self, name: str, why: str) -> None:
-        """Let the task that supervises the process ``name`` kill it; ``why`` becomes the cause of its end."""
-        self._why[name] = f"{why}: it was ended"
-        self._kill_ordered[name].set()
+        """Make the task that supervises the process ``name`` kill it. ``why`` becomes the cause of its end."""
+        self._kill_reasons[name] = f"{why}: it was ended"
+        self._kill_events[name].set()
 
     def report(self, recovery: Recovery) -> None:
         """Report the death or the recovery of a process."""
@@ -183,7 +186,7 @@ class Supervisor(ABC):
         self.report(Recovery(part=name, cause=outage.cause, seconds=seconds, carried_over=outage.carried_over))
 
     async def _start_one(self, name: str) -> None:
-        """Start the process ``name``, which has not loaded anything yet then."""
+        """Start the process ``name``. It has not loaded anything yet when this returns."""
         self.children[name] = await self._start(name)
         self._set_patience()
 
@@ -194,8 +197,8 @@ class Supervisor(ABC):
             child.peer.waits_while_halted = len(self.names) == 1 or not self._config.restarts
 
     async def _keep_running(self, name: str) -> None:
-        """Wait until the process ends, and start it again; repeat this until it is cancelled or removed, or until a
-        death ends the run."""
+        """Wait until the process ``name`` ends, and start it again. Repeat this until this call is cancelled, until the
+        process is removed, or until a death ends the run."""
         outage: Outage | None = None
         while True:
             child = self.children[name]
@@ -205,7 +208,7 @@ class Supervisor(ABC):
                 return
             outage = self._record_death(child, cause, outage)
             child.close()
-            self._kill_ordered[name].clear()
+            self._kill_events[name].clear()
             try:
                 await self._start_one(name)
             except HeadraceError:
@@ -225,8 +228,8 @@ class Supervisor(ABC):
             served.set_exception(error)
 
     async def _run_until_death(self, child: Child, outage: Outage | None) -> str:
-        """Supervise one process until its end, and return why it ended. ``outage`` is the one that this process is to
-        end; ``None`` at the first start."""
+        """Supervise one process until its end, and return the cause of its end. ``outage`` is the outage that this
+        process will end; ``None`` at the first start."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(child.peer.listen()),
@@ -234,16 +237,17 @@ class Supervisor(ABC):
                 group.create_task(self._kill_when_ordered(child)),
             ]
             if self._config.restarts:
-                tasks.append(group.create_task(self._give_up_when_stopped(child)))
+                tasks.append(group.create_task(self._order_kill_when_stopped(child)))
             cause = await child.died()
             await asyncio.sleep(LAST_MESSAGES_S)
             for task in tasks:
                 task.cancel()
-        return self._why.pop(child.role, "") or cause
+        return self._kill_reasons.pop(child.role, "") or cause
 
     async def _serve_when_ready(self, child: Child, outage: Outage | None) -> None:
-        """Use a new process when it is ready. ``outage`` is the one that it is to end; ``None`` at the first start. A
-        process that is not ready in time ends the run at the first start, and is killed later."""
+        """Use a new process when it is ready. ``outage`` is the outage that it will end; ``None`` at the first start.
+        If the process is not ready in time, the run ends at the first start, and the process is killed at a later
+        start."""
         limit_s = self._config.start_timeout_s
         await asyncio.wait([child.peer.ready], timeout=limit_s)
         if not child.peer.ready.done() and outage is None and child.role not in self._additions:
@@ -260,38 +264,39 @@ class Supervisor(ABC):
     async def _kill_when_ordered(self, child: Child) -> None:
         """Wait until :meth:`order_kill` is called for this process, and kill it; one that is being removed is ordered
         to shut down first."""
-        await self._kill_ordered[child.role].wait()
+        await self._kill_events[child.role].wait()
         if child.role in self._removals:
             await child.shut_down(Shutdown())
         else:
             await child.kill()
 
-    async def _give_up_when_stopped(self, child: Child) -> None:
-        """Order the kill of a process that has been stopped for ``silence_s`` while it owes an answer.
+    async def _order_kill_when_stopped(self, child: Child) -> None:
+        """Order the kill of a process that was stopped for ``silence_s`` and has not answered an order.
 
-        Nothing else notices it: the fleet watches only engines that have sequences, and if a run has one engine only,
-        the deadline of an answer does not run while the process is stopped.
+        No other check detects such a process: the fleet watches only engines that have sequences, and in a run with a
+        single engine the deadline of an answer is suspended while the process is stopped.
         """
         stopped_s = 0.0
         while stopped_s < self._config.silence_s:
-            # counted in ticks, so that time in which this machine was suspended does not count
+            # time is counted in ticks, so that time during which this machine was suspended is not counted
             await asyncio.sleep(TICK_S)
             stopped_s = stopped_s + TICK_S if child.peer.halted and child.peer.awaits_answer else 0.0
         why = f"{child.role} (pid {child.pid}) {child.peer.halted}, and has owed an answer for {stopped_s:g} s"
         self.order_kill(child.role, why)
 
     def _record_death(self, child: Child, cause: str, outage: Outage | None) -> Outage:
-        """Count the death of ``child`` against the budget of restarts, report it, and return the outage that begins, or
-        the one before that goes on. Raises the error that ends the run if the process is not to be started again."""
+        """Count the death of ``child`` as one of the allowed restarts, report it, and return the outage that begins, or
+        the earlier outage that continues. Raises the error that ends the run if the process must not be started
+        again."""
         carried_over, now_s = self.leave(child.role), self.clock.now()
-        words = child.peer.reported_error
-        accident = words is None and child.killed
-        unready = outage is None and not child.peer.ready.done() and not accident
-        if not self._config.restarts or unready or isinstance(words, EngineUnfit):
-            raise words or ComponentDied(cause, remedy=REMEDY)
-        # The deque holds as many deaths as the budget, so its first entry is the oldest that counts.
+        error = child.peer.reported_error
+        is_killed = error is None and child.killed
+        failed_first_start = outage is None and not child.peer.ready.done() and not is_killed
+        if not self._config.restarts or failed_first_start or isinstance(error, EngineUnfit):
+            raise error or ComponentDied(cause, remedy=REMEDY)
+        # The length of the deque is the number of allowed restarts, so its first entry is the oldest relevant death.
         if len(self._deaths) == self._config.restarts and now_s - self._deaths[0] < RESTART_WINDOW_S:
-            problem = cause if words is None else words.problem
+            problem = cause if error is None else error.problem
             minutes = RESTART_WINDOW_S / 60
             raise ComponentDied(
                 f"{problem}\n  launch.engine_restarts={self._config.restarts} in {minutes:g} minutes are used up",
@@ -299,9 +304,10 @@ class Supervisor(ABC):
             )
         self._deaths.append(now_s)
         self.restarts[child.role] += 1
-        brief = (cause if words is None else words.problem).partition("\n")[0]
-        outage_now = Outage(cause=brief, since_s=now_s, carried_over=carried_over)
+        cause_line = (cause if error is None else error.problem).partition("\n")[0]
+        outage_now = Outage(cause=cause_line, since_s=now_s, carried_over=carried_over)
+        # the process died again before it served: the sequences of the first death are still waiting
         if outage is not None and outage.carried_over:
             outage_now.since_s, outage_now.carried_over = outage.since_s, outage.carried_over
-        self.report(Recovery(part=child.role, cause=brief, seconds=None, carried_over=outage_now.carried_over))
+        self.report(Recovery(part=child.role, cause=cause_line, seconds=None, carried_over=outage_now.carried_over))
         return outage_now

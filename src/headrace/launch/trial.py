@@ -1,5 +1,5 @@
-"""Environment workers for the check of an environment, outside a run: the same processes and the same pool, without a
-learner or an engine."""
+"""Environment workers for the check of an environment outside of a run. They are the same processes in the same pool as
+in a run, without a learner and without an engine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from headrace.launch.starts import EnvironmentStart
 async def trial_pool(
     start: EnvironmentStart, config: EnvPoolConfig, warn: Callable[[str], None]
 ) -> AsyncIterator[EnvPool]:
-    """Start a pool of environment workers like that of a run, and yield it when they are ready. ``start`` has the
-    settings of each worker; ``warn`` receives warnings for the user. When the context ends, the workers, their logs and
-    everything that they started are removed."""
+    """Start a pool of environment workers as in a run, and yield it when they are ready. ``start`` contains the
+    settings of each worker; ``warn`` receives warnings for the user. When the context ends, the workers and all
+    processes that they have started are killed, and their logs are removed."""
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as directory:
         site = Rendezvous(
             directory=Path(directory), logs=Path(directory), token=secrets.token_hex(32), on_spans=lambda _: None
@@ -43,7 +43,7 @@ async def trial_pool(
             children.append(await Child.start(site, spec, LocalStarter()))
             return children[-1]
 
-        pool = EnvPool(start_worker, config, warn=warn, listening=_listening)
+        pool = EnvPool(start_worker, config, warn=warn, listening=_open_endpoint)
         try:
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(pool.keep())
@@ -56,7 +56,7 @@ async def trial_pool(
                 child.close()
 
 
-def _listening(warn: Callable[[str], None]) -> AbstractAsyncContextManager[EpisodeEndpoint]:
-    """Open the endpoint at which programs of the environment ask the scripted policy over HTTP. ``warn`` receives
-    warnings about the sampling parameters of their requests."""
+def _open_endpoint(warn: Callable[[str], None]) -> AbstractAsyncContextManager[EpisodeEndpoint]:
+    """Open the endpoint through which programs of the environment reach the scripted policy over HTTP. ``warn``
+    receives warnings about the sampling parameters of their requests."""
     return open_endpoint()(Sampling(max_new_tokens=1024), clock=RealClock(), warn=warn)

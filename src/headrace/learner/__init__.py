@@ -1,4 +1,4 @@
-"""The learner, which turns batches into gradients and new weights."""
+"""The learner, which computes gradients from batches and updates the weights of the policy."""
 
 from headrace.learner.base import Learner
 from headrace.learner.config import LearnerConfig

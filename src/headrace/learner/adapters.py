@@ -1,10 +1,10 @@
-"""Several adapters that are trained on one frozen base model.
+"""Several learners that train separate adapters of one frozen base model.
 
     base ──┬── adapter a ── LearnerCore a: gradient, optimizer, version
            └── adapter b ── LearnerCore b
 
-One adapter at a time is active, for computing and for training. The base model exists once: each further learner costs
-only the memory of its adapter and of its optimizer's moments.
+One adapter at a time is active, in forward passes and in training. The base model is in memory once, so each further
+learner needs only the memory of its adapter and of its optimizer's moments.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from headrace.models.lora import active, add_adapter
 
 
 class Adapters:
-    """A collection of named learners, each with its own adapter of ``model``. It is not thread-safe.
+    """A collection of learners by name, each with its own adapter of ``model``. It is not thread-safe.
 
-    Training one changes no bit of another, and its result does not depend on which others train in between.
+    Training one adapter changes no bit of another adapter, and its result does not depend on steps of other adapters in
+    between.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class Adapters:
         ranks: AnyRanks | None = None,
     ) -> None:
         """Add one adapter for each of ``configs`` to ``model``, which must have none yet, and build its learner.
-        ``base`` is the directory of ``model``. ``build`` makes the learner of a name, while its adapter is the active
-        one. ``ranks`` are the processes over which ``model`` is sharded, which must all do the same, and to which
-        ``build`` gives each learner; ``None`` for a single process."""
+        ``base`` is the directory of ``model``. ``build`` creates the learner for a name; it is called while that
+        adapter is active. ``ranks`` are the processes over which ``model`` is sharded, which must make the same calls;
+        ``build`` must pass the same ranks to each learner. ``None``: a single process."""
         ranks = ranks or SingleRank(model.device)
         for config in configs.values():
             ranks.config.refuse_settings(ModelConfig(path=base, lora=config))
@@ -61,11 +62,11 @@ class Adapters:
 
     @contextmanager
     def on(self, name: str) -> Iterator[LearnerCore]:
-        """Yield the learner of ``name``, which may be used inside the ``with`` block only: train, logprobs, save,
-        restore.
+        """Return a context that yields the learner ``name`` while its adapter is active. The learner may be used only
+        inside the context (train, logprobs, save, restore).
 
-        Inside the block, :func:`~headrace.models.weights.weight_tensors` of the model returns the tensors of that
-        adapter, which are to be published.
+        Inside the context, :func:`~headrace.models.weights.weight_tensors` of the model returns the tensors of that
+        adapter, for publishing.
         """
         with active(self._model, name):
             yield self._cores[name]

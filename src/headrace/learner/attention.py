@@ -1,4 +1,4 @@
-"""The attention that a learner's models compute with, which is chosen when they are loaded."""
+"""The choice of the attention implementation of a learner's models, when they are loaded."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ log = logging.getLogger("headrace")
 DETERMINISTIC = replace(
     PADDED, name="deterministic", plan=InvariantPlan, why="model.deterministic computes attention as the engine does"
 )
-"""The attention of a deterministic model."""
+"""The attention implementation for a deterministic model."""
 
 
 def attention_for(
     model: PreTrainedModel, prefer: AttentionName, layers: Mapping[int, AttentionKind]
 ) -> ChosenAttention:
-    """Return the attention of ``model``, whose ``layers`` compute these kinds, by the setting ``learner.attention``,
-    and say in the log which it is.
+    """Return the attention implementation for ``model``, chosen by ``prefer``, the setting ``learner.attention``, and
+    by ``layers``, the kind of attention of each layer. The choice is written to the log.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for ``flex`` where it cannot be computed.
+    Raises :class:`~headrace.base.errors.ConfigError` for ``flex`` if this model or machine cannot compute it.
     """
     if is_deterministic(model):
         if prefer == "flex":
@@ -49,8 +49,8 @@ def attention_for(
 
 @torch.no_grad()
 def attention_of(model: PreTrainedModel, prefer: AttentionName) -> ChosenAttention:
-    """Return the attention of ``model`` as :func:`attention_for` does, after a pass over two tokens that shows the
-    kinds of its layers."""
+    """Return the attention implementation for ``model`` as :func:`attention_for` does. The kinds of its layers are
+    determined by a pass over two tokens."""
     recorder = KindRecorder(model.device)
     if not is_deterministic(model):
         model(**probe_of(recorder), use_cache=False)
@@ -58,6 +58,6 @@ def attention_of(model: PreTrainedModel, prefer: AttentionName) -> ChosenAttenti
 
 
 def probe_of(plan: PackedPlan) -> dict[str, Any]:
-    """Return the keyword arguments of a forward pass over the tokens of ``plan``, all of id 0."""
+    """Return the keyword arguments of a forward pass with ``plan``, over tokens that all have the id 0."""
     ids_N = torch.zeros_like(plan.positions_N)
     return {"input_ids": ids_N[None], "position_ids": plan.positions_N[None], PLAN: plan}

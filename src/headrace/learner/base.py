@@ -1,4 +1,5 @@
-"""The contract between a learner and the rest of the system."""
+"""The contract of a learner: the interface that the controller calls, and the settings that a learner gets from the
+run."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ class Publication:
     """A snapshot of the weights that is being published to the engines."""
 
     version: int
-    """Version of the weights."""
+    """The version of the weights."""
     slot: int
-    """Number of the shared buffer that holds the copy."""
+    """The index of the shared buffer that contains the copy."""
     exposed_s: float
-    """Seconds that training stood still for the copy."""
+    """The time, in seconds, that training stood still for the copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,24 +32,24 @@ class LearnerContext:
     """The parts of a run's settings that a learner needs."""
 
     temperature: float
-    """Temperature of the sampling, by which logits are divided."""
+    """The sampling temperature, by which logits are divided."""
     total_steps: int
     """The step at which a decaying schedule ends."""
     model_dir: Path
-    """Directory with the files of the tokenizer, which are copied into every snapshot."""
+    """The directory with the files of the tokenizer, which are copied into every snapshot."""
     clock: Clock
-    """Clock from which spans and durations are measured."""
+    """The clock by which spans and durations are measured."""
     progress: Progress = field(default_factory=lambda: Progress(RealClock()))
-    """Receives the unit of work that the learner is at."""
+    """The record of the learner's present unit of work."""
 
 
 class Learner(Protocol):
-    """A learner as the controller sees it. It carries out calls one after the other, in the order in which they were
-    made: a step may be requested while the step before it is being computed."""
+    """The asynchronous interface of a learner, for the controller. Calls are executed one after the other, in the order
+    in which they were made, so a step may be requested while the previous step is being computed."""
 
     async def train(self, batch: Batch) -> StepReport:
-        """Make one step of the batch, forward and backward passes over micro-batches, gradient clipping and update, and
-        return its metrics and token counts."""
+        """Train one step on the batch (forward and backward passes over micro-batches, gradient clipping and update),
+        and return its metrics and token counts."""
         ...
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
@@ -57,27 +58,28 @@ class Learner(Protocol):
         ...
 
     async def snapshot(self, version: int, slot: int) -> Publication:
-        """Copy the weights of ``version`` into the shared buffer number ``slot``, from which engines read them, and
-        return as soon as training may continue."""
+        """Copy the weights of ``version`` into the shared buffer with the index ``slot``, from which engines read them.
+        Return as soon as training may continue."""
         ...
 
     async def published(self, publication: Publication) -> WeightUpdate:
-        """Wait until the snapshot is hashed and can be staged by engines, and return the message that announces it to
-        them."""
+        """Wait until the snapshot is hashed and engines can stage it, and return the message that announces it to the
+        engines."""
         ...
 
     async def resend(self, publication: Publication) -> WeightUpdate:
         """Publish the same snapshot once more, as whole tensors, for an engine that could not use it.
 
-        Raises :class:`~headrace.base.errors.WeightsError` if the buffer does not hold it any more.
+        Raises :class:`~headrace.base.errors.WeightsError` if the buffer does not contain this version any more.
         """
         ...
 
     async def save(self, directory: Path) -> None:
-        """Begin to write model, optimizer, schedule and random state into a new directory, and return when the learner
-        can go on: it has copied them, or has written them already."""
+        """Start to write model, optimizer, schedule and random state into a new directory. Return when the learner can
+        continue, because the state is copied or written."""
         ...
 
     async def saved(self, directory: Path) -> None:
-        """Wait until everything that :meth:`save` began to write into ``directory`` is there, flushed to disk."""
+        """Wait until all files that :meth:`save` started to write into ``directory`` are complete and flushed to
+        disk."""
         ...

@@ -24,7 +24,7 @@ from headrace.models.config import AttentionName
 from headrace.models.devices import AUTO, DeviceName
 
 COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected", "pairs"})
-"""Optional columns that every learner can compute for an objective."""
+"""The optional columns of an objective that every learner can compute, without an auxiliary model."""
 
 SETTINGS = {
     "log_ref": "learner.reference",
@@ -34,13 +34,14 @@ SETTINGS = {
     "top_k": "learner.teachers",
     "log_nu": "learner.teachers",
 }
-"""The other optional columns, with the setting of the auxiliary model that computes each."""
+"""The optional columns of an objective that an auxiliary model computes, with the setting of this model."""
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class MixtureConfig(Section):
-    """What keeps the experts of a mixture evenly used: losses, which are added to that of every step, or a bias."""
+    """The settings for a balanced use of the experts of a mixture: auxiliary losses, which are added to the loss of
+    every step, or a bias of the routers."""
 
     balance_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the load-balancing loss; ``router_aux_loss_coef`` in transformers, 0.001 to 0.02. Costs one pass
@@ -53,12 +54,12 @@ class MixtureConfig(Section):
 
     @property
     def trains(self) -> bool:
-        """Return whether a loss that balances the experts is added to that of every step."""
+        """Return whether an auxiliary loss of the experts is added to the loss of every step."""
         return self.balance_coef > 0 or self.z_coef > 0
 
     @property
     def acts(self) -> bool:
-        """Return whether any of these settings has an effect: a loss is added, or a bias is moved."""
+        """Return whether any of these settings has an effect: a loss is added, or a bias is updated."""
         return self.trains or self.bias_rate > 0
 
 
@@ -77,8 +78,8 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Number of steps in which the learning rate rises linearly from 0 to ``lr``."""
     damping: EssDamping | None = None
-    """What lowers the learning rate of single steps: ``{ kind = "ess" }`` for the effective sample size of the batch,
-    which old tokens make smaller. Unset: nothing does."""
+    """The damping of the learning rate of single steps: ``{ kind = "ess" }`` for the effective sample size of the
+    batch, which old tokens make smaller. Unset: no damping."""
     betas: tuple[Rate, Rate] = (0.9, 0.99)
     """The decay rates β of AdamW, each below 1."""
     eps: float = Field(default=1e-8, gt=0)
@@ -95,14 +96,14 @@ class LearnerConfig(Section):
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Greatest number of token positions in one forward and backward pass. The result does not depend on it."""
     share_prefixes: bool | Literal["auto"] = "auto"
-    """Whether tokens that several samples of a batch begin with are computed once: of answers to one prompt, turns and
-    forks of an episode, or by accident, as a tree of any depth. The gradient is the same up to rounding. ``auto``: in
-    batches where that saves a tenth of the computation."""
+    """Whether first tokens that several samples of a batch have in common are computed once, as a tree of any depth: in
+    answers to one prompt, turns and forks of an episode, or by accident. The gradient is the same up to rounding.
+    ``auto``: in batches in which sharing saves a tenth of the computation."""
     attention: AttentionName = "auto"
-    """How attention is computed. ``flex``: by torch's flex attention, which holds no scores and pads nothing on a GPU;
-    on a CPU it writes all scores out. ``padded``: in rows of samples of similar length; sinks, soft caps and, on a
+    """How attention is computed. ``flex``: by torch's flex attention, which stores no scores and needs no padding on a
+    GPU; on a CPU it writes all scores out. ``padded``: in rows of samples of similar length; sinks, soft caps and, on a
     GPU, windows and shared tokens write the scores out. ``auto``: flex attention on a GPU if a trial before the run
-    compiles and is right there, otherwise padded rows."""
+    compiles and is correct there, otherwise padded rows."""
     parallel: ParallelConfig = ParallelConfig()
     """Number of processes over which the learner is spread; one by default."""
     memory: MemoryConfig = MemoryConfig()
@@ -131,15 +132,15 @@ class LearnerConfig(Section):
 
     @property
     def policies(self) -> dict[str, PolicyConfig | OldConfig | TeacherConfig]:
-        """The settings of the policies that the learner computes beside the trained one, by the names of their
+        """The settings of the policies that the learner computes beside the trained policy, by the names of the
         settings."""
         named = {"reference": self.reference, "old": self.old, "teachers[0]": self.own_teacher}
         return {name: config for name, config in named.items() if config is not None}
 
     @property
     def own_teacher(self) -> TeacherConfig | None:
-        """The settings of the teacher that the learner computes itself; ``None`` if there is none, or each has an
-        engine."""
+        """The settings of the teacher that the learner computes itself; ``None`` if there is no teacher, or each
+        teacher has an engine."""
         return next((each for each in self.teachers if engine_of(each) is None), None)
 
     @property
@@ -149,14 +150,14 @@ class LearnerConfig(Section):
         return {engine.name: (each, engine) for each, engine in found if isinstance(each, ServedTeacher) and engine}
 
     def serving(self, columns: Iterable[str]) -> LearnerConfig:
-        """Return these settings, completed for an objective that reads ``columns``: with the initial weights of the run
-        as the reference, if the objective reads ``log_ref`` and no reference is set."""
+        """Return these settings, completed for an objective that reads ``columns``: if the objective reads ``log_ref``
+        and no reference is set, the initial weights of the run become the reference."""
         if self.reference is not None or "log_ref" not in columns:
             return self
         return self.model_copy(update={"reference": Frozen()})
 
     @model_validator(mode="after")
-    def _top_k_has_a_teacher(self) -> LearnerConfig:
+    def _refuse_top_k_without_teacher(self) -> LearnerConfig:
         """Refuse a value of ``top_k``, which counts entries of a teacher, if there is no teacher."""
         if not self.teachers and self.top_k != type(self).model_fields["top_k"].default:
             raise ConfigError(
@@ -166,8 +167,9 @@ class LearnerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _rows_can_name_their_teachers(self) -> LearnerConfig:
-        """Refuse several teachers that rows could not tell apart by name, and a column of names for a single one."""
+    def _refuse_unnamed_teachers(self) -> LearnerConfig:
+        """Refuse several teachers without distinct names, by which rows choose one, and a column of names for a single
+        teacher."""
         several = len(self.teachers) > 1
         if several and self.own_teacher is not None:
             raise ConfigError(
@@ -189,7 +191,7 @@ class LearnerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _floor_has_a_decay(self) -> LearnerConfig:
+    def _refuse_floor_without_decay(self) -> LearnerConfig:
         """Refuse ``min_lr_frac``, the end of a decay of the learning rate, for a schedule that does not decay."""
         if self.min_lr_frac and self.schedule == "constant":
             raise ConfigError(
@@ -199,9 +201,9 @@ class LearnerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _low_bit_moments_are_whole(self) -> LearnerConfig:
-        """Refuse moments of 8 bits on several ranks: their blocks would be cut by the ranks, and the result would
-        depend on how many there are."""
+    def _refuse_sharded_low_bit(self) -> LearnerConfig:
+        """Refuse moments of 8 bits on several ranks: the ranks would divide their blocks, and the result would depend
+        on the number of ranks."""
         if self.optimizer.kind == "adamw8bit" and self.parallel.world > 1:
             raise ConfigError(
                 f"learner.optimizer.kind='adamw8bit' with learner.parallel of {self.parallel.world} ranks: moments are "
@@ -212,9 +214,9 @@ class LearnerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _whole_gradients_are_summed_once(self) -> LearnerConfig:
-        """Refuse whole gradients where there is nothing to sum, and where tensor parallelism sums some of them after
-        every micro-batch: what the micro-batches before have added would be summed again."""
+    def _refuse_whole_gradients(self) -> LearnerConfig:
+        """Refuse whole gradients for a single process, where there is nothing to sum, and with tensor parallelism,
+        which sums some gradients after every micro-batch: the sums of earlier micro-batches would be summed again."""
         parallel = self.parallel
         if not self.memory.whole_gradients or (parallel.num_averaged > 1 and parallel.tensor == 1):
             return self
@@ -226,7 +228,7 @@ class LearnerConfig(Section):
         )
 
     @model_validator(mode="after")
-    def _context_ranks_share_no_prefixes(self) -> LearnerConfig:
+    def _refuse_prefixes_with_context(self) -> LearnerConfig:
         """Refuse shared prefixes together with context parallelism."""
         if self.share_prefixes is True and self.parallel.context > 1:
             raise ConfigError(

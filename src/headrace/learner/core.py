@@ -1,19 +1,19 @@
-"""The synchronous, deterministic core of a learner, in one process or in several ranks that run in step.
+"""The synchronous, deterministic core of a learner, in one process or in several ranks that make the same calls.
 
-    batch ──▶ refuse what cannot be trained ──▶ drop tokens without a finite μ, count them
-          ──▶ one weight per token, over the whole batch (and the tokens selected from all of it, for some formulas)
+    batch ──▶ refuse an invalid batch ──▶ drop tokens without a finite μ, count them
+          ──▶ one weight per token, over the whole batch (for some objectives, also a selection of tokens)
           ──▶ columns of the auxiliary models: reference, teacher, kept π_old (auxiliary/)
           ──▶ micro-batches of about equal cost (packing.py), dealt to the ranks
           ──▶ each: log π at its loss tokens (forward.py) ──▶ objective ──▶ backward: gradients add up
           ──▶ clip ──▶ the optimizer at the schedule's rate (optim.py, parallel/optim.py) ──▶ version + 1
 
-If agents train adapters of their own, each pass computes one adapter, is weighted over the whole batch, and is clipped
-separately.
+If agents train adapters of their own, each pass computes one adapter. Token weights are computed over the whole batch,
+and the gradient of each adapter is clipped separately.
 
-A batch may be trained in several updates (updates.py), which are one step and make one version.
+A batch may be trained in several updates (updates.py), which together are one step and produce one version.
 
-A batch that comes in parts (whole groups, as they become ready) is added part by part, and its gradient is divided by
-the reduction's denominator after the last one: the result is the same gradient, up to rounding.
+A batch may also be added in parts (whole groups, as they become ready). The gradient is divided by the reduction's
+denominator after the last part, and equals the gradient of the whole batch, up to rounding.
 
 Shape legend: N tokens of the batch.
 """
@@ -56,7 +56,7 @@ from headrace.learner.updates import before_updates, minibatches, stats_of_updat
 from headrace.learner.work import Gradient, MicroBatchStats, StepSums, StepWork
 
 MOST_SPANS = 4096
-"""Greatest number of spans that are kept until :meth:`LearnerCore.take_spans`; a user's own loop may never call it."""
+"""The most spans that are kept until :meth:`LearnerCore.take_spans`, since a user's own loop may never call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,28 +64,28 @@ class Update:
     """The result of one :meth:`LearnerCore.optim_step`."""
 
     grad_norm: float
-    """Global norm of the gradient before clipping."""
+    """The global norm of the gradient before clipping."""
     norms: dict[str, float]
-    """Gradient norms as metrics, one for each agent that trains its own adapter and had tokens."""
+    """Metrics: the gradient norm of each agent that trains its own adapter and had tokens."""
     lr: float
-    """Learning rate of this update."""
+    """The learning rate of this update."""
     seconds: float
-    """Seconds that the update took."""
+    """The duration of the update in seconds."""
     damped: dict[str, float] = field(default_factory=dict)
-    """The factor of the learning rate as a metric, if ``learner.damping`` is set."""
+    """Metrics: the factor of the learning rate, if ``learner.damping`` is set; else empty."""
     biases: dict[str, float] = field(default_factory=dict)
-    """How far the biases of a mixture's routers lie apart as a metric, if they move."""
+    """Metrics: the spread of the biases of a mixture's routers, if they are updated; else empty."""
 
 
 class LearnerCore:
-    """The owner of a model's gradients, its optimizer and its version. It is not thread-safe.
+    """The training of one model: its gradients, its optimizer and its version. It is not thread-safe.
 
     The same weights, batch and number of threads give the same new weights, bit for bit. The model stays in evaluation
     mode: without dropout, log π is a function of the weights, as it is in the engine.
 
-    Each of several ranks has a core, and all must receive the same calls in the same order. Each gets the whole batch,
-    computes its share, and reports the result of all. ``model`` must come from
-    :func:`headrace.learner.parallel.load.load_for`. The result equals that of one process, up to rounding.
+    With several ranks, each rank has a core, and all cores must get the same calls in the same order. Each core gets
+    the whole batch, computes its share, and returns the result of all ranks. ``model`` must come from
+    :func:`headrace.learner.parallel.load.load_for`. The result equals the result of one process, up to rounding.
     """
 
     def __init__(
@@ -96,10 +96,11 @@ class LearnerCore:
         context: LearnerContext,
         ranks: AnyRanks | None = None,
     ) -> None:
-        """Build the learner of ``model`` at version 0. ``objective`` is what each step minimises, ``context`` the other
-        settings of the run; ``ranks`` are the processes of which this is one, ``None`` for a single process.
+        """Create the learner of ``model`` at version 0. ``objective`` is the objective that each step minimises, and
+        ``context`` the other settings of the run. ``ranks`` are the learner's processes, including this one; ``None``
+        for a single process.
 
-        Raises :class:`~headrace.base.errors.ConfigError` for settings with which nothing can be learned.
+        Raises :class:`~headrace.base.errors.ConfigError` for settings that make training impossible.
         """
         refuse_settings(context.temperature)
         config = config.serving(objective.columns)
@@ -128,7 +129,7 @@ class LearnerCore:
         self._memory = MemoryPlan.of(model, config, self._forward.attention)
         self._parts: StepSums | None = None
         self._damping = 1.0
-        """Factor of the learning rate of the next update: the smallest of the batches in its gradient."""
+        """The factor of the learning rate of the next update: the smallest factor of the batches in its gradient."""
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._step = 0
 
@@ -144,16 +145,17 @@ class LearnerCore:
 
     @property
     def swaps_weights(self) -> bool:
-        """Return whether the model temporarily holds other weights while a batch is trained, so that no other thread
-        may read them."""
+        """Return whether the model has the weights of another version temporarily while a batch is trained, so that no
+        other thread may read the weights."""
         return any(model.swaps_weights for model in self._auxiliary)
 
     def train(self, batch: Batch) -> StepReport:
-        """Make one whole step and return its report: one update, or those that the objective makes of a batch.
+        """Train one whole step and return its report. A step is one update, or several if the objective divides the
+        batch.
 
         ``batch.step`` must equal :attr:`version`. A batch without samples, because a filter masked all its episodes,
-        counts as a step and changes no weight. Raises :class:`~headrace.base.errors.RunError` before any change for a
-        batch that cannot be trained, and for a gradient that is not finite.
+        counts as a step and changes no weight. Raises :class:`~headrace.base.errors.RunError` for an invalid batch,
+        before any change, and for a gradient that is not finite.
         """
         if not len(batch.lengths_S):
             return self._count_empty_step(batch)
@@ -181,55 +183,54 @@ class LearnerCore:
         )
 
     def _train_several(self, batch: Batch) -> StepReport:
-        """Make all updates that the objective makes of one batch (epochs × mini-batches), count them as one step, and
-        return its report. A step that fails in between has changed the weights: the run continues from its last
-        snapshot."""
+        """Train one step of several updates (epochs × mini-batches of the batch), and return its report. If the step
+        fails after an update, the weights have changed, and the run has to continue from its last snapshot."""
         start_s = self._context.clock.now()
         self._refuse(batch)
-        work, mass, dropped = self._prepare(batch)
+        work, denominator, dropped = self._prepare(batch)
         if not work.mask_N.any():
             raise nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self.add_columns(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
+        work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
         log_before_N = self._logprobs(work.batch, work.mask_N)
         work = before_updates(work, log_before_N)
         parts = list(minibatches(work, self._objective))
         parts[0] = replace(parts[0], metrics=work.metrics)
         tallies = [MicroBatchStats() for _ in parts]
-        made: list[Update] = []
+        updates: list[Update] = []
         for number, (part, tally) in enumerate(zip(parts, tallies, strict=True)):
             self._backward(part, tally)
             tally.join(self._ranks)
-            self._damped_by(Gradient.of(tally, {}, 0.0))
-            made.append(self._update(first=number == 0, last=number == len(parts) - 1))
+            self._note_damping(Gradient.of(tally, {}, 0.0))
+            updates.append(self._update(first=number == 0, last=number == len(parts) - 1))
         self._step += 1
         stats = stats_of_updates(tallies, work, log_before_N)
-        agents = dict.fromkeys(name for each in made for name in each.norms)
-        norms = {name: float(np.mean([each.norms[name] for each in made if name in each.norms])) for name in agents}
-        seconds = self._ended("updates", start_s)
+        agents = dict.fromkeys(name for each in updates for name in each.norms)
+        norms = {name: float(np.mean([each.norms[name] for each in updates if name in each.norms])) for name in agents}
+        seconds = self._end_span("updates", start_s)
         return StepReport(
             step=batch.step,
             metrics={
-                **stats.metrics(1.0 / len(made)),
-                "grad_norm": float(np.mean([each.grad_norm for each in made])),
-                "lr": made[-1].lr,
-                "updates": float(len(made)),
+                **stats.metrics(1.0 / len(updates)),
+                "grad_norm": float(np.mean([each.grad_norm for each in updates])),
+                "lr": updates[-1].lr,
+                "updates": float(len(updates)),
                 **norms,
-                **made[-1].damped,
-                **made[-1].biases,
-                "forward_backward_s": seconds - sum(each.seconds for each in made),
-                "optim_s": sum(each.seconds for each in made),
+                **updates[-1].damped,
+                **updates[-1].biases,
+                "forward_backward_s": seconds - sum(each.seconds for each in updates),
+                "optim_s": sum(each.seconds for each in updates),
             },
             trained_tokens=stats.trained_tokens,
             dropped_tokens=dropped,
             log_pi_N=stats.log_pi_N(),
             teacher_scores_N=stats.teacher_scores_N(),
             seconds=seconds,
-            updates=len(made),
+            updates=len(updates),
         )
 
     def _count_empty_step(self, batch: Batch) -> StepReport:
-        """Count a step without training, for a batch without samples, and return its report. The weights keep their
-        values under the next version's number, and auxiliary models follow it."""
+        """Count a step without training, for a batch without samples, and return its report. The weights do not change,
+        but get the next version number, also in the auxiliary models."""
         start_s = self._context.clock.now()
         self._refuse(batch)
         for model in self._auxiliary:
@@ -243,34 +244,34 @@ class LearnerCore:
             trained_tokens=0,
             dropped_tokens={},
             log_pi_N=np.zeros(0, np.float32),
-            seconds=self._ended("optim_step", start_s),
+            seconds=self._end_span("optim_step", start_s),
         )
 
     def forward_backward(self, batch: Batch) -> Gradient:
         """Add the gradient of the batch's objective to the gradient that :meth:`optim_step` will use.
 
-        If it fails, the whole gradient is discarded. Raises :class:`~headrace.base.errors.RunError` for a batch that
-        cannot be trained, and :class:`~headrace.base.errors.ConfigError` if the objective makes several updates of it.
+        On failure the whole gradient is discarded. Raises :class:`~headrace.base.errors.RunError` for an invalid batch,
+        and :class:`~headrace.base.errors.ConfigError` if the objective divides the batch into several updates.
         """
         start_s = self._context.clock.now()
         self._refuse_several()
         self._refuse(batch)
         if self._parts is not None:
             raise RunError(f"step {self._step} has been begun in parts", remedy="call finish before forward_backward")
-        work, mass, dropped = self._prepare(batch)
+        work, denominator, dropped = self._prepare(batch)
         if not work.mask_N.any():
             raise nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self.add_columns(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
+        work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
         if self._objective.selects:
             work = replace(work, selected_NP=self._select(work))
         tally = MicroBatchStats()
         self._backward(work, tally)
         tally.join(self._ranks)
-        return self._damped_by(Gradient.of(tally, dropped, self._ended("forward_backward", start_s)))
+        return self._note_damping(Gradient.of(tally, dropped, self._end_span("forward_backward", start_s)))
 
-    def _damped_by(self, gradient: Gradient) -> Gradient:
-        """Return ``gradient`` unchanged, after noting by how much its batch lowers the learning rate of the next
-        update."""
+    def _note_damping(self, gradient: Gradient) -> Gradient:
+        """Return ``gradient`` unchanged, after recording the factor by which its batch lowers the learning rate of the
+        next update."""
         if self._config.damping is not None:
             self._damping = min(self._damping, self._config.damping.factor(gradient.metrics))
         return gradient
@@ -278,10 +279,10 @@ class LearnerCore:
     def add(self, part: Batch) -> None:
         """Compute the gradient of a part of this step's batch before the rest is available.
 
-        A part consists of whole groups. After the last one, :meth:`finish` returns the same as :meth:`forward_backward`
-        for the whole batch. Raises :class:`~headrace.base.errors.RunError` before any change for a part that cannot be
-        trained, and :class:`~headrace.base.errors.ConfigError` if the objective needs the whole batch first, or makes
-        several updates of it. If it fails later, the gradient of all parts is discarded.
+        A part consists of whole groups. After the last part, :meth:`finish` returns the same report as
+        :meth:`forward_backward` for the whole batch. Raises :class:`~headrace.base.errors.RunError` for an invalid
+        part, before any change, and :class:`~headrace.base.errors.ConfigError` if the objective needs the whole batch
+        first, or divides it into several updates. On a later failure the gradient of all parts is discarded.
         """
         start_s = self._context.clock.now()
         self._refuse(part)
@@ -302,15 +303,15 @@ class LearnerCore:
                 raise RunError(f"step {self._step} already has a gradient", remedy="call optim_step before add")
             self._parts = StepSums(tally=MicroBatchStats())
         parts = self._parts
-        work, mass, dropped = self._prepare(part)
+        work, denominator, dropped = self._prepare(part)
         self._backward(self.add_columns(work), parts.tally)
-        parts.mass += float(mass)
+        parts.denominator += float(denominator)
         parts.loss_tokens += part.num_loss_tokens
         parts.dropped.update(dropped)
-        parts.seconds += self._ended("forward_backward", start_s)
+        parts.seconds += self._end_span("forward_backward", start_s)
 
     def _refuse_several(self) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` if the objective makes several updates of a batch."""
+        """Raise :class:`~headrace.base.errors.ConfigError` if the objective divides a batch into several updates."""
         if self._objective.num_updates > 1:
             raise ConfigError(
                 f"the objective makes {self._objective.num_updates} updates of a batch, and one gradient is one update",
@@ -318,23 +319,23 @@ class LearnerCore:
             )
 
     def finish(self) -> Gradient:
-        """Normalise the gradient after the last part was added with :meth:`add`, and return its report, which covers
-        all parts. Raises :class:`~headrace.base.errors.RunError` if no part had a loss token."""
+        """Normalise the gradient after the last :meth:`add`, and return the report of all parts. Raises
+        :class:`~headrace.base.errors.RunError` if no part had a loss token."""
         parts, self._parts = self._parts or StepSums(tally=MicroBatchStats()), None
         parts.tally.join(self._ranks)
         if not parts.tally.trained_tokens:
             raise nothing_to_learn(self._step, parts.loss_tokens)
-        scale = 1.0 / max(parts.mass, 1.0)
+        scale = 1.0 / max(parts.denominator, 1.0)
         self._optimizer.scale(scale)
         for model in self._auxiliary:
             model.scale(scale)
-        return self._damped_by(Gradient.of(parts.tally, dict(parts.dropped), parts.seconds, scale))
+        return self._note_damping(Gradient.of(parts.tally, dict(parts.dropped), parts.seconds, scale))
 
     def optim_step(self) -> Update:
         """Clip the gradient, update the weights at the schedule's rate, and increase the version by one.
 
-        Raises :class:`~headrace.base.errors.RunError` if there is no gradient or it is not finite; the weights are
-        unchanged then.
+        Raises :class:`~headrace.base.errors.RunError` if there is no gradient, or if it is not finite; the weights do
+        not change then.
         """
         if self._parts is not None:
             raise RunError(f"step {self._step} has been begun in parts", remedy="call finish before optim_step")
@@ -345,11 +346,11 @@ class LearnerCore:
         return update
 
     def _update(self, *, first: bool = True, last: bool = True) -> Update:
-        """Clip the gradient, update the weights, and return what was done. ``first`` and ``last`` say whether it is the
-        first and the last update of a step: auxiliary models prepare before the first and follow after the last. The
-        version is increased by the caller.
+        """Clip the gradient, update the weights, and return the record of the update. ``first`` and ``last`` say
+        whether this is the first and the last update of a step: auxiliary models are notified before the first and
+        after the last. The caller increases the version.
 
-        Raises :class:`~headrace.base.errors.RunError` if the gradient is not finite, or memory is lacking.
+        Raises :class:`~headrace.base.errors.RunError` if the gradient is not finite, or if there is not enough memory.
         """
         start_s = self._context.clock.now()
         with self._ranks.together():
@@ -371,14 +372,14 @@ class LearnerCore:
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step, HALF_UPDATED):
             for model in self._auxiliary if first else ():
                 model.before_update()
-            if lr > 0:  # at 0 even an update by 0 would turn −0.0 into 0.0
+            if lr > 0:  # skipped at rate 0, since adding 0 would change −0.0 to 0.0
                 with self._context.progress.at("update", f"the optimizer's update of step {self._step}"):
                     self._optimizer.step(lr)
             biases = self._forward.mixture.move_biases(trained=lr > 0)
             self._optimizer.zero_grad()
             for model in self._auxiliary if last else ():
                 model.after_update(self._step + 1)
-        seconds = self._ended("optim_step", start_s)
+        seconds = self._end_span("optim_step", start_s)
         named = self._forward.switch.agents[1:]
         own = {f"agent/{agent}/grad_norm": norm for agent, norm in norms.items() if agent in named}
         damped = {} if self._config.damping is None else {"lr_damping": self._damping}
@@ -392,22 +393,23 @@ class LearnerCore:
         return self._logprobs(batch, batch.mask_N)
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
-        """Return the loss of ``batch`` and the loss's metrics under the current weights. Nothing is changed, and
-        ``batch.step`` has no meaning.
+        """Return the loss of ``batch`` and its metrics under the current weights, without any change. ``batch.step`` is
+        ignored.
 
-        Raises :class:`~headrace.base.errors.RunError` for a batch that cannot be computed or has no loss token.
+        Raises :class:`~headrace.base.errors.RunError` for an invalid batch, or one without a loss token.
         """
         self._forward.refuse(batch)
-        work, mass, _ = self._prepare(batch)
+        work, denominator, _ = self._prepare(batch)
         if not work.mask_N.any():
             raise nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self.add_columns(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
+        work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
         log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
         output = self._objective(work.inputs(MicroBatch.whole(batch.lengths_S), log_pi_N), work.weights_N)
         return {**means(output.metrics), "loss": float(output.loss)}
 
     def add_columns(self, work: StepWork) -> StepWork:
-        """Return ``work`` with the columns of all auxiliary models; if one fails, the gradient is discarded."""
+        """Return ``work`` with the columns that the auxiliary models compute. If one of them fails, the gradient is
+        discarded."""
         for model in self._auxiliary:
             start_s = self._context.clock.now()
             with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
@@ -415,30 +417,32 @@ class LearnerCore:
                 with self._context.progress.at(model.name, f"{model.name} of step {self._step}"):
                     work = model.prepare(work)
                 undo.pop_all()
-            self._ended(model.name, start_s)
+            self._end_span(model.name, start_s)
         return work
 
     def save(self, directory: Path) -> None:
         """Write model, tokenizer, optimizer and random state into the existing, empty ``directory``, flushed to disk.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` if that fails; the directory is removed then.
+        Raises :class:`~headrace.base.errors.CheckpointError` on failure; the directory is then removed.
         """
         self.begin_save(directory)()
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Do the part of :meth:`save` that needs the weights to stand still, and return the rest, which must be called
-        once before the next save; with several ranks it may run in a thread beside the training. With one process, and
-        for an adapter, everything is done at once, and the rest is nothing. Both raise as :meth:`save` does."""
+        """Execute the part of :meth:`save` during which the weights must not change, and return a function that
+        completes the save. The function must be called once before the next save; with several ranks it may run in a
+        thread beside the training. With one process, and for an adapter, everything is written at once and the function
+        does nothing. Both raise the errors of :meth:`save`."""
         start_s = self._context.clock.now()
         rest = self._files.begin(directory, self._step, self._context.model_dir)
-        self._ended("save", start_s)
+        self._end_span("save", start_s)
         return rest
 
     def restore(self, directory: Path, *, weights: bool = True) -> None:
-        """Restore weights, moments, random state and version as they were at :meth:`save`, from any number of ranks.
+        """Restore weights, moments, random state and version from ``directory``, which :meth:`save` has written with
+        any number of ranks.
 
-        ``weights=False`` skips the weights, for a model that was loaded from ``directory``. Raises
-        :class:`~headrace.base.errors.CheckpointError` for a directory that is damaged or belongs to another model.
+        With ``weights=False``, the weights are not read, because the model was loaded from ``directory``. Raises
+        :class:`~headrace.base.errors.CheckpointError` for a damaged directory, and for the snapshot of another model.
         """
         if weights:
             self._files.restore_weights(directory)
@@ -446,15 +450,16 @@ class LearnerCore:
         self._files.restore_auxiliary(directory)
 
     def take_spans(self) -> tuple[Span, ...]:
-        """Return the spans of time that were recorded since the last call, and forget them. The caller adds them to the
-        event trace."""
+        """Remove and return the spans of time that were recorded since the last call. The caller adds them to the event
+        trace."""
         spans = tuple(self._spans)
         self._spans.clear()
         return spans
 
     def _refuse(self, batch: Batch) -> None:
-        """Raise :class:`~headrace.base.errors.RunError` for a batch of another step than the learner's, or one that the
-        model cannot compute, and :class:`~headrace.base.errors.ConfigError` for columns that nothing computes."""
+        """Raise :class:`~headrace.base.errors.RunError` for a batch of another step than the learner's, and for a batch
+        that the model cannot compute; raise :class:`~headrace.base.errors.ConfigError` if the objective reads a column
+        that no auxiliary model computes."""
         if batch.step != self._step:
             raise RunError(
                 f"the batch is of step {batch.step}, the learner is at step {self._step}",
@@ -465,16 +470,16 @@ class LearnerCore:
         refuse_unknown_agents(batch, self._forward.switch.agents)
 
     def _prepare(self, batch: Batch) -> tuple[StepWork, Tensor, dict[str, int]]:
-        """Return the work of this batch with a weight for each token, the mass (the denominator of the reduction, by
-        which the weights are not divided yet), and the number of tokens that cannot carry loss, by reason."""
+        """Return the work of this batch with a weight for each token; the denominator of the reduction, by which the
+        caller must divide the weights or the gradient; and the number of tokens that cannot carry loss, by reason."""
         mask, dropped = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
         shares = self._objective.shares(layout(batch, mask))
         work = StepWork(batch=batch, mask_N=mask.numpy(), weights_N=shares.weights_N, old=self._objective.old)
         return work, shares.mass, {reason: int(count) for reason, count in dropped.items() if count}
 
     def _backward(self, work: StepWork, tally: MicroBatchStats) -> None:
-        """Add the gradient of all micro-batches of ``work``, agent by agent, and their metrics to ``tally``; if one
-        fails, the whole gradient is discarded."""
+        """Add the gradients of all micro-batches of ``work``, agent by agent, and add their metrics to ``tally``.
+        On failure the whole gradient is discarded."""
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
             undo.callback(self._discard_gradients)
             tally.begin(work)
@@ -485,11 +490,11 @@ class LearnerCore:
             undo.pop_all()
 
     def _backward_agent(self, work: StepWork, tally: MicroBatchStats) -> None:
-        """Add the gradients of all micro-batches of one agent, whose tokens ``work`` holds alone and whose adapter is
-        active, and their metrics to ``tally``."""
+        """Add the gradients of all micro-batches of one agent, and add their metrics to ``tally``. ``work``
+        contains only the tokens of this agent, whose adapter is active."""
         start_s = self._context.clock.now()
         packed = self._forward.cut(work.batch, work.mask_N, pairs="pairs" in self._objective.columns)
-        self._ended("pack", start_s)
+        self._end_span("pack", start_s)
         self._count_choices(work, packed)
         for number, micro in enumerate(packed, 1):
             with self._context.progress.at(
@@ -500,8 +505,9 @@ class LearnerCore:
                 self._optimizer.collect()
 
     def _count_choices(self, work: StepWork, packed: list[MicroBatch]) -> None:
-        """Tell the mixture's balance loss which micro-batches follow (``packed``). If that loss needs it, count which
-        experts the routers choose for the tokens of the whole step, in a forward pass without gradients."""
+        """Pass the micro-batches ``packed`` of the step to the balance of the mixture. If the balance loss is trained,
+        count the experts that the routers choose for the tokens of the whole step, in forward passes without
+        gradients."""
         mixture = self._forward.mixture
         mixture.begin(packed)
         if not mixture.config.balance_coef:
@@ -511,14 +517,14 @@ class LearnerCore:
             for micro in packed:
                 self._forward(work.batch, work.mask_N, micro)
         mixture.counted()
-        self._ended("count experts", start_s)
+        self._end_span("count experts", start_s)
 
     def _backward_micro(self, work: StepWork, micro: MicroBatch, tally: MicroBatchStats) -> None:
         """Run the forward and backward pass of one micro-batch, and add its metrics to ``tally``."""
         start_s = self._context.clock.now()
         result = self._forward(work.batch, work.mask_N, micro, None if work.top is None else work.top.ids_NK)
-        self._ended("forward", start_s)
-        if not len(micro.places_M):  # an empty micro-batch takes part in the other ranks' collectives
+        self._end_span("forward", start_s)
+        if not len(micro.places_M):  # an empty micro-batch joins the collectives of the other ranks
             (result.log_pi_M.sum() * 0.0).backward()
             return
         inputs = work.inputs(micro, result.log_pi_M, result.entropy_M, result.top_MK)
@@ -527,17 +533,17 @@ class LearnerCore:
         balance = self._forward.mixture.loss()
         loss = output.loss if balance is None else output.loss + balance
         (loss * self._ranks.config.num_averaged).backward()
-        self._ended("backward", start_s)
+        self._end_span("backward", start_s)
         tally.add(work, micro, result, output)
 
     def _logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
-        """Return log π ``[N]`` of the tokens in ``mask_N``, 0 elsewhere, in step with the other ranks; lack of memory
-        is raised as :class:`~headrace.base.errors.RunError`."""
+        """Return log π ``[N]`` of the tokens in ``mask_N``; 0 elsewhere. All ranks call this together. Raises
+        :class:`~headrace.base.errors.RunError` if there is not enough memory."""
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step):
             return self._forward.logprobs(batch, mask_N)
 
     def _discard_gradients(self) -> None:
-        """Discard the gradients of the step that is being made, those of the auxiliary models included."""
+        """Discard the gradients of the present step, including those of the auxiliary models."""
         self._optimizer.zero_grad()
         self._forward.mixture.forget_choices()
         for model in self._auxiliary:
@@ -545,13 +551,13 @@ class LearnerCore:
         self._parts, self._damping = None, 1.0
 
     def _select(self, work: StepWork) -> Tensor | None:
-        """Return which tokens of the whole batch each part of the objective selects under the current weights, ``[N,
-        P]`` bool for P parts; ``None`` if no part selects."""
+        """Return whether each token of the whole batch is selected by each of the P parts of the objective under the
+        current weights, ``[N, P]`` bool; ``None`` if no part selects tokens."""
         log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
         return self._objective.prepare(work.inputs(MicroBatch.whole(work.batch.lengths_S), log_pi_N))
 
-    def _ended(self, name: str, start_s: float) -> float:
-        """Record the span of work that began at ``start_s`` and ends now, and return how many seconds it took."""
+    def _end_span(self, name: str, start_s: float) -> float:
+        """Record a span ``name`` from ``start_s`` to now, and return its duration in seconds."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         end_s = self._context.clock.now()
@@ -570,7 +576,7 @@ def nothing_to_learn(step: int, loss_tokens: int) -> RunError:
 
 
 def refuse_settings(temperature: float) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a sampling temperature at which nothing can be learned."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a sampling temperature that makes training impossible."""
     if temperature <= 0:
         raise ConfigError(
             f"sampling temperature {temperature} leaves no distribution to learn",

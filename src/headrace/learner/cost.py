@@ -1,4 +1,4 @@
-"""The cost of a token for a model, which balances micro-batches."""
+"""The estimated cost of the tokens of a pass, by which micro-batches of about equal cost are packed."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from headrace.models.routing import RoutedModel
 from headrace.models.settings import by_layer
 
 CACHED_NUMBERS = 2**21
-"""Number of elements of a layer's widest activation that fits into the cache of a CPU. With a feed-forward size of
-1536, passes of 1024 to 1536 tokens take a sixth less CPU time than passes of 4096, and half of their memory."""
+"""The number of elements of a layer's widest activation that fits the cache of a CPU. With a feed-forward size of 1536,
+passes of 1024 to 1536 tokens take a sixth less CPU time and half the memory of passes of 4096 tokens."""
 
 
 def cost_of(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
-    """Return the cost of attention relative to everything else, by which micro-batches are packed. A token is
-    multiplied with every parameter that it uses, and with each earlier token of its sample in every layer and head.
-    ``routed`` is the routing of a mixture of experts; ``None`` for a dense model.
+    """Return the cost of a pair of tokens in attention, relative to the cost of a token in all other operations, and
+    the best size of a pass. ``routed`` is the routing of a mixture of experts; ``None`` for a dense model.
 
-    Per token there are 2 · parameters operations in the forward pass; per pair of a sample's T² (half of which
-    causality hides) and layer 4 · heads · head size, so the cost of a pair is layers · heads · head size / parameters.
-    Of a mixture only the chosen experts count; a sliding window is not considered.
+    A forward pass has 2 · parameters operations per token, and 4 · heads · head size per layer and pair of tokens.
+    Causality masks half of the T² pairs of a sample, so the cost of one of T² pairs is layers · heads · head size /
+    parameters. In a mixture, only the chosen experts count. Sliding windows are ignored.
 
     On a CPU, a dense model is fastest in passes whose activations stay in the cache. Ranks that gather their parameters
-    for every pass need few passes, and experts need many tokens in each pass.
+    for every pass are faster with few passes, and experts with many tokens in each pass.
     """
-    chosen = 1.0 if routed is None else routed.top_k / routed.num_experts
+    chosen_share = 1.0 if routed is None else routed.top_k / routed.num_experts
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings() is None or model.get_output_embeddings().weight is embedding
     parameters = sum(
-        parameter.numel() * (chosen if ".experts." in name else 1.0)
+        parameter.numel() * (chosen_share if ".experts." in name else 1.0)
         for name, parameter in model.named_parameters()
         if tied or parameter is not embedding
     )
@@ -42,8 +41,8 @@ def cost_of(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
 
 
 def best_rows(model: PreTrainedModel) -> int | None:
-    """Return the number of tokens of the largest pass of a dense model that stays in the cache of a CPU; ``None`` for
-    other devices and for parameters that are sharded over ranks."""
+    """Return the largest number of tokens in a pass of a dense model whose activations stay in the cache of a CPU;
+    ``None`` for other devices, for mixtures, and for parameters that are sharded over ranks."""
     inner = max(by_layer(model.config, "intermediate_size"), default=0)
     mixture = by_layer(model.config, "num_experts_per_tok")
     if not inner or mixture or model.device.type != "cpu" or isinstance(model.get_input_embeddings().weight, DTensor):

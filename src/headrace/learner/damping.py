@@ -1,13 +1,13 @@
-"""Damping: a smaller learning rate where the batch says little about the policy that is trained.
+"""The damping of the learning rate, for batches whose effective sample size (ESS) under the trained policy is small.
 
     ρ = ESS/B = (Σ w)² / (B·Σ w²),  w = π/μ         rate = schedule · min(1, ρ/``reference``)^``power``
 
-Old tokens make the ratios w heavy-tailed: few samples decide the gradient, and its variance grows as 1/ρ. The square
-root is the scaling of AdamW's rate with a batch that is smaller by ρ. μ is the distribution that really sampled each
-token, and w is not truncated, whatever the loss and the corrections do.
+Old tokens make the distribution of the ratios w heavy-tailed: few samples dominate the gradient, and its variance grows
+as 1/ρ. The default power, a square root, is the usual scaling of AdamW's rate for a batch that is smaller by the factor
+ρ. μ is the distribution that sampled each token. w is not truncated, independent of the loss and the corrections.
 
-Source: VCPO, arXiv 2602.17616, eq. 5, where ``reference`` is the ρ of a batch of age 0; it is 1 here unless set, since
-engine and learner agree on such a batch.
+Source: VCPO, arXiv 2602.17616, eq. 5, where ``reference`` is the ρ of a batch of age 0. Here it is 1 by default, since
+the ratios of such a batch are 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _METRICS = {"sequences": "ess_sequences", "tokens": "ess"}
 
 
 class EssDamping(Section):
-    """The settings of a learning rate that follows the effective sample size of the batch."""
+    """The settings of a learning rate that depends on the effective sample size of the batch."""
 
     kind: Literal["ess"] = "ess"
     """Selects this damping."""
@@ -38,10 +38,10 @@ class EssDamping(Section):
 
     def factor(self, metrics: Mapping[str, float]) -> float:
         """Return the factor, at most 1, by which the learning rate is multiplied for a batch with these metrics; 1 if
-        they do not contain the effective sample size, because no ratio π/μ is known.
+        they do not contain the effective sample size, because no ratios π/μ were computed.
 
         >>> EssDamping().factor({"ess_sequences": 0.25}), EssDamping(reference=0.5).factor({"ess_sequences": 0.6})
         (0.5, 1.0)
         """
-        share = metrics.get(_METRICS[self.of])
-        return 1.0 if share is None else math.pow(min(1.0, share / self.reference), self.power)
+        ess_ratio = metrics.get(_METRICS[self.of])
+        return 1.0 if ess_ratio is None else math.pow(min(1.0, ess_ratio / self.reference), self.power)

@@ -1,4 +1,5 @@
-"""Files that are completely written and flushed or do not exist, and checksums of the files of a directory.
+"""Directories that are written completely or removed, and the checksums of their files. Snapshots and saved models use
+both.
 
     seal ──▶ checksums.xxh3: one line for each file, "HASH  NAME", as ``xxh128sum`` writes it
     verify ◀── before any file of the directory is used
@@ -27,11 +28,11 @@ _PIECE_BYTES = 1 << 22
 
 
 class Damaged(DataError):
-    """The error that a file is missing or has changed since its checksum was written."""
+    """The error for a file that is missing or has changed since its checksum was written."""
 
 
 def checksum(path: Path) -> str:
-    """Return the hash of the bytes of one file, in hexadecimal."""
+    """Return the XXH3 hash (128 bits) of the bytes of one file, in hexadecimal."""
     hashed, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(piece):
@@ -40,15 +41,15 @@ def checksum(path: Path) -> str:
 
 
 def checksums_of(directory: Path, files: Iterable[Path]) -> dict[str, str]:
-    """Return the hash of each of ``files``, by its path within ``directory``."""
+    """Return the hash of each of ``files``, by the file's path within ``directory``."""
     return {path.relative_to(directory).as_posix(): checksum(path) for path in files}
 
 
 def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
-    """Write the hash of every file below ``directory`` into the file of checksums.
+    """Write the hash of every file below ``directory`` into its file of checksums.
 
-    ``known`` are hashes that were computed while their files were written. Hashes from an earlier call are kept too, so
-    that no file is read twice. Raises ``OSError`` if a file cannot be read or written.
+    ``known`` are hashes that were computed while the files were written, by path. These hashes, and hashes that an
+    earlier call has written, are not computed again. Raises ``OSError`` if a file cannot be read or written.
     """
     listed = {**listed_checksums(directory), **(known or {})}
     new = [path for path in sorted(directory.rglob("*")) if path.is_file() and _name(directory, path) not in listed]
@@ -58,7 +59,7 @@ def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
 
 def write_checksums(directory: Path, listed: Mapping[str, str]) -> None:
     """Replace the file of checksums of ``directory`` atomically. ``listed`` are the hashes in hexadecimal, by path
-    within it."""
+    within ``directory``."""
     text = "".join(f"{found}  {name}\n" for name, found in sorted(listed.items()))
     temporary = directory / f".{CHECKSUMS_FILE}.tmp"
     temporary.write_text(text, encoding="utf-8")
@@ -66,10 +67,11 @@ def write_checksums(directory: Path, listed: Mapping[str, str]) -> None:
 
 
 def verify(directory: Path, names: Iterable[str] | None = None) -> bool:
-    """Compare the files of ``directory`` with their checksums; return whether there are any checksums.
+    """Compare the files of ``directory`` with their checksums. Return false if the directory has no checksums, else
+    true.
 
-    ``names`` limits it to some files, which must be listed. Raises :class:`Damaged`, which names the first file that is
-    missing or has changed.
+    ``names`` are the paths of the files to compare, which must have checksums; ``None``: all files with checksums.
+    Raises :class:`Damaged` with the name of the first file that is missing or has changed.
     """
     if not (directory / CHECKSUMS_FILE).exists():
         return False
@@ -82,18 +84,17 @@ def verify(directory: Path, names: Iterable[str] | None = None) -> bool:
 
 
 def verify_model(directory: Path) -> bool:
-    """Verify the files from which a model or an adapter is loaded, without those that only a resumed run
-    reads; return whether there are any
-    checksums. Raises :class:`Damaged`, and :class:`~headrace.base.errors.ModelError` where weights are missing or cut
-    short.
+    """Verify the files from which a model or an adapter is loaded, without the files that only a resumed run reads.
+    Return whether there are any checksums. Raises :class:`Damaged`, and :class:`~headrace.base.errors.ModelError` if
+    weights are missing or truncated.
 
-    The checksums of a snapshot cover the adapters of agents in it, so those of the directory two levels above count
-    too.
+    The checksums of a snapshot include the adapters of agents in it, so the checksums of the directory two levels above
+    are used, too.
     """
     found = False
     for sealed in (directory, directory.parent.parent):
         found |= verify(sealed, [name for name in listed_checksums(sealed) if not name.startswith(RESUMED)])
-    refuse_damaged_weights(directory)  # most models come without checksums
+    refuse_damaged_weights(directory)  # most models have no checksums
     return found
 
 
@@ -101,8 +102,8 @@ _REMEDY = f"copy it again from where it is whole; if you have changed it on purp
 
 
 def _difference(path: Path, expected: str | None) -> str:
-    """Return how a file differs from its checksum ``expected``, in words; empty if it does not. ``None`` means that the
-    file of checksums has no line for it, which is a difference too."""
+    """Return the difference of a file from its checksum ``expected``, in words; empty if there is none. ``None``: the
+    file of checksums has no line for this file, which counts as a difference."""
     if expected is None:
         return f"has no line in {CHECKSUMS_FILE} beside it: one of the two has changed since they were written"
     try:
@@ -115,11 +116,12 @@ def _difference(path: Path, expected: str | None) -> str:
 
 
 def listed_checksums(directory: Path) -> dict[str, str]:
-    """Return the hashes in the file of checksums of ``directory``, by path; empty if there is none."""
+    """Return the hashes in the file of checksums of ``directory``, by path; empty if there is no such file. Raises
+    :class:`Damaged` if it cannot be read."""
     path = directory / CHECKSUMS_FILE
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-    except (FileNotFoundError, NotADirectoryError):  # loading from it reports what is missing
+    except (FileNotFoundError, NotADirectoryError):  # loading reports missing files
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise Damaged(f"{path} cannot be read: {error}", remedy=_REMEDY) from None
@@ -131,12 +133,12 @@ def listed_checksums(directory: Path) -> dict[str, str]:
 
 
 def _name(directory: Path, path: Path) -> str:
-    """Return the path of a file within ``directory``, with slashes, as the file of checksums names it."""
+    """Return the path of a file within ``directory``, with slashes, as in the file of checksums."""
     return path.relative_to(directory).as_posix()
 
 
 SLACK_BYTES = 1 << 20
-"""Free space that is required beside the tensors, for small files."""
+"""The free space in bytes that is required besides the tensors, for small files."""
 
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt",
@@ -154,10 +156,12 @@ def free_bytes(directory: Path) -> int:
 
 @contextmanager
 def whole_or_nothing(directory: Path, num_bytes: int, free: FreeBytes = free_bytes) -> Iterator[None]:
-    """Write about ``num_bytes`` into ``directory`` inside the ``with`` block, then flush everything in it to the disk.
+    """Return a context in which the caller writes about ``num_bytes`` into ``directory``. At its end, all files are
+    flushed to the disk.
 
     If the files do not fit, or a write fails, the directory is removed and
-    :class:`~headrace.base.errors.CheckpointError` is raised, which states the needed and the free space.
+    :class:`~headrace.base.errors.CheckpointError` is raised, with the needed and the free space. ``free`` returns the
+    free bytes of a folder.
     """
     try:
         if free(directory) < num_bytes:
@@ -165,11 +169,11 @@ def whole_or_nothing(directory: Path, num_bytes: int, free: FreeBytes = free_byt
         yield
         flush(directory)
     except (OSError, SafetensorError) as error:
-        left = free(directory.parent)  # before the files that were written are removed
+        num_free = free(directory.parent)  # before the written files are removed
         shutil.rmtree(directory, ignore_errors=True)
         raise CheckpointError(
             f"snapshot {directory} cannot be written: {error}; it needs about {num_bytes} bytes in all, "
-            f"{left} were free there when it failed",
+            f"{num_free} were free there when it failed",
             remedy=f"free space at {directory.parent} (df -h), keep fewer snapshots, or choose another run directory; "
             "the last whole snapshot is untouched",
         ) from error

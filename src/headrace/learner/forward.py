@@ -1,14 +1,15 @@
-"""Computation of log π of a batch's tokens, micro-batch by micro-batch, under the conditions of their sampling.
+"""The computation of log π of a batch's tokens, micro-batch by micro-batch, with the temperature, the recorded routing
+and the kept-sets under which the tokens were sampled.
 
-    batch ──▶ units (singly, or prefix trees; tree.py) ──▶ micro-batches of about equal cost (packing.py)
+    batch ──▶ units (single samples, or prefix trees; tree.py) ──▶ micro-batches of about equal cost (packing.py)
     micro-batch ──▶ rows of one flat pass ──▶ trunk, under the recorded routing ──▶ hidden states
-                ──▶ those before a loss token ──▶ head, within the kept-sets (logits.py) ──▶ log π, entropy
+                ──▶ only before loss tokens ──▶ head, within the kept-sets (logits.py) ──▶ log π, entropy
 
-If agents train adapters of their own, each adapter computes the samples in which it has loss tokens, one after the
-other.
+If agents train adapters of their own, the adapters compute one after the other, each the samples in which its agent has
+loss tokens.
 
-Shape legend: N tokens of the batch, M tokens of a micro-batch, R rows of it that are computed, P tokens of it that
-carry loss, K entries of a distribution.
+Shape legend: N tokens of the batch, M tokens of a micro-batch, R rows of a pass, P loss tokens of a micro-batch, K
+entries of a distribution.
 """
 
 from __future__ import annotations
@@ -50,28 +51,27 @@ from headrace.models.routing import RoutedModel, RoutingPass, RoutingReplay, fin
 from headrace.models.weights import vocabulary_of
 
 SHARED_FRAC = 0.1
-"""Tokens are shared if that saves this fraction of a batch's computation, because the copies of shared tokens that
-attention needs cost less than that."""
+"""The least fraction of a batch's estimated cost that sharing prefixes must save with ``share_prefixes = "auto"``.
+Attention needs copies of shared tokens, which cost less than this fraction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardResult:
-    """The result of one forward pass, as columns of the micro-batch that are 0 outside the mask."""
+    """The result of one forward pass: columns over the tokens of the micro-batch, 0 outside the mask."""
 
     log_pi_M: Tensor
     """log π of each token, with gradient."""
     entropy_M: Tensor
-    """Entropy of each token's distribution, with gradient if the objective needs it."""
+    """The entropy of each token's distribution in nats, with gradient if the objective needs it."""
     top_MK: Tensor
     """log π of the requested entries, with gradient; K = 0 if none were requested."""
     routing_pass: RoutingPass | None
-    """The replay of the recorded routing; ``None`` if there was none."""
+    """The replay of the recorded routing; ``None`` if the batch has no recorded routing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The K likeliest entries of a policy at each token of a batch, in host memory, as a distillation loss reads
-    them."""
+    """The K likeliest entries of a policy at each token of a batch, in host memory, for a distillation loss."""
 
     ids_NK: Tensor
     """Ids of the entries, in int32."""
@@ -80,9 +80,9 @@ class TopK:
 
 
 class Forward:
-    """The forward passes of one model over the tokens of a batch: how samples are cut into micro-batches, and how log
-    π, entropies and likeliest entries are computed from them. A learner owns one for the trained model, and one for
-    each separate auxiliary model."""
+    """The forward passes of one model over batches: it packs samples into micro-batches, and computes log π, entropies
+    and likeliest entries. A learner has one for the trained model, and one for each auxiliary model with weights of its
+    own."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Forward:
         progress: Progress | None = None,
     ) -> None:
         """Prepare the forward passes of ``model``. Logits are divided by the sampling ``temperature``;
-        ``entropy_gradient`` says whether entropies have a gradient. ``progress``, if given, records which micro-batch
-        is being computed. ``ranks`` is ``None`` for a single process."""
+        ``entropy_gradient`` says whether entropies have a gradient. ``progress`` records which micro-batch is being
+        computed. ``ranks`` are the processes that compute together; ``None``: a single process."""
         self._ranks = ranks or SingleRank(model.device)
         self._progress = progress or Progress(RealClock())
         self.switch = Switch(model)
@@ -104,7 +104,7 @@ class Forward:
         self._offload = config.memory.offload_activations
         self._routed = _routing_of(model)
         self.mixture = MixtureBalance(config.mixture, model, self._routed, self._ranks)
-        # The hooks of the replay run before those of the balance, which then see the experts that are really used.
+        # the hooks of the replay run before the hooks of the balance, which then count the replayed experts
         self._replay = None if self._routed is None else RoutingReplay(self._routed)
         self._packing = Packing(
             budget=config.tokens_per_microbatch,
@@ -117,7 +117,7 @@ class Forward:
         invariant = is_deterministic(model)
         fills = not invariant and products.install(model, config.tokens_per_microbatch) and self._routed is None
         self.filled: Callable[[int], int] = products.repeated if fills else int
-        """A function from the number of rows that a pass needs to the number to which it is padded."""
+        """A function that returns the number of rows to which a pass of a given number of rows is padded."""
         log_softmax = invariant_log_softmax if invariant else None
         chunk = max(1, LOGITS_PER_CHUNK // self._vocab_size)
 
@@ -136,65 +136,66 @@ class Forward:
             parts = split_model(model, probe)
             self._token_logprobs, self._top_entries = logprobs(parts), top_entries(parts)
         self.attention = attention_for(model, config.attention, recorder.layers)
-        """The attention that the passes compute with."""
+        """The attention implementation of the passes."""
 
     def refuse(self, batch: Batch) -> None:
-        """Raise :class:`~headrace.base.errors.RunError` for a batch that this model cannot compute, such as one with
-        unknown tokens, or with samples that are too long."""
+        """Raise :class:`~headrace.base.errors.RunError` for a batch that this model cannot compute, because of unknown
+        token ids or too long samples, for example."""
         refuse_unfit(batch, self._vocab_size, self._routed, self._packing.budget)
         refuse_rescaled(batch, self._limit)
 
     def by_agent(self, batch: Batch, mask_N: Mask) -> list[tuple[str, Mask]]:
-        """Return the agents whose adapters compute the tokens of the mask, each with its part of the mask.
-        :attr:`switch` must be set to an agent while its tokens are cut and computed."""
+        """Return pairs of an agent and its part of the mask, for all agents whose adapters compute tokens of the mask.
+        :attr:`switch` must be set to an agent while its tokens are packed and computed."""
         return [("", mask_N)] if len(self.switch.agents) == 1 else batch.by_agent(mask_N)
 
     def cut(self, batch: Batch, mask_N: Mask, *, pairs: bool = False) -> list[MicroBatch]:
-        """Return this rank's micro-batches of the samples that have a token in the mask; other samples need no forward
-        pass. All ranks get the same number of micro-batches; some may be empty. With ``pairs``, all samples of a group
-        are in the same one."""
+        """Pack the samples that have a token in the mask into micro-batches, and return this rank's share. All ranks
+        get the same number of micro-batches; some may be empty. With ``pairs``, all samples of a group are in one
+        micro-batch."""
         samples = np.unique(np.repeat(np.arange(len(batch.lengths_S)), batch.lengths_S)[mask_N])
         units = self._units(batch, samples, pairs=pairs)
         return plan(batch.lengths_S, units, self._packing)[self._ranks.share]
 
     def _units(self, batch: Batch, samples: Index, *, pairs: bool) -> list[Unit]:
-        """Return the chosen ``samples`` as units, samples that are computed in one pass: the trees of those that begin
-        alike, where that saves enough; all of a group with ``pairs``; otherwise each sample alone."""
-        apart = groups_whole(batch, samples) if pairs else singly(samples)
+        """Return ``samples`` grouped into units, which are computed in one pass each: prefix trees, if sharing saves
+        enough; whole groups with ``pairs``; otherwise single samples."""
+        unshared = groups_whole(batch, samples) if pairs else singly(samples)
         if not self._share:
-            return apart
+            return unshared
         trees, lengths_S = PrefixTrees(batch), batch.lengths_S.astype(np.int64)
         if pairs:
-            units = [trees.of(unit.samples) for unit in apart]
+            units = [trees.of(unit.samples) for unit in unshared]
         else:
             units = cut_tree(trees.of(samples), lengths_S, self._packing)
-        before, after = (sum(unit.cost(lengths_S, self._packing.cost) for unit in each) for each in (apart, units))
-        return units if self._share is True or before - after >= SHARED_FRAC * before else apart
+        before, after = (sum(unit.cost(lengths_S, self._packing.cost) for unit in each) for each in (unshared, units))
+        return units if self._share is True or before - after >= SHARED_FRAC * before else unshared
 
     def __call__(self, batch: Batch, mask_N: Mask, micro: MicroBatch, top_NK: Tensor | None = None) -> ForwardResult:
-        """Run one forward pass over ``micro``, a micro-batch of ``batch``, and return log π of its tokens in ``mask_N``
-        and their entropies. The logits of a token come from the token before it. ``top_NK`` are ids of further entries
-        of which log π is computed at each token, in host memory; ``None`` for none."""
+        """Run one forward pass over ``micro``, a micro-batch of ``batch``, and return log π and entropies of its tokens
+        in ``mask_N``. ``top_NK`` are ids of further entries, in host memory, whose log π is also computed at each
+        token; ``None``: none."""
         view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self.attention, self.filled)
         places_P = micro.places_M[view.places_P]
         with (
-            self._replaying(batch, view) as routing_pass,
+            self._replayed_routing(batch, view) as routing_pass,
             self.mixture.watching(micro, len(view.plan.positions_N)),
             save_on_cpu() if self._offload else nullcontext(),
         ):
-            found = self._token_logprobs(
+            columns = self._token_logprobs(
                 view.inputs(batch.ids_N),
                 torch.from_numpy(view.before_P).to(self._ranks.device),
                 torch.from_numpy(batch.ids_N[places_P].astype(np.int64)).to(self._ranks.device),
                 None if batch.kept is None else batch.kept.take(places_P),
                 None if top_NK is None else top_NK[places_P].to(self._ranks.device, torch.int64),
             )
-            log_pi_M, entropy_M, top_MK = (view.join(column_P) for column_P in found)
+            log_pi_M, entropy_M, top_MK = (view.join(column_P) for column_P in columns)
         return ForwardResult(log_pi_M=log_pi_M, entropy_M=entropy_M, top_MK=top_MK, routing_pass=routing_pass)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
-        """Return log π ``[N]`` of the tokens in the mask under the model's present weights; 0 elsewhere."""
+        """Return log π ``[N]`` of the tokens in the mask under the model's present weights; 0 elsewhere. All ranks get
+        the whole column."""
         logprobs_N = np.zeros(batch.num_tokens, np.float32)
         for agent, own_N in self.by_agent(batch, mask_N):
             with self.switch.on(agent):
@@ -205,8 +206,8 @@ class Forward:
 
     @torch.no_grad()
     def top_entries(self, batch: Batch, mask_N: Mask, request: TopRequest) -> TopK:
-        """Return the likeliest entries at every token in the mask, as many as ``request`` says, with their
-        log-probabilities; 0 elsewhere."""
+        """Return the ``request.num`` likeliest entries at every token in the mask, with their log-probabilities; 0
+        elsewhere. All ranks get the whole columns."""
         ids_NK = torch.zeros(batch.num_tokens, request.num, dtype=torch.int32)
         logs_NK = torch.zeros(batch.num_tokens, request.num)
         for agent, own_N in self.by_agent(batch, mask_N):
@@ -219,27 +220,27 @@ class Forward:
         return TopK(ids_NK=self._ranks.join_shares(ids_NK), logs_NK=self._ranks.join_shares(logs_NK))
 
     def _reported(self, packed: Sequence[MicroBatch], what: str) -> Iterator[MicroBatch]:
-        """Yield the micro-batches one after the other, and report each one to the learner's progress as the current
-        unit of work. ``what`` names what is computed from them."""
+        """Yield the micro-batches one after the other, and record each as the present unit of work in the learner's
+        progress. ``what`` names the result that is computed."""
         for number, micro in enumerate(packed, 1):
             with self._progress.at(what, f"{what} of micro-batch {number} of {len(packed)}"):
                 yield micro
 
     def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, request: TopRequest) -> Iterator[Tensor]:
-        """Return the ids of the likeliest entries at the masked tokens of a micro-batch, and their log-probabilities,
-        ``[M, K]`` each and gathered from all ranks; 0 outside the mask."""
+        """Return the ids and the log-probabilities of the likeliest entries at the masked tokens of a micro-batch,
+        ``[M, K]`` each, gathered from the ranks that computed them; 0 outside the mask."""
         view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self.attention, self.filled)
-        with self._replaying(batch, view):
+        with self._replayed_routing(batch, view):
             before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
-            found = self._top_entries(view.inputs(batch.ids_N), before_P, request)
-        return (view.join(column_PK) for column_PK in found)
+            columns = self._top_entries(view.inputs(batch.ids_N), before_P, request)
+        return (view.join(column_PK) for column_PK in columns)
 
-    def _replaying(self, batch: Batch, view: RankView) -> AbstractContextManager[RoutingPass | None]:
-        """Let the model send tokens to the recorded experts inside the ``with`` block, if the batch has recorded
-        routing. The block receives that replay; ``None`` if there is none."""
+    def _replayed_routing(self, batch: Batch, view: RankView) -> AbstractContextManager[RoutingPass | None]:
+        """Return a context in which the model uses the recorded experts, if the batch has recorded routing. It yields
+        the replay; ``None`` without recorded routing."""
         if batch.routing is None or not len(view.rows_R):
             return nullcontext()
-        assert self._replay is not None  # refused at intake
+        assert self._replay is not None  # batches with routing are refused for other models
         return self._replay(batch.routing.take(view.rows_in_batch))
 
 

@@ -1,4 +1,4 @@
-"""The checks that a batch must pass before anything is computed from it.
+"""The checks of a batch before the learner computes anything from it, and its layout for reductions.
 
 Shape legend: S samples and N tokens of the batch.
 """
@@ -22,10 +22,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budget: int) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a batch on which a model with ``vocab_size`` tokens and the
-    experts of ``routed`` cannot be trained, or whose samples do not fit into a micro-batch of ``budget`` tokens."""
+    """Raise :class:`~headrace.base.errors.RunError` for a batch that is invalid for a model with ``vocab_size`` tokens
+    and the experts of ``routed`` (``None``: no mixture), or with a sample of more than ``budget`` tokens, the size of a
+    micro-batch."""
     problem = (
-        _misaligned(batch) or _reason_untrainable(batch, vocab_size) or _invalid_kept(batch, vocab_size)
+        _misaligned_column(batch) or _reason_untrainable(batch, vocab_size) or _invalid_kept(batch, vocab_size)
         or _invalid_routing(batch, routed) or _invalid_teaching(batch, vocab_size)
     )  # fmt: skip
     if problem:
@@ -43,8 +44,9 @@ def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budg
 
 
 def refuse_rescaled(batch: Batch, limit: ContextLimit | None) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a batch with a sample that is longer than ``limit``, beyond
-    which the model would rescale the positions of its neighbours in the same pass. ``None``: there is no limit."""
+    """Raise :class:`~headrace.base.errors.RunError` for a batch with a sample that is longer than ``limit``. For a
+    longer sample, the model would rescale the positions of all samples in the same pass. ``None``: there is no
+    limit."""
     if limit is None or not limit.reason or not len(batch.lengths_S):
         return
     longest = int(np.argmax(batch.lengths_S))
@@ -57,8 +59,7 @@ def refuse_rescaled(batch: Batch, limit: ContextLimit | None) -> None:
 
 
 def refuse_unknown_agents(batch: Batch, agents: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a batch with tokens of an agent that is not among
-    ``agents``."""
+    """Raise :class:`~headrace.base.errors.RunError` for a batch with tokens of an agent that is not in ``agents``."""
     places = () if batch.agents_N is None else np.unique(batch.agents_N).tolist()
     named = dict(enumerate(batch.agents))
     unknown = [named.get(place, f"number {place}") for place in places if named.get(place) not in agents]
@@ -70,9 +71,9 @@ def refuse_unknown_agents(batch: Batch, agents: Sequence[str]) -> None:
         )
 
 
-def _misaligned(batch: Batch) -> str:
-    """Return the first column of a batch whose length does not fit the others, with both lengths and in words; empty if
-    all fit."""
+def _misaligned_column(batch: Batch) -> str:
+    """Return, in words, the first column of a batch with a wrong length, and the expected length; empty if all lengths
+    are right."""
     num_samples, num_tokens = len(batch.lengths_S), batch.num_tokens
     sizes = {
         "groups_S": (len(batch.groups_S), num_samples),
@@ -89,8 +90,8 @@ def _misaligned(batch: Batch) -> str:
 
 
 def _reason_untrainable(batch: Batch, vocab_size: int) -> str:
-    """Return why the learner cannot train on a batch, in words; empty if it can. It checks token ids, that no first
-    token of a sample carries loss, and that advantages are finite."""
+    """Return why the learner cannot train on a batch, in words; empty if it can. Token ids must be in the vocabulary,
+    the first token of a sample must not carry loss, and advantages must be finite."""
     outside = np.flatnonzero((batch.ids_N < 0) | (batch.ids_N >= vocab_size))
     if len(outside):
         return f"token {outside[0]} has id {batch.ids_N[outside[0]]}, the model knows 0 to {vocab_size - 1}"
@@ -119,7 +120,7 @@ def _invalid_kept(batch: Batch, vocab_size: int) -> str:
 
 
 def _invalid_routing(batch: Batch, routed: RoutedModel | None) -> str:
-    """Return why the batch's recorded routing cannot be replayed; an empty string if it can."""
+    """Return why the batch's recorded routing cannot be replayed, in words; empty if it can."""
     if batch.routing is None:
         return ""
     if routed is None:
@@ -128,7 +129,7 @@ def _invalid_routing(batch: Batch, routed: RoutedModel | None) -> str:
 
 
 def _invalid_teaching(batch: Batch, vocab_size: int) -> str:
-    """Return why the batch's scores of a teacher cannot be used; an empty string if they can."""
+    """Return why the teacher's scores in the batch cannot be used, in words; empty if they can."""
     if batch.teacher_scores is None:
         return ""
     if problem := batch.teacher_scores.problem(batch.num_tokens):
@@ -139,7 +140,7 @@ def _invalid_teaching(batch: Batch, vocab_size: int) -> str:
 
 
 def layout(batch: Batch, mask_N: Tensor) -> BatchLayout:
-    """Return the layout of the batch that a reduction reads, with ``mask_N`` as the tokens that carry loss."""
+    """Return the layout of the batch for a reduction of the loss. ``mask_N`` marks the tokens that carry loss."""
     lengths = torch.from_numpy(batch.lengths_S.astype(np.int64))
     return BatchLayout(
         mask_N=mask_N,

@@ -1,14 +1,15 @@
-"""Computation of log-probabilities without the whole [tokens × vocabulary] matrix of logits.
+"""The computation of log-probabilities without the whole [tokens × vocabulary] matrix of logits in memory.
 
-    ids ──▶ trunk, once ──▶ hidden_M ──▶ those before a loss token, hidden_P ──▶ head, piece by piece ──▶ log π_P
+    ids ──▶ trunk, once ──▶ hidden_M ──▶ only before loss tokens: hidden_P ──▶ head, chunk by chunk ──▶ log π_P
 
-A head that is a single matrix is computed in tiles of tokens × vocabulary (head.py). Any other head is defined only by
-the model's own forward pass (soft caps, scales). That pass runs unchanged, with the trunk replaced by a module that
-returns given hidden states, over chunks of tokens that are computed again in the backward pass. A model that cannot be
-split in this way runs as a whole.
+The *trunk* of a model computes hidden states; its *head* computes logits from them. A head that is a single matrix is
+computed in tiles of tokens × vocabulary (head.py). Any other head (with soft caps or scales) is defined only by the
+model's own forward pass. This forward pass is run over chunks of tokens, with the trunk replaced by a module that
+returns given hidden states; the backward pass computes each chunk again. A model that cannot be split in this way is
+run as a whole.
 
-Shape legend: M tokens of a micro-batch, P positions before a loss token, C positions of one chunk, V vocabulary,
-D hidden size (V for a model that is run whole), K requested entries of each position.
+Shape legend: M tokens of a micro-batch, P positions before a loss token, C positions of one chunk, V vocabulary, D
+hidden size (V for a model that is run as a whole), K requested entries of each position.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from headrace.learner.head import HeadMatrix, HeadRequest, KeptEntries, TopReque
 from headrace.models.text_part import trunk_name
 
 LOGITS_PER_CHUNK = 2**24
-"""Number of logits that exist at a time: 64 MiB in float32, and a few times that while their gradient is computed."""
+"""The most logits in memory at a time: 64 MiB in float32, and a few times as much while their gradient is computed."""
 
 PROBES = 4
-"""Number of random hidden states on which it is tested whether a head is a single matrix."""
+"""The number of random hidden states in the test whether a head is a single matrix."""
 
 LARGE_LOGIT = 1e4
-"""Size of the logits in that test, which is far above any soft cap."""
+"""The largest logit in that test, which is far above any soft cap."""
 
 
 class TrunkAndHead(Protocol):
-    """A model that is split into a trunk and a head."""
+    """The contract of a model that is split into a trunk and a head."""
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Run the trunk over ``inputs``, the keyword arguments of a forward pass, and return the input of the head for
@@ -49,7 +50,7 @@ class TrunkAndHead(Protocol):
         ...
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """Return the logits ``[C, V]`` of some rows of what :meth:`hidden` returned."""
+        """Return the logits ``[C, V]`` of some rows of the result of :meth:`hidden`."""
         ...
 
     def matrix(self) -> HeadMatrix | None:
@@ -58,17 +59,16 @@ class TrunkAndHead(Protocol):
 
 
 class SplitModel:
-    """A model whose trunk runs once, and whose head runs where it is needed: a :class:`TrunkAndHead` for most
-    architectures."""
+    """The :class:`TrunkAndHead` of most architectures: the trunk and the head of a model run separately."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Split ``model`` at its trunk, without copying weights."""
         name = trunk_name(model)
         self._trunk: Any = model.get_submodule(name)
-        self._given = GivenHidden(self._trunk)
-        # The same modules and parameters, but for the trunk: this forward pass is the head alone.
+        self._given_hidden = GivenHidden(self._trunk)
+        # the same modules and parameters except the trunk, so that its forward pass computes only the head
         self._head = copy.copy(model)
-        self._head._modules = {**model._modules, name: self._given}
+        self._head._modules = {**model._modules, name: self._given_hidden}
         self._linear = model.get_output_embeddings()
         self._is_matrix = type(self._linear) is nn.Linear and acts_as_matrix(
             HeadMatrix(self._linear.weight, self._linear.bias), self.logits
@@ -82,11 +82,11 @@ class SplitModel:
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return the logits [C, V] that the model's own head computes from hidden states."""
-        self._given.hidden = hidden_CD[None]
+        self._given_hidden.hidden = hidden_CD[None]
         try:
             logits_CV: Tensor = self._head(input_ids=None, use_cache=False).logits[0]
         finally:
-            self._given.hidden = None
+            self._given_hidden.hidden = None
         return logits_CV
 
     def matrix(self) -> HeadMatrix | None:
@@ -96,19 +96,19 @@ class SplitModel:
 
 @torch.no_grad()
 def acts_as_matrix(matrix: HeadMatrix, logits: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether the ``logits`` of a model are those of the ``matrix`` of its output embedding alone, tested with
-    logits so large that any soft cap would show. Ranks that have parts of the matrix call this together, and get the
-    same answer."""
+    """Return whether the function ``logits`` of a model is the product with ``matrix``, its output embedding, and
+    nothing else. The test uses logits so large that any soft cap changes them. Ranks that have parts of the matrix call
+    this together, and get the same result."""
     weight_VD, bias_V, part = matrix
     rng = torch.Generator().manual_seed(0)
     probe_CD = torch.randn(PROBES, weight_VD.shape[1], generator=rng).to(weight_VD)
-    largest = F.pad(F.linear(probe_CD, weight_VD).abs(), (0, 1)).max()  # a rank may have no entry
+    largest = F.pad(F.linear(probe_CD, weight_VD).abs(), (0, 1)).max()  # padded, since a rank may have no entry
     largest = largest if part is None else part.largest(largest)
     if not 0 < float(largest) < torch.inf:
         return False
     probe_CD = probe_CD * (LARGE_LOGIT / float(largest))
     expected_CV = F.linear(probe_CD, weight_VD, bias_V)
-    found_CV = logits(probe_CD)  # which a model of bfloat16 may return in float32
+    found_CV = logits(probe_CD)  # a bfloat16 model may return float32
     if part is not None:
         found_CV = found_CV[:, part.first : part.first + len(weight_VD)]
     differs = torch.tensor(not torch.allclose(found_CV, expected_CV.to(found_CV), rtol=1e-4, atol=1e-4 * LARGE_LOGIT))
@@ -116,21 +116,21 @@ def acts_as_matrix(matrix: HeadMatrix, logits: Callable[[Tensor], Tensor]) -> bo
 
 
 class WholeModel:
-    """A model that computes all logits at once, because its head cannot run alone. It fulfils :class:`TrunkAndHead`
-    with the logits themselves in place of hidden states, so D = V."""
+    """The :class:`TrunkAndHead` of a model whose head cannot run separately. The logits take the place of the hidden
+    states, so D = V, and all logits are in memory at once."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Wrap ``model``, which is called as a whole."""
         self._model = model
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
-        """Run the whole model over ``inputs`` and return its logits ``[M, V]``, which take the place of hidden
-        states."""
+        """Run the whole model over ``inputs``, the keyword arguments of its forward pass, and return its logits ``[M,
+        V]``."""
         logits_MV: Tensor = self._model(**inputs, use_cache=False).logits[0]
         return logits_MV
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """Return ``hidden_CD`` itself, which already holds logits."""
+        """Return ``hidden_CD`` itself, which contains logits already."""
         return hidden_CD
 
     def matrix(self) -> None:
@@ -140,39 +140,39 @@ class WholeModel:
 
 @dataclass
 class HiddenOutput(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
-    """The output of a trunk that holds hidden states alone: every other field that a model reads is ``None``."""
+    """The output of a trunk that contains only hidden states. Every other field that a model reads is ``None``."""
 
     def __getattr__(self, name: str) -> None:
         """Return ``None`` for every field that was not set."""
-        if name.startswith("__"):  # copying and pickling ask whether a method is there
+        if name.startswith("__"):  # copy and pickle check for methods
             raise AttributeError(name)
 
 
 class GivenHidden(nn.Module):
-    """A module that replaces the trunk and returns given hidden states, so that the model's forward pass computes its
-    head alone."""
+    """A module that replaces the trunk and returns given hidden states, so that the model's forward pass computes only
+    its head."""
 
     def __init__(self, trunk: nn.Module) -> None:
-        """Stand in for ``trunk``, whose other attributes stay readable."""
+        """Replace ``trunk``. All other attributes of ``trunk`` can be read from this module."""
         super().__init__()
         self.hidden: Tensor | None = None
         """The hidden states to return, ``[1, C, D]``: the input of the head for one chunk. ``None`` except during a
         call of the head."""
-        self.__dict__["trunk"] = trunk  # not as a child: it does not belong to the head
+        self.__dict__["trunk"] = trunk  # not as a submodule, since the head does not contain the trunk
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the model's forward pass reads of its trunk, such as a multiplier of the logits."""
+        """Return the attribute ``name`` of the trunk, such as a multiplier of the logits that the model's forward pass
+        reads."""
         return getattr(self.__dict__["trunk"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> HiddenOutput:
-        """Return the given hidden states as the output of a trunk; the arguments, which a trunk would need, are
-        ignored."""
+        """Return the hidden states ``self.hidden`` as the output of a trunk. The arguments are ignored."""
         return HiddenOutput(last_hidden_state=self.hidden)
 
 
 def split_model(model: PreTrainedModel, inputs: dict[str, Any]) -> TrunkAndHead:
-    """Return ``model`` split into trunk and head if this gives the same logits on ``inputs``, the keyword arguments of
-    a short forward pass; otherwise as a whole."""
+    """Return ``model`` split into trunk and head, if the split model computes the same logits on ``inputs``, the
+    keyword arguments of a short forward pass; otherwise as a :class:`WholeModel`."""
     whole = WholeModel(model)
     if trunk_name(model) not in model._modules:
         return whole
@@ -181,15 +181,15 @@ def split_model(model: PreTrainedModel, inputs: dict[str, Any]) -> TrunkAndHead:
         try:
             split = SplitModel(model)
             found = split.logits(split.hidden(inputs))
-        except (AttributeError, TypeError, ValueError, IndexError):  # its forward pass needs more of the trunk's output
+        except (AttributeError, TypeError, ValueError, IndexError):  # the head needs more of the trunk's output
             return whole
     same = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
     return split if same else whole
 
 
 class TokenLogprobs:
-    """The computation of log π of given tokens, and of the entropy of their distributions, both at a temperature. The
-    learner's forward passes use it for every micro-batch."""
+    """The computation of log π of given tokens and of the entropy of their distributions, at a temperature.
+    :class:`~headrace.learner.forward.Forward` calls it for every micro-batch."""
 
     def __init__(
         self,
@@ -199,9 +199,9 @@ class TokenLogprobs:
         entropy_gradient: bool,
         log_softmax: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Prepare the computation for ``model``. ``chunk`` is the greatest number of positions whose logits exist at a
-        time. ``log_softmax`` is a function over the last dimension, for which all logits of a chunk are computed;
-        ``None``: torch's function, or tiles if the head is a single matrix."""
+        """Prepare the computation for ``model``. ``chunk`` is the most positions whose logits are in memory at a time.
+        ``log_softmax`` is a function over the last dimension, applied to all logits of a chunk; ``None``: torch's
+        function, or tiles if the head is a single matrix."""
         self._model = model
         self._tiled = log_softmax is None
         self._log_softmax = log_softmax or partial(torch.log_softmax, dim=-1)
@@ -221,8 +221,8 @@ class TokenLogprobs:
         after ``before_P``, and the entropies, ``[P]`` each; and log π of the entries ``top_PK`` there, ``[P, K]`` with
         K = 0 for ``None``. All are in float32 or wider, in nats.
 
-        ``kept`` are the kept-sets of the P tokens, over which their log π is renormalised. Entropy and ``top_PK`` are
-        those of the whole distribution.
+        ``kept`` are the kept-sets of the P tokens, over which their log π is renormalised. Entropies and log π of
+        ``top_PK`` are computed from the whole distribution.
         """
         hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
         top_PK = ids_P.new_empty(len(ids_P), 0) if top_PK is None else top_PK
@@ -250,18 +250,18 @@ class TokenLogprobs:
     def _of_chunk(
         self, hidden_CD: Tensor, ids_C: Tensor, top_CK: Tensor, kept: KeptSets | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log π, entropy and the log-probabilities of the requested entries for one chunk of positions."""
-        logits_CV = _tempered(self._model.logits(hidden_CD), self._temperature)
+        """Return log π, the entropy and log π of the requested entries for one chunk of positions."""
+        logits_CV = _at_temperature(self._model.logits(hidden_CD), self._temperature)
         all_CV = self._log_softmax(logits_CV)
-        drawn_CV = all_CV
+        renormalised_CV = all_CV
         if kept is not None:
             allowed_CV = KeptEntries(kept, logits_CV.device).allowed(*logits_CV.shape)
-            drawn_CV = self._log_softmax(logits_CV.masked_fill(~allowed_CV, -torch.inf))
-        logprobs_C = drawn_CV.gather(1, ids_C[:, None])[:, 0]
+            renormalised_CV = self._log_softmax(logits_CV.masked_fill(~allowed_CV, -torch.inf))
+        logprobs_C = renormalised_CV.gather(1, ids_C[:, None])[:, 0]
         of_top_CK = all_CV.gather(1, top_CK)
         if self._entropy_gradient:
             return logprobs_C, _entropy(all_CV), of_top_CK
-        with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
+        with torch.no_grad():  # last, so that the recomputation in the backward pass stops before the entropy
             return logprobs_C, _entropy(all_CV), of_top_CK
 
 
@@ -269,15 +269,16 @@ class TopEntries:
     """The computation of the likeliest entries of each distribution at a temperature, without gradient."""
 
     def __init__(self, model: TrunkAndHead, chunk: int, temperature: float) -> None:
-        """Prepare the computation for ``model``. ``chunk`` is the greatest number of positions whose logits exist at a
-        time, and logits are divided by ``temperature``."""
+        """Prepare the computation for ``model``. ``chunk`` is the most positions whose logits are in memory at a time.
+        Logits are divided by ``temperature``."""
         self._model = model
         self._chunk = chunk
         self._temperature = temperature
 
     def __call__(self, inputs: dict[str, Any], before_P: Tensor, request: TopRequest) -> tuple[Tensor, Tensor]:
         """Run one forward pass over ``inputs``, the keyword arguments of the trunk, and return ids and
-        log-probabilities ``[P, K]`` of the likeliest entries after the positions ``before_P``, the likeliest first."""
+        log-probabilities ``[P, K]`` of the likeliest entries after the positions ``before_P``; the likeliest entry is
+        first."""
         hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
         matrix = self._model.matrix()
         if matrix is not None:
@@ -288,18 +289,18 @@ class TopEntries:
 
     def _of_chunk(self, hidden_CD: Tensor, request: TopRequest) -> tuple[Tensor, Tensor]:
         """Return ids and log-probabilities ``[C, K]`` of the likeliest entries for one chunk of hidden states."""
-        all_CV = _tempered(self._model.logits(hidden_CD), self._temperature).log_softmax(-1)
+        all_CV = _at_temperature(self._model.logits(hidden_CD), self._temperature).log_softmax(-1)
         logs_CK, ids_CK = all_CV[:, : request.below].topk(request.num)
         return ids_CK, logs_CK
 
 
-def _tempered(logits_CV: Tensor, temperature: float) -> Tensor:
+def _at_temperature(logits_CV: Tensor, temperature: float) -> Tensor:
     """Return the logits divided by the temperature, in float32 or wider."""
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / temperature
 
 
 def _entropy(log_p_CV: Tensor) -> Tensor:
-    """Return the entropy −Σ p log p of each position from its log-probabilities; an entry of probability 0 adds 0, also
-    where its log is −∞."""
+    """Return the entropy −Σ p log p of each position from its log-probabilities. An entry of probability 0, whose log
+    is −∞, adds 0."""
     p_CV = log_p_CV.exp()
     return -(p_CV * log_p_CV.masked_fill(p_CV == 0, 0.0)).sum(-1)

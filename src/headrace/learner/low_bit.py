@@ -1,9 +1,11 @@
-"""AdamW with moments of 8 bits, for ``learner.optimizer.kind = "adamw8bit"``: torchao's, after Dettmers et al. 2022.
+"""AdamW with moments of 8 bits, for ``learner.optimizer.kind = "adamw8bit"``: a subclass of torchao's optimizer, which
+follows Dettmers et al. 2022.
 
     moment (float32) = map[code] · scale      code: 8 bits of each number;  scale: float32 of each block of 256 numbers
 
-A moment of a weight with at least 4096 numbers, and a multiple of 256, is kept so: 2.03 bytes a number for both moments
-in place of 8. Those of smaller weights stay as they are. The update itself is computed in float32.
+The moments of a weight are stored in 8 bits if the weight has at least 4096 numbers, and a multiple of 256: both
+moments take 2.03 bytes per number, and not 8. The moments of other weights are plain tensors. The update itself is
+computed in float32.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from torch.nn import Parameter
 from headrace.base.errors import ConfigError
 
 CODES, SCALE = ".codes", ".scale"
-"""What follows a moment's name in the names of its tensors in a snapshot."""
+"""The suffixes of a moment's name in the names of its two tensors in a snapshot."""
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Import torchao without its notes about kernels for other versions of torch, which the optimizer does not use."""
+    """Return a context in which torchao can be imported without its warnings about kernels for other versions of torch,
+    which the optimizer does not use."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     try:
@@ -45,16 +48,17 @@ with _quietly():
     from torchao.optim.subclass_8bit import OptimState8bit
 
 
-class EightBitAdamW(AdamW8bit):  # type: ignore[misc]  # torchao is read as untyped
-    """AdamW of torchao, whose state dict holds plain tensors: codes and scales under names of their own.
+class EightBitAdamW(AdamW8bit):  # type: ignore[misc]  # torchao has no types
+    """AdamW of torchao with a state dict of plain tensors: the codes and the scales of a moment have names of their
+    own.
 
-    On a GPU torch compiles the update of each shape, as torchao has it. On the CPU the same operations run one by one:
-    that needs no compiler, and no minute of compiling. Both give the same numbers up to rounding.
+    On a GPU, torch compiles the update for each shape, as in torchao. On a CPU, the same operations run uncompiled,
+    which needs no compiler and saves a minute of compilation. The results are equal up to rounding.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        """Make the optimizer of parameter ``groups``. Raises :class:`~headrace.base.errors.ConfigError` if no weight is
-        large enough for moments of 8 bits."""
+        """Create the optimizer of the parameter ``groups``. Raises :class:`~headrace.base.errors.ConfigError` if no
+        weight is large enough for moments of 8 bits."""
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
         weights = [weight for group in self.param_groups for weight in group["params"]]
         self._on_cpu = all(weight.device.type == "cpu" for weight in weights)
@@ -66,30 +70,32 @@ class EightBitAdamW(AdamW8bit):  # type: ignore[misc]  # torchao is read as unty
             )
 
     def moments(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return both moments of ``weight`` before its first update: zeros, of 8 bits if the weight is large enough. A
-        tensor without memory (device ``meta``) may stand for the weight."""
-        # torchao has no public function that decides which weights are quantized
+        """Return both moments of ``weight`` before its first update: zeros, in 8 bits if the weight is large enough.
+        ``weight`` may be a tensor without memory (device ``meta``)."""
+        # torchao has no public function for the choice of weights with 8-bit moments
         return {"exp_avg": self._new_buffer(weight, True), "exp_avg_sq": self._new_buffer(weight, False)}
 
     def set_rates(self, lr: float) -> None:
         """Set the learning rate of each parameter group to ``lr`` times the group's ``lr_scale``."""
         for group in self.param_groups:
-            group["lr"].fill_(lr * group["lr_scale"])  # torchao compiles the update over this very tensor
+            group["lr"].fill_(lr * group["lr_scale"])  # in place, since torchao's compiled update reads this tensor
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the weights that have a gradient. As in torch, ``closure`` would compute the loss again, which is
-        returned; ``None`` without it."""
+        """Update the weights that have a gradient. As in torch, ``closure`` computes the loss again, which is returned;
+        ``None`` without a closure."""
         with torch.compiler.set_stance("force_eager" if self._on_cpu else "default"):
-            done: float | None = super().step(closure)
-        return done
+            loss: float | None = super().step(closure)
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, in which every moment of 8 bits is two plain tensors, as :meth:`plain` names them."""
+        """Return the state of the optimizer. Every moment of 8 bits is two plain tensors, with the names that
+        :meth:`plain` gives them."""
         tree = super().state_dict()
         return {**tree, "state": {number: self.plain(held) for number, held in tree["state"].items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. Raises ``ValueError`` for the state of another optimizer."""
+        """Restore a state that :meth:`state_dict` returned. Raises ``ValueError`` for the state of another
+        optimizer."""
         weights = [weight for group in self.param_groups for weight in group["params"]]
         state: dict[int, dict[str, Tensor]] = {}
         for number, tensors in state_dict["state"].items():
@@ -98,8 +104,8 @@ class EightBitAdamW(AdamW8bit):  # type: ignore[misc]  # torchao is read as unty
         super().load_state_dict({**state_dict, "state": state})
 
     def plain(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of one weight's state, which share its memory: every moment of 8 bits as ``NAME.codes``
-        and ``NAME.scale``."""
+        """Return the tensors of one weight's ``state``, without a copy: every moment of 8 bits as the two tensors
+        ``NAME.codes`` and ``NAME.scale``."""
         found: dict[str, Tensor] = {}
         moment: Any
         for name, moment in state.items():
@@ -108,8 +114,8 @@ class EightBitAdamW(AdamW8bit):  # type: ignore[misc]  # torchao is read as unty
         return found
 
     def fill(self, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Copy ``tensors``, some of those that :meth:`plain` returned, into the ``state`` of one weight. Raises
-        ``ValueError`` for the tensors of another optimizer."""
+        """Copy ``tensors``, some or all of the tensors that :meth:`plain` returned, into the ``state`` of one weight.
+        Raises ``ValueError`` for the tensors of another optimizer."""
         places = self.plain(state)
         for name, tensor in tensors.items():
             place = places.get(name)
@@ -124,5 +130,5 @@ def _is_low_bit(moment: Any) -> bool:
 
 
 def _shape_of(weight: Parameter) -> Tensor:
-    """Return a tensor with the shape and dtype of ``weight`` that takes no memory."""
+    """Return a tensor without memory (device ``meta``) that has the shape and dtype of ``weight``."""
     return torch.empty_like(weight, device="meta", requires_grad=False)

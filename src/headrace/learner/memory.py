@@ -1,7 +1,7 @@
-"""The advice for a learner that runs out of memory: which settings would free how much.
+"""The advice for a learner that runs out of memory: the settings that need less memory, and how much each would free.
 
-The numbers are estimates from the model's configuration: good for choosing a setting, not for filling a device to the
-limit.
+The numbers are estimates from the model's configuration. They are accurate enough to choose a setting, but not to use
+the last bytes of a device.
 """
 
 from __future__ import annotations
@@ -22,56 +22,58 @@ from headrace.models.settings import by_layer
 from headrace.models.weights import is_adapted
 
 MOMENTS_BYTES = 8
-"""Bytes of AdamW's two moments of one parameter, in float32."""
+"""The bytes of AdamW's two moments of one parameter, in float32."""
 
 LOW_BIT_BYTES = 2
-"""Bytes of two moments of 8 bits of one parameter; their scales add a hundredth."""
+"""The bytes of two 8-bit moments of one parameter, without their scales, which add about a hundredth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The memory that a learner needs on its device, by the settings that determine it: the source of the advice in
-    out-of-memory errors."""
+    """The sizes that determine how much memory a learner needs on its device, from which the advice in out-of-memory
+    errors is computed."""
 
     config: LearnerConfig
-    """The settings of the learner, which say what is kept where at present."""
+    """The present settings of the learner."""
     tokens: int
-    """Number of tokens of the largest pass, if samples are short."""
+    """The number of tokens of the largest pass, if samples are short."""
     layer_bytes: int
-    """Bytes that the backward pass needs for one token in one layer."""
+    """The bytes that are kept for the backward pass for one token in one layer."""
     input_bytes: int
-    """Bytes of the input of one layer for one token."""
+    """The bytes of the input of one layer for one token."""
     pair_bytes: int
-    """Bytes of attention's scores that all layers together keep for a pair of tokens of one sample; 0 where no scores
-    are kept. A pass may be a single sample, so that each of its tokens makes a pair with every one."""
+    """The bytes of attention scores that all layers together keep for a pair of tokens of one sample; 0 if no scores
+    are kept. A pass may be a single sample, in which all tokens form pairs."""
     layer_pair_bytes: int
-    """Bytes of scores for such a pair in the layer that keeps the most of them."""
+    """The bytes of scores for such a pair in the layer with the most scores."""
     num_layers: int
-    """Number of layers of the model."""
+    """The number of layers of the model."""
     trained: int
-    """Number of trained parameters, over all ranks."""
+    """The number of trained parameters, over all ranks."""
     frozen: int
-    """Number of parameters that are not trained, over all ranks."""
+    """The number of parameters that are not trained, over all ranks."""
     itemsize: int
-    """Bytes of one parameter."""
+    """The bytes of one parameter."""
     adapted: bool
-    """Whether an adapter is trained: every rank has all of it, and an optimizer too small to be moved."""
+    """Whether an adapter is trained. Every rank has the whole adapter, and moving its small optimizer state frees
+    little."""
     on_host: bool
-    """Whether the device is the host itself, so that moving tensors to the host frees nothing."""
+    """Whether the device is the CPU, so that moving tensors to the host frees nothing."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: LearnerConfig, attention: ChosenAttention = PADDED) -> MemoryPlan:
-        """Return the plan of a model that was just loaded and computes with this ``attention``.
+        """Return the plan of a loaded model with the implementation ``attention``.
 
-        Per layer and token about ten vectors of the hidden size (residuals, norms, queries, keys, values, attention's
-        output) and three of the feed-forward's size (gate, up, their product); see Korthikanti et al. 2022, eq. 1.
+        A layer keeps for each token about ten vectors of the hidden size (residuals, norms, queries, keys, values, the
+        output of attention) and three vectors of the feed-forward size (gate, up, their product); see Korthikanti et
+        al. 2022, eq. 1.
         """
-        read = model.config
-        hidden, itemsize = int(read.hidden_size), model.dtype.itemsize
-        inner = max(by_layer(read, "intermediate_size"), default=4 * hidden)
-        experts = max(by_layer(read, "num_experts_per_tok"), default=0)
+        model_config = model.config
+        hidden, itemsize = int(model_config.hidden_size), model.dtype.itemsize
+        inner = max(by_layer(model_config, "intermediate_size"), default=4 * hidden)
+        experts = max(by_layer(model_config, "num_experts_per_tok"), default=0)
         if experts:
-            inner = max(by_layer(read, "moe_intermediate_size"), default=inner) * experts
+            inner = max(by_layer(model_config, "moe_intermediate_size"), default=inner) * experts
         on_host, shares = model.device.type == "cpu", config.share_prefixes is not False
         pairs = [kind.pair_bytes for kind in attention.layers if kind.writes_scores(on_host=on_host, shares=shares)]
         if attention.name == "flex" and not on_host:
@@ -83,7 +85,7 @@ class MemoryPlan:
             input_bytes=hidden * itemsize,
             pair_bytes=sum(pairs),
             layer_pair_bytes=max(pairs, default=0),
-            num_layers=int(read.num_hidden_layers),
+            num_layers=int(model_config.num_hidden_layers),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             itemsize=itemsize,
@@ -92,8 +94,8 @@ class MemoryPlan:
         )
 
     def levers(self) -> list[str]:
-        """Return settings that need less memory, each with the approximate number of bytes that it frees on one
-        rank."""
+        """Return texts for the settings that would free memory, each with the approximate number of bytes that it frees
+        on one rank."""
         config, memory, ways = self.config, self.config.memory, self.config.parallel
         tokens = self.tokens / ways.context
         kept = self.input_bytes if memory.recompute else self.layer_bytes
@@ -113,7 +115,7 @@ class MemoryPlan:
         half = max(1, self.tokens // 2)
         offloaded = self.on_host or self.adapted or memory.offload_optimizer
         inputs = tokens * self.num_layers * self.input_bytes / ways.tensor
-        saved = {
+        freed_bytes = {
             f"learner.tokens_per_microbatch = {half} (every sample must fit)": activations / 2 + scores * 3 / 4,
             "learner.attention = 'flex'": scores if config.attention == "padded" and not self.on_host else 0,
             "learner.memory.recompute = true": 0 if memory.recompute else activations - inputs + scores - layer_scores,
@@ -127,37 +129,36 @@ class MemoryPlan:
         }
         for name, policy in config.policies.items():
             if isinstance(policy, KeptSection) and policy.device == "model" and not self.on_host:
-                saved[f"learner.{name}.device = 'cpu'"] = policy.num_bytes(self.trained, self.itemsize) / parts
-        return [f"{setting}: about {in_words(freed)}" for setting, freed in saved.items() if freed > 0]
+                freed_bytes[f"learner.{name}.device = 'cpu'"] = policy.num_bytes(self.trained, self.itemsize) / parts
+        return [f"{setting}: about {in_words(freed)}" for setting, freed in freed_bytes.items() if freed > 0]
 
 
 UNCHANGED = "there is no gradient, weights and optimizer are unchanged, and the batch can be given again"
 HALF_UPDATED = "the update had begun, so that only a snapshot has whole weights: resume from the last one"
-"""The two descriptions of the state that a failure leaves."""
+"""The descriptions of gradient and weights after a failure, for the error."""
 
 
 @contextmanager
 def explained_out_of_memory(plan: MemoryPlan, step: int, left: str = UNCHANGED) -> Iterator[None]:
-    """Turn an out-of-memory error inside the ``with`` block into a :class:`~headrace.base.errors.RunError` about
-    ``step`` that names settings that free memory. ``left`` describes the state in which the failure leaves gradient and
-    weights.
+    """Return a context that converts an out-of-memory error into a :class:`~headrace.base.errors.RunError` about
+    ``step``, which names settings that free memory. ``left`` describes gradient and weights after the failure.
 
-    The code inside the block must discard its tensors on failure.
+    The code inside the context must discard its tensors on failure.
     """
-    said = ""
+    reason = ""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        said = str(error) or "no memory is left"
+        reason = str(error) or "no memory is left"
     except RuntimeError as error:  # torch has no narrower type for the host's memory
         if "can't allocate memory" not in str(error):
             raise
-        said = str(error)
-    if said:  # outside the handlers, because the traceback keeps tensors alive
+        reason = str(error)
+    if reason:  # after the handlers, because the traceback keeps tensors alive
         if not plan.on_host:
             torch.cuda.empty_cache()
         raise RunError(
-            f"step {step} does not fit in memory: {said.splitlines()[0]}; {left}",
+            f"step {step} does not fit in memory: {reason.splitlines()[0]}; {left}",
             remedy="one of these frees memory on each rank: " + "; ".join(plan.levers()),
         )
 

@@ -1,8 +1,8 @@
-"""Large matrix products of a learner on processors for which torch's usual library is slow.
+"""Large matrix products of a learner by oneDNN, on processors for which torch's default library is slow.
 
-torch multiplies float32 matrices on an x86 processor with MKL, whose code for AVX-512 runs on Intel's processors alone.
-On AMD's, oneDNN, which torch contains as well, is about twice as fast (docs/log.md). So products above a size are
-computed by it there; all others, and those on other processors, as usual.
+On x86 processors torch multiplies float32 matrices with MKL, whose AVX-512 code runs on Intel's processors only. On
+AMD's processors, oneDNN, which torch also contains, is about twice as fast (docs/log.md). There, products above a size
+are computed by oneDNN. All other products, and products on other processors, are computed by torch's default.
 
 Shape legend: M rows, K inputs, N outputs of a linear layer.
 """
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LARGE = 1 << 27
-"""The number of multiplications from which on a product gains more than oneDNN needs to prepare it: that takes half a
-millisecond for each new shape, and shapes change with every micro-batch."""
+"""The least number of multiplications of a product that oneDNN computes. For smaller products, the gain is less than
+the preparation, which takes half a millisecond for each new shape; shapes change with every micro-batch."""
 
 
 def install(model: nn.Module, most_rows: int) -> bool:
-    """Let the linear layers of ``model`` compute their large products, and those of their gradients, with oneDNN, if
-    that is faster on this processor. Return whether a pass of ``most_rows`` rows has any. Layers whose forward another
-    library has replaced keep it."""
+    """Replace the forward methods of the linear layers of ``model`` so that large products, also those of the
+    gradients, are computed by oneDNN, if that is faster on this processor. Layers whose forward another library has
+    replaced are not changed. Return whether a pass of ``most_rows`` rows has large products."""
     found = False
     for module in model.modules() if onednn_is_faster() else ():
         if type(module) is nn.Linear and "forward" not in module.__dict__:
@@ -36,8 +36,8 @@ def install(model: nn.Module, most_rows: int) -> bool:
 
 
 def repeated(num_rows: int) -> int:
-    """Return the number of rows to fill a pass of ``num_rows`` rows up to, so that few shapes occur, again and again:
-    16 between a power of two and the next. oneDNN keeps a program for each shape, and memory in between is lost.
+    """Return the number of rows to which a pass of ``num_rows`` rows is padded, so that only 16 shapes occur between
+    two powers of two. oneDNN keeps a program for each shape, and the memory between these programs is fragmented.
 
     >>> [repeated(rows) for rows in (20, 1000, 1024, 1025, 2047)]
     [20, 1024, 1024, 1088, 2048]
@@ -48,17 +48,21 @@ def repeated(num_rows: int) -> int:
 
 @lru_cache(maxsize=1)
 def onednn_is_faster() -> bool:
-    """Return whether oneDNN multiplies float32 matrices faster than MKL here: on a processor with AVX-512 that is not
-    Intel's. It is decided by the processor and not by a measurement, so that all ranks and every life of a run compute
+    """Return whether oneDNN multiplies float32 matrices faster than MKL on this machine: on a processor with AVX-512
+    that is not Intel's. The processor decides, and not a measurement, so that all ranks and all lives of a run compute
     with the same library."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
-    known = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and _onednn() is not None
-    return known and torch.backends.cpu.get_cpu_capability() == "AVX512" and _maker() not in ("", "GenuineIntel")
+    is_available = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and _onednn() is not None
+    return (
+        is_available
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _cpu_vendor() not in ("", "GenuineIntel")
+    )
 
 
 def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add the matrix product ``one @ other`` to ``total``, in the number format of ``total``."""
+    """Add the matrix product ``one @ other`` to ``total``, in place and in the dtype of ``total``."""
     if _is_large(one, other.t()):
         total += _product(one, other)
     elif total.dtype == one.dtype:
@@ -68,13 +72,13 @@ def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def product(one: Tensor, other: Tensor) -> Tensor:
-    """Return the matrix product ``one @ other``, without a gradient, by the library that is faster for it here."""
+    """Return the matrix product ``one @ other``, without a gradient, computed by the faster library."""
     return _product(one, other) if _is_large(one, other.t()) else one @ other
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """Return ``x @ weight + bias`` as ``torch.nn.functional.linear`` does, with gradients. ``x`` has the K inputs as
-    its last axis."""
+    """Return ``x @ weight + bias`` as ``torch.nn.functional.linear`` does, with gradients. The last axis of ``x`` has
+    the K inputs."""
     if not _is_large(x, weight_NK):
         return F.linear(x, weight_NK, bias_N)
     out: Tensor = _Linear.apply(x, weight_NK, bias_N)  # type: ignore[no-untyped-call]
@@ -82,23 +86,23 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
-    """Compute the linear layer ``module``, in place of its own forward, whose argument has this name too."""
+    """Compute the linear layer ``module``; replaces its own forward, so the argument has the same name there."""
     return linear(input, module.weight, module.bias)
 
 
 class _Linear(torch.autograd.Function):
-    """The function behind :func:`linear`, whose gradients are products by oneDNN too."""
+    """The autograd function of :func:`linear`, whose gradients are also computed by oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """Compute the layer, and keep its input and its weight for the gradient."""
+        """Compute the layer, and save its input and its weight for the gradient."""
         ctx.save_for_backward(x, weight_NK)
         out = _product(x.reshape(-1, x.shape[-1]), weight_NK.t(), bias_N)
         return out.view(*x.shape[:-1], len(weight_NK))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of input, weight and bias; ``None`` for each that needs none."""
+        """Return the gradients of input, weight and bias; ``None`` for a gradient that is not needed."""
         x, weight_NK = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         grad_MN = gradients[0].reshape(-1, len(weight_NK))
@@ -111,16 +115,16 @@ class _Linear(torch.autograd.Function):
 
 
 def _is_large(x: Tensor, weight_NK: Tensor) -> bool:
-    """Return whether oneDNN is to compute the product of ``x`` and ``weight_NK``: it is large, of plain float32 tensors
-    on a CPU, and oneDNN is faster here."""
-    plain = type(x) is Tensor and type(weight_NK) in (Tensor, nn.Parameter)  # and not distributed over ranks
+    """Return whether oneDNN should compute the product of ``x`` and ``weight_NK``: both are plain float32 tensors on a
+    CPU, the product is large, and oneDNN is faster on this machine."""
+    plain = type(x) is Tensor and type(weight_NK) in (Tensor, nn.Parameter)  # not DTensors
     on_cpu = plain and x.device.type == "cpu" and x.dtype is weight_NK.dtype is torch.float32
     return on_cpu and x.numel() * len(weight_NK) >= LARGE and onednn_is_faster()
 
 
 def _outer(grad_MN: Tensor, x_MK: Tensor) -> Tensor:
-    """Return the gradient ``gradᵀ @ x`` of a weight. oneDNN copies its first operand where it is transposed, so that is
-    the narrower of the two."""
+    """Return the gradient ``gradᵀ @ x`` of a weight. oneDNN copies a transposed first operand, so the narrower matrix
+    is the first one."""
     if grad_MN.shape[1] <= x_MK.shape[1]:
         return _product(grad_MN.t(), x_MK)
     return _product(x_MK.t(), grad_MN).t()
@@ -135,15 +139,15 @@ def _product(one: Tensor, other: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 def _dense(matrix: Tensor) -> Tensor:
-    """Return ``matrix`` itself if it, or its transposition, is contiguous, otherwise a copy: a part of the columns of a
-    matrix would be multiplied by a code of oneDNN that takes a thousand times as long."""
+    """Return ``matrix`` itself if it or its transpose is contiguous, otherwise a contiguous copy. For other layouts,
+    such as a slice of columns, oneDNN uses an algorithm that is a thousand times slower."""
     return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 
 @lru_cache(maxsize=1)
 def _onednn() -> Any | None:
-    """Return torch's operator for a linear layer by oneDNN, ``None`` if this torch has none of that name and form. It
-    is the one that torch.compile calls; torch has no public one."""
+    """Return torch's internal operator for a linear layer by oneDNN, which torch.compile uses; ``None`` if this version
+    of torch has no operator with this name and signature. Torch has no public operator for it."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # gate: getattr - it may be renamed
         return None
     operator = torch.ops.mkldnn._linear_pointwise.default
@@ -151,9 +155,9 @@ def _onednn() -> Any | None:
     return operator if names == ["X", "W", "B", "attr", "scalars", "algorithm"] else None
 
 
-def _maker() -> str:
-    """Return the maker of this machine's processor as Linux names it, such as ``AuthenticAMD``; empty if it is not
-    known."""
+def _cpu_vendor() -> str:
+    """Return the vendor of this machine's processor in the notation of Linux, such as ``AuthenticAMD``; empty if it is
+    unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,5 +1,5 @@
-"""The progress of a learner, unit by unit: a micro-batch, the optimizer, a copy of the weights. Another thread reads
-it."""
+"""The progress of a learner in units of work, such as a micro-batch, an optimizer update or a copy of the weights.
+Another thread reads it, to detect a learner that has stopped."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from headrace.base.clock import Clock
 
 FORGETTING = 0.9
-"""The factor by which the longest duration of a kind of units decays with each later unit, so that a first unit that
-compiles does not count for ever."""
+"""The factor by which the longest duration of a kind of units decays with each later unit, so that a slow first unit,
+which compiles kernels, is forgotten after some time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,16 +19,16 @@ class WorkUnit:
     """One unit of a learner's work, such as a micro-batch."""
 
     kind: str
-    """Kind of the unit; units of one kind take about the same time."""
+    """The kind of the unit; units of one kind have about the same duration."""
     what: str
-    """Description of the unit: ``micro-batch 3 of 8 of step 5``. Empty if the learner waits for calls."""
+    """The description of the unit: ``micro-batch 3 of 8 of step 5``. Empty while the learner waits for calls."""
     begun_s: float
-    """When it was begun, on the clock."""
+    """The time at which the unit began, in seconds of the clock."""
 
 
 class Progress:
-    """The current unit of a learner, the number of finished units, and the usual duration of each kind. A supervisor
-    compares them with the clock to see whether the learner still advances.
+    """The current unit of a learner, the number of finished units, and the usual duration of each kind of units. A
+    supervisor compares them with the clock, to detect a learner that no longer advances.
 
     The learner calls :meth:`at`; the attributes may be read in any thread.
 
@@ -42,27 +42,27 @@ class Progress:
     """
 
     def __init__(self, clock: Clock) -> None:
-        """Begin without a unit of work; durations are measured by ``clock``."""
+        """Create the record without a current unit of work; durations are measured by ``clock``."""
         self._clock = clock
         self._usual_s: dict[str, float] = {}
         self.num_units = 0
-        """Number of units that have ended."""
+        """The number of units that have ended."""
         self.unit = WorkUnit(kind="", what="", begun_s=clock.now())
         """The current unit."""
 
     @contextmanager
     def at(self, kind: str, what: str) -> Iterator[None]:
-        """Set the current unit, of ``kind`` and described by ``what``, inside the ``with`` block; units may be
+        """Return a context of one unit of work of the kind ``kind`` and with the description ``what``; contexts may be
         nested."""
-        outer, begun_s = self.unit, self._clock.now()
+        outer_unit, begun_s = self.unit, self._clock.now()
         self.unit = WorkUnit(kind=kind, what=what, begun_s=begun_s)
         try:
             yield
         finally:
             took_s = self._clock.now() - begun_s
             self._usual_s[kind] = max(took_s, FORGETTING * self._usual_s.get(kind, 0.0))
-            self.unit, self.num_units = outer, self.num_units + 1
+            self.unit, self.num_units = outer_unit, self.num_units + 1
 
     def usual_s(self) -> float:
-        """Return the recent longest duration of units of the current kind, in seconds; 0 if there was none."""
+        """Return the longest recent duration of units of the current unit's kind, in seconds; 0 if none has ended."""
         return self._usual_s.get(self.unit.kind, 0.0)

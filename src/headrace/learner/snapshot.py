@@ -1,9 +1,8 @@
-"""The learner's part of a snapshot: an ordinary Hugging Face model directory, and the optimizer beside it. For a model
-with an adapter it is an ordinary directory of peft with the adapter; if agents train their own, these are in
-``agents/NAME``.
+"""The files of the learner in a snapshot: a Hugging Face model directory, and a file with the optimizer's state. For a
+model with an adapter it is a directory of peft with the adapter; the adapters of agents are in ``agents/NAME``.
 
-Nothing in it is pickled: tensors and numbers are stored as safetensors. The schedule is a function of the step and
-needs no file.
+Nothing is pickled: tensors and numbers are stored as safetensors. The schedule is a function of the step and needs no
+state.
 """
 
 from __future__ import annotations
@@ -33,39 +32,39 @@ _STEP = "step"
 
 
 Beside = Mapping[str, dict[str, Tensor]]
-"""Further tensors of a snapshot: the tensors of each file, by name."""
+"""Further files of a snapshot: the tensors of each file, by file name and tensor name."""
 
 
 def num_bytes(model: nn.Module, moments: Mapping[str, Tensor], beside: Beside) -> int:
-    """Return the approximate size of a snapshot of the model, its optimizer's ``moments`` and the tensors ``beside``
-    them, in bytes."""
+    """Return the approximate size in bytes of a snapshot with the model, the optimizer's ``moments`` and the further
+    files ``beside``."""
     tensors = [
         *weight_tensors(model).values(),
         *moments.values(),
-        *(t for held in beside.values() for t in held.values()),
+        *(t for file_tensors in beside.values() for t in file_tensors.values()),
     ]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """The contents of a snapshot beside the weights and the optimizer, which :func:`save` writes."""
+    """The contents of a snapshot besides the weights and the optimizer's moments, for :func:`save`."""
 
     step: int
-    """Number of optimizer steps done."""
+    """The number of steps before the snapshot."""
     model_dir: Path
-    """Directory from which the tokenizer's files are copied."""
+    """The directory from which the tokenizer's files are copied."""
     beside: Beside
-    """Tensors of the auxiliary models."""
+    """The files with the tensors of the auxiliary models."""
     numbers: Mapping[str, int] = field(default_factory=dict)
-    """Further numbers that are written into the optimizer's file."""
+    """Further numbers for the metadata of the optimizer's file."""
 
 
 def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor], extras: Extras) -> None:
-    """Write everything into the existing ``directory``, flushed. ``moments`` are the optimizer's tensors, labelled
-    ``weight|key``.
+    """Write all files of the learner into the existing ``directory``, and flush them. ``moments`` are the optimizer's
+    tensors, labelled ``weight|key``.
 
-    Raises :class:`~headrace.base.errors.CheckpointError` if that fails; the directory is removed then.
+    Raises :class:`~headrace.base.errors.CheckpointError` on failure; the directory is then removed.
     """
     with whole_or_nothing(directory, num_bytes(model, moments, extras.beside)):
         if is_adapted(model):
@@ -89,14 +88,14 @@ def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor],
 
 
 def restore_weights(directory: Path, model: PreTrainedModel) -> None:
-    """Copy the saved weights into ``model``, in place.
+    """Copy the weights of the snapshot ``directory`` into ``model``, in place.
 
-    Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model.
+    Raises :class:`~headrace.base.errors.CheckpointError` if they cannot be read or belong to another model.
     """
     if is_adapted(model):
         _restore_adapter(directory, model)
         return
-    held = weight_tensors(model)
+    model_tensors = weight_tensors(model)
     dtype: Any = str(model.dtype).removeprefix("torch.")
     try:
         saved = weight_tensors(load_model(ModelConfig(path=str(directory), dtype=dtype)))
@@ -104,19 +103,19 @@ def restore_weights(directory: Path, model: PreTrainedModel) -> None:
         raise CheckpointError(
             f"snapshot {directory} holds no usable weights: {error.problem}", remedy="resume from an older snapshot"
         ) from error
-    if {name: tensor.shape for name, tensor in held.items()} != {name: t.shape for name, t in saved.items()}:
+    if {name: tensor.shape for name, tensor in model_tensors.items()} != {name: t.shape for name, t in saved.items()}:
         raise CheckpointError(
             f"the weights in {directory} are of another model than {type(model).__name__} as configured",
             remedy="resume with the model.path that the run was started with",
         )
     with torch.no_grad():
-        for name, tensor in held.items():
+        for name, tensor in model_tensors.items():
             tensor.copy_(saved[name])
 
 
 def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
     """Load the adapters of all agents from the snapshot in ``directory`` into ``model``. Raises
-    :class:`~headrace.base.errors.CheckpointError` if it does not contain them."""
+    :class:`~headrace.base.errors.CheckpointError` if the snapshot does not contain them."""
     from headrace.models import lora
 
     try:
@@ -130,8 +129,8 @@ def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
 
 
 def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restore the optimizer's moments and the random state, and return the number of steps done. Rates and decays come
-    from the configuration, not from the file.
+    """Restore the optimizer's moments and torch's random state, and return the number of steps before the snapshot.
+    Learning rates and decays are not restored, since the configuration sets them.
 
     Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
     model.
@@ -162,7 +161,7 @@ def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.
 
 
 def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors of each parameter, labelled ``parameter's name|key``; none before the first
+    """Return the optimizer's tensors of all parameters, labelled ``parameter's name|key``; empty before the first
     update."""
     names = _names(model, optimizer)
     states: Mapping[int, Mapping[str, Tensor]] = optimizer.state_dict()["state"]

@@ -1,20 +1,20 @@
-"""The samples of a batch as prefix trees: whatever several samples begin with is computed once.
+"""Prefix trees of the samples of a batch, in which first tokens that several samples have in common are computed once.
 
-    samples ── sorted by their tokens ──▶ one order, in which neighbours share as much as any two samples can
-            ── cut where that costs least ──▶ units of whole subtrees (packing.py), which fit into a micro-batch
+    samples ── sorted by their tokens ──▶ one order, in which neighbours have the longest common prefixes
+            ── divided at the least cost ──▶ units: subtrees (packing.py) that fit into a micro-batch
 
-A tree of any depth is written as this order together with, for each sample, the number of first tokens that it shares
-with the sample before it. Everything else of a sample is a branch of its own:
+A tree of any depth is represented by this order and, for each sample, the number of first tokens that it shares with
+the previous sample. The other tokens of a sample are a branch of their own:
 
     a b c d        shares 0
     a b c e f      shares 3
     a b g          shares 2
     h              shares 0      the tree has 4 + 2 + 1 + 1 = 8 tokens
 
-It does not matter why samples begin alike: as answers to one prompt, as turns or forks of an episode, or by accident.
-The tokens of a micro-batch are computed by one adapter (:meth:`~headrace.learner.forward.Forward.by_agent`), at
-positions that count from the beginning of each sample; so two tokens are the same computation if their ids, their
-recorded experts and all tokens before them are the same.
+Samples may have common prefixes for any reason: as answers to one prompt, as turns or forks of an episode, or by
+accident. The tokens of a micro-batch are computed by one adapter (:meth:`~headrace.learner.forward.Forward.by_agent`),
+at positions that count from the beginning of each sample. Two tokens are therefore the same computation if their ids,
+their recorded experts and all tokens before them are equal.
 
 Shape legend: N tokens of the batch, S samples of the batch, K samples of one tree.
 """
@@ -32,19 +32,20 @@ from headrace.base.types.recorded import Routing
 from headrace.learner.packing import Index, Packing, Unit
 
 SLOWER = 1 / 6
-"""The part by which a token of a pass beyond the best size for a CPU's cache is slower than others
+"""The additional cost, as a fraction, of each token of a pass above the best size for a CPU's cache
 (:data:`~headrace.learner.cost.CACHED_NUMBERS`)."""
 RANK_PARTS = (1.0, 1.25, 1.5, 1.75, 2.0, 3.0)
-"""Bounds on the size of a subtree that are tried for several ranks, as multiples of a rank's part of all tokens."""
+"""The limits on the size of a subtree that are tried with several ranks, as multiples of a rank's share of all
+tokens."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 """An odd factor that spreads the bits of a key: 2⁶⁴ divided by the golden ratio."""
 
 
 class PrefixTrees:
-    """The prefix trees of samples of one batch. The keys by which they are sorted are computed once."""
+    """A builder of prefix trees of samples of one batch. The keys by which samples are sorted are computed once."""
 
     def __init__(self, batch: Batch) -> None:
-        """Prepare the trees of samples of ``batch``."""
+        """Compute the sort keys of the tokens of ``batch``."""
         self._batch = batch
         self._lengths_S = batch.lengths_S.astype(np.int64)
         self._starts_S = np.cumsum(self._lengths_S) - self._lengths_S
@@ -53,15 +54,16 @@ class PrefixTrees:
         self._known_before_N = np.cumsum(known_N) - known_N
 
     def of(self, samples: Index) -> Unit:
-        """Return the tree of the chosen ``samples``, indices into the batch, as one unit of any size. Samples whose
-        beginnings are equal keep the order of the batch."""
+        """Return the prefix tree of ``samples``, indices into the batch, as one unit of any size. Equal samples keep
+        the order of the batch."""
         order = np.array(
             sorted(np.sort(samples).tolist(), key=lambda sample: self._keys_N[self._tokens(sample)].tobytes()), np.int64
         )
         shared_K = np.zeros(len(order), np.int64)
         if len(order) > 1:
             shared_K[1:] = self._common_keys(order)
-        if self._batch.routing is not None:  # keys of tokens with recorded experts may agree by accident
+        # the keys include a hash of the recorded experts, which may collide, so the experts are compared
+        if self._batch.routing is not None:
             routing = self._batch.routing
             for place in np.flatnonzero(shared_K):
                 one, other = order[place - 1 : place + 1].tolist()
@@ -69,13 +71,13 @@ class PrefixTrees:
         return Unit(samples=order, shared_K=shared_K)
 
     def _tokens(self, sample: int) -> slice:
-        """Return the place of a sample's tokens in the columns of the batch."""
+        """Return the slice of a sample's tokens in the columns of the batch."""
         start = int(self._starts_S[sample])
         return slice(start, start + int(self._lengths_S[sample]))
 
     def _common_keys(self, order: Index) -> Index:
-        """Return, for each sample in ``order`` but the first, the number of first tokens whose keys are those of the
-        sample before it."""
+        """Return, for each sample in ``order`` except the first, the number of first tokens whose keys equal those of
+        the previous sample."""
         lengths = np.minimum(self._lengths_S[order[1:]], self._lengths_S[order[:-1]])
         firsts = np.cumsum(lengths) - lengths
         places = np.arange(int(lengths.sum())) - np.repeat(firsts, lengths)
@@ -87,16 +89,17 @@ class PrefixTrees:
         return lengths
 
     def _common(self, routing: Routing, one: int, other: int, length: int) -> int:
-        """Return how many of the ``length`` first tokens of two samples have the same ids and the same recorded
-        experts, or both none, up to the first that do not."""
+        """Return the length of the common prefix of two samples, at most ``length`` tokens. Two tokens are equal if
+        they have the same ids and the same recorded experts, or both no recorded experts."""
         first, second = (slice(start, start + length) for start in (self._starts_S[[one, other]]).tolist())
         same = self._batch.ids_N[first] == self._batch.ids_N[second]
         same &= routing.known_T[first] == routing.known_T[second]
         return self._common_experts(routing, first, second, _until_false(same))
 
     def _common_experts(self, routing: Routing, first: slice, second: slice, length: int) -> int:
-        """Return how many of the ``length`` tokens that begin at the slices ``first`` and ``second`` were computed by
-        the same experts, up to the first that were not. The same ones of them have a recorded routing."""
+        """Return the number of tokens, at most ``length``, up to the first one whose recorded experts differ between
+        two samples, whose tokens begin at the slices ``first`` and ``second``. The tokens with recorded experts must be
+        at the same places in both samples."""
         known = np.flatnonzero(routing.known_T[first.start : first.start + length])
         if not len(known):
             return length
@@ -107,35 +110,35 @@ class PrefixTrees:
 
 
 def cut_tree(tree: Unit, lengths_S: Index, packing: Packing) -> list[Unit]:
-    """Divide a tree into subtrees that fit into a micro-batch, each a run of its samples, so that the fewest tokens are
-    computed. ``lengths_S`` are the lengths of all samples of the batch.
+    """Divide a tree into subtrees of consecutive samples that fit into a micro-batch, at the least cost. ``lengths_S``
+    are the lengths of all samples of the batch.
 
-    A cut computes the tokens that a sample shares with the sample before it again: the path of the subtree, and nothing
-    else. A tree beyond ``packing.budget`` is always cut. Another is cut if that costs less than a pass that is larger
-    than the best for the CPU's cache. With several ranks, of a few bounds on the size of a subtree that one is taken
-    with which the busiest rank computes the fewest tokens. Where samples share nothing, there is always a cut. A sample
-    that fits into no micro-batch is a unit of its own.
+    The cost of a cut are the tokens that the sample after the cut shares with the previous sample, which are computed
+    again. A tree larger than ``packing.budget`` is always divided. A smaller tree is divided if that costs less than a
+    pass above the best size for the CPU's cache. With several ranks, a few limits on the size of a subtree are tried,
+    and the division is returned for which the busiest rank computes the fewest tokens. Samples without common tokens
+    are always separated. A sample that is larger than a micro-batch is a unit of its own.
     """
     best = packing.cost.best_rows or packing.budget
-    units = _cut(tree, lengths_S, packing.budget, best)
+    units = _divide(tree, lengths_S, packing.budget, best)
     if packing.num_ranks == 1:
         return units
-    part = sum(unit.num_rows(lengths_S) for unit in units) / packing.num_ranks
-    bounds = [int(part * factor) for factor in RANK_PARTS]
-    cuts = [units, *(_cut(tree, lengths_S, bound, best) for bound in bounds if bound < packing.budget)]
-    return min(cuts, key=lambda units: _busiest(units, lengths_S, packing.num_ranks))
+    rank_share = sum(unit.num_rows(lengths_S) for unit in units) / packing.num_ranks
+    bounds = [int(rank_share * factor) for factor in RANK_PARTS]
+    cuts = [units, *(_divide(tree, lengths_S, bound, best) for bound in bounds if bound < packing.budget)]
+    return min(cuts, key=lambda units: _largest_load(units, lengths_S, packing.num_ranks))
 
 
-def _busiest(units: Sequence[Unit], lengths_S: Index, num_ranks: int) -> float:
-    """Return the number of tokens that the busiest of the ranks computes, if ``units`` are dealt well: those of the
-    largest unit, or a rank's part of all."""
+def _largest_load(units: Sequence[Unit], lengths_S: Index, num_ranks: int) -> float:
+    """Return a lower bound for the number of tokens of the busiest rank: the tokens of the largest unit, or an equal
+    share of all tokens, whichever is larger."""
     rows = [unit.num_rows(lengths_S) for unit in units]
     return max(max(rows, default=0), sum(rows) / num_ranks)
 
 
-def _cut(tree: Unit, lengths_S: Index, budget: int, best: int) -> list[Unit]:
-    """Divide a tree into subtrees of at most ``budget`` tokens, so that the fewest are computed, where each token
-    beyond the ``best`` size of a pass counts more by :data:`SLOWER`."""
+def _divide(tree: Unit, lengths_S: Index, budget: int, best: int) -> list[Unit]:
+    """Divide a tree into subtrees of at most ``budget`` tokens at the least cost. The cost is the number of computed
+    tokens, plus :data:`SLOWER` for each token of a subtree above ``best``."""
     shared_K = tree.shared_K
     rows_K = np.concatenate([[0], np.cumsum(lengths_S[tree.samples] - shared_K)])
     units: list[Unit] = []
@@ -143,7 +146,7 @@ def _cut(tree: Unit, lengths_S: Index, budget: int, best: int) -> list[Unit]:
         if rows_K[stop] - rows_K[root] <= min(best, budget):
             units.append(_subtree(tree, root, stop))
             continue
-        begins_K = root + _cheapest(shared_K[root:stop], rows_K[root : stop + 1], budget, best)
+        begins_K = root + _cheapest_starts(shared_K[root:stop], rows_K[root : stop + 1], budget, best)
         cuts = [stop]
         while cuts[-1] > root:
             cuts.append(int(begins_K[cuts[-1] - 1 - root]))
@@ -152,18 +155,19 @@ def _cut(tree: Unit, lengths_S: Index, budget: int, best: int) -> list[Unit]:
 
 
 def _subtree(tree: Unit, begin: int, end: int) -> Unit:
-    """Return the samples from ``begin`` to ``end`` of a tree as a unit, whose first sample shares nothing."""
+    """Return the samples from ``begin`` to ``end`` of a tree as a unit; its first sample shares no tokens."""
     shared_K = np.concatenate([[0], tree.shared_K[begin + 1 : end]])
     return Unit(samples=tree.samples[begin:end], shared_K=shared_K)
 
 
-def _cheapest(shared_K: Index, rows_K: Index, budget: int, best: int) -> Index:
-    """Return where the last unit begins in the cheapest division of the first sample, of the first two, and so on up to
-    all samples of one tree, ``[K]``. ``rows_K`` are the sums of the tokens that samples do not share with the one
-    before, from 0 on."""
+def _cheapest_starts(shared_K: Index, rows_K: Index, budget: int, best: int) -> Index:
+    """Return, for each k, the index of the first sample of the last unit in the cheapest division of the first k + 1
+    samples of a tree, ``[K]`` (dynamic programming). ``rows_K`` are the cumulative sums, from 0, of the tokens that
+    samples do not share with the previous sample."""
     begins_K = np.zeros(len(shared_K), np.int64)
     more_K = shared_K - rows_K[:-1]
-    cost_K = np.zeros(len(shared_K))  # of all before a sample, and of the path that a unit which begins there repeats
+    # the cost of all samples before each sample, plus the shared tokens that a unit starting there repeats
+    cost_K = np.zeros(len(shared_K))
     first = 0
     for end in range(1, len(rows_K)):
         while first < end - 1 and rows_K[end] - rows_K[first] > budget:
@@ -171,7 +175,7 @@ def _cheapest(shared_K: Index, rows_K: Index, budget: int, best: int) -> Index:
         rows = rows_K[end] + more_K[first:end]
         cost = cost_K[first:end] + SLOWER * np.maximum(rows - best, 0)
         cost[:-1][rows[:-1] > budget] = np.inf
-        chosen = len(rows) - 1 - int(np.argmin(cost[::-1]))  # among equals, the shortest unit leaves the most freedom
+        chosen = len(rows) - 1 - int(np.argmin(cost[::-1]))  # among equal costs, the shortest unit
         begins_K[end - 1] = first + chosen
         if end < len(shared_K):
             cost_K[end] = cost[chosen] + shared_K[end]
@@ -179,19 +183,20 @@ def _cheapest(shared_K: Index, rows_K: Index, budget: int, best: int) -> Index:
 
 
 def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
-    """Return a number for each token of the batch, ``[N]``, in the byte order in which bytes compare as numbers do.
-    Tokens that may be shared have the same number; other tokens almost never have."""
+    """Return the sort key of each token of the batch, ``[N]``: its id, combined with a hash of its recorded experts.
+    Tokens that may be shared have equal keys; keys of other tokens are almost never equal. The keys are big-endian, so
+    that comparing their bytes compares the numbers."""
     keys_N = batch.ids_N.astype(np.uint64)
     if batch.routing is not None:
         experts_RLK = batch.routing.experts_RLK
         experts_RE = experts_RLK.reshape(len(experts_RLK), experts_RLK.shape[1] * experts_RLK.shape[2])
         digest_R = np.ones(len(experts_RE), np.uint64)
-        for experts_R in experts_RE.T:  # a column at a time, so that nothing as large as the routing is made
+        for experts_R in experts_RE.T:  # one column at a time, to avoid a temporary array as large as the routing
             digest_R = digest_R * _MIX + experts_R
         keys_N[batch.routing.known_T] ^= digest_R * _MIX
     return keys_N.astype(">u8")
 
 
 def _until_false(same_T: npt.NDArray[np.bool_]) -> int:
-    """Return the number of entries before the first that is false."""
+    """Return the number of entries before the first false one."""
     return len(same_T) if same_T.all() else int(np.argmin(same_T))

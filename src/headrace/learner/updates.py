@@ -1,10 +1,11 @@
-"""Several updates from one batch: its groups are dealt to mini-batches, epoch after epoch.
+"""Several updates of the weights from one batch: in each epoch, its groups are divided into mini-batches, with one
+update for each.
 
     batch ─▶ columns, log π before the first update ─┬─▶ epoch 0: mini-batch ─▶ update, mini-batch ─▶ update ...
-                                                     └─▶ epoch 1: the groups dealt anew ...
+                                                     └─▶ epoch 1: another random division ...
 
-Every mini-batch is weighed over its own tokens. π_old of all updates is the learner before the first of them (or μ, or
-kept weights, as ``algo.old`` says), and the version counts batches.
+The token weights of a mini-batch are normalised over its own tokens. π_old of all updates is the learner before the
+first update (or μ, or kept weights, as ``algo.old`` sets). All updates of a batch make one version.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from headrace.learner.intake import layout
 from headrace.learner.packing import MicroBatch
 from headrace.learner.work import MicroBatchStats, StepWork, TokenStats
 
-_BEFORE = ("mismatch_", "stale_")
-"""Beginnings of the metrics that compare the learner before the step with what sampled its tokens."""
+_BEFORE_STEP_PREFIXES = ("mismatch_", "stale_")
+"""The prefixes of metrics that compare the learner before the step with the policy that sampled the tokens."""
 
 
 def before_updates(work: StepWork, log_before_N: FloatColumn) -> StepWork:
-    """Return ``work`` with π_old for all updates; ``log_before_N`` is log π of the weights before the first."""
+    """Return ``work`` with log π_old for all updates. ``log_before_N`` is log π under the weights before the first
+    update."""
     before_N = torch.from_numpy(log_before_N)
     if work.old == "learner":
         return replace(work, log_old_N=before_N)
@@ -38,14 +40,14 @@ def before_updates(work: StepWork, log_before_N: FloatColumn) -> StepWork:
 
 
 def minibatches(work: StepWork, objective: Objective) -> Iterator[StepWork]:
-    """Yield the work of each update of a step, in order: for each epoch, the groups of the batch dealt to mini-batches,
-    whose tokens alone carry loss. Step and epoch determine which groups are in which mini-batch; one without a loss
-    token is left out."""
+    """Yield the work of each update of a step. In each epoch the groups of the batch are divided at random into
+    mini-batches, by a seed of step and epoch; only the tokens of the mini-batch carry loss. A mini-batch without a loss
+    token is skipped."""
     batch = work.batch
     groups_N = np.repeat(batch.groups_S, batch.lengths_S)
     for epoch in range(objective.epochs):
-        dealt = np.random.default_rng([batch.step, epoch]).permutation(np.unique(batch.groups_S))
-        for groups in np.array_split(dealt, objective.minibatches):
+        shuffled_groups = np.random.default_rng([batch.step, epoch]).permutation(np.unique(batch.groups_S))
+        for groups in np.array_split(shuffled_groups, objective.minibatches):
             mask_N = work.mask_N & np.isin(groups_N, groups)
             if mask_N.any():
                 shares = objective.shares(layout(batch, torch.from_numpy(mask_N)))
@@ -54,9 +56,9 @@ def minibatches(work: StepWork, objective: Objective) -> Iterator[StepWork]:
 
 
 def stats_of_updates(parts: Sequence[MicroBatchStats], work: StepWork, log_before_N: FloatColumn) -> MicroBatchStats:
-    """Return the statistics of a step whose updates had those of ``parts``: each token once, as it was before the first
-    update, and the other metrics over all updates. ``log_before_N`` is log π of each token of ``work`` before the first
-    update."""
+    """Return the statistics of a step of several updates. ``parts`` are the statistics of the updates. Token statistics
+    count each token once, before the first update; other metrics are aggregated over all updates. ``log_before_N`` is
+    log π of each token of ``work`` before the first update."""
     batch, places_L = work.batch, np.flatnonzero(work.mask_N)
     before = off_policy(
         work.inputs(MicroBatch.whole(batch.lengths_S), torch.from_numpy(log_before_N)), torch.from_numpy(log_before_N)
@@ -67,9 +69,9 @@ def stats_of_updates(parts: Sequence[MicroBatchStats], work: StepWork, log_befor
         ages_L=batch.step - batch.versions_N[places_L].astype(np.int64),
         places_L=places_L.astype(np.int32),
     )
-    return MicroBatchStats.of_updates(parts, work, _compared(before), own)
+    return MicroBatchStats.of_updates(parts, work, _comparisons_of(before), own)
 
 
-def _compared(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
-    """Return those of the metrics that compare the learner with what sampled its tokens."""
-    return {name: ratio for name, ratio in metrics.items() if name.startswith(_BEFORE)}
+def _comparisons_of(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
+    """Return the subset of ``metrics`` that compare the learner with the policy that sampled the tokens."""
+    return {name: ratio for name, ratio in metrics.items() if name.startswith(_BEFORE_STEP_PREFIXES)}

@@ -1,6 +1,7 @@
-"""The part of a head that one of several tensor-parallel ranks has: the weights of some entries of the vocabulary.
+"""The part of a head on one of several tensor-parallel ranks, which has the weights of some entries of the vocabulary,
+and the reductions over these ranks.
 
-    rank 0   entries 0 to V/2   ──▶ logits of these ──▶ sums ─┐ joined over the ranks: the log-sum-exp and the entropy
+    rank 0   entries 0 to V/2   ──▶ logits of these ──▶ sums ─┐ reduced over the ranks: the log-sum-exp and the entropy
     rank 1   entries V/2 to V   ──▶ logits of these ──▶ sums ─┘ of the whole vocabulary; no rank has all logits
 
 All ranks of the group compute the same tokens, and call every method together.
@@ -20,16 +21,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The consecutive entries of the vocabulary whose weights this rank has, and the ranks that have the others."""
+    """The consecutive entries of the vocabulary whose weights this rank has, and the group of ranks that together have
+    all entries."""
 
     first: int
     """The id of the first of these entries."""
     group: dist.ProcessGroup
-    """The ranks that have all entries together."""
+    """The process group of the ranks that together have all entries."""
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums of ``tensors``, all of one dtype, over the ranks, with the same bits on each; they are sent
-        as one."""
+        """Return the sums of ``tensors``, all of one dtype, over the ranks. All ranks get the same bits. The tensors
+        are reduced in one call."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         if len(flat):
             dist.all_reduce(flat, group=self.group)
@@ -37,14 +39,15 @@ class VocabularyPart:
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Return the largest of each element over the ranks."""
+        """Return the elementwise maximum of ``tensor`` over the ranks."""
         largest = tensor.clone()
         if largest.numel():
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
 
     def beside(self, tensor_PK: Tensor) -> Tensor:
-        """Return the columns of all ranks beside each other, in order of rank; each rank has equally many."""
+        """Return the columns of all ranks concatenated, in the order of the ranks. Each rank must have the same
+        number."""
         parts = [torch.empty_like(tensor_PK) for _ in range(self.group.size())]
         if tensor_PK.numel():
             dist.all_gather(parts, tensor_PK.contiguous(), group=self.group)

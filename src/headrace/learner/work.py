@@ -1,4 +1,5 @@
-"""The data of one batch during a training step, and the metrics of the step.
+"""The data of one batch during a training step (:class:`StepWork`), and the collection of the step's metrics
+(:class:`MicroBatchStats`).
 
 Shape legend: N tokens of the batch, M tokens of a micro-batch, P parts of the objective that select tokens.
 """
@@ -27,26 +28,26 @@ from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.mesh import AnyRanks
 
 ROUTED = "routing_differs"
-"""The metric of a routing replay; each rank counts the rows that it routes."""
+"""The metric of a routing replay; each rank counts only its own rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """A batch, with everything that was decided about the whole of it before the first forward pass. The learner makes
-    it, and auxiliary models add columns to it."""
+    """A batch with its mask, its token weights and the columns that are computed over the whole batch before the first
+    training pass. The learner creates it, and auxiliary models add columns."""
 
     batch: Batch
     mask_N: Mask
-    """The tokens that carry loss: those in the batch's mask whose μ is finite."""
+    """The tokens that carry loss: the tokens in the batch's mask with a finite log μ."""
     weights_N: Tensor
-    """Weight of each token in the batch's loss, computed by the reduction."""
+    """The weight of each token in the batch's loss, computed by the reduction."""
     old: Old = "learner"
-    """The policy that is π_old in ratios."""
+    """The policy that is π_old in ratios, as ``algo.old`` sets it."""
     selected_NP: Tensor | None = None
-    """The tokens that parts of the objective selected from the whole batch, as bool; ``None`` if no part selects."""
+    """Whether each part of the objective has selected each token, as bool; ``None`` if no part selects tokens."""
     log_old_N: Tensor | None = None
-    """log π_old of kept weights, in host memory, NaN for tokens whose π_old is the learner before this step; ``None``
-    if it is for all of them, or if π_old is μ."""
+    """log π_old of kept weights, in host memory. NaN for tokens whose π_old is the learner before this step; ``None``
+    if this holds for all tokens, or if π_old is μ."""
     log_ref_N: Tensor | None = None
     """log π_ref, in host memory; ``None`` if there is no reference."""
     baseline: float | None = None
@@ -60,7 +61,7 @@ class StepWork:
     """Metrics that auxiliary models measured; each rank has its share."""
 
     def only(self, mask_N: Mask) -> StepWork:
-        """Return the same work with the loss of these tokens only. The weights of these tokens do not change."""
+        """Return the same work with loss only on the tokens of ``mask_N``, whose weights do not change."""
         if mask_N is self.mask_N:
             return self
         return replace(self, mask_N=mask_N, weights_N=self.weights_N * torch.from_numpy(mask_N))
@@ -73,10 +74,10 @@ class StepWork:
         top_MK: Tensor | None = None,
     ) -> LossInputs:
         """Return the columns of ``micro`` from which the objective computes its loss, on the device of ``log_pi_M``.
-        ``entropy_M`` are the entropies of its tokens, and ``top_MK`` is log π of the teacher's entries; ``None`` where
+        ``entropy_M`` are the entropies of its tokens, and ``top_MK`` is log π of the teacher's entries; ``None`` if
         they were not computed.
 
-        A batch is one update, so the learner before this step is π without its gradient.
+        If π_old is the learner before this step, log π_old is log π without its gradient.
         """
         device, places = log_pi_M.device, micro.places_M
         columns = {
@@ -88,14 +89,16 @@ class StepWork:
         }
         recorded = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         computed = {"log_old": self.log_old_N, "log_ref": self.log_ref_N}
-        held = {name: None if column is None else column[places].to(device) for name, column in computed.items()}
+        kept_columns = {
+            name: None if column is None else column[places].to(device) for name, column in computed.items()
+        }
         log_old_M = recorded["log_mu_N"] if self.old == "engine" else log_pi_M.detach()
-        if (kept_M := held["log_old"]) is not None:
+        if (kept_M := kept_columns["log_old"]) is not None:
             log_old_M = torch.where(kept_M.isnan(), log_old_M, kept_M) if self.old == "sampled" else kept_M
         return LossInputs(
             log_pi_N=log_pi_M,
             log_old_N=log_old_M,
-            log_ref_N=held["log_ref"],
+            log_ref_N=kept_columns["log_ref"],
             num_samples=len(micro.lengths_K),
             groups_S=torch.from_numpy(self.batch.groups_S[micro.samples_K].astype(np.int64)).to(device),
             version_now=self.batch.step,
@@ -110,38 +113,38 @@ class StepWork:
 
 @dataclass(slots=True, kw_only=True)
 class StepSums:
-    """The sums over the parts of a step whose batch comes in parts (:meth:`LearnerCore.add`)."""
+    """The sums over the parts of a step whose batch is added in parts (:meth:`LearnerCore.add`)."""
 
     tally: MicroBatchStats
-    """Losses, metrics and token statistics of all parts so far."""
-    mass: float = 0.0
-    """Denominator of the reduction."""
+    """The losses, metrics and token statistics of all parts so far."""
+    denominator: float = 0.0
+    """The denominator of the reduction."""
     loss_tokens: int = 0
-    """Number of tokens in the masks of the parts, those without a finite μ included."""
+    """The number of tokens in the masks of the parts, including tokens without a finite log μ."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Number of tokens in the masks that could not carry loss, by reason."""
+    """The number of tokens in the masks that could not carry loss, by reason."""
     seconds: float = 0.0
-    """Seconds that forward and backward passes took."""
+    """The duration of the forward and backward passes in seconds."""
 
 
 class _Share(msgspec.Struct, frozen=True, kw_only=True):
-    """The sums over the micro-batches of one share of the ranks, as a message from one rank to all."""
+    """The sums over the micro-batches of one rank, as a message to all ranks."""
 
     loss: float
-    """Sum of the losses."""
+    """The sum of the losses."""
     metrics: dict[str, tuple[float, float]]
-    """Total and count of each metric, whose value is their ratio."""
+    """The total and the count of each metric; its value is their ratio."""
     stats: TokenStats
-    """Columns over the loss tokens of the share."""
+    """The columns over the loss tokens of the rank's micro-batches."""
 
 
 class MicroBatchStats:
-    """A collector of the losses, metrics and token statistics of the micro-batches of one step. The learner fills it
-    during the passes, and reads the metrics of the step from it."""
+    """The losses, metrics and token statistics of the micro-batches of one step. The learner adds to it during the
+    passes, and computes the metrics of the step from it."""
 
     def __init__(self) -> None:
-        """Begin without any micro-batch."""
-        self._before = 0
+        """Create empty statistics."""
+        self._first_token = 0
         self._num_tokens = 0
         self._teacher_scores: list[TeacherScores] = []
         self._losses: list[float] = []
@@ -152,8 +155,9 @@ class MicroBatchStats:
     def of_updates(
         cls, parts: Sequence[MicroBatchStats], work: StepWork, before: Metrics, stats: TokenStats
     ) -> MicroBatchStats:
-        """Return the statistics of several updates of one batch. ``stats`` and ``before`` are those of the weights
-        before the first, and replace what the updates measured under the same names."""
+        """Return the statistics of several updates of one batch from ``parts``, the statistics of each update.
+        ``stats`` and ``before`` are token statistics and metrics before the first update; they replace the token
+        statistics of the updates, and their metrics of the same names."""
         joined = cls()
         joined._num_tokens = work.batch.num_tokens
         joined._teacher_scores = [] if work.teacher_scores_N is None else [work.teacher_scores_N]
@@ -167,18 +171,18 @@ class MicroBatchStats:
 
     @property
     def trained_tokens(self) -> int:
-        """The number of tokens that carried loss."""
+        """The number of tokens with loss."""
         return sum(len(stats.ages_L) for stats in self._stats)
 
     def begin(self, work: StepWork) -> None:
-        """Begin a batch, or a part of one: the results of the micro-batches of ``work`` follow."""
-        self._before, self._num_tokens = self._num_tokens, self._num_tokens + work.batch.num_tokens
+        """Start a batch, or a part of one: the next calls of :meth:`add` are for micro-batches of ``work``."""
+        self._first_token, self._num_tokens = self._num_tokens, self._num_tokens + work.batch.num_tokens
         self._metrics.append(work.metrics)
         self._teacher_scores += [] if work.teacher_scores_N is None else [work.teacher_scores_N]
 
     def add(self, work: StepWork, micro: MicroBatch, result: ForwardResult, output: LossOutput) -> None:
-        """Add the results of one micro-batch: ``result`` is its forward pass, ``output`` its loss and the loss's
-        metrics."""
+        """Add the results of one micro-batch of ``work``: ``result`` of its forward pass, and ``output``, its loss and
+        the metrics of the loss."""
         batch, mask_M = work.batch, work.mask_N[micro.places_M]
         places_L = micro.places_M[mask_M]
         self._losses.append(float(output.loss.detach()))
@@ -190,16 +194,17 @@ class MicroBatchStats:
                 log_pi_L=result.log_pi_M.detach().cpu().numpy()[mask_M],
                 log_mu_L=batch.logprobs_N[places_L],
                 ages_L=batch.step - batch.versions_N[places_L].astype(np.int64),
-                places_L=(self._before + places_L).astype(np.int32),
+                places_L=(self._first_token + places_L).astype(np.int32),
             )
         )
 
     def note(self, metrics: Mapping[str, Ratio]) -> None:
-        """Add metrics that are the same on every rank."""
+        """Add metrics that every rank has computed with the same values."""
         self._metrics.append(metrics)
 
     def join(self, ranks: AnyRanks) -> None:
-        """Replace the results of this rank by those of all ranks, after the last micro-batch."""
+        """Merge the results of all ranks, after the last micro-batch. All ranks call this together and get the same
+        results."""
         if ranks.config.num_shares * ranks.config.context == 1:
             return
         codec = MessageCodec(_Share)
@@ -209,14 +214,15 @@ class MicroBatchStats:
             stats=TokenStats.concat([*self._stats, TokenStats.none()]),
         )
         parts: list[_Share] = [codec.decode(words) for words in ranks.gather_parts(codec.encode(mine))]
-        shares = parts[:: ranks.config.context]  # the parts of a share agree, except for the rows that they route
+        # context-parallel ranks of one share have equal results, except for the rows that they route
+        shares = parts[:: ranks.config.context]
         routed = [{ROUTED: Ratio(*part.metrics.pop(ROUTED))} for part in parts if ROUTED in part.metrics]
         self._losses = [share.loss for share in shares]
         self._metrics = [*routed, *({name: Ratio(*pair) for name, pair in share.metrics.items()} for share in shares)]
         self._stats = [share.stats for share in shares]
 
     def log_pi_N(self) -> FloatColumn:
-        """Return log π of every token at the beginning of the step, ``[N]``; NaN for tokens that carried no loss."""
+        """Return log π of every token before the update, ``[N]``; NaN for tokens without loss."""
         return TokenStats.concat(self._stats).log_pi_of(self._num_tokens)
 
     def teacher_scores_N(self) -> TeacherScores | None:
@@ -236,24 +242,23 @@ class Gradient:
     """The result of one :meth:`LearnerCore.forward_backward`."""
 
     metrics: dict[str, float]
-    """Metrics of the loss and of the tokens, by name."""
+    """The metrics of the loss and of the tokens, by name."""
     trained_tokens: int
-    """Number of tokens that carried loss."""
+    """The number of tokens with loss."""
     dropped_tokens: dict[str, int]
-    """Number of tokens in the mask that could not carry loss, by reason."""
+    """The number of tokens in the mask that could not carry loss, by reason."""
     log_pi_N: FloatColumn
-    """log π under the weights at which the gradient was computed, ``[N]``; NaN for tokens that carried no loss."""
+    """log π under the weights at which the gradient was computed, ``[N]``; NaN for tokens without loss."""
     seconds: float
-    """Seconds that the passes took."""
+    """The duration of the passes in seconds."""
     teacher_scores_N: TeacherScores | None
     """Log-probabilities of a teacher that this learner computes, for the sampled tokens; ``None`` if they were not
     computed."""
 
     @classmethod
     def of(cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
-        """Return the record of the gradient whose micro-batches filled ``tally``. ``dropped`` is the number of tokens
-        that could not carry loss, by reason; ``scale`` is the factor by which the losses still have to be
-        multiplied."""
+        """Return the record of a gradient from ``tally``, the statistics of its micro-batches. ``dropped`` is the
+        number of tokens that could not carry loss, by reason; the losses are multiplied by ``scale``."""
         return cls(
             metrics=tally.metrics(scale),
             trained_tokens=tally.trained_tokens,
@@ -268,20 +273,20 @@ Ages = npt.NDArray[np.int64]
 
 
 class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Columns over the L tokens that carried loss, for the metrics of a step."""
+    """Columns over the L tokens with loss, for the metrics of a step."""
 
     log_pi_L: FloatColumn
     """log π of each token under the learner's weights."""
     log_mu_L: FloatColumn
-    """log μ of each token, as the engine recorded it."""
+    """log μ of each token, recorded by the engine."""
     ages_L: Ages
-    """Age of each token: version of the learner − version of the token."""
+    """The age of each token: version of the learner − version of the token."""
     places_L: IntColumn
-    """Index of each token among the tokens of the batch."""
+    """The index of each token among the tokens of the batch."""
 
     @classmethod
     def concat(cls, parts: Sequence[TokenStats]) -> TokenStats:
-        """Return the tokens of all ``parts``, one after the other; there must be at least one part."""
+        """Return the concatenated columns of ``parts``, of which there must be at least one."""
         return cls(
             log_pi_L=np.concatenate([part.log_pi_L for part in parts]),
             log_mu_L=np.concatenate([part.log_mu_L for part in parts]),
@@ -296,19 +301,19 @@ class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
         return cls(log_pi_L=nothing, log_mu_L=nothing, ages_L=np.zeros(0, np.int64), places_L=np.zeros(0, np.int32))
 
     def log_pi_of(self, num_tokens: int) -> FloatColumn:
-        """Return log π of each of the batch's ``num_tokens`` tokens; NaN for tokens that carried no loss."""
+        """Return log π of each of the batch's ``num_tokens`` tokens; NaN for tokens without loss."""
         log_pi_N = np.full(num_tokens, np.nan, np.float32)
         log_pi_N[self.places_L] = self.log_pi_L
         return log_pi_N
 
 
 def step_metrics(stats: TokenStats) -> dict[str, float]:
-    """Return the ages of the tokens, and the distance between log π and log μ: its maximum over all tokens, and its
-    mean over tokens of age 0, where only the mismatch of engine and learner separates the two (for others staleness
-    adds to it).
+    """Return metrics of the ages of the tokens and of the difference between log π and log μ: its maximum over all
+    tokens, and means over tokens of age 0. For these tokens the difference is only the mismatch of engine and learner;
+    for older tokens staleness adds to it.
 
-    ``mismatch_kl`` estimates KL(μ‖π) as the mean of eˣ − 1 − x with x = log(π/μ), clamped to ±20 (Schulman 2020,
-    "k3"); ``mismatch_abs`` is the mean of |x|. Both are missing where no token is of age 0.
+    ``mismatch_kl`` estimates KL(μ‖π) as the mean of eˣ − 1 − x with x = log(π/μ), clamped to ±20 (Schulman 2020, "k3");
+    ``mismatch_abs`` is the mean of |x|. Both are missing if no token has the age 0.
 
     >>> log_pi, log_mu = np.array([-1.0, -2.0], np.float32), np.array([-1.5, -4.0], np.float32)
     >>> stats = TokenStats(log_pi_L=log_pi, log_mu_L=log_mu, ages_L=np.array([0, 3]), places_L=np.array([0, 1]))

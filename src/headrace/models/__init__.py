@@ -1,7 +1,7 @@
-"""Models: any Hugging Face causal language model by directory, and the attention that engine and learner share.
+"""Models: loading of any Hugging Face causal language model by directory, and the attention of engine and learner.
 
-Importing this package imports neither torch nor transformers; :mod:`headrace.models.attention`, ``weights``, ``lora``,
-``merge`` and ``tiny`` do.
+Importing this package imports neither torch nor transformers; importing its modules :mod:`headrace.models.attention`,
+``weights``, ``lora``, ``merge`` and ``tiny`` does.
 """
 
 from headrace.models.config import LoraConfig, ModelConfig

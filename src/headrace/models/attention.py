@@ -1,8 +1,8 @@
-"""The attention of engine and learner: one function with transformers' attention interface, and the plans it follows.
+"""The attention of engine and learner: a function with transformers' attention interface, and the plans that it uses.
 
-A forward pass runs over flattened tokens: ``[1, N]``, with no padding outside attention. The shape does not say which
-tokens belong together: a *plan*, which is passed to every layer, does. :class:`PackedPlan` (here) attends within whole
-sequences, with gradients; :class:`~headrace.models.paged.plan.PagedPlan` attends over a key-value cache.
+A forward pass runs over flattened tokens, ``[1, N]``, without padding outside attention. A *plan*, which is passed to
+every layer, determines which tokens belong to the same sequence. :class:`PackedPlan` (here) computes attention within
+whole sequences, with gradients; :class:`~headrace.models.paged.plan.PagedPlan` computes it over a key-value cache.
 
 Shape legend: N tokens of the pass, T tokens of all sequences (N, or more if sequences share tokens), S sequences,
 B sequences of one bucket, L padded length of a bucket, Q padded number of its queries, H query heads, K key-value
@@ -31,35 +31,38 @@ if TYPE_CHECKING:
     from headrace.models.recurrent.base import Key, Recurrence, Tensors
 
 NAME = "headrace"
-"""The name of the attention implementation in transformers."""
+"""The name of this attention implementation in transformers."""
 
 PLAN = "headrace_plan"
-"""The keyword under which a plan travels through ``model(**kwargs)``."""
+"""The keyword argument of ``model(**kwargs)`` that contains the plan."""
 
 MIN_FILL = 0.75
-"""The least length, as a fraction of the longest sequence of a bucket, that a sequence of the bucket may have."""
+"""The smallest length that a sequence of a bucket may have, as a fraction of the longest sequence of the bucket."""
 
 ROW_STEP = 16
-"""The largest number of tokens by which a shorter sequence may also fall short of the longest one of its bucket."""
+"""The number of tokens by which a sequence may be shorter than the longest sequence of its bucket in any case."""
 
 NO_MASK = torch.zeros(1, 1, 1, 1)
-"""The mask that is handed to attention modules that need one: it says nothing, since the plan does."""
+"""A placeholder for attention modules that require a mask. It contains no information, since the plan does."""
 
 _UNSUPPORTED = ("position_bias", "block_indices", "sinks")
+"""Keyword arguments of transformers' attention interface that are refused if they are not ``None``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """The tokens that an indexer, the part of a sparse attention layer that selects what is attended to, has chosen for
-    each token of a pass."""
+    """The tokens that an indexer has chosen for each token of a pass. An indexer is the part of a sparse attention
+    layer that selects the tokens to attend to."""
 
     masks: tuple[Tensor, ...]
-    """A mask ``[B, Q, C]`` for each bucket of the plan that made it, where C counts the positions of a sequence."""
+    """The mask ``[B, Q, C]`` of each bucket of the plan that made the choice, where C is the number of positions of a
+    sequence."""
 
 
 Choose = Callable[[tuple[Tensor, ...], Tensor, object], Tensor]
-"""A function ``choose(inputs_BL, seen_BLC, cache)`` that returns the mask ``[B, L, C]`` of what an indexer chooses of
-the tokens that are seen; ``cache`` replaces the keys of the pass by those of whole sequences (:mod:`.indexed`)."""
+"""A function ``choose(inputs_BL, seen_BLC, cache)`` that returns the mask ``[B, L, C]`` of the tokens that an indexer
+chooses among the visible tokens ``seen_BLC``. ``cache`` replaces the keys of the pass by the keys of whole sequences
+(:mod:`.indexed`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,28 +72,27 @@ class Rule:
     layer: int
     """The index of the layer in the model."""
     scale: float
-    """The factor that scores are multiplied by."""
+    """The factor by which scores are multiplied."""
     window: int | None = None
-    """The number of tokens that a token attends to, itself included: the last ``window`` ones; ``None`` for all
-    before it."""
+    """The number of latest tokens that a token attends to, itself included; ``None`` for all tokens before it."""
     chunk: int | None = None
-    """The number of tokens of a chunk, counted from position 0: a token attends to its own chunk only; ``None`` for
-    no chunks."""
+    """The number of tokens of a chunk, counted from position 0. A token attends only to tokens of its own chunk.
+    ``None`` for no chunks."""
     softcap: float | None = None
     """The soft cap: scores are limited to ±softcap by tanh; ``None`` for no cap."""
     sinks_H: Tensor | None = None
-    """A learned score per head that takes part in the softmax and has no value; ``None`` for none."""
+    """A learned score per head, without a value, that takes part in the softmax; ``None`` for none."""
     choice: ChosenTokens | None = None
-    """The tokens that an indexer has chosen; ``None`` for all."""
+    """The tokens that an indexer has chosen; ``None`` if there is no indexer."""
 
     @property
     def plain(self) -> bool:
-        """Return whether fused attention kernels can compute it: there is neither a soft cap nor sinks."""
+        """Return whether fused attention kernels can compute this attention: it has no soft cap and no sinks."""
         return self.softcap is None and self.sinks_H is None
 
     def sees(self, from_Q: Tensor, to_K: Tensor) -> Tensor:
-        """Return which of the positions ``to_K`` are seen from each of the positions ``from_Q`` of the same sequence:
-        ``[Q, K]`` bool. ``from_Q`` may have further axes in front."""
+        """Return, as ``[Q, K]`` bool, whether a token at position ``from_Q`` attends to a token of the same sequence at
+        position ``to_K``. ``from_Q`` may have further leading axes."""
         from_Q1 = from_Q[..., None]
         seen_QK = to_K <= from_Q1
         if self.window is not None:
@@ -100,36 +102,36 @@ class Rule:
         return seen_QK
 
     def limits(self, length: int) -> bool:
-        """Return whether a token of a sequence of ``length`` tokens may see less than all tokens before it."""
+        """Return whether some token of a sequence of ``length`` tokens attends to fewer than all tokens before it."""
         return any(limit is not None and limit < length for limit in (self.window, self.chunk))
 
 
 class Plan(Protocol):
-    """The plan of one forward pass: it decides which token attends to which, and computes attention."""
+    """The plan of one forward pass. It determines which token attends to which tokens, and computes attention."""
 
     positions_N: Tensor
     """The position of each token in its sequence; int64."""
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Return the attention of one layer, ``[N, H, D]`` with the head size of the values: for each token of
-        ``query_NHD``, over the keys and values of the tokens that the plan and ``rule`` let it see. ``rule.choice``
-        limits them to the tokens that an indexer has chosen."""
+        """Return the attention of one layer, ``[N, H, D]`` with the head size of the values. Each token of
+        ``query_NHD`` attends to the keys and values of the tokens that the plan and ``rule`` allow. ``rule.choice``
+        restricts these to the tokens that an indexer has chosen."""
         ...
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence of one layer, whose output at a token depends on the tokens before it, within each
-        sequence, and return its outputs ``[N, ...]``. ``key`` names its state."""
+        """Compute a recurrence of one layer within each sequence, and return its outputs ``[N, ...]``. The output of a
+        recurrence at a token depends on the tokens before it. ``key`` identifies its state."""
         ...
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
-        """Let the indexer of a layer choose the tokens that each token attends to, within its sequence. ``choose``
-        scores the indexer's inputs ``inputs_N``."""
+        """Return the tokens of its sequence that each token attends to, as the indexer of a layer chooses them.
+        ``choose`` computes the choice from the indexer's inputs ``inputs_N``."""
         ...
 
 
 def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None = None) -> Tensor:
-    """Run one forward pass and return the logits ``[N, V]`` of the flattened tokens ``ids_N``, or ``[len(keep_K), V]``
-    of the tokens at the indices ``keep_K``. ``plan`` decides which token attends to which."""
+    """Run one forward pass over the flattened tokens ``ids_N``. Return their logits ``[N, V]``, or those of the tokens
+    at the indices ``keep_K``, ``[len(keep_K), V]``. ``plan`` determines which token attends to which tokens."""
     keep: dict[str, Any] = {} if keep_K is None else {"logits_to_keep": keep_K}
     output = model(
         input_ids=ids_N[None], position_ids=plan.positions_N[None], use_cache=False, **{PLAN: plan}, **keep
@@ -141,7 +143,8 @@ def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None =
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it in every layer: ``[1, heads, N, D]`` in, ``[1, N, H, D]`` out.
+    """Compute the attention of one layer; transformers calls this function in every layer. The arguments are
+    ``[1, heads, N, D]``, the result is ``[1, N, H, D]``. The keyword arguments contain the plan.
 
     Dropout is ignored on purpose: log π must be a function of the weights.
     """
@@ -161,7 +164,7 @@ def attention(
             f"{type(module).__name__} wants attention with {', '.join(unknown) or 'a mask that is not causal'}",
             remedy="use a decoder whose attention is causal, optionally with a sliding window, soft cap or sinks",
         )
-    query = _retuned(module, query, plan.positions_N)
+    query = _with_position_temperature(module, query, plan.positions_N)
     scale = kwargs.get("scaling")
     rule = Rule(
         layer=module.layer_idx,  # type: ignore[arg-type]
@@ -176,7 +179,8 @@ def attention(
 
 
 def _chunk_of(module: nn.Module) -> int | None:
-    """Return the size of the chunks of a layer, which transformers puts into a mask; ``None`` if there are none."""
+    """Return the size of the layer's attention chunks, which transformers uses only in its mask; ``None`` if the layer
+    has no chunks."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds or not isinstance(layer, int) or kinds[layer] != "chunked_attention":
@@ -184,20 +188,21 @@ def _chunk_of(module: nn.Module) -> int | None:
     return int(config.attention_chunk_size)  # type: ignore[union-attr]
 
 
-def _retuned(module: nn.Module, query: Tensor, positions_N: Tensor) -> Tensor:
-    """Return queries with the temperature of their positions, in Llama 4's layers without rotary embeddings, which
-    take a token's place in the pass for its position (Nakanishi 2025, "Scalable-Softmax")."""
+def _with_position_temperature(module: nn.Module, query: Tensor, positions_N: Tensor) -> Tensor:
+    """Return queries scaled by the temperature of their positions, in the layers of Llama 4 without rotary embeddings
+    (Nakanishi 2025, "Scalable-Softmax"). Those layers have scaled them by a token's index in the pass instead of its
+    position. In other layers, return ``query`` unchanged."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
 
     floor, scale = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
 
-    def tuned(at_N: Tensor) -> Tensor:
-        """Return the factor of the queries at these positions, ``[N]``."""
+    def temperature(at_N: Tensor) -> Tensor:
+        """Return the scaling factor for queries at these positions, ``[N]``."""
         return torch.log1p(torch.floor((at_N.float() + 1.0) / floor)) * scale + 1.0
 
     places_N = torch.arange(len(positions_N), device=positions_N.device)
-    return query * (tuned(positions_N) / tuned(places_N))[:, None].to(query.dtype)
+    return query * (temperature(positions_N) / temperature(places_N))[:, None].to(query.dtype)
 
 
 AttentionInterface.register(NAME, attention)  # no mask function: transformers then builds no mask at all
@@ -205,24 +210,24 @@ AttentionInterface.register(NAME, attention)  # no mask function: transformers t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
-    """Sequences of similar length, as rows padded on the right. The queries of a row are those of its tokens that no
-    earlier sequence has: its last ones."""
+    """Sequences of similar length, as rows that are padded on the right. The queries of a row are its last tokens,
+    those that no earlier sequence contains."""
 
     num_rows: int
     """The number of sequences."""
     length: int
     """The number of tokens to which each row is padded."""
     lengths_B: Tensor
-    """The number of tokens of each row."""
+    """The number of tokens of each row, without padding."""
     queries_BQ: Tensor
-    """The position of each query in its row; its own tokens come first, and padding follows."""
+    """The position of each query in its row: first the row's own queries, then padding."""
     whole: bool
     """Whether all tokens of all rows are queries."""
     alike: bool
-    """Whether the queries of all rows have the same positions."""
+    """Whether the queries have the same positions in all rows."""
 
     def own(self, rows_BL: Tensor) -> Tensor:
-        """Return the entries ``[B, Q, ...]`` of the queries, of the tokens ``[B, L, ...]``."""
+        """Select the queries' entries ``[B, Q, ...]`` of ``rows_BL``, the entries ``[B, L, ...]`` of all tokens."""
         if self.whole:
             return rows_BL
         places_BQ = self.queries_BQ.clamp(max=self.length - 1)
@@ -230,14 +235,15 @@ class _Bucket:
 
 
 class PackedPlan:
-    """Block-diagonal causal attention: sequences follow each other in one flat pass, and each attends to itself only.
+    """Block-diagonal causal attention: the sequences are concatenated in one flat pass, and each attends only to
+    itself.
 
     Inside attention, sequences of similar length become the rows of one call. Padding is on the right, where causality
-    hides it, so no mask is needed. It wastes at most a quarter of a row, or :data:`ROW_STEP` tokens of it.
+    excludes it, so that no mask is needed. At most a quarter of a row, or :data:`ROW_STEP` tokens, is padding.
 
-    Sequences with a common beginning may share its tokens, as the paths of a tree do: everything outside attention
-    computes these once, and so does attention, as queries of the first sequence that has them. As keys and values they
-    are part of each sequence's row. Gradients of shared tokens are summed over the sequences.
+    Sequences with a common beginning may share its tokens, like the paths of a tree. Everything outside attention
+    computes shared tokens once. Attention computes them once as queries, in the first sequence that contains them, but
+    as keys and values they are in the row of every sequence. Gradients of shared tokens are summed over the sequences.
 
     >>> PackedPlan([2, 3]).positions_N.tolist()
     [0, 1, 0, 1, 2]
@@ -251,8 +257,8 @@ class PackedPlan:
         device: torch.device | str = "cpu",
         rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Lay out sequences of ``lengths_S`` tokens. ``rows_T`` gives the index in the pass of each token of each
-        sequence, so that sequences can share their first tokens; ``None`` for one sequence after the other."""
+        """Arrange sequences of ``lengths_S`` tokens. ``rows_T`` is the index in the pass of each token of each
+        sequence, so that sequences can share their first tokens; ``None`` if the sequences are concatenated."""
         lengths = np.asarray(lengths_S, np.int64)
         starts = np.cumsum(lengths) - lengths
         rows = np.arange(int(lengths.sum())) if rows_T is None else np.asarray(rows_T, np.int64)
@@ -261,7 +267,7 @@ class PackedPlan:
         positions_N = np.empty(total, np.int64)
         positions_N[rows] = place_T
         self.positions_N = torch.from_numpy(positions_N).to(device)
-        own = lengths if rows_T is None else _own(lengths, rows, place_T)
+        own = lengths if rows_T is None else _count_unshared(lengths, rows, place_T)
         members = cut(lengths)
         if rows_T is not None:
             members = [bucket[part] for bucket in members for part in cut(own[bucket])]
@@ -269,18 +275,19 @@ class PackedPlan:
         queries = [_Slots.of(rows, starts[each], (lengths - own)[each], lengths[each]) for each in members]
         self._buckets = [_bucket(*each, device) for each in zip(keys, queries, strict=True)]
         self._keys = _padded(keys, total, device)
-        """The slots of the tokens in the rows of all buckets, one bucket after the other; ``None`` if these are the
-        tokens in order."""
+        """The slots of the tokens in the rows of all buckets, concatenated; ``None`` if they are the tokens of the pass
+        in order."""
         self._shared = len(rows) > total
         self._queries = _padded(queries, total, device) if self._shared else self._keys
-        """The slots of the queries of all buckets, one bucket after the other, of which each token has one; ``None`` as
-        above."""
+        """The slots of the queries of all buckets, concatenated, in which each token occurs once; ``None`` if they are
+        the tokens of the pass in order."""
         self._masks: dict[tuple[int, int | None, int | None], Tensor] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Compute the attention of all sequences of the pass by one layer's ``rule``; each token sees only its own
-        sequence. Sequences of similar length are computed together, padded. If sequences share tokens, it is computed
-        again in the backward pass, so that the copies of shared keys and values are not kept until then."""
+        """Compute the attention of all sequences of the pass under one layer's ``rule``; a token attends only to its
+        own sequence. Sequences of similar length are computed together, with padding. If sequences share tokens,
+        attention is computed again in the backward pass, so that the copies of shared keys and values are not stored
+        until then."""
         if self._shared and torch.is_grad_enabled():
             found: Tensor = checkpoint(
                 self._attend_all, query_NHD, key_NKD, value_NKD, rule, use_reentrant=False, preserve_rng_state=False
@@ -289,7 +296,7 @@ class PackedPlan:
         return self._attend_all(query_NHD, key_NKD, value_NKD, rule)
 
     def _attend_all(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Compute the attention of all sequences of the pass, as :meth:`attend` does."""
+        """Compute the attention of all sequences of the pass, without recomputation in the backward pass."""
         parts = zip(
             self._by_bucket(query_NHD, of_queries=True),
             self._by_bucket(key_NKD),
@@ -303,15 +310,16 @@ class PackedPlan:
         return self._join(outputs)
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
-        """Let the indexer of a layer choose, for each token, among the tokens before it in its sequence."""
+        """Return the tokens that the indexer of a layer chooses for each token, among the earlier tokens of its
+        sequence."""
         parts = zip(*map(self._by_bucket, inputs_N), strict=True)
         return ChosenTokens(
             tuple(self._choose(bucket, choose, rows) for bucket, rows in zip(self._buckets, parts, strict=True))
         )
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence from the beginning of each sequence, with a state of zeros, and return its outputs ``[N,
-        ...]``. Tokens that sequences share are computed for each."""
+        """Compute a recurrence from the beginning of each sequence, with an initial state of zeros, and return its
+        outputs ``[N, ...]``. Tokens that several sequences share are computed for each sequence."""
         parts = zip(*map(self._by_bucket, inputs_N), strict=True)
         outputs = [
             bucket.own(recurrence.chunk(rows, bucket.lengths_B, None)[0]).flatten(0, 1)
@@ -320,8 +328,8 @@ class PackedPlan:
         return self._join(outputs)
 
     def _by_bucket(self, tensor_N: Tensor, *, of_queries: bool = False) -> Sequence[Tensor]:
-        """Return the tokens of the pass as the padded rows of each bucket, ``[B, L, ...]``; with ``of_queries``, as its
-        queries, ``[B, Q, ...]``."""
+        """Return the tokens of the pass as the padded rows of each bucket, ``[B, L, ...]``; with ``of_queries``, only
+        the queries, ``[B, Q, ...]``."""
         slots = self._queries if of_queries else self._keys
         rows = tensor_N if slots is None else slots.spread(tensor_N)
         shapes = [
@@ -332,14 +340,14 @@ class PackedPlan:
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _join(self, outputs: list[Tensor]) -> Tensor:
-        """Return the outputs of all buckets' queries, one bucket after the other, as outputs ``[N, ...]`` in the order
-        of the pass."""
+        """Return ``outputs``, the outputs of the queries of each bucket, as outputs ``[N, ...]`` in the order of the
+        pass."""
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if self._queries is None else self._queries.collect(joined)
 
     def _attend(self, place: int, rows: Iterable[Tensor], rule: Rule, chosen_BQL: Tensor | None) -> Tensor:
-        """Compute the attention of the sequences of the bucket at ``place``, of which ``rows`` are the queries, keys
-        and values. ``chosen_BQL`` is true where an indexer lets a token see another; ``None`` without one."""
+        """Compute the attention of the bucket with index ``place``. ``rows`` are its queries, keys and values.
+        ``chosen_BQL`` is true where an indexer has chosen a token for a query; ``None`` without an indexer."""
         bucket = self._buckets[place]
         query, key, value = (each.transpose(1, 2) for each in rows)
         masked = not bucket.whole or rule.limits(bucket.length) or not rule.plain
@@ -356,12 +364,12 @@ class PackedPlan:
         return bucket.own(choose(inputs_BL, whole.tril().expand(bucket.num_rows, -1, -1), None))
 
     def _mask(self, place: int, rule: Rule) -> Tensor:
-        """Return which tokens see which under ``rule`` in the bucket at ``place``: ``[Q, L]`` if it is the same for all
-        its sequences, otherwise ``[B, 1, Q, L]``; bool. Masks are cached."""
+        """Return the attention mask, bool, of the bucket with index ``place`` under ``rule``: ``[Q, L]`` if it is the
+        same for all sequences of the bucket, otherwise ``[B, 1, Q, L]``. Masks are cached."""
         key = place, rule.window, rule.chunk
         if key not in self._masks:
             bucket = self._buckets[place]
-            # padding that lay beyond the row would see nothing under a window: weights of 0 / 0 reach the gradients
+            # padding queries after the row's end would see no token under a window: 0 / 0 would enter the gradients
             from_BQ = bucket.queries_BQ.clamp(max=bucket.length - 1)
             from_BQ = from_BQ[0] if bucket.alike else from_BQ[:, None]
             self._masks[key] = rule.sees(from_BQ, torch.arange(bucket.length, device=from_BQ.device))
@@ -370,11 +378,11 @@ class PackedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slots:
-    """Tokens of the sequences of one bucket in rows padded on the right, by index. Padding repeats the first token of
+    """Tokens of the sequences of one bucket as rows that are padded on the right. Padding repeats the first token of
     its row."""
 
     places_BL: np.ndarray[Any, Any]
-    """The position in its sequence of each slot; padding counts on."""
+    """The position in its sequence of the token in each slot; in padding, the positions continue."""
     tokens_BL: np.ndarray[Any, Any]
     """The index in the pass of the token in each slot."""
     padding_BL: np.ndarray[Any, Any]
@@ -388,19 +396,20 @@ class _Slots:
         begins_B: np.ndarray[Any, Any],
         ends_B: np.ndarray[Any, Any],
     ) -> _Slots:
-        """Return the slots of the tokens from the positions ``begins_B`` to ``ends_B`` of sequences whose first tokens
-        are at ``starts_B`` in ``rows_T``, the indices in the pass of the tokens of all sequences."""
+        """Return the slots of the tokens from position ``begins_B`` to position ``ends_B`` of each sequence. The first
+        token of a sequence is at ``starts_B`` in ``rows_T``, the indices in the pass of the tokens of all sequences."""
         places_BL = begins_B[:, None] + np.arange(int((ends_B - begins_B).max()))
         padding_BL = places_BL >= ends_B[:, None]
         tokens_BL = rows_T[starts_B[:, None] + np.where(padding_BL, begins_B[:, None], places_BL)]
         return cls(places_BL=places_BL, tokens_BL=tokens_BL, padding_BL=padding_BL)
 
 
-def _own(
+def _count_unshared(
     lengths_S: np.ndarray[Any, Any], rows_T: np.ndarray[Any, Any], places_T: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-    """Return the number of tokens of each sequence that no earlier one has, ``[S]``. They are the last tokens of it.
-    ``rows_T`` are the indices in the pass of the tokens, and ``places_T`` their positions in their sequences."""
+    """Return, for each sequence, the number of its tokens that no earlier sequence contains, ``[S]``. They are its last
+    tokens. ``rows_T`` are the indices in the pass of the tokens, and ``places_T`` their positions in their
+    sequences."""
     is_first_T = np.zeros(len(rows_T), np.bool_)
     is_first_T[np.unique(rows_T, return_index=True)[1]] = True
     sequence_T = np.repeat(np.arange(len(lengths_S)), lengths_S)
@@ -412,7 +421,7 @@ def _own(
 
 
 def _bucket(keys: _Slots, queries: _Slots, device: torch.device | str) -> _Bucket:
-    """Return the bucket whose rows have the slots ``keys``, and whose queries have the slots ``queries``."""
+    """Return the bucket whose rows are the slots ``keys``, and whose queries are the slots ``queries``."""
     count, length = keys.places_BL.shape
     return _Bucket(
         num_rows=count,
@@ -425,8 +434,8 @@ def _bucket(keys: _Slots, queries: _Slots, device: torch.device | str) -> _Bucke
 
 
 def _padded(parts: Sequence[_Slots], total: int, device: torch.device | str) -> PaddedSlots | None:
-    """Return the slots of all buckets as copies to and from the ``total`` tokens of the pass; ``None`` if they are the
-    tokens in order."""
+    """Return the copies between the ``total`` tokens of the pass and the slots of all buckets; ``None`` if the slots
+    are the tokens in order."""
     tokens = np.concatenate([*(part.tokens_BL.ravel() for part in parts), np.zeros(0, np.int64)])
     if np.array_equal(tokens, np.arange(total)):
         return None
@@ -435,9 +444,9 @@ def _padded(parts: Sequence[_Slots], total: int, device: torch.device | str) -> 
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """Compute attention ``[B, H, Lq, D]`` over keys and values ``[B, K, Lk, D]``. A boolean ``mask`` is true where a
-    query sees a key; a float mask is added to the scores; without a mask attention is causal. A mask is the same for
-    all heads: ``[Lq, Lk]``, or ``[B, 1, Lq, Lk]``.
+    """Compute attention ``[B, H, Lq, D]`` of queries ``[B, H, Lq, D]`` over keys and values ``[B, K, Lk, D]``. A
+    boolean ``mask`` is true where a query attends to a key; a float mask is added to the scores; without a mask,
+    attention is causal. A mask is the same for all heads: ``[Lq, Lk]``, or ``[B, 1, Lq, Lk]``.
     """
     if rule.plain:
         return F.scaled_dot_product_attention(
@@ -445,12 +454,13 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
         )
     assert mask is not None
     mask = mask[:, None] if mask.dim() == 4 else mask
-    grouped = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
+    grouped = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])  # query heads by key-value head
     scores = torch.matmul(grouped, key[:, :, None].transpose(-1, -2)) * rule.scale
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if rule.sinks_H is not None:
+        # a sink is one more score in the softmax; its weight is dropped below, since it has no value
         sinks = rule.sinks_H.view(1, key.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
@@ -458,9 +468,9 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 def cut(lengths_S: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Group sequences of similar length, so that little of a bucket is padding, and return the indices of those in each
-    bucket, the longest first. Each is at least :data:`MIN_FILL` of the longest of its bucket, or at most
-    :data:`ROW_STEP` shorter. Empty sequences are left out.
+    """Divide sequences into buckets of similar length, so that a bucket contains little padding. Return the indices of
+    the sequences of each bucket, the longest first. The length of each sequence is at least :data:`MIN_FILL` times that
+    of the longest in its bucket, or at most :data:`ROW_STEP` tokens less. Empty sequences are left out.
 
     >>> [bucket.tolist() for bucket in cut(np.array([100, 20, 90, 10]))]
     [[0, 2], [1, 3]]

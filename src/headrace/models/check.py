@@ -1,7 +1,7 @@
-"""The check that a loaded architecture computes the same logits with our attention as with its own.
+"""The check that a loaded architecture computes the same logits with Headrace's attention as with its own.
 
 The loaded model itself is tested on a few tokens, since flags and names are not reliable: a layer may mix tokens
-outside attention, attend to later tokens, drop the plan, or need a term that we do not support.
+outside attention, attend to later tokens, ignore the plan, or need a term of attention that Headrace does not support.
 
 Shape legend: N tokens, V vocabulary.
 """
@@ -25,48 +25,48 @@ from headrace.models.recurrent.base import Key, Recurrence, Tensors
 from headrace.models.rope import context_limit
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""The largest allowed relative difference of the median token. Tokens above it may choose other experts in low
-precision."""
+"""The largest allowed relative difference of the logits, at the median token. In low precision, some tokens may choose
+other experts, and differ more."""
 
 FIRST, SECOND, FAR = 3, 6, 1
-"""The lengths of the sequences that are packed together. The last one is at the end of the longest context: a change
-that a model makes for long sequences, such as scaled position embeddings, must not affect its neighbours."""
+"""The lengths of the sequences that are packed together. The last sequence is at the end of the longest context: a
+change that a model makes for long sequences, such as scaled position embeddings, must not affect other sequences."""
 
 
 MASKED = "headrace_masked"
-"""The name of the attention implementation that reads the masks which transformers makes for each layer."""
+"""The name of the attention implementation that records the masks which transformers creates for each layer."""
 
 TOKENWISE = frozenset({"mlp", "moe"})
-"""The types of layers that compute each token by itself."""
+"""The types of layers that compute each token independently."""
 
 
 class _RuleRecorder(PackedPlan):
-    """A plan that records the parameters of each layer's attention, and which layers keep a state. The last sequence
-    is at position ``far``."""
+    """A plan that records the parameters of each layer's attention, and which layers have a recurrent state. The last
+    sequence is at position ``far``."""
 
     def __init__(self, device: torch.device, far: int) -> None:
-        """Lay out three short sequences on ``device``, the last of which has one token, at position ``far``."""
+        """Arrange three short sequences on ``device``, the last of which has one token, at position ``far``."""
         super().__init__([FIRST, SECOND, FAR], device)
         self.positions_N[FIRST + SECOND :] = far
         self.rules: list[Rule] = []
         self.recurrent: set[int] = set()
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Record the layer's rule, then attend as :class:`PackedPlan` does."""
+        """Record the layer's rule, then compute attention as :class:`PackedPlan` does."""
         self.rules.append(rule)
         return super().attend(query_NHD, key_NKD, value_NKD, rule)
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Record that the layer keeps a state, then compute as :class:`PackedPlan` does."""
+        """Record that the layer has a state, then compute the recurrence as :class:`PackedPlan` does."""
         self.recurrent.add(key[0])
         return super().recur(key, recurrence, inputs_N)
 
 
-@torch.no_grad()  # under inference mode, gathered parameters could not be trained later
+@torch.no_grad()  # and not inference mode, under which gathered parameters could not be trained later
 def check_packing(model: PreTrainedModel, path: str) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` unless a packed sequence gets the logits that it gets alone
-    with the architecture's own attention. It is packed behind another one, and before one at the end of the longest
-    context."""
+    """Raise :class:`~headrace.base.errors.ModelError` unless a packed sequence has the same logits as the sequence
+    alone under the architecture's own attention. It is packed after another sequence, and before a sequence at the end
+    of the longest context."""
     ids_N = torch.arange(FIRST + SECOND + FAR, device=model.device) % model.config.vocab_size
     limit = context_limit(model.config)
     far = 0 if limit is None else limit.length - 1
@@ -75,10 +75,10 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
     try:
         packed_NV = forward(model, ids_N, plan, keep).float()
     except Exception as error:  # an unsupported architecture may raise anything
-        words = error.problem if isinstance(error, ModelError) else str(error)
-        raise _refusal(model, path, f"a packed forward pass fails: {words}") from error
-    _refuse_strange_layers(model, path, plan)
-    _refuse_other_limits(model, path, plan)
+        reason = error.problem if isinstance(error, ModelError) else str(error)
+        raise _refusal(model, path, f"a packed forward pass fails: {reason}") from error
+    _refuse_unknown_layers(model, path, plan)
+    _refuse_different_limits(model, path, plan)
     model.set_attn_implementation("eager")
     try:
         alone_NV = model(input_ids=ids_N[None, FIRST : FIRST + SECOND], use_cache=False).logits[0].float()
@@ -99,9 +99,9 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
         )
 
 
-def _refuse_strange_layers(model: PreTrainedModel, path: str, plan: _RuleRecorder) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` unless every layer attends once or keeps a state, or its type
-    says that it does neither. ``plan`` has recorded the calls of a forward pass."""
+def _refuse_unknown_layers(model: PreTrainedModel, path: str, plan: _RuleRecorder) -> None:
+    """Raise :class:`~headrace.base.errors.ModelError` unless every layer attends once or has a state, or has a type
+    that does neither. ``plan`` has recorded the calls of a forward pass."""
     layers = [rule.layer for rule in plan.rules]
     kinds = getattr(model.config, "layers_block_type", None) or getattr(model.config, "layer_types", None) or []
     free = {layer for layer, kind in enumerate(kinds) if kind in TOKENWISE}
@@ -124,9 +124,10 @@ def _refuse_strange_layers(model: PreTrainedModel, path: str, plan: _RuleRecorde
         raise _refusal(model, path, f"layers {blind} are of type sliding_attention but do not say their window")
 
 
-def _refuse_other_limits(model: PreTrainedModel, path: str, plan: _RuleRecorder) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` if a layer's mask has another window, or another size of chunks,
-    than the layer says: transformers computes by the mask. What is longer than the longest context limits nothing."""
+def _refuse_different_limits(model: PreTrainedModel, path: str, plan: _RuleRecorder) -> None:
+    """Raise :class:`~headrace.base.errors.ModelError` if the window or chunk size in a layer's mask differs from the
+    one that the layer passes to attention: transformers computes with the mask. A limit above the longest context
+    counts as none."""
     limit = context_limit(model.config)
     longest = torch.inf if limit is None else limit.length
     masks = _mask_limits(model)
@@ -143,20 +144,20 @@ def _refuse_other_limits(model: PreTrainedModel, path: str, plan: _RuleRecorder)
 
 
 def _in_words(size: float) -> str:
-    """Return the number of tokens that a layer sees, in words; infinity stands for all."""
+    """Return the number of tokens that a layer attends to, in words; infinity means all tokens."""
     return "all tokens" if size == torch.inf else f"the last {size:.0f} tokens"
 
 
 def _mask_limits(model: PreTrainedModel) -> dict[int, int]:
-    """Return by layer the window, or the size of the chunks, of the masks that transformers makes for the model: 0 for
-    all tokens. Layers whose masks come from elsewhere are left out."""
+    """Return, by layer, the window or chunk size in the mask that transformers creates for the layer; 0 for no limit.
+    Layers with masks of another origin are left out."""
     found: dict[int, int] = {}
     token = _FOUND.set(found)
     model.set_attn_implementation(MASKED)
     ids_N = torch.arange(FIRST + SECOND, device=model.device) % model.config.vocab_size
     try:
         forward(model, ids_N, PackedPlan([len(ids_N)], model.device))
-    except Exception:  # noqa: BLE001 - a model may compute with its masks what fails here; then they tell nothing
+    except Exception:  # noqa: BLE001 - a model may compute with its masks, and fail here; its masks are then unknown
         found.clear()
     finally:
         model.set_attn_implementation(NAME)
@@ -165,27 +166,27 @@ def _mask_limits(model: PreTrainedModel) -> dict[int, int]:
 
 
 _FOUND: ContextVar[dict[int, int]] = ContextVar("found")
-"""What :func:`_note_mask` has found, of the model that this thread looks at."""
+"""The sizes that :func:`_record_mask` has recorded by layer, for the model that this thread checks."""
 
 
 def _make_mask(*, q_length: int, kv_length: int, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
-    """Return a mask that holds the window of a layer, or the size of its chunks, in every place, and 0 for none.
-    Transformers calls it to make the masks of the implementation :data:`MASKED`."""
+    """Return a mask that contains the window of a layer, or its chunk size, in every element, and 0 for none.
+    Transformers calls this function to create the masks of the implementation :data:`MASKED`."""
     return torch.full((1, 1, q_length, kv_length), float(local_size or 0), device=device)
 
 
-def _note_mask(
+def _record_mask(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Note the size that a layer's mask holds. Transformers calls it in place of attention, so that the returned output
-    has its shape and consists of zeros."""
+    """Record the size that a layer's mask contains, and return zeros in the shape of an attention output. Transformers
+    calls this function as the attention of the implementation :data:`MASKED`."""
     size = None if attention_mask is None else attention_mask.flatten()[0].item()
-    if size is not None and size >= 0:  # what a model has made of the mask itself says nothing
+    if size is not None and size >= 0:  # a mask that the model itself has changed contains other numbers
         _FOUND.get()[module.layer_idx] = int(size)  # type: ignore[index]
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-AttentionInterface.register(MASKED, _note_mask)
+AttentionInterface.register(MASKED, _record_mask)
 AttentionMaskInterface.register(MASKED, _make_mask)
 
 

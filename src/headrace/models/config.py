@@ -1,4 +1,4 @@
-"""Settings of the model."""
+"""The settings of the model and of its adapters: ``[model]`` of a run file."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from headrace.base.config import Section
 from headrace.base.errors import ConfigError
 
 AGENTS = "agents"
-"""The folder of a snapshot with the adapters of agents that train their own, in subfolders by name."""
+"""The folder in a snapshot that contains the adapters of agents, each in a subfolder with the agent's name."""
 
 
 AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=32)]
-"""The name of an agent with its own adapter. It becomes a part of tensors' names, which dots separate."""
+"""The name of an agent with its own adapter. It becomes a part of the names of tensors, which dots separate."""
 AttentionName = Literal["auto", "flex", "padded"]
-"""The ways in which a learner computes attention (:mod:`headrace.models.packed`), and ``auto`` for the best that
-runs."""
+"""The ways in which a learner computes attention (:mod:`headrace.models.packed`), and ``auto`` for the fastest way that
+runs on the device."""
 WHOLE = "headrace_text_of"
-"""The setting in the configuration of a text model that names the multimodal checkpoint it was loaded from."""
+"""The setting in the configuration of a text model that names the multimodal checkpoint from which it was loaded."""
 SUPPORTED = "use a decoder-only text model that docs/models.md says works, such as qwen3, llama, gemma3 or qwen3_5"
-"""The remedy in errors about a model that cannot be used."""
+"""The remedy in errors about a model that is not supported."""
 
 
 class LoraConfig(Section):
     """Train low-rank updates beside frozen weights: W·x + (alpha / rank) · B·A·x (Hu et al. 2021, eq. 3).
 
-    Only the adapters are trained, published to the engines and saved. They are float32, whatever the dtype of the
-    base.
+    Only the adapters are trained, published to the engines and saved. Their numbers are float32, whatever the dtype of
+    the base.
     """
 
     rank: int = Field(default=16, ge=1)
@@ -36,46 +36,46 @@ class LoraConfig(Section):
     alpha: float = Field(default=32.0, gt=0)
     """The scale α: the update is multiplied by ``alpha / rank``."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """The suffixes of the names of the linear layers that get an adapter, such as ``["q_proj", "v_proj"]``;
-    ``"all-linear"`` for all layers but the head, routers, ``out_proj`` of those Mamba models in which peft refuses
-    it (falcon_h1, mamba2, nemotron_h), and the dense layers and shared experts of those mixtures in which peft takes
-    their names for experts (qwen3_moe, deepseek_v3, mixtral, and others that were saved in parts)."""
+    """The linear layers that get an adapter, as suffixes of their names, such as ``["q_proj", "v_proj"]``.
+    ``"all-linear"``: all linear layers except the head, routers, ``out_proj`` of Mamba models for which peft refuses it
+    (falcon_h1, mamba2, nemotron_h), and the dense layers and shared experts of mixtures in which peft confuses their
+    names with experts (qwen3_moe, deepseek_v3, mixtral, and others that were saved in parts)."""
     experts: bool = False
-    """Whether every expert of a mixture-of-experts model gets an adapter of its own, too, if its experts are in one
-    tensor."""
+    """Whether every expert of a mixture-of-experts model gets its own adapter, too. This requires that all experts of a
+    layer are in one tensor."""
     use_dora: bool = False
     """Whether the norms of the rows of the adapted weights are trained separately (DoRA, Liu et al. 2024)."""
     init: Literal["default", "gaussian"] = "default"
     """The initial distribution of A: uniform in ±1/√inputs (``"default"``), or normal with a standard deviation of
     1/rank. B starts at 0, so that training begins at the base."""
     seed: int = Field(default=0, ge=0)
-    """The seed of A's initial values alone: engine and learner draw the same ones."""
+    """The seed of A's initial values only. Engine and learner draw the same values."""
     dropout: float = 0.0
     """Always 0; another value is refused."""
     adapter: str | None = Field(default=None, min_length=1)
-    """The directory of an adapter in peft's format to start from, such as a snapshot of a LoRA run; ``None`` for a
-    new one."""
+    """The directory of an adapter in peft's format from which training starts, such as a snapshot of a LoRA run;
+    ``None`` for a new adapter."""
     agents: tuple[AgentName, ...] = ()
-    """The agents of the environment that each train an adapter of their own, of this shape, such as ``["proposer",
-    "solver"]``. All other agents use the policy's. With ``adapter``, all of them start from it or, if it is a
-    snapshot with an adapter for each, from their own."""
+    """The agents of the environment that each train their own adapter of this shape, such as ``["proposer",
+    "solver"]``. All other agents use the policy's adapter. With ``adapter``, all of these adapters start from it or, if
+    it is a snapshot with one adapter per agent, each from its own."""
 
     @model_validator(mode="after")
-    def _agents_can_be_told_apart(self) -> Self:
-        """Refuse names of agents that are given twice, or that peft uses for itself."""
-        twice = next((name for name in self.agents if self.agents.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"model.lora.agents names {twice!r} twice", remedy="name each agent once")
-        taken = next((name for name in self.agents if name == "default" or name.startswith("lora_")), None)
-        if taken is not None:
+    def _refuse_reserved_agents(self) -> Self:
+        """Refuse names of agents that occur twice, or that peft reserves."""
+        repeated = next((name for name in self.agents if self.agents.count(name) > 1), None)
+        if repeated is not None:
+            raise ConfigError(f"model.lora.agents names {repeated!r} twice", remedy="name each agent once")
+        reserved = next((name for name in self.agents if name == "default" or name.startswith("lora_")), None)
+        if reserved is not None:
             raise ConfigError(
-                f"model.lora.agents: peft takes {taken!r} for a part of its own names", remedy="choose another name"
+                f"model.lora.agents: peft takes {reserved!r} for a part of its own names", remedy="choose another name"
             )
         return self
 
     @model_validator(mode="after")
-    def _is_a_function_of_the_weights(self) -> Self:
-        """Refuse dropout, under which the model would be no function of its weights."""
+    def _refuse_dropout(self) -> Self:
+        """Refuse dropout, with which the model would not be a function of its weights."""
         if self.dropout:
             raise ConfigError(
                 f"model.lora.dropout={self.dropout} would make log π random: no ratio of two of them means anything",
@@ -84,7 +84,7 @@ class LoraConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _adapts_something(self) -> Self:
+    def _refuse_empty_adapter(self) -> Self:
         """Refuse an adapter without layers."""
         if self.target_modules == [] and not self.experts:
             raise ConfigError(
@@ -94,8 +94,8 @@ class LoraConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _experts_have_no_dora(self) -> Self:
-        """Refuse DoRA for experts, which peft does not have."""
+    def _refuse_dora_of_experts(self) -> Self:
+        """Refuse DoRA for experts, which peft does not support."""
         if self.experts and self.use_dora:
             raise ConfigError(
                 "model.lora.experts=true with use_dora=true: peft has no DoRA for the weights of experts",
@@ -109,17 +109,17 @@ class ModelConfig(Section):
 
     path: str = Field(min_length=1)
     """The directory of a Hugging Face causal language model with its tokenizer and safetensors weights; or its name
-    on the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, which is downloaded unless the cache contains
-    it."""
+    on the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``. A model from the hub is downloaded unless the
+    cache contains it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The number format of the weights, in engine and learner alike."""
     deterministic: bool = False
-    """Whether engine and learner use kernels whose result for a token does not depend on the rest of the batch: the
-    same request and seed give the same answer under any load, and the learner's log π of a token sampled by the same
-    weights is exactly the engine's log μ. Supported on a CPU in float32, for architectures that the kernels cover;
-    training is slower."""
+    """Whether engine and learner use kernels whose result for a token does not depend on the rest of the batch. The
+    same request and seed then give the same answer under any load, and the learner's log π of a token sampled by the
+    same weights is exactly the engine's log μ. Supported on a CPU in float32, for architectures that the kernels cover.
+    Training is slower."""
     lora: LoraConfig | None = None
-    """The adapter to train on the frozen weights; ``None`` trains all weights."""
+    """The adapter that is trained on the frozen weights; ``None``: all weights are trained."""
 
     def at(self, snapshot: str) -> Self:
         """Return the configuration of the same model with the weights that a run has written into the directory
@@ -138,17 +138,17 @@ class ModelConfig(Section):
 
     @property
     def adapter_agents(self) -> tuple[str, ...]:
-        """Return the agents that train adapters of their own beside the policy's."""
+        """Return the agents that train their own adapters beside the policy's adapter."""
         return () if self.lora is None else self.lora.agents
 
     def of_policy(self) -> Self:
-        """Return the configuration of the same model with the policy's adapter only."""
+        """Return the configuration of the same model with only the policy's adapter."""
         if self.lora is None or not self.lora.agents:
             return self
         return self.model_copy(update={"lora": self.lora.model_copy(update={"agents": ()})})
 
     @model_validator(mode="after")
-    def _deterministic_in_float32(self) -> Self:
+    def _refuse_deterministic_formats(self) -> Self:
         """Refuse deterministic kernels for number formats other than float32."""
         if self.deterministic and self.dtype != "float32":
             raise ConfigError(

@@ -6,10 +6,10 @@
     2       cuda:1               cuda:0
     n       cuda:n−1, the last   cuda:0, and one more GPU for each further rank
 
-Several engines get the GPUs that the learner does not use, from the last on; when there are more engines than GPUs,
-they share these in the same order. An engine that computes on several GPUs (``engine.tensor``, ``engine.pipeline``)
-gets neighbours, and shares none: ``cuda:6,7``. A setting that names a device overrides this table. Importing this
-module does not import torch.
+Several engines use the GPUs that the learner does not use, from the last on. If there are more engines than GPUs, they
+share these GPUs in the same order. An engine that computes on several GPUs (``engine.tensor``, ``engine.pipeline``)
+uses consecutive GPUs and does not share them: ``cuda:6,7``. A setting that names a device overrides this table.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg", "/dev/
 """The device files of GPU drivers whose GPUs torch calls ``cuda``: Linux, Jetson boards, Windows' Linux, AMD."""
 
 
-def _known(name: str) -> str:
-    """Return the name of a device, or raise ``ValueError`` if it is not one."""
+def _check_device_name(name: str) -> str:
+    """Return ``name`` if it is the name of a device. Raises ``ValueError`` otherwise."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+(,\d+)*)?", name):
         raise ValueError(
             "a device is 'auto', 'cpu', 'cuda' or 'cuda:' and the number of one, or of several: 'cuda:2,3'"
@@ -44,14 +44,14 @@ def _known(name: str) -> str:
     return name
 
 
-DeviceName = Annotated[str, AfterValidator(_known)]
-"""The name of a device: ``auto`` for a GPU if torch sees one, else the CPU; ``cpu``; ``cuda`` for a GPU; ``cuda:N``
-for one of them; ``cuda:N,M`` for the GPUs of one engine that computes on several."""
+DeviceName = Annotated[str, AfterValidator(_check_device_name)]
+"""The name of a device: ``auto`` for a GPU if torch finds one, else the CPU; ``cpu``; ``cuda`` for a GPU; ``cuda:N``
+for the GPU with number N; ``cuda:N,M`` for the GPUs of one engine that computes on several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The device of each part, by its name in torch."""
+    """The device of each part of a run, by its name in torch."""
 
     engines: tuple[str, ...]
     """The devices of the engines, in their order."""
@@ -70,7 +70,7 @@ class Devices:
 
 
 def use(setting: str, name: str, *, only_cpu: bool = False) -> torch.device:
-    """Return the device on which this process computes, given the value ``name`` of ``setting``. A GPU becomes this
+    """Return the device on which this process computes, for the value ``name`` of ``setting``. A GPU also becomes this
     thread's current CUDA device.
 
     Raises :class:`~headrace.base.errors.ConfigError` for a device that does not exist.
@@ -89,8 +89,7 @@ def has_gpu_driver() -> bool:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that torch can use. On a system without a GPU driver, torch is not imported to find
-    out."""
+    """Return the number of GPUs that torch can use. On a system without a GPU driver, torch is not imported."""
     if not has_gpu_driver():
         return 0
     import torch
@@ -102,8 +101,8 @@ def settle(
     engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, width: int = 1, only_cpu: bool = False
 ) -> Devices:
     """Return the devices for ``count`` engines of ``width`` GPUs each and a learner of ``ranks`` ranks (0 for no
-    learner) on a machine with ``gpus`` GPUs. ``engine`` and ``learner`` are the settings ``engine.device`` and
-    ``learner.device``. With ``only_cpu``, the run uses a feature that exists on CPUs only, and ``auto`` means the CPU.
+    learner) on a machine with ``gpus`` GPUs. ``engine`` and ``learner`` are the values of ``engine.device`` and
+    ``learner.device``. With ``only_cpu``, the run uses a feature that exists only on CPUs, and ``auto`` means the CPU.
 
     Raises :class:`~headrace.base.errors.ConfigError` for a device that does not exist.
 
@@ -114,24 +113,26 @@ def settle(
     >>> str(settle("auto", "auto", ranks=2, gpus=8, count=2, width=2))
     '2 engines on cuda:6,7, cuda:4,5, learner on cuda:0, cuda:1'
     """
-    trainers = _ranks(learner, ranks=ranks, gpus=gpus, only_cpu=only_cpu) if ranks else ()
+    trainers = _rank_devices(learner, ranks=ranks, gpus=gpus, only_cpu=only_cpu) if ranks else ()
     if width > 1 or "," in engine:
-        return Devices(engines=_gangs(engine, trainers, gpus, count, width, only_cpu=only_cpu), learner=trainers)
+        return Devices(
+            engines=_multi_gpu_engines(engine, trainers, gpus, count, width, only_cpu=only_cpu), learner=trainers
+        )
     last_first = range(gpus)[::-1]
     free = [number for number in last_first if f"{CUDA}:{number}" not in trainers] or last_first or [0]
     engines = [
-        _one("engine.device", engine, gpus=gpus, usual=free[place % len(free)], only_cpu=only_cpu)
+        _select_device("engine.device", engine, gpus=gpus, usual=free[place % len(free)], only_cpu=only_cpu)
         for place in range(count)
     ]
     return Devices(engines=tuple(engines), learner=trainers)
 
 
-def _gangs(
+def _multi_gpu_engines(
     name: str, trainers: tuple[str, ...], gpus: int, count: int, width: int, *, only_cpu: bool
 ) -> tuple[str, ...]:
-    """Return the devices of ``count`` engines that compute on ``width`` GPUs each, and share them with no other part.
-    ``name`` is the setting ``engine.device``, ``trainers`` are the devices of the learner, and ``gpus`` is the number
-    of GPUs of the machine. Raises :class:`~headrace.base.errors.ConfigError` if there are too few."""
+    """Return the devices of ``count`` engines that compute on ``width`` GPUs each and share them with no other part.
+    ``name`` is the value of ``engine.device``, ``trainers`` are the devices of the learner, and ``gpus`` is the number
+    of GPUs of the machine. Raises :class:`~headrace.base.errors.ConfigError` if there are too few GPUs."""
     if name == CPU or (name == AUTO and (only_cpu or not gpus)):
         return (CPU,) * count
     named = gpu_numbers(name)
@@ -145,19 +146,19 @@ def _gangs(
     unknown = [number for number in named if number >= gpus]
     if unknown:
         raise ConfigError(
-            f"engine.device={name!r}, and torch sees {_words(gpus)}", remedy=_remedy("engine.device", gpus)
+            f"engine.device={name!r}, and torch sees {_describe_gpus(gpus)}", remedy=_remedy("engine.device", gpus)
         )
     free = [number for number in named or range(gpus) if number not in trained]
     if len(free) < width * count:
         raise ConfigError(
             f"{count} engine{'s' if count > 1 else ''} of {width} GPUs each (engine.tensor x engine.pipeline) need "
             f"{width * count} GPUs beside the learner's {len(trained)}, and there are {len(free)}: torch sees "
-            f"{_words(gpus)}",
+            f"{_describe_gpus(gpus)}",
             remedy="lower engine.tensor, engine.count or the learner's ranks, or take a machine with more GPUs",
         )
     last_first = free if named else free[len(free) - width * count :]
-    gangs = [last_first[at : at + width] for at in range(0, width * count, width)]
-    return tuple(f"{CUDA}:{','.join(map(str, gang))}" for gang in (gangs if named else gangs[::-1]))
+    gpu_sets = [last_first[at : at + width] for at in range(0, width * count, width)]
+    return tuple(f"{CUDA}:{','.join(map(str, gpu_set))}" for gpu_set in (gpu_sets if named else gpu_sets[::-1]))
 
 
 def device_of_one_more(engine: str, devices: Devices, *, gpus: int, width: int = 1, only_cpu: bool = False) -> str:
@@ -181,22 +182,23 @@ def device_of_one_more(engine: str, devices: Devices, *, gpus: int, width: int =
     named = f", and engine.device={engine!r}" if gpu_numbers(engine) else ""
     here = replace(devices, engines=tuple(device for device in devices.engines if device))
     raise ConfigError(
-        f"one more engine cannot be added: {few} free; torch sees {_words(gpus)}{named}, and they are in use: {here}",
+        f"one more engine cannot be added: {few} free; torch sees {_describe_gpus(gpus)}{named}, and they "
+        f"are in use: {here}",
         remedy="remove another engine first, or restart the run with fewer ranks of the learner, or on a machine with "
         "more GPUs",
     )
 
 
 def settle_one(setting: str, name: str, *, gpus: int, only_cpu: bool = False) -> str:
-    """Return the device of a single part, as :func:`settle` would choose it: ``auto`` and ``cuda`` are the first
-    GPU. ``setting`` is the name of the setting for errors."""
-    return _one(setting, name, gpus=gpus, usual=0, only_cpu=only_cpu)
+    """Return the device of a single part, as :func:`settle` chooses it; ``auto`` and ``cuda`` select the first GPU.
+    ``setting`` is the name of the setting, for errors."""
+    return _select_device(setting, name, gpus=gpus, usual=0, only_cpu=only_cpu)
 
 
-def _one(setting: str, name: str, *, gpus: int, usual: int, only_cpu: bool) -> str:
-    """Return the one device that ``setting``, whose value is ``name``, selects on a machine with ``gpus`` GPUs.
-    ``auto`` and ``cuda`` select GPU number ``usual``, or the CPU if there is no GPU. Raises
-    :class:`~headrace.base.errors.ConfigError` for several GPUs and for one that does not exist."""
+def _select_device(setting: str, name: str, *, gpus: int, usual: int, only_cpu: bool) -> str:
+    """Return the device that ``setting``, whose value is ``name``, selects on a machine with ``gpus`` GPUs. ``auto``
+    and ``cuda`` select the GPU with number ``usual``, or the CPU if there is no GPU. Raises
+    :class:`~headrace.base.errors.ConfigError` for several GPUs and for a GPU that does not exist."""
     if name == CPU or (name == AUTO and (only_cpu or not gpus)):
         return CPU
     number, *more = gpu_numbers(name) or (usual,)
@@ -206,12 +208,12 @@ def _one(setting: str, name: str, *, gpus: int, usual: int, only_cpu: bool) -> s
             remedy="name one; an engine that is a server takes several with engine.tensor",
         )
     if number not in range(gpus):
-        raise ConfigError(f"{setting}={name!r}, and torch sees {_words(gpus)}", remedy=_remedy(setting, gpus))
+        raise ConfigError(f"{setting}={name!r}, and torch sees {_describe_gpus(gpus)}", remedy=_remedy(setting, gpus))
     return f"{CUDA}:{number}"
 
 
-def _words(gpus: int) -> str:
-    """Return in words which GPUs torch sees, if there are ``gpus`` of them."""
+def _describe_gpus(gpus: int) -> str:
+    """Return a description of the GPUs that torch finds, if there are ``gpus`` of them."""
     return {0: "no GPU", 1: "one GPU, cuda:0"}.get(gpus, f"{gpus} GPUs, cuda:0 to cuda:{gpus - 1}")
 
 
@@ -222,11 +224,11 @@ def _remedy(setting: str, gpus: int) -> str:
     return f"set {setting} = 'auto' or 'cpu'; for a GPU, install torch with CUDA and look at nvidia-smi"
 
 
-def _ranks(name: str, *, ranks: int, gpus: int, only_cpu: bool) -> tuple[str, ...]:
-    """Return the device of each rank of the learner, given the setting ``learner.device`` as ``name``. Each rank needs
-    a GPU of its own, since NCCL allows nothing else, and the ranks use torch's GPUs from the first on. Raises
-    :class:`~headrace.base.errors.ConfigError` if there are too few."""
-    first = _one("learner.device", name, gpus=gpus, usual=0, only_cpu=only_cpu)
+def _rank_devices(name: str, *, ranks: int, gpus: int, only_cpu: bool) -> tuple[str, ...]:
+    """Return the device of each rank of the learner. ``name`` is the value of ``learner.device``. Each rank needs its
+    own GPU, as NCCL requires, and the ranks use torch's GPUs from the first on. Raises
+    :class:`~headrace.base.errors.ConfigError` if there are too few GPUs."""
+    first = _select_device("learner.device", name, gpus=gpus, usual=0, only_cpu=only_cpu)
     if first == CPU or ranks == 1:
         return (first,) * ranks
     if first != f"{CUDA}:0":

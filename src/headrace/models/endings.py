@@ -1,4 +1,4 @@
-"""The tokens that end a text."""
+"""The stop tokens of a model, which end an answer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from headrace.models.settings import read_config
 
 
 def stop_ids(path: str, eos_id: int) -> tuple[int, ...]:
-    """Return the ids of the stop tokens, which end an answer: the tokenizer's ``eos_id``, and those of
-    ``generation_config.json`` in the model directory ``path``. Ids outside the model's vocabulary, which no answer can
-    hold, are left out.
+    """Return the ids of the tokens that end an answer: the tokenizer's ``eos_id``, and those of
+    ``generation_config.json`` in the model directory ``path``. Ids outside the model's vocabulary are left out, since
+    no answer can contain them.
 
-    Raises :class:`~headrace.base.errors.ModelError` if none is left.
+    Raises :class:`~headrace.base.errors.ModelError` if there is no such token.
     """
     file = Path(path) / "generation_config.json"
     try:

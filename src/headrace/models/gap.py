@@ -1,7 +1,7 @@
-"""The gap between two computations of the same log-probabilities, and the largest gap that rounding explains.
+"""The gap between two computations of the same log-probabilities, and the largest gap that rounding can cause.
 
-Engine, learner and transformers may differ by rounding only, which depends on the number format of weights and
-activations. A greater difference is a fault: another model, another weight, another rotary embedding, a missing term of
+Engine, learner and transformers may differ only by rounding, which depends on the number formats of weights and
+activations. A larger difference is an error: another model, another weight, another rotary embedding, a missing term of
 attention. This module does not import torch.
 
 Shape legend: N tokens.
@@ -15,19 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float8": 0.25}
-"""The largest mean |log μ − log π| in nats, at temperature 1, that rounding to each format causes; docs/observing.md
-has the measurements."""
+"""The largest mean |log μ − log π| in nats, at temperature 1, that rounding to each format causes. docs/observing.md
+contains the measurements."""
 REROUTED = 0.25
-"""The limit on the gap, in formats below float32, of a mixture of experts that routes anew: there rounding sends a
-token near a tie to other experts."""
+"""The limit of the gap in formats below float32 for a mixture of experts in which both sides route independently: there
+rounding sends a token with nearly equal router scores to other experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The difference between two columns of log-probabilities of the same tokens."""
+    """The difference between two columns of log-probabilities for the same tokens."""
 
     mean_abs: float
-    """The mean |log μ − log π|; NaN if one of them is NaN."""
+    """The mean |log μ − log π|; NaN if any difference is NaN."""
     kl: float
     """KL(μ‖π), estimator k3: mean of e^x − 1 − x with x = log π − log μ (Schulman, "Approximating KL divergence")."""
     worst: float
@@ -47,25 +47,25 @@ class Gap:
         """
         difference_N = log_pi_N.astype(np.float64) - log_mu_N.astype(np.float64)
         x_N = np.clip(difference_N, -20, 20)
-        apart_N = np.where(np.isnan(x_N), np.inf, np.abs(x_N))
+        absolute_N = np.where(np.isnan(x_N), np.inf, np.abs(x_N))  # a NaN counts as the largest difference
         return cls(
             mean_abs=float(np.mean(np.abs(x_N))),
             kl=float(np.mean(np.expm1(x_N) - x_N)),
-            worst=float(apart_N.max()),
-            at=int(apart_N.argmax()),
+            worst=float(absolute_N.max()),
+            at=int(absolute_N.argmax()),
             num_tokens=len(x_N),
         )
 
     def within(self, largest: float) -> bool:
-        """Return whether the mean difference is at most ``largest``, in nats. It is not if it is NaN."""
+        """Return whether the mean difference is at most ``largest``, in nats; false if it is NaN."""
         return self.mean_abs <= largest
 
 
 def largest_gap(*formats: str, rerouted: bool = False, temperature: float = 1.0) -> float:
-    """Return the largest mean |log μ − log π| that rounding explains, if the two sides keep numbers in ``formats``.
+    """Return the largest mean |log μ − log π| that rounding can cause if the two sides compute in ``formats``.
 
-    With ``rerouted``, the model has experts and each side chooses its own. The temperature divides logits and their
-    rounding errors.
+    With ``rerouted``, the model has experts and each side chooses them independently. The temperature divides logits
+    and their rounding errors.
 
     >>> largest_gap("float32"), largest_gap("float32", "bfloat16", temperature=0.5)
     (0.001, 0.2)

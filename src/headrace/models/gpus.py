@@ -1,13 +1,13 @@
-"""The GPUs that a process may use, by the names that the driver knows them by.
+"""The GPUs that a process may use, and their names in torch and in the driver.
 
     CUDA_VISIBLE_DEVICES, as Ray, Slurm or the user has set it     4,5,6,7
-    torch's names of them                                          cuda:0, cuda:1, cuda:2, cuda:3
+    torch's names of these GPUs                                    cuda:0, cuda:1, cuda:2, cuda:3
     the device of an engine                                        cuda:2,3
-    what a server that this engine starts is shown                 CUDA_VISIBLE_DEVICES=6,7
+    the variable of a server that this engine starts               CUDA_VISIBLE_DEVICES=6,7
 
-torch counts the GPUs that its process sees, from 0; a program that is started counts anew. A name of torch must
-therefore never be passed on as it is: it would be another run's GPU. This is the only module that makes
-``CUDA_VISIBLE_DEVICES``.
+torch numbers the GPUs that its process can use from 0, and so does every program that the process starts. A name of
+torch must therefore never be passed to another program unchanged: it would denote another GPU. This is the only module
+that computes a value of ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def gpu_numbers(device: str) -> tuple[int, ...]:
-    """Return torch's numbers of the GPUs of a settled device; none for a processor.
+    """Return torch's numbers of the GPUs in the name of a device; empty for a CPU and for ``cuda`` without a number.
 
     >>> gpu_numbers("cuda:2"), gpu_numbers("cuda:4,5"), gpu_numbers("cpu")
     ((2,), (4, 5), ())
@@ -31,21 +31,22 @@ def gpu_numbers(device: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
-    """The GPUs that a process sees, in torch's order."""
+    """The GPUs that a process can use, in torch's order."""
 
     names: tuple[str, ...] | None
-    """The driver's name of each: a number, a UUID (``GPU-...``) or a part of one (``MIG-...``). ``None``: the process
-    sees all GPUs of its machine, whose numbers are torch's."""
+    """The driver's name of each GPU: a number, a UUID (``GPU-...``) or a part of a GPU (``MIG-...``). ``None``: the
+    process can use all GPUs of its machine, whose numbers are those of torch."""
 
     @classmethod
     def of_this_process(cls) -> VisibleGpus:
-        """Return the GPUs that this process sees."""
+        """Return the GPUs that this process can use."""
         return cls.read(visible_gpus())
 
     @classmethod
     def read(cls, value: str | None, present: int | None = None) -> VisibleGpus:
-        """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` names. As for the driver, the list ends before the
-        first entry that is no name, that was there before, or that is a number of a GPU beyond the ``present`` ones.
+        """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` names. As in the driver, the list ends before the
+        first entry that is not a name, that occurred before, or that is a number not below ``present``, the number of
+        GPUs of the machine.
 
         >>> VisibleGpus.read("4, 5,-1,6").names, VisibleGpus.read("").names, VisibleGpus.read(None).names
         (('4', '5'), (), None)
@@ -61,8 +62,8 @@ class VisibleGpus:
         return cls(tuple(names))
 
     def owned(self, device: str) -> tuple[str, ...]:
-        """Return the driver's names of the GPUs of ``device``, a name of this process such as ``cuda:1`` or
-        ``cuda:2,3``. Raises :class:`~headrace.base.errors.ConfigError` for one that this process does not see.
+        """Return the driver's names of the GPUs of ``device``, a name in this process such as ``cuda:1`` or
+        ``cuda:2,3``. Raises :class:`~headrace.base.errors.ConfigError` for a GPU that this process cannot use.
 
         >>> VisibleGpus(("4", "5", "6", "7")).owned("cuda:2,3"), VisibleGpus(None).owned("cuda:1")
         (('6', '7'), ('1',))
@@ -80,5 +81,5 @@ class VisibleGpus:
         return tuple(self.names[number] for number in numbers)
 
     def shown(self, device: str) -> dict[str, str]:
-        """Return the variable that shows a program exactly the GPUs of ``device``, in this order."""
+        """Return the environment variable that lets a program use exactly the GPUs of ``device``, in this order."""
         return {VARIABLE: ",".join(self.owned(device))}

@@ -1,7 +1,7 @@
-"""Models by their name on a hub: ``OWNER/NAME`` or ``OWNER/NAME@REVISION``.
+"""Models on a hub, by their name ``OWNER/NAME`` or ``OWNER/NAME@REVISION``.
 
 huggingface_hub finds and downloads them, with its cache, its token and its offline mode. Only the files of a model
-directory are downloaded: settings, tokenizer and safetensors weights, no pickles and no code. Importing this module
+directory are downloaded: settings, tokenizer and safetensors weights, but no pickles and no code. Importing this module
 does not import huggingface_hub.
 """
 
@@ -22,25 +22,25 @@ _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revisi
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"/models--(?P<repo>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
 SETTINGS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "spiece.model")
-"""The file patterns of a model's settings and tokenizer, all of which are small."""
+"""The file patterns of a model's settings and tokenizer. These files are small."""
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
-"""The file patterns of weights that are read."""
+"""The file patterns of weights that Headrace reads."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-"""The file patterns of pickled weights, which would run code and are never read."""
+"""The file patterns of pickled weights. They can execute code when they are loaded, and are never read."""
 MODEL_PATHS = (
     *("model.path", "model.lora.adapter", "learner.critic.path"),
     *("learner.reference.path", "learner.old.path"),
 )
-"""The settings whose value is the directory of a model or of an adapter, or its name on a hub."""
+"""The settings whose value is a model or an adapter, as a directory or as a name on a hub."""
 MODEL_TABLES = (("env", "agents", "path"), ("learner", "teachers", "path"))
-"""The lists of tables in sections, and their key whose value is a model as in :data:`MODEL_PATHS`."""
+"""The lists of tables with such a setting: the section, the list, and the key whose value is a model."""
 
 Change = Callable[[str, str], str]
-"""A function from the name of a setting and its value to a new value."""
+"""A function that returns the new value of a setting, given its name and its value."""
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether ``path`` can be the name of a model on a hub.
+    """Return whether ``path`` has the form of a name of a model on a hub.
 
     >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("Qwen/Qwen3-0.6B@main"), is_hub_name("./models/mine")
     (True, True, False)
@@ -49,8 +49,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def pinned(path: str) -> str:
-    """Return ``OWNER/NAME@COMMIT`` for the directory ``path`` of a snapshot in the hub's cache; any other ``path``
-    unchanged.
+    """Return ``OWNER/NAME@COMMIT`` if ``path`` is the directory of a snapshot in the hub's cache; otherwise return
+    ``path`` unchanged.
 
     >>> pinned("/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/" + "0f" * 20)
     'Qwen/Qwen3-0.6B@0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f'
@@ -62,7 +62,7 @@ def pinned(path: str) -> str:
 
 
 def called(path: str) -> str:
-    """Return the name of the model at ``path``, without its directory, owner and revision.
+    """Return the short name of the model ``path``, without its directory, owner and revision.
 
     >>> called("/models/Qwen3-0.6B"), called("Qwen/Qwen3-0.6B@main")
     ('Qwen3-0.6B', 'Qwen3-0.6B')
@@ -94,7 +94,7 @@ def with_models(tree: dict[str, Any], change: Change) -> dict[str, Any]:
 
 
 def _table_at(tree: dict[str, Any], sections: list[str]) -> dict[str, Any]:
-    """Return the table of a run file below these section names; empty if it is absent."""
+    """Return the table of a run file under the nested names ``sections``; empty if it does not exist."""
     for section in sections:
         inner = tree.get(section)
         tree = inner if isinstance(inner, dict) else {}
@@ -102,7 +102,7 @@ def _table_at(tree: dict[str, Any], sections: list[str]) -> dict[str, Any]:
 
 
 def same_repository(name: str, other: str) -> bool:
-    """Return whether ``name`` has no revision, and ``other`` is a revision of the same model.
+    """Return whether ``name`` has no revision, and ``other`` is the same model, with or without a revision.
 
     >>> same_repository("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B@main"), same_repository("a/b@main", "a/b@v2")
     (True, False)
@@ -111,12 +111,12 @@ def same_repository(name: str, other: str) -> bool:
 
 
 def local_directory(path: str, setting: str = "model.path", *, weights: bool = True, fetch: bool = True) -> str:
-    """Return the directory for ``path``, the value of ``setting``: ``path`` itself if it exists or cannot be a name on
-    a hub, otherwise the snapshot of the model with that name. The snapshot is downloaded unless the cache contains it.
-    Without ``weights`` only the settings and the tokenizer are needed. Without ``fetch`` nothing is downloaded, and if
-    the cache does not contain the snapshot, the result names no directory.
+    """Return the model directory for ``path``, the value of ``setting``. It is ``path`` itself if ``path`` exists or
+    cannot be a name on a hub, otherwise the snapshot of the model with that name. The snapshot is downloaded unless the
+    cache contains it. Without ``weights``, only the settings and the tokenizer are downloaded. Without ``fetch``,
+    nothing is downloaded, and the result is ``path`` if the cache does not contain the snapshot.
 
-    Raises :class:`~headrace.base.errors.ModelError`.
+    Raises :class:`~headrace.base.errors.ModelError` if the model is not available.
     """
     named = None if Path(path).exists() else _NAME.fullmatch(path)
     if named is None:
@@ -132,9 +132,9 @@ def local_directory(path: str, setting: str = "model.path", *, weights: bool = T
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Return the errors with which huggingface_hub reports that a model is not available: those of the network, the
-    disk and its HTTP library, an invalid name or address (``ValueError``), errors of its downloader in Rust
-    (``RuntimeError``), and a file that is missing both on the hub and in the cache."""
+    """Return the exception classes with which huggingface_hub reports that a model is not available: errors of the
+    network, the disk and its HTTP library, an invalid name or address (``ValueError``), errors of its downloader in
+    Rust (``RuntimeError``), and a file that is missing both on the hub and in the cache."""
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     of_http: type[Exception] = HfHubHTTPError.__bases__[0]  # httpx, or its successor in a later version
@@ -143,9 +143,9 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fetch: bool) -> str:
-    """Return the directory of a snapshot of the repository ``repo`` (OWNER/NAME), from the cache or downloaded; see
-    :func:`local_directory`. ``revision`` is ``None`` for the newest one, and ``patterns`` are those of the files that
-    are needed."""
+    """Return the directory of a snapshot of the repository ``repo`` (OWNER/NAME), from the cache or downloaded, as
+    described in :func:`local_directory`. ``revision`` is ``None`` for the newest revision. ``patterns`` are the file
+    patterns of the required files."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -154,20 +154,20 @@ def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fet
         if known is not None or not fetch:
             return known or (repo if revision is None else f"{repo}@{revision}")
     try:
-        there = HfApi().model_info(repo, revision=revision)
+        info = HfApi().model_info(repo, revision=revision)
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except _failures():
-        known = _cached(repo, revision, patterns)  # without a network or the hub, the cached snapshot is good enough
+        known = _cached(repo, revision, patterns)  # without the network or the hub, a cached snapshot is used
         if known is None:
             raise
         return known
-    _refuse_without_safetensors([each.rfilename for each in there.siblings or ()])
+    _refuse_without_safetensors([each.rfilename for each in info.siblings or ()])
     return _download(repo, revision, patterns, local_files_only=False)
 
 
 def _cached(repo: str, revision: str | None, patterns: tuple[str, ...]) -> str | None:
-    """Return the directory of a snapshot in the local cache of the hub; ``None`` if the cache has no such snapshot."""
+    """Return the directory of a snapshot in the hub's local cache; ``None`` if the cache does not contain it."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -177,8 +177,9 @@ def _cached(repo: str, revision: str | None, patterns: tuple[str, ...]) -> str |
 
 
 def _download(repo: str, revision: str | None, patterns: tuple[str, ...], *, local_files_only: bool) -> str:
-    """Return the directory of a snapshot, after downloading those files that match ``patterns`` and are not in the
-    cache. With ``local_files_only`` nothing is downloaded, and an error is raised if the cache has no such snapshot."""
+    """Return the directory of a snapshot, after downloading the files that match ``patterns`` and are not in the cache.
+    With ``local_files_only`` nothing is downloaded, and an error is raised if the cache does not contain the
+    snapshot."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(
@@ -191,8 +192,8 @@ def _download(repo: str, revision: str | None, patterns: tuple[str, ...], *, loc
 
 
 def _refuse_without_safetensors(files: Iterable[str]) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` for a repository of these ``files`` whose weights are not
-    safetensors."""
+    """Raise :class:`~headrace.base.errors.ModelError` if ``files``, the files of a repository, contain no safetensors
+    weights."""
     names = [name for name in files if "/" not in name]
     if any(fnmatch(name, pattern) for name in names for pattern in WEIGHTS):
         return
@@ -208,8 +209,8 @@ def _refuse_without_safetensors(files: Iterable[str]) -> None:
 
 
 def _refusal(path: str, setting: str, error: Exception) -> ModelError:
-    """Return the error for users that explains why the model ``path``, the value of ``setting``, is not available,
-    given the hub library's ``error``."""
+    """Return the error for users that explains why the model ``path``, the value of ``setting``, is not available.
+    ``error`` is the exception of huggingface_hub."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -245,12 +246,12 @@ def _refusal(path: str, setting: str, error: Exception) -> ModelError:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the kind of an error, and the first line of its text."""
+    """Return the class of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _similar(repo: str) -> str:
-    """Return the end of a remedy that names local model directories with a similar name; empty if there are none."""
+    """Return the end of a remedy that suggests local model directories with a similar name; empty if there are none."""
     owner, _, name = repo.partition("/")
     found = {
         folder.name.casefold(): str(folder)

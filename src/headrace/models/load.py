@@ -1,7 +1,7 @@
-"""Load a model or a tokenizer from a directory; every failure becomes an error with a remedy.
+"""Loading of a model or a tokenizer from a directory; every failure is raised as an error with a remedy.
 
-Nothing is downloaded, no code of the directory runs, and weights are read from safetensors only. Importing this module
-imports neither torch nor transformers.
+Nothing is downloaded, no code of the directory is executed, and weights are read from safetensors only. Importing this
+module imports neither torch nor transformers.
 """
 
 # gate: getattr - the settings of a foreign config differ from model to model
@@ -41,23 +41,25 @@ if TYPE_CHECKING:
 CACHE_LINE = 64
 """The size of a cache line in bytes."""
 LARGEST_RATIO = 4
-"""The largest ratio of the weights that a configuration describes to those in the files. Tied weights are described
-twice; a configuration without its essential settings describes thousands of times as many."""
+"""The largest allowed ratio of the number of weights that a configuration describes to the number in the files. Tied
+weights are counted twice; a configuration without its essential settings describes thousands of times as many
+weights."""
 INDEX_FILE = "model.safetensors.index.json"
-"""The file that says in which file of a divided checkpoint each tensor is."""
+"""The file that lists, for each tensor of a divided checkpoint, the file that contains it."""
 SHARD = "shard-"
-"""The beginning of the names of the files with the parts of a snapshot's tensors that one rank has written."""
+"""The prefix of the names of a snapshot's files that contain the tensor parts of one rank."""
 RESUMED = ("optimizer", SHARD)
-"""The beginnings of the names of the files of a snapshot that only a resumed run reads."""
+"""The prefixes of the names of a snapshot's files that only a resumed run reads."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""The files of which a directory with a tokenizer contains at least one."""
 
 
 def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     """Load the model for :func:`headrace.models.attention.forward`: in evaluation mode, on ``device``, without dropout;
     with ``config.lora``, frozen and with an adapter.
 
-    Before it is returned, the model is tested on a few tokens: packing must not change what a sequence gets alone
-    with the architecture's own attention. Several threads may load models at once. Raises
+    The model is tested on a few tokens: a packed sequence must have the same logits as the sequence alone with the
+    architecture's own attention. Several threads may load models at the same time. Raises
     :class:`~headrace.base.errors.ModelError`.
     """
     from transformers.utils import logging
@@ -75,8 +77,8 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
         if isinstance(error, ModelError):
             raise
         _refuse_own_attention(config.path, error)
-        if lacking := _missing_of_experts(model_directory(config.path)):
-            refuse_incomplete(config.path, {"missing_keys": lacking, "mismatched_keys": []})
+        if missing := _missing_of_experts(model_directory(config.path)):
+            refuse_incomplete(config.path, {"missing_keys": missing, "mismatched_keys": []})
         words = _unknown_value(read, error) or f"{type(error).__name__}: {error}"
         raise ModelError(f"model.path={config.path!r} cannot be loaded: {words}", remedy=REMEDY) from error
     refuse_incomplete(config.path, info)
@@ -84,9 +86,9 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     if config.lora is not None:
         from headrace.models.lora import add_adapters
 
-        add_adapters(model, config.lora, config.path)  # drawn on the CPU: the same on every device
+        add_adapters(model, config.lora, config.path)  # initialised on the CPU: the same values on every device
     model = ready(model.to(device))
-    _align(model)
+    _align_weights(model)
     check.check_packing(model, config.path)
     if config.deterministic:
         _make_deterministic(model, config.path)
@@ -94,8 +96,8 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
 
 
 def _missing_of_experts(directory: Path) -> list[str]:
-    """Return the tensors that some experts of a layer lack and others have, by the names in the files of
-    ``directory``. transformers joins the experts of a layer, and does not say which tensor it has missed."""
+    """Return the tensors that only some experts of a layer have, for the experts that lack them, by the names in the
+    files of ``directory``. transformers joins the experts of a layer, and does not report which tensor is missing."""
     from safetensors import safe_open
 
     experts: dict[str, set[str]] = defaultdict(set)
@@ -108,13 +110,13 @@ def _missing_of_experts(directory: Path) -> list[str]:
         if found := re.fullmatch(r"(.*\bexperts\.)(\d+)(\..+)", name):
             experts[found[1]].add(found[2])
             parts[found[1]].add(found[3])
-    wanted = {f"{layer}{number}{part}" for layer in experts for number in experts[layer] for part in parts[layer]}
-    return sorted(wanted - names)
+    expected = {f"{layer}{number}{part}" for layer in experts for number in experts[layer] for part in parts[layer]}
+    return sorted(expected - names)
 
 
 def _unknown_value(config: PreTrainedConfig, error: Exception) -> str:
-    """Return the setting of ``config`` whose value transformers has looked up in vain, in words; empty if ``error`` is
-    another error."""
+    """Return the setting of ``config`` whose value transformers does not know, in words, if ``error`` was raised for
+    this reason; otherwise return an empty text."""
     if not isinstance(error, KeyError):
         return ""
     names = [name for name, value in config.to_dict().items() if value in error.args]
@@ -122,7 +124,7 @@ def _unknown_value(config: PreTrainedConfig, error: Exception) -> str:
 
 
 def supported_config(path: str) -> PreTrainedConfig:
-    """Return the settings of the model in ``path``; of a multimodal checkpoint, those of the text part.
+    """Return the settings of the model in ``path``; for a multimodal checkpoint, the settings of its text part.
 
     Raises :class:`~headrace.base.errors.ModelError` for a model that engine and learner cannot compute.
     """
@@ -133,8 +135,8 @@ def supported_config(path: str) -> PreTrainedConfig:
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Return ``model`` in evaluation mode, without dropout, and with our implementations of the layers that keep a
-    state or choose what they attend to. The correction biases of routers are no trained weights."""
+    """Return ``model`` in evaluation mode, without dropout, and with Headrace's implementations of recurrent layers and
+    of indexers. The correction biases of routers do not require gradients."""
     import torch
 
     from headrace.models import indexed, recurrent
@@ -147,14 +149,15 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     for name, parameter in model.named_parameters():
-        if name.endswith(CORRECTION_BIAS):  # as the model's class declares, which loading a file forgets
+        if name.endswith(CORRECTION_BIAS):  # the model's class declares this, but loading a file resets it
             parameter.requires_grad_(False)
     return model
 
 
 def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the model with our attention and transformers' report of the weights that it found. ``read`` are the
-    settings of the model or, of a multimodal checkpoint, of its text part, which is then what is returned."""
+    """Return the model with Headrace's attention, and transformers' report of the loaded weights. ``read`` are the
+    settings of the model. For a multimodal checkpoint, ``read`` are those of the text part, and the text part is
+    returned."""
     import torch
 
     from headrace.models.attention import NAME
@@ -182,24 +185,25 @@ def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrained
     return model, info
 
 
-def _align(model: PreTrainedModel) -> None:
-    """Move the weights on a CPU to cache-line boundaries, in large pages; the parameters stay the same objects. In a
-    safetensors file they begin anywhere, and a vector that crosses two cache lines takes twice as long to read."""
+def _align_weights(model: PreTrainedModel) -> None:
+    """Move the weights on a CPU to cache-line boundaries, in large pages; the parameter objects stay the same. In a
+    safetensors file, weights begin at any byte, and a vector that crosses two cache lines takes twice as long to
+    read."""
     import torch
 
-    there = [parameter for parameter in model.parameters() if parameter.device.type == "cpu"]
-    ends = list(itertools.accumulate(-(-parameter.nbytes // CACHE_LINE) * CACHE_LINE for parameter in there))
-    room = torch.from_numpy(zeros(ends[-1] if ends else 0))
-    for parameter, start in zip(there, [0, *ends], strict=False):
-        place = room[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-        parameter.data = place.copy_(parameter.data)
+    on_cpu = [parameter for parameter in model.parameters() if parameter.device.type == "cpu"]
+    ends = list(itertools.accumulate(-(-parameter.nbytes // CACHE_LINE) * CACHE_LINE for parameter in on_cpu))
+    memory = torch.from_numpy(zeros(ends[-1] if ends else 0))
+    for parameter, start in zip(on_cpu, [0, *ends], strict=False):
+        aligned = memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        parameter.data = aligned.copy_(parameter.data)
 
 
 def refuse_damaged_weights(directory: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` where the weights of a model or an adapter are missing, or a file
-    of them cannot be read to its end.
+    """Raise :class:`~headrace.base.errors.ModelError` if weights of a model or an adapter are missing, or one of their
+    files cannot be read completely.
 
-    Only the headers of the files are read. A directory in the hub's cache may lack weights that are fetched later.
+    Only the headers of the files are read. A directory in the hub's cache may lack weights, which are downloaded later.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -226,8 +230,8 @@ def refuse_damaged_weights(directory: Path) -> None:
 
 
 def num_weight_bytes(directory: Path, bytes_per_number: int) -> int:
-    """Return the size of the weights in ``directory``, where each number takes ``bytes_per_number``. Only the headers
-    of the files are read; files that are not there yet count as nothing."""
+    """Return the size of the weights in ``directory`` in bytes, with ``bytes_per_number`` bytes per number. Only the
+    headers of the files are read; files that are not downloaded yet are not counted."""
     from safetensors import safe_open
 
     total = 0
@@ -239,7 +243,7 @@ def num_weight_bytes(directory: Path, bytes_per_number: int) -> int:
 
 
 def _indexed_files(directory: Path) -> set[str]:
-    """Return the names of the files that the index of a divided checkpoint lists; none for one without an index."""
+    """Return the names of the files in the index of a divided checkpoint; empty if there is no index."""
     index = directory / INDEX_FILE
     if not index.is_file():
         return set()
@@ -265,7 +269,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the tokenizers package raises bare Exception
-        read_config(path)  # the tokenizer's class needs the model's settings: where they are wrong, that is said
+        read_config(path)  # the tokenizer's class needs the model's settings: if they are wrong, this raises the error
         raise ModelError(
             f"the tokenizer of model.path={path!r} cannot be loaded: {type(error).__name__}: {error}",
             remedy="copy the tokenizer's files into the model's directory again",
@@ -280,14 +284,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` unless the model in ``path`` has the same tokens for the same
-    ids as the model in ``own``, the one that is trained. ``setting`` names the setting whose value is ``path``."""
+    ids as the trained model, in ``own``. ``setting`` is the setting whose value is ``path``."""
     theirs, ours = load_tokenizer(path).get_vocab(), load_tokenizer(own).get_vocab()
     if theirs == ours:
         return
     other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
-    said = f"{other!r} is {ours[other]} here and {theirs.get(other)} there" if other else "it knows more tokens"
+    difference = f"{other!r} is {ours[other]} here and {theirs.get(other)} there" if other else "it knows more tokens"
     raise ConfigError(
-        f"{setting}={path!r} has another vocabulary than this model: {said}, so the same id means different "
+        f"{setting}={path!r} has another vocabulary than this model: {difference}, so the same id means different "
         "tokens to the two models",
         remedy="give a model of the same family, whose tokenizer has the same entries",
     )
@@ -295,7 +299,7 @@ def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
 
 def refuse_settings(path: str, config: PreTrainedConfig) -> None:
     """Raise :class:`~headrace.base.errors.ModelError` for settings of the model in ``path`` that no supported model
-    has. Neither torch nor the model's class is needed to see them."""
+    has. The check needs neither torch nor the model's class."""
     kind = config.model_type
     if strange := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
         raise ModelError(
@@ -320,8 +324,8 @@ def refuse_settings(path: str, config: PreTrainedConfig) -> None:
 
 
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` for an architecture that engine and learner cannot compute, by
-    the settings of the model in ``path`` and by what transformers has for it."""
+    """Raise :class:`~headrace.base.errors.ModelError` for an architecture that engine and learner cannot compute,
+    according to the settings of the model in ``path`` and to the classes of transformers."""
     from headrace.models import indexed
     from headrace.models.recurrent import foreign_mixer
     from headrace.models.text_part import causal_class
@@ -348,7 +352,7 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
 
 
 def _impossible_setting(config: PreTrainedConfig) -> str:
-    """Return the first setting that no model can have, in words; empty if there is none."""
+    """Return the first setting with an impossible value, in words; empty if there is none."""
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and longest < 1:
         return f"max_position_embeddings={longest}"
@@ -389,8 +393,8 @@ def _refuse_quantised(path: str) -> None:
 
 
 def _refuse_own_attention(path: str, error: Exception) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` if ``error``, with which loading has failed, is that of an older
-    architecture: these look attention up in a table of their own and do not find our name."""
+    """Raise :class:`~headrace.base.errors.ModelError` if ``error``, which loading has raised, is that of an older
+    architecture. Such an architecture looks attention up in its own table, which does not contain Headrace's name."""
     from headrace.models.attention import NAME
 
     if isinstance(error, KeyError) and error.args == (NAME,):
@@ -402,9 +406,11 @@ def _refuse_own_attention(path: str, error: Exception) -> None:
 
 
 def refuse_incomplete(path: str, info: dict[str, Any]) -> None:
-    """Raise :class:`ModelError` for weights that the files lack, by ``info``, transformers' report of loading the model
-    in ``path``: transformers would fill them with random numbers and a warning."""
-    mismatched = [f"{name} ({list(found)}, expected {list(wanted)})" for name, found, wanted in info["mismatched_keys"]]
+    """Raise :class:`ModelError` for weights that the files do not contain, according to ``info``, transformers' report
+    of loading the model in ``path``. transformers would initialise them randomly and log a warning."""
+    mismatched = [
+        f"{name} ({list(found)}, expected {list(expected)})" for name, found, expected in info["mismatched_keys"]
+    ]
     missing = sorted(info["missing_keys"]) + sorted(mismatched)
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
@@ -416,11 +422,11 @@ def refuse_incomplete(path: str, info: dict[str, Any]) -> None:
 
 def refuse_superfluous(path: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
     """Raise :class:`ModelError` for weights in the files that belong to the layers, the rest of the backbone or the
-    head of ``model`` and have no place in them: the model that these weights were trained in computes something else.
+    head of ``model`` but that the model does not have: it would not compute the same as the model that was trained.
     ``info`` is transformers' report of loading the model in ``path``.
 
-    Weights that transformers ignores on purpose, those beside the backbone (such as the head of a value function), and
-    layers that predict later tokens, which only drafts use, are not among them.
+    Some weights are allowed: those that transformers ignores on purpose, those outside the backbone (such as the head
+    of a value function), and layers that predict later tokens, which only drafts use.
     """
     import torch
 
@@ -452,14 +458,14 @@ def refuse_superfluous(path: str, model: PreTrainedModel, info: dict[str, Any]) 
 
 
 def _num_later_layers(config: PreTrainedConfig) -> int:
-    """Return the number of layers behind the model's own that predict later tokens, by the settings of the model."""
+    """Return the number of layers after the model's own layers that predict later tokens, from the model's settings."""
     return int(getattr(config, "num_nextn_predict_layers", None) or 0)
 
 
 def refuse_other_size(path: str, whole: PreTrainedConfig, read: PreTrainedConfig) -> None:
-    """Raise :class:`ModelError` if ``config.json`` describes a model far larger than the files, before it is built:
-    where settings are missing, transformers takes those of a model of many billions of weights. ``whole`` are the
-    settings of the checkpoint in ``path``, and ``read`` those of its text part, the same for a model of text alone."""
+    """Raise :class:`ModelError`, before the model is built, if ``config.json`` describes a model far larger than the
+    files: if settings are missing, transformers uses those of a model with many billions of weights. ``whole`` are the
+    settings of the checkpoint in ``path``, and ``read`` those of its text part; they are the same for a text model."""
     import torch
 
     from headrace.models.text_part import causal_class, whole_class
@@ -468,21 +474,22 @@ def refuse_other_size(path: str, whole: PreTrainedConfig, read: PreTrainedConfig
     assert kind is not None  # refused by its settings
     with torch.device("meta"):
         model = kind(copy.deepcopy(whole))
-    wanted, held = sum(each.numel() for each in model.parameters()), num_weight_bytes(model_directory(path), 1)
-    if wanted > LARGEST_RATIO * held:
+    num_described = sum(each.numel() for each in model.parameters())
+    num_stored = num_weight_bytes(model_directory(path), 1)
+    if num_described > LARGEST_RATIO * num_stored:
         tree = json.loads((model_directory(path) / "config.json").read_text(encoding="utf-8"))
         missing = sorted(set(whole.sub_configs) - tree.keys())
-        said = f", because it has no {' and no '.join(missing)}" if missing else ""
+        reason = f", because it has no {' and no '.join(missing)}" if missing else ""
         raise ModelError(
-            f"config.json of model.path={path!r} describes a {whole.model_type} of {wanted:,} weights{said}, and the "
-            f"files hold {held:,}",
+            f"config.json of model.path={path!r} describes a {whole.model_type} of {num_described:,} "
+            f"weights{reason}, and the files hold {num_stored:,}",
             remedy="copy or fetch config.json and the weights again, from the same model",
         )
 
 
 def _make_deterministic(model: PreTrainedModel, path: str) -> None:
-    """Give the model batch-invariant kernels. Raises :class:`~headrace.base.errors.ModelError` if it has a part without
-    one."""
+    """Replace the model's operations by batch-invariant kernels. Raises :class:`~headrace.base.errors.ModelError` if no
+    kernel covers a part of the model."""
     from headrace.models.kernels.deterministic import make_deterministic
 
     try:
@@ -495,7 +502,7 @@ def _make_deterministic(model: PreTrainedModel, path: str) -> None:
 
 
 def _safetensors_remedy(directory: Path) -> str:
-    """Return the remedy for a directory without safetensors weights, which may hold pickled ones."""
+    """Return the remedy for a directory without safetensors weights, which may contain pickled ones."""
     if any(directory.glob("*.bin")):
         return "convert it: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path) writes safetensors"
     return REMEDY

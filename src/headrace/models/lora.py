@@ -1,11 +1,11 @@
-"""LoRA adapters on a frozen model, by peft: add, load, save, switch.
+"""LoRA adapters of a frozen model, through peft: adding, loading, saving and switching them.
 
     load_model ──▶ add_adapter: peft wraps layers in place; the class of the model and its tree of modules stay
                ──▶ A from its own seed, B = 0, or both from files ──▶ only they require gradients
                ──▶ one more for each agent that trains its own: all are trained, one at a time is active (Switch)
-    weight_tensors(model) ──▶ the tensors in training: optimizer, publication and snapshot see nothing else
+    weight_tensors(model) ──▶ the trained tensors, which optimizer, publication and snapshot use exclusively
 
-This is the only file that imports peft.
+This is the only module that imports peft.
 """
 
 # gate: getattr - peft notes its adapters on a foreign model
@@ -47,35 +47,37 @@ WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """The file names of an adapter in peft's format."""
 
 _PREFIX = "base_model.model."
-"""The prefix of tensors' names in peft's files."""
+"""The prefix of the tensors' names in peft's files."""
 _PREFIXES = "headrace_prefixes_in_base"
-"""The attribute of an adapted model that says how its names begin in the base that peft loads, which has them below
-another name if it is a multimodal checkpoint."""
+"""The attribute of an adapted model that maps the prefixes of its tensors' names to those in the base that peft loads.
+They differ if the base is a multimodal checkpoint."""
 
 _MAMBAS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
-"""The types of models in which peft adapts no ``out_proj``, because kernels of the Mamba package read its weight."""
+"""The types of models in which peft does not adapt ``out_proj``, because kernels of the Mamba package read its
+weight."""
 _CONV1D = "Conv1D"
 """The class of linear layers with a transposed weight (gpt2)."""
 
 _KEYS = {"r": "rank", "lora_alpha": "alpha", "use_dora": "use_dora"}
-"""The settings that decide what the same tensors compute: their keys in peft's files, and in :class:`LoraConfig`."""
+"""The settings that affect the result of the same tensors: their keys in peft's files, mapped to those of
+:class:`LoraConfig`."""
 
 _IGNORED = frozenset(
     {"auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"}
     | {"init_lora_weights", "lora_dropout", "peft_type", "peft_version", "revision", "target_modules"}
     | {"target_parameters", "task_type", "layers_pattern", *_KEYS}
 )
-"""The keys of peft's files that are checked in another way, or do not change what an adapter computes."""
+"""The keys of peft's files that are checked in another way, or do not affect the result of an adapter."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
-    """Add the policy's adapter to ``model``, in place, and one for each of ``config.agents``. All are trained; the
-    policy's is active until a :class:`Switch` changes that. ``base`` is the directory of the model. See
-    :func:`add_adapter`."""
+    """Add the policy's adapter to ``model``, in place, and an adapter for each of ``config.agents``. All of them are
+    trained; the policy's adapter is active until a :class:`Switch` activates another. ``base`` is the directory of the
+    model. Errors are those of :func:`add_adapter`."""
     add_adapter(model, config, base)
     for agent in config.agents:
-        begins = None if config.adapter is None else str(directory_of(Path(config.adapter), agent))
-        add_adapter(model, config.model_copy(update={"adapter": begins}), base, agent)
+        start = None if config.adapter is None else str(directory_of(Path(config.adapter), agent))
+        add_adapter(model, config.model_copy(update={"adapter": start}), base, agent)
     if config.agents:
         _select(model, DEFAULT)
         for name, parameter in model.named_parameters():
@@ -83,62 +85,62 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
 
 
 def directory_of(snapshot: Path, agent: str) -> Path:
-    """Return the directory of the adapter of ``agent`` (empty for the policy's) in ``snapshot``. If the snapshot has
-    one adapter only, every agent starts from that."""
+    """Return the directory of the adapter of ``agent`` (empty for the policy's adapter) in ``snapshot``. If the
+    snapshot has only one adapter, its directory is returned for every agent."""
     return snapshot / AGENTS / agent if agent and (snapshot / AGENTS).is_dir() else snapshot
 
 
 class Switch:
-    """A switch between the adapters of ``model``. It changes which adapter the layers use; trainable parameters and
-    accumulated gradients stay the same."""
+    """A switch between the adapters of ``model``. It changes which adapter the layers use, but neither trainable
+    parameters nor accumulated gradients."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the trained adapters of ``model``, which may have none: then there is nothing to switch."""
+        """Find the trained adapters of ``model``. Without several adapters, switching has no effect."""
         names = [name for name, parameter in model.named_parameters() if of_adapter(name) and parameter.requires_grad]
         trained = dict.fromkeys(map(adapter_of, names))
         self._layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
         self.agents = tuple("" if name == DEFAULT else name for name in trained) if len(trained) > 1 else ("",)
-        """The agents whose adapters are trained, the policy (empty name) among them; the policy alone if there are
-        not several."""
+        """The agents whose adapters are trained, the policy (empty name) included; only the policy if there are not
+        several adapters."""
 
     @contextmanager
     def on(self, agent: str) -> Iterator[None]:
-        """Activate the adapter of ``agent`` (empty for the policy's) inside the ``with`` block, for forward passes and
-        for backward passes that recompute; the one before is active again afterwards. Raises
-        :class:`~headrace.base.errors.ModelError` for an agent that trains no adapter."""
+        """A context in which the adapter of ``agent`` (empty for the policy's adapter) is active, for forward passes
+        and for backward passes that recompute. The previous adapter is active again afterwards. Raises
+        :class:`~headrace.base.errors.ModelError` for an agent without a trained adapter."""
         if agent not in self.agents:
             raise ModelError(f"agent {agent!r} trains no adapter", remedy=f"choose one of {', '.join(self.agents[1:])}")
         if len(self.agents) == 1:
             yield
             return
         before = self._layers[0].active_adapters
-        self._point([agent or DEFAULT])
+        self._activate([agent or DEFAULT])
         try:
             yield
         finally:
-            self._point(before)
+            self._activate(before)
 
-    def _point(self, names: list[str]) -> None:
-        """Make the adapters of these names the ones that every adapted layer computes with."""
+    def _activate(self, names: list[str]) -> None:
+        """Activate the adapters with these names in every adapted layer."""
         for layer in self._layers:
             layer._active_adapter = names  # peft's set_adapter would freeze the others
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, name: str = DEFAULT) -> None:
-    """Add the adapter ``name`` to ``model``, in place, and make it the active one; all other parameters are frozen.
+    """Add the adapter ``name`` to ``model``, in place, and activate it; all other parameters are frozen.
 
     The same configuration and base give the same numbers, and torch's random generators are not changed. ``base`` is
-    the directory of the model. Raises :class:`~headrace.base.errors.ModelError` for layers that do not exist and for
-    an adapter that does not fit, :class:`~headrace.base.errors.ConfigError` if peft is not installed.
+    the directory of the model. Raises :class:`~headrace.base.errors.ModelError` for layers that do not exist and for an
+    adapter that does not fit, and :class:`~headrace.base.errors.ConfigError` if peft is not installed.
     """
     peft = _peft()
     setattr(model, _PREFIXES, prefixes_in_base(base, model))
-    wanted = _peft_config(peft, model, config, base)
+    peft_config = _peft_config(peft, model, config, base)
     with BUILDING, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # about adapters that exist already
         torch.manual_seed(config.seed)  # noqa: TID251 - peft initialises from the global generator
         try:
-            peft.inject_adapter_in_model(wanted, model, adapter_name=name)
+            peft.inject_adapter_in_model(peft_config, model, adapter_name=name)
         except ValueError as error:
             raise ModelError(
                 f"the adapter {name!r} cannot stand beside {', '.join(adapters(model))}: {error}",
@@ -157,10 +159,10 @@ def adapters(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def active(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Make the adapter ``name`` the only active and trainable one within this context; restore the previous one
-    afterwards.
+    """A context in which the adapter ``name`` is the only active and trainable adapter. The previous adapter is
+    restored afterwards.
 
-    Gradients of other adapters are kept.
+    Gradients of other adapters are not changed.
     """
     if name not in adapters(model):
         raise ModelError(
@@ -175,22 +177,22 @@ def active(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def active_adapter(model: nn.Module) -> str:
-    """Return the name of the adapter that is active in ``model``, which must have one."""
+    """Return the name of the active adapter of ``model``, which must have an adapter."""
     layer: Any = next(module for module in model.modules() if _is_adapted(module))
     (name,) = layer.active_adapters
     return str(name)
 
 
 def save_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> None:
-    """Write the adapter ``name`` (empty for the active one) into ``directory``, in the format of peft's
-    ``PeftModel.from_pretrained``."""
+    """Write the adapter ``name`` (empty for the active adapter) into ``directory``, in the format that peft's
+    ``PeftModel.from_pretrained`` reads."""
     name = name or active_adapter(model)
-    _write(model, name, _in_files(model, name), directory)
+    _write(model, name, _tensors_by_file_name(model, name), directory)
 
 
 def write_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write ``tensors``, which are named as the :func:`~headrace.models.weights.weight_tensors` of ``model``, as
-    adapters: each into a folder of ``directory`` with the name of the adapter."""
+    """Write ``tensors`` as adapters, each into a folder of ``directory`` with the adapter's name. ``tensors`` has the
+    names of :func:`~headrace.models.weights.weight_tensors` of ``model``."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     of_each: dict[str, dict[str, Tensor]] = {name: {} for name in adapters(model)}
     for name, parameter in weight_tensors(model).items():
@@ -202,22 +204,22 @@ def write_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], direct
 
 
 def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> None:
-    """Copy the adapter in ``directory`` into the adapter ``name`` of ``model`` (empty for the active one).
+    """Copy the adapter in ``directory`` into the adapter ``name`` of ``model`` (empty for the active adapter).
 
     Raises :class:`~headrace.base.errors.ModelError`, and leaves the model unchanged, for a directory without an
-    adapter, for an adapter that was trained on another base or with other settings, and for tensors of other names
+    adapter, for an adapter that was trained on another base or with other settings, and for tensors with other names
     or shapes.
     """
     name = name or active_adapter(model)
     tree, tensors = read_adapter(directory)
-    _refuse_other(directory, tree, model.peft_config[name])
-    tensors = {_name_here(model, key): tensor for key, tensor in tensors.items()}
-    held = _in_files(model, name)
-    problems = [f"{key} is missing" for key in held if key not in tensors]
-    problems += [f"{key} has no place" for key in tensors if key not in held]
+    _refuse_other_settings(directory, tree, model.peft_config[name])
+    tensors = {_name_in_model(model, key): tensor for key, tensor in tensors.items()}
+    own = _tensors_by_file_name(model, name)
+    problems = [f"{key} is missing" for key in own if key not in tensors]
+    problems += [f"{key} has no place" for key in tensors if key not in own]
     problems += [
         f"{key} is {list(tensors[key].shape)}, expected {list(tensor.shape)}"
-        for key, tensor in held.items()
+        for key, tensor in own.items()
         if key in tensors and tensors[key].shape != tensor.shape
     ]
     if problems:
@@ -230,15 +232,15 @@ def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> Non
             f"experts = {json.dumps(bool(tree.get('target_parameters')))}",
         )
     with torch.no_grad():
-        for key, tensor in held.items():
+        for key, tensor in own.items():
             tensor.copy_(tensors[key])
 
 
 def read_adapter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the settings and the tensors of an adapter on the disk, the latter without peft's prefix.
+    """Return the settings and the tensors of an adapter on disk; the names of the tensors are without peft's prefix.
 
-    Raises :class:`~headrace.base.errors.ModelError` for a directory without an adapter, and for tensors that hold
-    values which are infinite or not a number."""
+    Raises :class:`~headrace.base.errors.ModelError` for a directory without an adapter, and for tensors with infinite
+    values or NaN."""
     try:
         tree = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(directory / WEIGHTS_FILE)
@@ -259,7 +261,7 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def config_of(directory: Path) -> LoraConfig:
-    """Return the settings with which the adapter in ``directory`` can be loaded beside its base."""
+    """Return the settings with which the adapter in ``directory`` can be loaded together with its base."""
     tree, _ = read_adapter(directory)
     targets = tree.get("target_modules")
     return LoraConfig(
@@ -271,7 +273,7 @@ def config_of(directory: Path) -> LoraConfig:
 
 
 def wrapped_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
-    """Return the layers that peft has wrapped, by name, each with its wrappers from the outermost in."""
+    """Return the layers that peft has wrapped, by name, each with its wrappers from the outermost to the innermost."""
     found: list[tuple[str, list[Any]]] = []
     for name, module in model.named_modules():
         if _is_adapted(module) and found and name.startswith(f"{found[-1][0]}."):
@@ -281,24 +283,25 @@ def wrapped_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
     return found
 
 
-def _refuse_other(directory: Path, tree: Mapping[str, Any], held: Any) -> None:
-    """Raise :class:`ModelError` for an adapter whose tensors would fit, and whose base or settings differ. ``tree`` are
-    the settings in the adapter's ``directory``, and ``held`` those of peft for the adapter in the model."""
-    base, here = tree.get("base_model_name_or_path"), held.base_model_name_or_path
+def _refuse_other_settings(directory: Path, tree: Mapping[str, Any], in_model: Any) -> None:
+    """Raise :class:`ModelError` for an adapter with another base or other settings, although its tensors may fit.
+    ``tree`` are the settings in the adapter's ``directory``, and ``in_model`` is peft's configuration of the adapter in
+    the model."""
+    base, here = tree.get("base_model_name_or_path"), in_model.base_model_name_or_path
     if base and called(str(base)) != called(here):
         raise ModelError(
             f"the adapter in {directory} was trained on {base}, and model.path is {here}",
             remedy=f"set model.path to {base}; if that is the same model under another name, "
             f"change base_model_name_or_path in {directory / CONFIG_FILE}",
         )
-    wrong = {setting: tree.get(key) for key, setting in _KEYS.items() if tree.get(key) != getattr(held, key)}
+    wrong = {setting: tree.get(key) for key, setting in _KEYS.items() if tree.get(key) != getattr(in_model, key)}
     if wrong:
-        ours = ", ".join(f"{setting}={getattr(held, key)}" for key, setting in _KEYS.items() if setting in wrong)
+        ours = ", ".join(f"{setting}={getattr(in_model, key)}" for key, setting in _KEYS.items() if setting in wrong)
         raise ModelError(
             f"the adapter in {directory} was trained with other settings than model.lora's {ours}",
             remedy=f"set {', '.join(f'model.lora.{name} = {json.dumps(value)}' for name, value in wrong.items())}",
         )
-    plain = type(held)().to_dict()
+    plain = type(in_model)().to_dict()
     strange = sorted(key for key, value in tree.items() if value and key not in _IGNORED and value != plain.get(key))
     if strange:
         raise ModelError(
@@ -321,9 +324,9 @@ def _peft() -> Any:
 
 
 def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
-    """Return peft's configuration of an adapter with the settings ``config`` for this model, which was loaded from
+    """Return peft's configuration for an adapter with the settings ``config`` of this model, which was loaded from
     ``base``."""
-    wanted, names = config.target_modules, _linear_names(peft, model)
+    targets, names = config.target_modules, _linear_names(peft, model)
     name, _, commit = (base, "", "") if pinned(base) == base else pinned(base).partition("@")
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -331,7 +334,9 @@ def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: st
         revision=commit or None,
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=_but_routers(model, names) if wanted == "all-linear" else _named(model, wanted, names),
+        target_modules=(
+            _without_routers(model, names) if targets == "all-linear" else _match_names(model, targets, names)
+        ),
         target_parameters=_expert_parameters(model) if config.experts else None,
         use_dora=config.use_dora,
         init_lora_weights=True if config.init == "default" else config.init,
@@ -339,16 +344,17 @@ def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: st
     )
 
 
-def _named(model: nn.Module, ends: list[str], names: list[str]) -> list[str]:
-    """Return those of ``names``, the layers that can be adapted, that end with one of ``ends``. Raises
-    :class:`ModelError` for an end that matches none."""
-    ends = [_name_here(model, end) for end in ends]  # a file of an adapter has the names of its base
-    lost = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in names)]
-    if lost:
+def _match_names(model: nn.Module, ends: list[str], names: list[str]) -> list[str]:
+    """Return the elements of ``names``, the layers that can be adapted, that end with one of ``ends``. Raises
+    :class:`ModelError` for an ending without a match."""
+    ends = [_name_in_model(model, end) for end in ends]  # the file of an adapter contains the names in its base
+    unmatched = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in names)]
+    if unmatched:
         known = sorted({name.rpartition(".")[2] for name in names})
         raise ModelError(
-            f"model.lora.target_modules: a {type(model).__name__} has no layer {', '.join(map(repr, lost))} that can "
-            "be adapted (the head and the embedding cannot; in a mixture, the layers of experts only by experts=true)",
+            f"model.lora.target_modules: a {type(model).__name__} has no layer {', '.join(map(repr, unmatched))} that "
+            "can be adapted (the head and the embedding cannot; in a mixture, the layers of experts only by "
+            "experts=true)",
             remedy=f"choose from {', '.join(known)}",
         )
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
@@ -357,8 +363,8 @@ def _named(model: nn.Module, ends: list[str], names: list[str]) -> list[str]:
 def _linear_names(peft: Any, model: nn.Module) -> list[str]:
     """Return the names of all layers that can have an adapter.
 
-    In some mixtures peft takes the names of dense layers and shared experts for those that parts of the experts once
-    had (``gate_proj``), and would adapt the experts instead: those layers are left out."""
+    In some mixtures peft mistakes the names of dense layers and shared experts (``gate_proj``) for the former names of
+    parts of the experts, and would adapt the experts instead. Such layers are left out."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -374,18 +380,18 @@ def _linear_names(peft: Any, model: nn.Module) -> list[str]:
 
 
 def peft_adapts(model: nn.Module, name: str) -> bool:
-    """Return whether peft accepts an adapter of the linear layer ``name`` in this architecture."""
+    """Return whether peft accepts an adapter for the linear layer ``name`` in this architecture."""
     return str(model.config.model_type) not in _MAMBAS or name.rpartition(".")[2] != "out_proj"  # type: ignore[union-attr]
 
 
-def _but_routers(model: nn.Module, names: list[str]) -> list[str]:
-    """Return those of ``names`` that are no part of a router."""
+def _without_routers(model: nn.Module, names: list[str]) -> list[str]:
+    """Return the elements of ``names`` that are not part of a router."""
     return [name for name in names if not is_router(model.get_submodule(name.rpartition(".")[0]))]
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a plain linear layer. A router that is derived from one returns more than a
-    product."""
+    """Return whether a module is a plain linear layer. Some routers are derived from ``nn.Linear`` and return more than
+    a product."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
@@ -401,7 +407,7 @@ def _expert_parameters(model: nn.Module) -> list[str]:
 
 
 def _expert_names(model: nn.Module) -> list[str]:
-    """Return the names of the weights of experts: parameters with one matrix for each expert."""
+    """Return the names of the weights of experts: parameters with one matrix per expert."""
     return [
         name.replace(".base_layer", "")
         for name, parameter in model.named_parameters()
@@ -411,50 +417,49 @@ def _expert_names(model: nn.Module) -> list[str]:
 
 
 def _select(model: nn.Module, name: str) -> None:
-    """Make the adapter ``name`` the active one in every layer; peft also makes it the only one that requires
-    gradients."""
+    """Activate the adapter ``name`` in every layer; peft also makes it the only one that requires gradients."""
     for module in model.modules():
         if _is_adapted(module):
             module.set_adapter(name)  # type: ignore[operator]
 
 
 def _is_adapted(module: nn.Module | None) -> bool:
-    """Return whether peft has wrapped the layer."""
+    """Return whether peft has wrapped ``module``."""
     return module is not None and hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
 def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write the adapter ``name`` of ``model`` to ``directory`` in the format of peft, with ``tensors`` as its weights
-    under the names that they have in the base model."""
+    """Write the adapter ``name`` of ``model`` into ``directory`` in peft's format. Its weights are ``tensors``, by
+    their names in the base model."""
     prefixes, config = _prefixes_of(model), copy.copy(model.peft_config[name])
     kept = {f"{_PREFIX}{with_prefix(key, prefixes)}": tensor.contiguous() for key, tensor in tensors.items()}
     save_file(kept, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    if prefixes:  # ends of names would name layers of the other parts, too
-        layers = _named(model, sorted(config.target_modules), _linear_names(_peft(), model))
+    if prefixes:  # endings of names would also match layers of the other parts
+        layers = _match_names(model, sorted(config.target_modules), _linear_names(_peft(), model))
         config.target_modules = {with_prefix(layer, prefixes) for layer in layers}
     config.save_pretrained(str(directory))
 
 
 def _prefixes_of(model: nn.Module) -> dict[str, str]:
-    """Return how the names of an adapted model's layers begin, and how they begin in its base; empty if they are the
+    """Return the prefixes of an adapted model's layers, mapped to their prefixes in its base; empty if they are the
     same."""
     found: dict[str, str] = getattr(model, _PREFIXES, {})
     return found
 
 
-def _name_here(model: nn.Module, name: str) -> str:
-    """Return the name in ``model`` of what has the name ``name`` in its base; that name itself if it is one of
-    ``model`` already."""
+def _name_in_model(model: nn.Module, name: str) -> str:
+    """Return the name in ``model`` of the layer or tensor with the name ``name`` in the base; a name of ``model`` is
+    returned unchanged."""
     return with_prefix(name, {outer: inner for inner, outer in _prefixes_of(model).items()})
 
 
-def _in_files(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
-    """Return the tensors of an adapter, not copies, by their names in peft's files without the prefix.
+def _tensors_by_file_name(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
+    """Return the tensors of an adapter (not copies), by their names in peft's files without the prefix.
 
-    peft is asked for the names only: of tensors it makes copies, and of a sharded model it gathers all weights.
+    peft is used only to compute the names: it would copy tensors, and gather all weights of a sharded model.
     """
     own = [(key, tensor.detach()) for key, tensor in model.named_parameters() if of_adapter(key)]
-    numbered = {key: torch.tensor(number) for number, (key, _) in enumerate(own)}
+    numbered = {key: torch.tensor(number) for number, (key, _) in enumerate(own)}  # indices instead of the tensors
     found: dict[str, Tensor] = _peft().get_peft_model_state_dict(
         model, numbered, adapter_name=name, save_embedding_layers=False
     )

@@ -1,4 +1,4 @@
-"""Merge an adapter into its base, as one plain model."""
+"""The merge of an adapter into its base, which results in one plain model."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from headrace.models.text_part import whole_checkpoint, write_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """The effect of merging an adapter into its base, as :func:`export_merged` counts it."""
+    """The effect of merging an adapter into its base, as counted by :func:`export_merged`."""
 
     changed: int
-    """The number of weights that the adapter changes, in float32."""
+    """The number of weights that the adapter changes, compared in float32."""
     lost: int
-    """The number of those weights that equal the base's again in the number format of the files."""
+    """The number of these weights that are equal to the base's after conversion to the number format of the files."""
 
     @property
     def lost_share(self) -> float:
-        """Return the fraction of changed weights that rounding undoes; 0 in float32. In bfloat16 the update of a
-        young adapter is smaller than the rounding: serve the adapter itself beside its base, or write float32."""
+        """Return the fraction of changed weights that rounding reverts; 0 in float32. In bfloat16, the update of an
+        adapter after little training is smaller than the rounding: then serve the adapter beside its base, or write
+        float32."""
         return self.lost / max(1, self.changed)
 
 
 def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Merged:
-    """Add the adapter in ``adapter`` to the model in ``base``, in float32, and write an ordinary Hugging Face directory
-    ``out`` with the tokenizer. ``out`` is created. If ``base`` is a multimodal checkpoint, ``out`` is one, too, whose
-    other weights are the base's.
+    """Add the adapter in ``adapter`` to the model in ``base``, in float32, and write an ordinary Hugging Face model
+    with its tokenizer into the new directory ``out``. If ``base`` is a multimodal checkpoint, ``out`` is one, too, with
+    the base's other weights.
 
     Raises :class:`~headrace.base.errors.ModelError` for an adapter of another base.
     """
@@ -47,9 +48,9 @@ def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32"
             wrap.merge()
         model.set_submodule(name, plain)
         for key, tensor in plain.named_parameters(recurse=False):
-            moved = tensor != before[key]
-            changed += int(moved.sum())
-            lost += int((moved & (tensor.to(target) == before[key].to(target))).sum())
+            is_changed = tensor != before[key]
+            changed += int(is_changed.sum())
+            lost += int((is_changed & (tensor.to(target) == before[key].to(target))).sum())
     del model.peft_config
     whole, model = whole_checkpoint(model.config), model.to(target)
     if whole is not None:

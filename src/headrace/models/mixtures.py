@@ -1,5 +1,5 @@
-"""Whether a model is a mixture of experts, and whether its routing can be recorded and replayed. Importing this module
-imports neither torch nor transformers."""
+"""Detection of mixture-of-experts models, and of whether their routing can be recorded and replayed. Importing this
+module imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The settings whose value is a number of experts, in various architectures."""
 
 
 def routes(config: PreTrainedConfig) -> bool:
-    """Return whether a model of this configuration routes its tokens to experts.
+    """Return whether a model with this configuration routes its tokens to experts.
 
-    Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts whose routers are not understood.
+    Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts with unsupported routers.
     """
-    if not _counts(config):
+    if not _expert_counts(config):
         return False
     import torch
 
@@ -33,16 +34,16 @@ def routes(config: PreTrainedConfig) -> bool:
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """Return whether a model of this configuration has several experts."""
+    """Return whether a model with this configuration has several experts."""
     return num_experts(config) > 1
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    """Return the number of experts of a layer, the largest if layers differ; 0 for a dense model."""
-    return max(_counts(config), default=0)
+    """Return the number of experts per layer, the largest if layers differ; 0 for a dense model."""
+    return max(_expert_counts(config), default=0)
 
 
-def _counts(config: PreTrainedConfig) -> list[int]:
-    """Return the numbers of experts that a configuration names; empty for a dense model."""
+def _expert_counts(config: PreTrainedConfig) -> list[int]:
+    """Return the numbers of experts in a configuration; empty for a dense model."""
     read = config.ffn_config if config.model_type == "dbrx" else config
     return [count for name in _EXPERTS if (count := max(by_layer(read, name), default=0))]

@@ -1,19 +1,19 @@
-"""Low-rank adapters that are no modules: they come and go at run time, and one pass computes tokens of several.
+"""LoRA adapters that are created and removed at run time, so that one pass can compute tokens of several adapters.
 
     linear layer:  x ──▶ base product, once for all tokens ───────────────▶ + ──▶ y
                    └──▶ tokens of adapter a ──▶ A_a ──▶ B_a ──▶ · scale ──▶ ┘
                    └──▶ tokens of adapter b ──▶ A_b ──▶ B_b ──▶ · scale ──▶ ┘
 
-With :class:`Segment` these are products of their own, in their own sizes, which training needs. With
-:class:`LoraStack`, for passes without gradients, compiled kernels compute each token's product together with the base's
-(:mod:`headrace.models.kernels`), and without kernels one batched product serves all adapters of a pass: the cost hardly
-depends on how many there are.
+With :class:`Segment`, the products of each adapter are computed separately, in their own sizes, as training needs. With
+:class:`LoraStack`, for passes without gradients, compiled kernels compute each token's adapter product together with
+the base product (:mod:`headrace.models.kernels`). Without kernels, one batched product serves all adapters of a pass.
+The cost then hardly depends on the number of adapters.
 
-:mod:`.lora` wraps layers by peft, with one shape for all adapters, fixed when the model is loaded. Here every adapter
-is a record of tensors with a rank and layers of its own, and the model only gets a hook on each layer.
+In contrast, :mod:`.lora` wraps layers by peft, with the same shape for all adapters, fixed when the model is loaded.
+Here every adapter is a record of tensors with its own rank and layers, and the model only has a hook on each layer.
 
 Shape legend: N tokens of a pass, K tokens whose logits are computed, I inputs and O outputs of a layer, R the rank, G
-adapters of a pass, M places for tokens of each of them.
+adapters of a pass, M slots for tokens of each adapter.
 """
 
 from __future__ import annotations
@@ -42,39 +42,42 @@ from headrace.models.lora import peft_adapts
 from headrace.models.text_part import with_prefix
 
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
-"""The parts of a model whose layers an adapter can have."""
+"""The parts of a model; an adapter adapts the layers of some of these parts."""
 
 MOST_PADDING = 3
-"""The most places of a batched product for each token in it; beyond that each adapter's product is made by itself."""
+"""The largest ratio of slots to tokens in a batched product; above it, each adapter's product is computed
+separately."""
 KEPT_STACKS = 2
-"""How many stacks of adapters are kept for the next passes."""
+"""The number of stacks of adapters that are kept for the next passes."""
 
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|ssm", re.IGNORECASE)
+"""The pattern of the names of layers that belong to :data:`ATTENTION`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptableLayer:
-    """A linear layer of a model that can get an adapter."""
+    """A linear layer of a model that can have an adapter."""
 
     part: str
-    """The part of the model that it belongs to: :data:`ATTENTION`, :data:`MLP` or :data:`HEAD`."""
+    """The part of the model that contains the layer: :data:`ATTENTION`, :data:`MLP` or :data:`HEAD`."""
     num_inputs: int
-    """I, the size of its input."""
+    """I, the size of the layer's input."""
     num_outputs: int
-    """O, the size of its output."""
+    """O, the size of the layer's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoraTensors:
-    """The tensors of one adapter (LoRA, Hu et al. 2022): layer ``name`` computes W x + scale · B A x."""
+    """The tensors of one adapter (LoRA, Hu et al. 2022). A layer with the weight W computes W x + scale · B A x."""
 
     rank: int
-    """R, the inner size of the products."""
+    """R, the inner size of the product B A."""
     scale: float
-    """The factor of the product, α / rank."""
+    """The factor of the product B A x, α / rank."""
     tensors: dict[str, Tensor]
     """A ``[R, I]`` as ``NAME.lora_A`` and B ``[O, R]`` as ``NAME.lora_B``, for each adapted layer."""
     _pairs: dict[str, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
+    """A and B of each adapted layer, by the layer's name."""
 
     def __post_init__(self) -> None:
         """Collect A and B of each adapted layer."""
@@ -82,39 +85,40 @@ class LoraTensors:
             self._pairs[name] = self.tensors[f"{name}.lora_A"], self.tensors[f"{name}.lora_B"]
 
     def pair(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return A and B of the layer ``name``; ``None`` for a layer that it does not adapt."""
+        """Return A and B of the layer ``name``; ``None`` for a layer that the adapter does not adapt."""
         return self._pairs.get(name)
 
     def copy(self) -> LoraTensors:
-        """Return a copy without gradients, which does not change while this adapter is trained on."""
+        """Return a copy without gradients, which does not change when this adapter is trained further."""
         tensors = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return LoraTensors(rank=self.rank, scale=self.scale, tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The tokens of one pass that one adapter computes."""
+    """The tokens of one pass that use the same adapter."""
 
     lora: LoraTensors | None
-    """The adapter; ``None`` for tokens that the base computes alone."""
+    """The adapter; ``None`` for tokens without an adapter."""
     rows_N: Tensor | None = None
-    """The indices of its tokens in the pass; ``None`` for all of them."""
+    """The indices of the tokens in the pass; ``None`` for all tokens of the pass."""
     rows_K: Tensor | None = None
-    """The indices of its tokens among those whose logits are computed; ``None`` for all of them."""
+    """The indices of the tokens among those whose logits are computed; ``None`` for all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraStack:
-    """The tensors of several adapters in one piece, with those of smaller rank padded with zeros, to a multiple of
-    :data:`~headrace.models.kernels.panels.RANK_STEP`. It is a copy, which training an adapter does not change."""
+    """The tensors of several adapters, stacked. Smaller ranks are padded with zeros, to a multiple of
+    :data:`~headrace.models.kernels.panels.RANK_STEP`. The stack is a copy, which training an adapter does not
+    change."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
-    """A ``[G, I, R]`` and scaled B ``[G, R, O]`` of each layer that any of them adapts."""
+    """A ``[G, I, R]`` and scaled B ``[G, R, O]`` of each layer that any of the adapters adapts."""
 
     @classmethod
     @torch.no_grad()
     def of(cls, loras: Sequence[LoraTensors]) -> LoraStack:
-        """Return the stack of ``loras``, whose numbers in it are their places in this order."""
+        """Return the stack of ``loras``. The number of an adapter in the stack is its index in ``loras``."""
         rank = -(-max(each.rank for each in loras) // RANK_STEP) * RANK_STEP
         pairs = dict[str, tuple[Tensor, Tensor]]()
         for name in sorted({key for each in loras for key in each._pairs}):
@@ -131,29 +135,29 @@ class LoraStack:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterRows:
-    """Which adapter of a stack computes each token of a pass, and each of those whose logits are computed."""
+    """The adapter of each token of a pass, and of each token whose logits are computed."""
 
     adapter_N: npt.NDArray[np.int32]
-    """The adapter of each token, from 0 to G - 1; -1 for the base alone."""
+    """The adapter of each token, from 0 to G - 1; -1 for no adapter."""
     adapter_K: npt.NDArray[np.int32]
-    """The adapter of each token whose logits are computed, in the same numbers."""
+    """The adapter of each token whose logits are computed, with the same numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GroupedRows:
-    """Which tokens of a pass each adapter of a stack computes, laid out in G x M places."""
+    """The tokens of a pass arranged by adapter, in G x M slots."""
 
     gather_GM: Tensor
-    """The token at each place; a place that is not used holds any."""
+    """The index of the token in each slot; any index for an unused slot."""
     rows: Tensor
-    """The tokens of all adapters, one adapter after the other."""
+    """The indices of the tokens of all adapters, ordered by adapter."""
     places: Tensor | None
-    """The place of each of ``rows``; ``None`` if every place is used."""
+    """The slot of each of ``rows``; ``None`` if every slot is used."""
 
     @classmethod
     def of(cls, adapter_N: npt.NDArray[np.int32], num_adapters: int, device: torch.device) -> _GroupedRows:
-        """Return the layout of a pass in which token n belongs to the adapter with number ``adapter_N[n]``, of
-        ``num_adapters`` in a stack; −1 for none."""
+        """Return the arrangement for a pass in which token n uses the adapter with number ``adapter_N[n]`` of a stack
+        of ``num_adapters`` adapters; −1 for no adapter."""
         of_each = [np.flatnonzero(adapter_N == adapter) for adapter in range(num_adapters)]
         most = max(map(len, of_each))
         gather_GM, used_GM = np.zeros((num_adapters, most), np.int64), np.zeros((num_adapters, most), bool)
@@ -165,9 +169,9 @@ class _GroupedRows:
 
 
 class MultiLora:
-    """The hooks on the linear layers of one model, which add the products of adapters in the passes for which
-    :meth:`on` or :meth:`on_rows` chooses some. It is not thread-safe: a model is used by one thread at a time. Weights
-    of the base are frozen.
+    """Forward hooks on the linear layers of one model, which add the products of adapters. :meth:`on` and
+    :meth:`on_rows` choose the adapters of a pass. The weights of the model are frozen. This class is not thread-safe: a
+    model is used by one thread at a time.
 
     >>> import tempfile; from pathlib import Path
     >>> from headrace.models import ModelConfig, load_model
@@ -180,7 +184,7 @@ class MultiLora:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Freeze ``model`` and add the hooks. Raises :class:`~headrace.base.errors.ModelError` for a model without
+        """Freeze ``model`` and register the hooks. Raises :class:`~headrace.base.errors.ModelError` for a model without
         linear layers."""
         model.requires_grad_(requires_grad=False)
         self.device, self._segments = model.device, list[Segment]()
@@ -192,7 +196,7 @@ class MultiLora:
         """Every layer that can be adapted, by name."""
         choosing = {part for module in model.modules() if is_indexer(module) for part in module.modules()}
         for name, module in model.named_modules():
-            # a choice of tokens has no gradient; what peft refuses could not be used elsewhere
+            # the choice of an indexer has no gradient; an adapter that peft refuses could not be used elsewhere
             if isinstance(module, nn.Linear) and module not in choosing and peft_adapts(model, name):
                 part = HEAD if module is head else ATTENTION if _ATTENTION.search(name) else MLP
                 outputs, inputs = module.weight.shape
@@ -200,7 +204,7 @@ class MultiLora:
                 self._modules[name] = module
                 module.register_forward_hook(self._hook(name, part == HEAD))
         self.heads = [name for name, layer in self.layers.items() if layer.part == HEAD]
-        """The names of the layers that make the logits."""
+        """The names of the layers that compute the logits."""
         if not self.layers:
             raise ModelError(
                 f"a {type(model).__name__} has no linear layers to adapt",
@@ -212,25 +216,25 @@ class MultiLora:
             for parameter in module.parameters(recurse=False)
             if not isinstance(module, nn.Conv1d)
         )
-        """Whether the model holds weights of experts, which get no adapter here."""
+        """Whether the model has weights of experts, which cannot be adapted here."""
 
     def new(self, *, rank: int, parts: Sequence[str], seed: int, alpha: float = 32.0) -> LoraTensors:
-        """Return a new adapter of the layers of ``parts`` (attention, MLP, head) with the inner size ``rank`` and the
-        scale ``alpha / rank``. A is drawn from ``seed``, uniform in ±1/√inputs, layer by layer in the order of names; B
-        is 0, so that training begins at the base. torch's generators do not change."""
+        """Return a new adapter for the layers of ``parts`` (attention, MLP, head) with the rank ``rank`` and the scale
+        ``alpha / rank``. A is drawn from ``seed``, uniform in ±1/√inputs, layer by layer in the order of names. B is 0,
+        so that training begins at the base. torch's random generators are not changed."""
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, Tensor] = {}
         for name, shape in self.shapes_of(rank=rank, parts=parts).items():
             if name.endswith(".lora_A"):
                 bound = 1.0 / math.sqrt(shape[1])
-                drawn = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-                tensors[name] = drawn.to(self.device).requires_grad_()
+                values = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+                tensors[name] = values.to(self.device).requires_grad_()
             else:
                 tensors[name] = torch.zeros(shape, device=self.device).requires_grad_()
         return LoraTensors(rank=rank, scale=alpha / rank, tensors=tensors)
 
     def shapes_of(self, *, rank: int, parts: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Return the names and shapes of the tensors of an adapter of the layers of ``parts``, in the order of
+        """Return the names and shapes of the tensors of an adapter for the layers of ``parts``, in the order of
         names."""
         shapes: dict[str, tuple[int, int]] = {}
         for name, layer in sorted(self.layers.items()):
@@ -241,7 +245,7 @@ class MultiLora:
 
     @contextmanager
     def on(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Compute each segment's tokens with its adapter inside the ``with`` block, in forward passes with or without
+        """A context in which each segment's tokens use the segment's adapter, in forward passes with or without
         gradients."""
         before, self._segments = self._segments, [one for one in segments if one.lora is not None]
         try:
@@ -250,9 +254,9 @@ class MultiLora:
             self._segments = before
 
     def on_rows(self, loras: Sequence[LoraTensors], rows: AdapterRows) -> AbstractContextManager[None]:
-        """Return a context in which each token is computed with its adapter of ``loras``, as ``rows`` says, in forward
-        passes without gradients. It chooses the cheapest way: kernels, one batched product for all adapters, or a
-        product of each."""
+        """Return a context in which each token uses its adapter among ``loras``, as ``rows`` says, in forward passes
+        without gradients. The context uses the cheapest way: kernels, one batched product for all adapters, or one
+        product per adapter."""
         if not loras:
             return self.on([])
         products = self._products()
@@ -267,7 +271,8 @@ class MultiLora:
 
     @contextmanager
     def _on_stack(self, used: _StackPass, products: Mapping[str, Product]) -> Iterator[None]:
-        """Compute a pass with a stack: in the kernels of ``products``, and by the hooks of all other layers."""
+        """A context for one pass with a stack. The kernels of ``products`` compute their layers' adapters, and the
+        hooks those of all other layers."""
         adapter_N, adapter_K = torch.from_numpy(used.rows.adapter_N), torch.from_numpy(used.rows.adapter_K)
         before, self._stack = self._stack, used
         try:
@@ -281,17 +286,17 @@ class MultiLora:
                 product.lora = None
 
     def _products(self) -> dict[str, Product]:
-        """Return the products of those layers that run on kernels at present, by the name of the layer: modules may
-        have been fused since this object was made."""
+        """Return the products of the layers that are computed by kernels at present, by the name of the layer. Modules
+        may have been fused after this object was created."""
         return {name: module.__dict__["product"] for name, module in self._modules.items() if _on_kernels(module)}
 
     def _segment(self, lora: LoraTensors, place: int, rows: AdapterRows) -> Segment:
-        """Return the segment of the tokens that belong to ``lora``, whose number in ``rows`` is ``place``."""
+        """Return the segment of the tokens that use ``lora``, whose number in ``rows`` is ``place``."""
         tokens, logits = (torch.from_numpy(np.flatnonzero(each == place)) for each in (rows.adapter_N, rows.adapter_K))
         return Segment(lora=lora, rows_N=tokens.to(self.device), rows_K=logits.to(self.device))
 
     def _stack_of(self, loras: Sequence[LoraTensors]) -> LoraStack:
-        """Return the stack of ``loras``; the last ones are kept, since passes repeat."""
+        """Return the stack of ``loras``. The latest stacks are cached, since consecutive passes often use the same."""
         for known, stack in self._stacks:
             if len(known) == len(loras) and all(map(is_, known, loras)):
                 return stack
@@ -300,39 +305,39 @@ class MultiLora:
         return stack
 
     def _hook(self, name: str, is_head: bool) -> Any:
-        """Return the forward hook of the layer ``name``, which adds the products of the present pass's adapters to its
-        output. The head (``is_head``) computes only the tokens whose logits are needed."""
+        """Return the forward hook of the layer ``name``, which adds the products of the present pass's adapters to the
+        layer's output. The head (``is_head``) computes only the tokens whose logits are needed."""
 
         def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            """Return the output of a layer with the products of the adapters added, each for the rows that use it."""
+            """Return the output of the layer plus the products of the adapters, each for the rows that use it."""
             if self._stack is not None:
                 products = self._stack.stack.pairs.get(name)
-                if products is None or _on_kernels(module):  # the kernels have added it
+                if products is None or _on_kernels(module):  # the kernels have added them already
                     return output
-                return _plus_stack(output, inputs[0], products, self._stack.grouped(is_head=is_head))
+                return _add_stack_products(output, inputs[0], products, self._stack.grouped(is_head=is_head))
             for segment in self._segments:
                 assert segment.lora is not None
                 pair = segment.lora.pair(name)
                 if pair is not None:
                     rows = segment.rows_K if is_head else segment.rows_N
-                    output = _plus(output, inputs[0], pair, segment.lora.scale, rows)
+                    output = _add_product(output, inputs[0], pair, segment.lora.scale, rows)
             return output
 
         return add
 
 
 class _StackPass:
-    """A pass with a stack of adapters. The rows of batched products are laid out when the first hook asks for them."""
+    """One pass with a stack of adapters. The rows of batched products are arranged when a hook first needs them."""
 
     def __init__(self, stack: LoraStack, rows: AdapterRows, num_adapters: int, device: torch.device) -> None:
-        """Prepare a pass with ``stack``, of ``num_adapters`` adapters; ``rows`` says which of them computes each
-        token."""
+        """Prepare a pass with ``stack``, which consists of ``num_adapters`` adapters; ``rows`` contains the adapter of
+        each token."""
         self.stack, self.rows = stack, rows
         self._num_adapters, self._device = num_adapters, device
         self._grouped: dict[bool, _GroupedRows] = {}
 
     def grouped(self, *, is_head: bool) -> _GroupedRows:
-        """Return the rows of all tokens or, for the head, of those whose logits are computed."""
+        """Return the arrangement of all tokens or, for the head, of the tokens whose logits are computed."""
         if is_head not in self._grouped:
             adapters = self.rows.adapter_K if is_head else self.rows.adapter_N
             self._grouped[is_head] = _GroupedRows.of(adapters, self._num_adapters, self._device)
@@ -340,13 +345,15 @@ class _StackPass:
 
 
 def _on_kernels(module: nn.Module) -> bool:
-    """Return whether kernels compute a linear module, by itself or within the module around it."""
+    """Return whether kernels compute a linear module, separately or as a part of a fused module."""
     return isinstance(module.__dict__.get("forward"), Fused) and not torch.is_grad_enabled()
 
 
-def _plus(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None) -> Tensor:
-    """Return ``output``, that of a linear layer for the inputs ``given``, with the adapter's product added to ``rows``;
-    ``None`` for all rows. ``pair`` is A and B."""
+def _add_product(
+    output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None
+) -> Tensor:
+    """Return ``output`` plus the adapter's product at the rows ``rows`` (``None`` for all rows). ``output`` is the
+    output of a linear layer for the inputs ``given``, and ``pair`` is A and B."""
     a_RI, b_OR = pair
     flat_NO = output.view(-1, output.shape[-1])
     given_NI = given.reshape(-1, given.shape[-1])
@@ -358,24 +365,24 @@ def _plus(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: flo
     return flat_NO.index_add(0, rows, added.to(output.dtype)).view(output.shape)
 
 
-def _plus_stack(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], rows: _GroupedRows) -> Tensor:
-    """Return ``output``, that of a linear layer for the inputs ``given``, with the products of all adapters of a stack
-    added to their ``rows``. ``pair`` is A and B of the stack for this layer."""
+def _add_stack_products(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], rows: _GroupedRows) -> Tensor:
+    """Return ``output`` plus the products of all adapters of a stack at their ``rows``. ``output`` is the output of a
+    linear layer for the inputs ``given``, and ``pair`` is A and B of the stack for this layer."""
     a_GIR, b_GRO = pair
     picked = given.reshape(-1, given.shape[-1]).index_select(0, rows.gather_GM.view(-1)).to(a_GIR.dtype)
     added = torch.bmm(torch.bmm(picked.view(*rows.gather_GM.shape, -1), a_GIR), b_GRO).flatten(0, 1)
     if rows.places is not None:
         added = added.index_select(0, rows.places)
-    # in place: the output of a linear layer is its own tensor, and nothing is differentiated here
+    # in place: the output of a linear layer is a tensor of its own, and there are no gradients
     return output.view(-1, output.shape[-1]).index_add_(0, rows.rows, added.to(output.dtype)).view(output.shape)
 
 
 def to_peft(
     lora: LoraTensors, base: str, prefixes: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the settings and the tensors of ``lora`` in the format of peft's files, with which
-    ``PeftModel.from_pretrained`` computes the same. ``base`` is the name of the base model, and ``prefixes`` are those
-    of :func:`~headrace.models.text_part.prefixes_in_base`."""
+    """Return the settings and the tensors of ``lora`` in the format of peft's files. A model that
+    ``PeftModel.from_pretrained`` loads from them computes the same. ``base`` is the name of the base model, and
+    ``prefixes`` are those of :func:`~headrace.models.text_part.prefixes_in_base`."""
     named = {with_prefix(key, prefixes): value for key, value in lora.tensors.items()}
     names = sorted({key.rpartition(".")[0] for key in named})
     settings = {
@@ -395,7 +402,7 @@ def to_peft(
 
 
 def from_tensors(tensors: Mapping[str, Tensor], *, rank: int, scale: float, trained: bool) -> LoraTensors:
-    """Return the adapter of ``tensors``, named as :attr:`LoraTensors.tensors` and copied; ``trained`` says whether they
-    get gradients."""
+    """Return an adapter with copies of ``tensors``, which have the names of :attr:`LoraTensors.tensors`. ``trained``
+    says whether the copies require gradients."""
     own = {name: tensor.detach().clone().requires_grad_(trained) for name, tensor in tensors.items()}
     return LoraTensors(rank=rank, scale=scale, tensors=own)

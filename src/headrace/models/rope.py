@@ -1,10 +1,11 @@
-"""The longest context in which a model's rotary position embeddings depend on a token's position only.
+"""The longest context in which a model's rotary position embeddings depend only on a token's position.
 
 transformers scales some rotary embeddings by the length of a whole call: ``longrope`` uses other factors for all
-positions of a longer sequence, ``dynamic`` another base. In one flattened call the longest sequence would decide for
-all, and cached keys were rotated before the sequence grew. Up to the length at which such a scaling begins, all
-embeddings are functions of the position alone, so that engine and learner compute what transformers computes for each
-sequence by itself. Longer sequences are refused. Reads a config only.
+positions of a longer sequence, ``dynamic`` another base. In one flattened call, the longest sequence would determine
+the scaling of all sequences; and cached keys were rotated before their sequence grew. Up to the length at which such a
+scaling begins, all embeddings are functions of the position alone, so that engine and learner compute the same as
+transformers computes for each sequence separately. Longer sequences are refused. This module only reads a
+configuration.
 """
 
 # gate: getattr - the settings of a foreign config differ from model to model
@@ -19,23 +20,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 BY_POSITION = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
-"""The types of rotary embeddings that are functions of the position."""
+"""The types of rotary embeddings that are functions of the position alone."""
 BY_LENGTH = {
     "longrope": "original_max_position_embeddings",
     "dynamic": "max_position_embeddings",
 }
-"""The types that depend on a sequence's length, and the setting with the longest length that is not affected."""
+"""The types of rotary embeddings that depend on a sequence's length, and the setting of the largest length up to which
+they do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLimit:
-    """The longest sequence that a model may compute, and the reason for the limit."""
+    """The length of the longest sequence that a model may compute, and the reason for the limit."""
 
     length: int
     """The length in tokens."""
     reason: str = ""
-    """Why the limit is below ``max_position_embeddings``, or applies to every sample; empty if that setting is the
-    only reason."""
+    """Why the limit is below ``max_position_embeddings``, or applies to every sample; empty if that setting is the only
+    reason."""
 
 
 def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
@@ -59,13 +61,13 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
 
 
 def unknown_rope(config: PreTrainedConfig) -> str:
-    """Return the first type of rotary embedding that is unknown; empty if there is none."""
+    """Return the first unknown type of rotary embedding in the configuration; empty if there is none."""
     return next((kind for kind, _ in rope_types(config) if kind not in BY_POSITION and kind not in BY_LENGTH), "")
 
 
 def wrong_factors(config: PreTrainedConfig) -> str:
-    """Return what is wrong with the factors of a ``longrope``, of which there is one for each pair of dimensions; empty
-    if nothing is."""
+    """Return what is wrong with the factors of a ``longrope``, which needs one factor for each pair of dimensions;
+    empty if they are right."""
     for kind, parameters in rope_types(config):
         if kind != "longrope":
             continue
@@ -78,12 +80,12 @@ def wrong_factors(config: PreTrainedConfig) -> str:
 
 
 def _are_factors(given: Any) -> TypeGuard[list[float]]:
-    """Return whether a setting is a list of positive numbers."""
+    """Return whether the value of a setting is a list of positive numbers."""
     return isinstance(given, list) and all(isinstance(one, (int, float)) and one > 0 for one in given)
 
 
 def rope_types(config: PreTrainedConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the type and the parameters of each rotary embedding: one, or one for each type of layer."""
+    """Yield the type and the parameters of each rotary embedding: a single one, or one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, dict)]
     for each in nested or [parameters]:

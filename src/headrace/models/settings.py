@@ -1,6 +1,6 @@
-"""Read the settings of a model directory, its ``config.json``; every failure becomes an error with a remedy.
+"""The settings of a model directory, from its ``config.json``; every failure is raised as an error with a remedy.
 
-Importing this module imports neither torch nor transformers, and reading settings imports transformers without torch.
+Importing this module imports neither torch nor transformers. Reading settings imports transformers, but not torch.
 """
 
 # gate: getattr - the settings of a foreign config differ from model to model
@@ -28,7 +28,7 @@ REMEDY = (
     "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors; or its name on "
     "a hub: OWNER/NAME"
 )
-"""The remedy for a directory that does not hold a model."""
+"""The remedy for a directory that does not contain a model."""
 LAYER_TYPES = frozenset(
     {
         *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
@@ -36,16 +36,16 @@ LAYER_TYPES = frozenset(
         *("mlp", "moe"),
     }
 )
-"""The types of layers that are supported: those that attend, those that keep a state, and those that do neither."""
+"""The supported types of layers: with attention, with a recurrent state, or with neither."""
 BUILDING = threading.RLock()
-"""The lock that a thread holds while transformers or peft builds a model for it. Meanwhile they change what the whole
-process uses: torch's default dtype, its random generator, and the method that ties weights. Of two threads that did so
-at once, the second would keep and restore what the first had changed."""
+"""The lock that a thread must hold while transformers or peft builds a model. In this time they change global state of
+the process: torch's default dtype, its random generator, and the method that ties weights. If two threads did this at
+the same time, the second would later restore the values that the first had set."""
 
 
 @contextmanager
 def called(setting: str) -> Iterator[None]:
-    """Let errors about a model directory name ``setting`` instead of ``model.path``, within this context."""
+    """A context in which errors about a model directory name ``setting`` instead of ``model.path``."""
     try:
         yield
     except ModelError as error:
@@ -54,7 +54,7 @@ def called(setting: str) -> Iterator[None]:
 
 
 def read_config(path: str) -> PreTrainedConfig:
-    """Load the configuration of the model directory ``path``; of a multimodal checkpoint, that of its text part.
+    """Return the configuration of the model directory ``path``; for a multimodal checkpoint, that of its text part.
 
     Raises :class:`~headrace.base.errors.ModelError`, for example if there are several text parts.
     """
@@ -62,7 +62,7 @@ def read_config(path: str) -> PreTrainedConfig:
 
 
 def read_whole_config(path: str) -> PreTrainedConfig:
-    """Load the configuration of the model directory ``path``, with all parts of a multimodal checkpoint."""
+    """Return the configuration of the model directory ``path``, with all parts of a multimodal checkpoint."""
     spare_torch()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -82,15 +82,14 @@ def read_whole_config(path: str) -> PreTrainedConfig:
         raise ModelError(f"model.path={path!r} holds no config.json", remedy=REMEDY) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         if isinstance(error, StrictDataclassError):
-            _refuse_unknown_layers(path, tree)  # transformers would name types that are refused here
+            _refuse_unknown_layers(path, tree)  # the error of transformers would suggest unsupported types
         corrected = "correct that setting, or copy config.json from where the model comes from"
         remedy = corrected if isinstance(error, StrictDataclassError) else REMEDY
         raise ModelError(f"{file} cannot be used: {error}", remedy=remedy) from error
 
 
 def _refuse_unknown_layers(path: str, tree: dict[str, Any]) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` if the settings ``tree`` name types of layers that are not
-    supported."""
+    """Raise :class:`~headrace.base.errors.ModelError` if the settings ``tree`` contain unsupported types of layers."""
     for part in (tree, *(each for each in tree.values() if isinstance(each, dict))):
         if strange := sorted(set(map(str, part.get("layer_types") or ())) - LAYER_TYPES):
             raise ModelError(
@@ -100,7 +99,7 @@ def _refuse_unknown_layers(path: str, tree: dict[str, Any]) -> None:
 
 
 def text_config_of(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the text part of a multimodal model; ``whole`` itself for a model of text alone.
+    """Return the configuration of the text part of a multimodal model; ``whole`` itself for a text model.
 
     Raises :class:`~headrace.base.errors.ModelError` for a configuration with several text parts.
     """
@@ -113,8 +112,8 @@ def text_config_of(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def by_layer(config: PreTrainedConfig, name: str) -> list[Any]:
-    """Return the different values that a setting has in the layers of a model: one in most, several where layers
-    differ, such as the head sizes of Gemma 4; ``[]`` if the model has no such setting."""
+    """Return the different values of a setting in the layers of a model. Most models have one value; several values
+    exist if layers differ, such as the head sizes of Gemma 4. The result is ``[]`` if the model has no such setting."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     found = [getattr(layer, name, None) for layer in layers]
     flat = [each for value in found for each in (value if isinstance(value, (list, tuple)) else [value])]
@@ -122,9 +121,10 @@ def by_layer(config: PreTrainedConfig, name: str) -> list[Any]:
 
 
 def limit_of(path: str) -> ContextLimit:
-    """Return the longest context that the model of directory ``path`` can be used with, and what limits it.
+    """Return the longest context with which the model in the directory ``path`` can be used, and the reason for the
+    limit.
 
-    It is ``max_position_embeddings``, or shorter where rotary embeddings depend on the length of a sequence beyond it
+    It is ``max_position_embeddings``, or less if rotary embeddings depend on the length of longer sequences
     (:mod:`headrace.models.rope`). Raises :class:`~headrace.base.errors.ModelError`.
     """
     limit = context_limit(read_config(path))
@@ -137,12 +137,12 @@ def limit_of(path: str) -> ContextLimit:
 
 
 def context_length(path: str) -> int:
-    """Return the longest context that the model of directory ``path`` can be used with, in tokens."""
+    """Return the longest context with which the model in the directory ``path`` can be used, in tokens."""
     return limit_of(path).length
 
 
 def model_directory(path: str) -> Path:
-    """Return ``path`` as a directory that can be read. Raises :class:`~headrace.base.errors.ModelError`."""
+    """Return ``path`` as a readable directory. Raises :class:`~headrace.base.errors.ModelError` if it is not one."""
     directory = Path(path)
     try:
         next(directory.iterdir(), None)
@@ -153,33 +153,33 @@ def model_directory(path: str) -> Path:
     return directory
 
 
-class _Torch(ModuleType):
-    """A stand-in for the module torch, put into a module of transformers, that imports torch when an attribute is first
+class _LazyTorch(ModuleType):
+    """A replacement for the module torch inside a module of transformers. It imports torch when an attribute is first
     used."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the real torch, which is imported for it."""
+        """Return the attribute ``name`` of torch, which is imported if necessary."""
         return getattr(importlib.import_module("torch"), name)
 
 
 def spare_torch() -> None:
-    """Import transformers' readers of settings and tokenizers without torch, which would cost a process that computes
-    nothing a second and 150 MB.
+    """Import transformers' readers of settings and tokenizers without torch. Importing torch would cost a process that
+    does not compute with it one second and 150 MB.
 
-    transformers imports torch beside them for functions that its models call, and to convert the name of a dtype;
-    with this patch, only if torch is already imported.
+    transformers imports torch in these modules for functions that its models call, and to convert the name of a dtype.
+    With this patch, it imports torch only if torch is already imported.
     """
     if "torch" in sys.modules or "transformers.configuration_utils" in sys.modules:
         return
     from transformers import utils
 
-    known = utils.is_torch_available
+    original_check = utils.is_torch_available
     utils.is_torch_available = lambda: "torch" in sys.modules
     try:
         from transformers import modeling_rope_utils
     finally:
-        utils.is_torch_available = known
-    modeling_rope_utils.torch = _Torch("torch")
+        utils.is_torch_available = original_check
+    modeling_rope_utils.torch = _LazyTorch("torch")
     from transformers import configuration_utils
 
     configuration_utils.is_torch_available = lambda: "torch" in sys.modules

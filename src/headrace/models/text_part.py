@@ -1,16 +1,18 @@
-"""The text part of a multimodal checkpoint: load it as a causal language model, and write it back into the checkpoint.
+"""The text part of a multimodal checkpoint: it is loaded as a causal language model, and written back into the
+checkpoint.
 
     checkpoint ──▶ transformers' multimodal model ─┬─ text model (backbone) ─▶ causal language model: engine, learner
                                                    ├─ head over the vocabulary ─┘        │
                                                    └─ towers, projectors: dropped        │ snapshot: an ordinary
     checkpoint's files, tensor by tensor ◀── names by transformers' own conversions ◀────┘ directory of the text model
 
-The multimodal model names the tensors: its backbone is the one module of the text model's class, and its head is what
-it returns as output embeddings. The mapping between files and text model (:class:`TextPlace`) is made from these two
-and from the conversions that transformers applies to the multimodal class; nothing is guessed from names.
+The multimodal model determines the names of tensors: its backbone is the only module of the text model's class, and its
+head is the module that it returns as output embeddings. The mapping between files and text model (:class:`TextPlace`)
+is derived from these two modules and from the conversions that transformers applies to the multimodal class; nothing is
+guessed from names.
 
-The text model computes only what the multimodal model computes for text: both are run on the same tokens when it is
-loaded, and a difference beyond rounding refuses it.
+The text model computes only what the multimodal model computes for text. When it is loaded, both models are executed on
+the same tokens, and a difference beyond rounding is an error.
 
 Shape legend: T tokens of a sequence, V vocabulary.
 """
@@ -49,17 +51,18 @@ from headrace.models.settings import read_whole_config, text_config_of
 from headrace.models.weights import refuse_not_finite
 
 PROBE = 24
-"""The number of tokens on which the text model is compared with the multimodal model."""
+"""The number of tokens for which the text model is compared with the multimodal model."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""The largest relative difference between the logits of the two."""
+"""The largest allowed relative difference between the logits of the two models, by dtype."""
 WEIGHTS = "*.safetensors"
+"""The file pattern of weights."""
 _INDEX = "model.safetensors.index.json"
 _HEAD = "lm_head"
 
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the causal language model of a text configuration: that of transformers, or its text model with a head
-    where transformers has the head in the multimodal model only. ``None`` if it has neither."""
+    """Return the class of the causal language model for a text configuration. It is transformers' class or, if
+    transformers has a head only in the multimodal model, its text model with a head. ``None`` if there is neither."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         return found
@@ -67,45 +70,48 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         return None
     try:
         return with_head(MODEL_MAPPING[type(config)])
-    except (KeyError, ValueError):  # a class of this version of transformers may be named and missing
+    except (KeyError, ValueError):  # this version of transformers may list a class that it does not contain
         return None
 
 
 @cache
 def with_head(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a causal language model class: ``backbone``, a class of transformers that returns hidden states, and a
-    linear head, whose weights may be tied to the embedding."""
+    """Return a causal language model class that consists of ``backbone``, a class of transformers that returns hidden
+    states, and a linear head, whose weights may be tied to the embedding."""
     family = next(kind for kind in backbone.__mro__[1:] if issubclass(kind, PreTrainedModel))
 
     class TextModelWithHead(family, GenerationMixin):  # type: ignore[misc, valid-type]
-        """The class that :func:`with_head` returns: the backbone, and a linear head over the vocabulary."""
+        """The class that :func:`with_head` returns: the backbone with a linear head over the vocabulary."""
 
         config_class = backbone.config_class
         base_model_prefix = "model"
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' protocol
 
         def __init__(self, config: Any) -> None:
+            """Build the backbone and the head for the text configuration ``config``."""
             super().__init__(config)
             self.model = backbone(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.post_init()
 
         def forward(self, input_ids: Tensor, logits_to_keep: int | Tensor = 0, **kwargs: Any) -> CausalLMOutputWithPast:
+            """Return the logits of the last ``logits_to_keep`` tokens (0 for all), or of the tokens at these
+            indices."""
             hidden_BTD = self.model(input_ids=input_ids, **kwargs)[0]
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             return CausalLMOutputWithPast(logits=self.lm_head(hidden_BTD[:, kept]))
 
-    TextModelWithHead.__module__ = backbone.__module__  # where transformers looks up what the class can do
+    TextModelWithHead.__module__ = backbone.__module__  # transformers looks up the abilities of the class there
     TextModelWithHead.__name__ = TextModelWithHead.__qualname__ = f"{backbone.__name__}WithHead"
     return TextModelWithHead
 
 
 def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the text part of the multimodal checkpoint ``path`` as a causal language model with its own attention, and
-    return it with transformers' report of the weights that it found. ``options`` are those of ``from_pretrained``.
+    """Load the text part of the multimodal checkpoint ``path`` as a causal language model with its own attention.
+    Return it with transformers' report of the loaded weights. ``options`` are arguments of ``from_pretrained``.
 
-    Raises :class:`~headrace.base.errors.ModelError` if there is not exactly one text part, and if it computes other
-    logits than the multimodal model.
+    Raises :class:`~headrace.base.errors.ModelError` if there is not exactly one text part, or if its logits differ from
+    those of the multimodal model.
     """
     kind = whole_class(path, config)
     whole, info = kind.from_pretrained(
@@ -125,23 +131,27 @@ def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPlace:
-    """The place of the text part in a multimodal model."""
+    """The position of the text part in a multimodal model."""
 
     backbone: str
-    """The name of the text model, such as ``model.language_model``."""
+    """The name of the module that is the text model, such as ``model.language_model``."""
     head: str
-    """The name of the layer that returns logits, such as ``lm_head``."""
+    """The name of the module that computes the logits, such as ``lm_head``."""
     causal: type[PreTrainedModel]
     """The class of the causal language model with the same backbone."""
 
     @classmethod
     def of(cls, path: str, whole: PreTrainedModel) -> TextPlace:
-        """Find the text part of ``whole``. Raises :class:`~headrace.base.errors.ModelError` if there is not exactly
-        one."""
+        """Return the position of the text part of ``whole``. Raises :class:`~headrace.base.errors.ModelError` if there
+        is not exactly one text part."""
         text = text_config_of(path, whole.config)
         causal = causal_class(text)
-        wanted = None if causal is None else _backbone_class(text)
-        found = [name for name, module in whole.named_modules() if wanted is not None and type(module) is wanted]
+        backbone_class = None if causal is None else _backbone_class(text)
+        found = [
+            name
+            for name, module in whole.named_modules()
+            if backbone_class is not None and type(module) is backbone_class
+        ]
         heads = [name for name, module in whole.named_modules() if module is whole.get_output_embeddings()]
         if causal is None or len(found) != 1 or len(heads) != 1:
             raise ModelError(
@@ -153,7 +163,7 @@ class TextPlace:
         return cls(backbone=found[0], head=heads[0], causal=causal)
 
     def take(self, whole: PreTrainedModel) -> PreTrainedModel:
-        """Return a causal language model with the modules of ``whole``, whose attention is transformers' own."""
+        """Return a causal language model that consists of modules of ``whole``, with transformers' own attention."""
         backbone, head = whole.get_submodule(self.backbone), whole.get_submodule(self.head)
         config: PreTrainedConfig = backbone.config
         embedding = backbone.get_input_embeddings()
@@ -179,19 +189,19 @@ class TextPlace:
         return name.startswith((f"{self.backbone}.", f"{self.head}."))
 
     def renamed(self, text: PreTrainedModel) -> dict[str, Tensor]:
-        """Return the tensors of the text model by their names in the multimodal model; tied ones under each name."""
+        """Return the tensors of the text model by their names in the multimodal model; tied tensors under each name."""
         prefixes = self.prefixes(text)
         return {with_prefix(name, prefixes): tensor for name, tensor in text.state_dict().items()}
 
     def prefixes(self, text: PreTrainedModel) -> dict[str, str]:
-        """Return how the names of the text model's tensors begin, each mapped to how they begin in the multimodal
+        """Return the prefixes of the names of the text model's tensors, mapped to their prefixes in the multimodal
         model."""
         return {f"{trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
 
 
 def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Return ``name`` with its first matching prefix replaced. ``prefixes`` maps each old prefix to its new one; a name
-    that begins with none of them is returned unchanged.
+    """Return ``name`` with its first matching prefix replaced. ``prefixes`` maps each old prefix to its new prefix. A
+    name that begins with none of them is returned unchanged.
 
     >>> with_prefix("model.norm.weight", {"model.": "model.language_model."})
     'model.language_model.norm.weight'
@@ -201,8 +211,8 @@ def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def prefixes_in_base(base: str, text: PreTrainedModel) -> dict[str, str]:
-    """Return how the names of the model ``text`` begin, each mapped to how they begin in transformers' model of
-    ``base``, the directory it was loaded from; empty for a directory of text alone, whose names are the same."""
+    """Return the prefixes of the names in the model ``text``, mapped to their prefixes in transformers' model of
+    ``base``, the directory from which it was loaded; empty if ``base`` is a text model, whose names are the same."""
     config = read_whole_config(base)
     if text_config_of(base, config) is config:
         return {}
@@ -212,16 +222,17 @@ def prefixes_in_base(base: str, text: PreTrainedModel) -> dict[str, str]:
 
 
 def whole_checkpoint(config: PreTrainedConfig) -> Path | None:
-    """Return the directory of the multimodal checkpoint whose text part a model with this configuration is; ``None``
-    for other models. Raises :class:`~headrace.base.errors.ModelError` if it is on a hub and not available."""
+    """Return the directory of the multimodal checkpoint if a model with this configuration is its text part; ``None``
+    for other models. Raises :class:`~headrace.base.errors.ModelError` if the checkpoint is on a hub and not
+    available."""
     name = getattr(config, WHOLE, None)
     return None if name is None else Path(local_directory(name, "the multimodal checkpoint"))
 
 
 def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
     """Write the multimodal checkpoint ``base`` with the weights of ``text`` as its text part into the directory
-    ``out``. All other tensors are copied bit for bit, whatever they are. So are the files of the configuration and the
-    tokenizer, but for what ``config.json`` and the index of the weights say of the new tensors.
+    ``out``. All other tensors are copied bit for bit. The files of the configuration and the tokenizer are copied, too;
+    only the number format in ``config.json`` and the total size in the index of the weights are updated.
 
     Raises :class:`~headrace.base.errors.ModelError` if a tensor of the text model has no place in the checkpoint.
     """
@@ -233,7 +244,7 @@ def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
     for path in files:
         with safe_open(path, framework="pt") as file:
             shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    trained = _placed(base, shapes, TextPlace.of(str(base), whole).renamed(text), whole)
+    trained = _tensors_by_file(base, shapes, TextPlace.of(str(base), whole).renamed(text), whole)
     out.mkdir(parents=True, exist_ok=True)
     for path in base.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model"):
@@ -247,33 +258,33 @@ def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
             }
             save_file(tensors, out / path.name, metadata=file.metadata() or {"format": "pt"})
         total += sum(tensor.nbytes for tensor in tensors.values())
-    _correct(out / _INDEX, lambda tree: {**tree, "metadata": {**tree.get("metadata", {}), "total_size": total}})
+    _update_json(out / _INDEX, lambda tree: {**tree, "metadata": {**tree.get("metadata", {}), "total_size": total}})
     dtype = str(text.dtype).removeprefix("torch.")
-    _correct(out / "config.json", lambda tree: _in_format(tree, dtype))
+    _update_json(out / "config.json", lambda tree: _with_dtype(tree, dtype))
 
 
-def _placed(
+def _tensors_by_file(
     base: Path, shapes: dict[str, list[int]], named: dict[str, Tensor], whole: PreTrainedModel
 ) -> dict[str, Tensor]:
     """Return the tensors of the text part, ``named`` as in the multimodal model ``whole``, by their names in the
     checkpoint's files. These are the names of transformers' conversions or, for a checkpoint that was written without
-    them, the names in the model. ``shapes`` are the shapes of the tensors in the files. Raises :class:`ModelError` if
-    one has no place."""
+    conversions, the names in the model. ``shapes`` are the shapes of the tensors in the files. Raises
+    :class:`ModelError` if the files do not contain one of the tensors in the same shape."""
     from transformers.core_model_loading import revert_weight_conversion
 
     problems = []
     for candidates in (revert_weight_conversion(whole, dict(named)), named):
-        held = {name: tensor for name, tensor in candidates.items() if name in shapes}
-        there = {tensor.data_ptr() for tensor in held.values()}
-        lost = [
+        matched = {name: tensor for name, tensor in candidates.items() if name in shapes}
+        addresses = {tensor.data_ptr() for tensor in matched.values()}
+        unmatched = [
             name
             for name, tensor in candidates.items()
-            if name not in held and tensor.data_ptr() not in there  # tied: one of its names is enough
+            if name not in matched and tensor.data_ptr() not in addresses  # a tied tensor needs only one of its names
         ]
-        lost += [name for name, tensor in held.items() if list(tensor.shape) != shapes[name]]
-        if not lost:
-            return {name: tensor.detach().contiguous().clone() for name, tensor in held.items()}
-        problems.append(f"{lost[0]} and {len(lost) - 1} more")
+        unmatched += [name for name, tensor in matched.items() if list(tensor.shape) != shapes[name]]
+        if not unmatched:
+            return {name: tensor.detach().contiguous().clone() for name, tensor in matched.items()}
+        problems.append(f"{unmatched[0]} and {len(unmatched) - 1} more")
     raise ModelError(
         f"the text part has no place in {base}: its files do not hold {', nor '.join(problems)}",
         remedy="export into the checkpoint that training was started from",
@@ -281,7 +292,7 @@ def _placed(
 
 
 def _refuse_difference(path: str, whole: PreTrainedModel, text: PreTrainedModel) -> None:
-    """Raise :class:`ModelError` unless the text model gives the logits that the multimodal model gives for text."""
+    """Raise :class:`ModelError` unless the text model has the same logits as the multimodal model for text."""
     ids_T = torch.tensor(list(_plain_ids(whole.config, text.config.vocab_size)), device=whole.device)
     try:
         with torch.no_grad():
@@ -303,23 +314,23 @@ def _refuse_difference(path: str, whole: PreTrainedModel, text: PreTrainedModel)
 
 
 def _plain_ids(config: PreTrainedConfig, vocab_size: int) -> Iterable[int]:
-    """Return ids of tokens that stand for text: not those that a configuration names, such as that of an image."""
-    barred = set(_numbers(config.to_dict(), ("_token_id", "_token_index")))
-    plain = [number for number in range(min(vocab_size, 8 * PROBE)) if number not in barred]
+    """Return token ids of text, without special ids that a configuration contains, such as that of an image."""
+    special = set(_integers(config.to_dict(), ("_token_id", "_token_index")))
+    plain = [number for number in range(min(vocab_size, 8 * PROBE)) if number not in special]
     return [plain[place * 7 % len(plain)] for place in range(PROBE)]
 
 
-def _numbers(tree: dict[str, Any], ends: tuple[str, ...]) -> Iterable[int]:
-    """Yield the whole numbers in a nested configuration whose keys have one of these endings."""
+def _integers(tree: dict[str, Any], ends: tuple[str, ...]) -> Iterable[int]:
+    """Yield the integers in a nested configuration whose keys end with one of ``ends``."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _numbers(value, ends)
+            yield from _integers(value, ends)
         elif str(key).endswith(ends):
             yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
 
 
 def whole_class(path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' class of a multimodal model. Raises :class:`~headrace.base.errors.ModelError` if it has
+    """Return transformers' class of a multimodal model. Raises :class:`~headrace.base.errors.ModelError` if there is
     none."""
     if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         raise ModelError(
@@ -332,7 +343,8 @@ def whole_class(path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _backbone_class(text: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of the model of hidden states in the causal language model of a text configuration."""
+    """Return the class of the backbone, which computes hidden states, in the causal language model of a text
+    configuration."""
     small = copy.deepcopy(text)
     causal = causal_class(text)
     assert causal is not None
@@ -342,9 +354,9 @@ def _backbone_class(text: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def trunk_name(text: PreTrainedModel) -> str:
-    """Return the name of the attribute of a causal language model that is its backbone, which computes hidden states.
-    Usually it is ``base_model_prefix``. Llama 4 has another name there, that of the whole in the multimodal model: then
-    the backbone is the first child that is a model itself."""
+    """Return the name of the attribute of a causal language model that contains its backbone, which computes hidden
+    states. Usually it is ``base_model_prefix``. In Llama 4, that is the name of the whole in the multimodal model; then
+    the backbone is the first child that is itself a ``PreTrainedModel``."""
     said = str(text.base_model_prefix)
     if said in text._modules:
         return said
@@ -352,23 +364,23 @@ def trunk_name(text: PreTrainedModel) -> str:
 
 
 def _head_name(text: PreTrainedModel) -> str:
-    """Return the name of the module of a causal language model that returns its logits."""
+    """Return the name of the module of a causal language model that computes its logits."""
     head = text.get_output_embeddings()
     return next(str(name) for name, module in text.named_modules() if module is head)
 
 
-def _correct(path: Path, change: Any) -> None:
-    """Replace the JSON in a file by what ``change`` makes of it; a file that does not exist is left out."""
+def _update_json(path: Path, change: Any) -> None:
+    """Replace the content of a JSON file by the result of ``change``; do nothing if the file does not exist."""
     if path.is_file():
         path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8"))), indent=2), encoding="utf-8")
 
 
-def _in_format(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the settings ``tree`` of a checkpoint, with ``dtype`` as the number format of the text part, so that
-    reading it loses nothing."""
+def _with_dtype(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the settings ``tree`` of a checkpoint with ``dtype`` as the number format of the text part, so that
+    loading it loses no precision."""
     changed: dict[str, Any] = {key: dtype for key in ("dtype", "torch_dtype") if key in tree}
     inner = {
-        key: _in_format(each, dtype)
+        key: _with_dtype(each, dtype)
         for key, each in tree.items()
         if isinstance(each, dict) and key.endswith("text_config")
     }

@@ -1,4 +1,4 @@
-"""Small random models with a character-level tokenizer, as ordinary Hugging Face directories."""
+"""Small models with random weights and a character-level tokenizer, written as ordinary Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers.utils import logging
 from headrace.models.settings import BUILDING
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+"""The special tokens of the tokenizer, with the ids 0, 1 and 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,39 +23,40 @@ class TinySpec:
     """The description of a small random model for :func:`make_tiny`. Tests, the demo and benchmarks use such models."""
 
     vocab: str
-    """The characters of the tokenizer, each once; their ids follow the three special tokens in this order."""
+    """The characters of the tokenizer, each once. Their ids are in this order, after the three special tokens."""
     seed: int = 0
     """The seed of the random weights."""
     kind: str = "qwen3"
     """The ``model_type`` of any causal language model that transformers supports."""
     hidden_size: int = 64
-    """The size of a token's hidden state; a multiple of ``num_heads``."""
+    """The size of a token's hidden state, a multiple of ``num_heads``."""
     num_layers: int = 2
     """The number of layers."""
     num_heads: int = 4
-    """The number of query heads of a layer."""
+    """The number of query heads per layer."""
     num_kv_heads: int = 2
-    """The number of key-value heads of a layer."""
+    """The number of key-value heads per layer."""
     intermediate_size: int = 128
     """The size of a token's inner activation in the feed-forward part of a layer."""
     max_positions: int = 512
     """The longest context, in tokens."""
     init_std: float = 0.02
-    """The standard deviation of the random matrices; larger values make the model's distribution less uniform."""
+    """The standard deviation of the random matrices. A larger value makes the model's distribution less uniform."""
     even_ends: bool = False
     """Whether an answer ends with about the same probability at every position, so that lengths have a geometric
-    distribution: the logit of the end token is always 0, and the others lie around it. The mean length is about the
-    number of characters in ``vocab``."""
+    distribution. The logit of the end token is then always 0, and the other logits are around 0. The mean length is
+    about the number of characters in ``vocab``."""
     chat_template: str | None = None
-    """The Jinja chat template of the tokenizer; ``None`` for a model of plain text."""
+    """The Jinja chat template of the tokenizer; ``None`` for a model without chat."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of that kind of model, such as ``sliding_window``."""
+    """Further settings for this ``kind`` of model, such as ``sliding_window``."""
 
 
 def make_tiny(directory: Path, spec: TinySpec) -> Path:
-    """Write model and tokenizer into ``directory``, which is created; the same spec makes the same bytes.
+    """Write a model and its tokenizer into ``directory``, which is created, and return ``directory``. The same spec
+    results in the same bytes.
 
-    The tokenizer has distinct padding and end-of-sequence tokens and one token per character.
+    The tokenizer has different padding and end-of-sequence tokens, and one token per character.
     """
     tokenizer = char_tokenizer(spec.vocab, spec.chat_template)
     config = AutoConfig.for_model(

@@ -1,4 +1,4 @@
-"""The tensors that are trained, and transferred from the learner to the engines."""
+"""The tensors of a model that are trained and transferred from the learner to the engines, and checks of weights."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch.distributed.tensor import DTensor
 from headrace.base.errors import ModelError
 
 DEFAULT = "default"
-"""The name of the policy's adapter, which is the only one in most models."""
+"""The name of the policy's adapter, the only adapter of most models."""
 
 CORRECTION_BIAS = "e_score_correction_bias"
-"""The name of the tensor that routers add to the scores of experts when they choose, in every family that has one
-(DeepSeek-V3, arXiv 2412.19437, section 2.1.2): a buffer or, in a few, a parameter that no gradient moves."""
+"""The name of the tensor that routers add to the scores of experts for their choice, in every family with such a tensor
+(DeepSeek-V3, arXiv 2412.19437, section 2.1.2). It is a buffer or, in a few families, a parameter without a gradient."""
 
 _LORA = "lora_"
-"""The prefix of the names that peft adds to a layer; the name of the adapter is the next part of the name."""
+"""The prefix of the names that peft adds to a layer. The next part of a tensor's name is the name of the adapter."""
 
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter of ``model`` once, by name, in the order of its modules; a tied one under its first name.
-    The correction biases of routers that are buffers follow.
+    """Return every parameter of ``model`` once, by name, in the order of its modules; a tied parameter under its first
+    name. Correction biases of routers that are buffers follow.
 
-    For a model with adapters, only the trained parameters are returned. The names of the policy's, or of the only
-    adapter's, do not contain the adapter's name; those of agents with adapters of their own do. The other parameters
-    never change, so they need not be transferred.
+    For a model with adapters, only the trained parameters are returned, since the others never change and need not be
+    transferred. Names of the policy's adapter, or of the only adapter, do not contain the adapter's name; names of
+    agents' adapters do.
 
-    The tensors are the parameters themselves: pointing one to other memory (``tensor.data = view``) changes the model,
+    The tensors are the parameters themselves: setting one to other memory (``tensor.data = view``) changes the model
     wherever the parameter is tied.
 
     >>> layer = nn.Linear(2, 3)
@@ -47,7 +47,7 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def correction_biases(model: nn.Module) -> dict[str, Tensor]:
-    """Return the correction biases of a mixture's routers by name, which no gradient moves; none for a model with
+    """Return the correction biases of a mixture's routers by name, which have no gradient; empty for a model with
     adapters, whose base never changes."""
     if is_adapted(model):
         return {}
@@ -56,8 +56,8 @@ def correction_biases(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fixed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong to the files of ``model`` and that no training changes, by name, such as a scale
-    of each layer; none for a model with adapters, whose files hold the adapters alone."""
+    """Return the buffers of ``model`` that are in its files and that training does not change, by name, such as a scale
+    of each layer; empty for a model with adapters, whose files contain only the adapters."""
     if is_adapted(model):
         return {}
     in_files, changing = model.state_dict().keys(), correction_biases(model)
@@ -65,8 +65,8 @@ def fixed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def in_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` of ``model`` with the names and shapes of the model's files, for example with one tensor
-    for each expert."""
+    """Return ``tensors`` of ``model`` with the names and shapes of the model's files, which may have, for example, one
+    tensor per expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if not tensors:
@@ -76,10 +76,11 @@ def in_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def refuse_not_finite(model: nn.Module, path: str) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError`, which names the tensors, if parameters of ``model`` or the
-    correction biases of its routers are infinite or not a number. ``path`` is the directory they were read from.
+    """Raise :class:`~headrace.base.errors.ModelError`, which names the tensors, if parameters of ``model`` or
+    correction biases of its routers contain infinite values or NaN. ``path`` is the directory from which they were
+    loaded.
 
-    Each tensor is read once and not copied. Other buffers are not checked, because masks in them hold -inf. Of a
+    Each tensor is read once and not copied. Other buffers are not checked, because masks may contain -inf. For a
     sharded tensor, this rank's part is checked.
     """
     found = not_finite(dict(model.named_parameters()) | correction_biases(model))
@@ -92,8 +93,8 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the tensors with values that are infinite or not a number: the name of each, and how many of its values
-    are. Of a sharded tensor, this rank's part is checked.
+    """Return the tensors with infinite values or NaN, each as its name and the number of such values. For a sharded
+    tensor, this rank's part is checked.
 
     >>> not_finite({"up": torch.tensor([1.0, torch.nan, torch.inf]), "down": torch.ones(2)})
     ['up (2 of 3 values)']
@@ -109,7 +110,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def first_of(found: Sequence[str]) -> str:
-    """Return the first five of ``found``, and how many more there are.
+    """Return the first five of ``found`` as text, with the number of further elements.
 
     >>> first_of(["a", "b"]), first_of(list("abcdefg"))
     ('a, b', 'a, b, c, d, e and 2 more')
@@ -127,12 +128,12 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return whether adapters are trained, instead of the model itself."""
+    """Return whether the model has adapters, which are trained instead of the model itself."""
     return any(of_adapter(name) for name, _ in model.named_parameters())
 
 
 def without_adapter(name: str) -> str:
-    """Return the name of an adapter's parameter without the name of the adapter.
+    """Return the name of an adapter's parameter without the adapter's name.
 
     >>> without_adapter("layers.0.q_proj.lora_A.default.weight")
     'layers.0.q_proj.lora_A.weight'
@@ -153,17 +154,17 @@ def adapter_of(name: str) -> str:
 
 
 def of_adapter(name: str) -> bool:
-    """Return whether a parameter or module of this name was added by peft."""
+    """Return whether peft has added the parameter or module with this name."""
     return any(part.startswith(_LORA) for part in name.split("."))
 
 
 def _place(parts: list[str]) -> int:
-    """Return the index of the adapter's name among the parts of a parameter's name."""
+    """Return the index of the adapter's name in ``parts``, the parts of a parameter's name."""
     return next(place for place, part in enumerate(parts) if part.startswith(_LORA)) + 1
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the number of tokens that ``model`` can read and score. Some embed further ones, which stand for images,
-    and of which their heads know nothing."""
+    """Return the number of tokens that ``model`` can both read and score. Some models embed further tokens, which
+    represent images, and for which their heads have no logits."""
     known: Any = model
     return min(int(known.get_input_embeddings().num_embeddings), int(known.config.vocab_size))

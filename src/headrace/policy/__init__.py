@@ -1,12 +1,12 @@
-"""Primitives for a training loop that a user writes: one process, an engine that samples, and a learner that trains.
+"""Primitives for a training loop that a user writes: one process with an engine that samples and a learner that trains.
 
     prompts ──sample──▶ Engine, in a thread ──samples──▶ your rewards ──advantages──▶ forward_backward, repeatedly
                           ▲                                                             │ gradient, added up
                           │ slots.py: copy, stage, commit between two steps             ▼
                           └───────────────────────── publish ◀───────────────────── optim_step: version + 1
 
-The gradient is the sum of those of all calls of ``forward_backward`` since the last ``optim_step``, each divided by its
-own denominator.
+The gradients of all calls of ``forward_backward`` since the last ``optim_step`` are added. Each of them is divided by
+the denominator of its own call.
 """
 
 from headrace.base.types.messages.engine import StaleFork

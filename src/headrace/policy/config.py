@@ -1,4 +1,5 @@
-"""The settings of a policy: the sections of a run file that sampling and training need."""
+"""The settings of a policy (:class:`~headrace.policy.policy.Policy`): the sections of a run file that sampling and
+training need, and the function that resolves them from the arguments of ``Policy.load``."""
 
 from __future__ import annotations
 
@@ -19,32 +20,34 @@ from headrace.models.devices import AUTO, DeviceName
 from headrace.models.hub import is_hub_name, local_directory, with_models
 
 Table = Mapping[str, Any] | Section
-"""A section as in a run file, or as a record of settings."""
+"""A section of settings: a mapping, as in a run file, or a record."""
 
 
 class PolicyConfig(Section):
-    """The settings from which a :class:`~headrace.policy.policy.Policy` is made. Its validators refuse what only a run
-    with several processes can do."""
+    """The settings of a :class:`~headrace.policy.policy.Policy`. Validators refuse settings that only a run with
+    several processes supports."""
 
     model: ModelConfig
     """The model that is trained."""
     engine: EngineConfig = EngineConfig()
-    """Settings of the engine that samples. Its temperature is also the learner's."""
+    """Settings of the engine that samples. The learner uses the same temperature."""
     learner: LearnerConfig = LearnerConfig()
     """Settings of the optimizer and its schedule."""
     algo: AlgoConfig = AlgoConfig()
-    """The loss of a ``forward_backward`` without ``loss``, and the advantage of an ``advantages`` without a name."""
+    """The default loss of ``forward_backward``, and the default formula of ``advantages``."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Number of steps after which a decaying learning rate reaches its floor. Unset: only for a constant rate."""
+    """Number of steps after which a decaying learning rate reaches its floor. It must be set unless the rate is
+    constant."""
     seed: int = Field(default=0, ge=0)
-    """Seed of every draw for which ``sample`` is given no seed, together with the number of prompts sampled so far."""
+    """The seed of calls of ``sample`` without a seed: random numbers follow from it and the number of prompts sampled
+    so far."""
     device: DeviceName = AUTO
     """Device of engine and learner: ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: the first GPU that torch finds,
     otherwise the CPU."""
 
     @model_validator(mode="after")
-    def _schedule_ends(self) -> Self:
-        """Refuse a schedule that decays without a number of steps to decay over."""
+    def _refuse_decay_without_end(self) -> Self:
+        """Raise :class:`ConfigError` for a decaying learning rate without ``total_steps``."""
         if self.learner.schedule != "constant" and self.total_steps is None:
             raise ConfigError(
                 f"learner.schedule={self.learner.schedule!r} decays, and total_steps does not say until when",
@@ -53,20 +56,21 @@ class PolicyConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _has_one_device(self) -> Self:
-        """Refuse an engine that is a server, and devices of engine and learner apart from that of the policy."""
+    def _refuse_other_devices(self) -> Self:
+        """Raise :class:`ConfigError` for an engine that is a server, and for a separate device of the engine or the
+        learner."""
         self.engine.refuse_server("a policy of a loop of its own")
-        for name, given in (("engine", self.engine.device), ("learner", self.learner.device)):
-            if given != AUTO:
+        for name, device_name in (("engine", self.engine.device), ("learner", self.learner.device)):
+            if device_name != AUTO:
                 raise ConfigError(
-                    f"{name}.device={given!r}: engine and learner of a policy share one device",
-                    remedy=f"give device={given!r} instead",
+                    f"{name}.device={device_name!r}: engine and learner of a policy share one device",
+                    remedy=f"give device={device_name!r} instead",
                 )
         return self
 
     @model_validator(mode="after")
-    def _has_its_callers_advantages(self) -> Self:
-        """Refuse advantages and teachers that only a run can compute."""
+    def _refuse_run_advantages(self) -> Self:
+        """Raise :class:`ConfigError` for advantages and teachers that only a run can compute."""
         if self.algo.advantage.by_teacher:
             raise ConfigError(
                 f"a policy of a loop of its own takes the advantages that it is given: algo.advantage="
@@ -81,8 +85,8 @@ class PolicyConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _has_no_agents(self) -> Self:
-        """Refuse one adapter for each of several agents: a policy trains one."""
+    def _refuse_agents(self) -> Self:
+        """Raise :class:`ConfigError` for adapters of several agents, since a policy trains one adapter."""
         agents = list(self.model.adapter_agents)
         if agents:
             raise ConfigError(
@@ -92,8 +96,9 @@ class PolicyConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _has_no_critic(self) -> Self:
-        """Refuse the settings of a critic (a value model), and advantages that need one."""
+    def _refuse_critic(self) -> Self:
+        """Raise :class:`ConfigError` for settings of a critic (a value model), and for advantages that need a
+        critic."""
         if self.algo.advantage.by_critic or self.learner.critic != CriticConfig():
             raise ConfigError(
                 "a policy of a loop of its own has no critic: algo.advantage='gae' and learner.critic are for runs",
@@ -106,7 +111,7 @@ class PolicySettings(TypedDict, total=False):
     """The keyword arguments of :meth:`headrace.Policy.load`, which are the keys of :class:`PolicyConfig`."""
 
     model: Table
-    """Settings of the model, except its path, which is an argument of its own."""
+    """Settings of the model, except its path, which is a separate argument."""
     engine: Table
     """Settings of the engine; see :class:`~headrace.engine.config.EngineConfig`."""
     learner: Table
@@ -116,7 +121,7 @@ class PolicySettings(TypedDict, total=False):
     total_steps: int
     """Number of steps after which a decaying learning rate reaches its floor."""
     seed: int
-    """Seed of the draws."""
+    """Seed of the random numbers of sampling."""
     device: str
     """Device on which the engine and the learner compute."""
 
@@ -124,39 +129,41 @@ class PolicySettings(TypedDict, total=False):
 def resolve(
     base: Mapping[str, Any], settings: Mapping[str, Any], lr: float | None, loss: str | Mapping[str, Any] | None
 ) -> PolicyConfig:
-    """Return the settings of a policy: ``base`` (from a saved policy, as nested dicts) overridden by ``settings``, by
-    ``lr`` for ``learner.lr`` and by ``loss`` for ``algo.loss``; ``None`` overrides nothing. A given ``algo`` replaces
-    that of the base; the other sections are merged key by key. A local path of the model becomes absolute. Raises
-    :class:`~headrace.base.errors.ConfigError` for invalid settings.
+    """Return the settings of a policy. ``base`` are the settings of a saved policy, as nested dicts. ``settings``
+    override them, ``lr`` overrides ``learner.lr`` and ``loss`` overrides ``algo.loss``; ``None`` overrides nothing. A
+    section ``algo`` in ``settings`` replaces the whole section of ``base``; other sections are merged key by key. A
+    local path of the model becomes absolute. Raises :class:`~headrace.base.errors.ConfigError` for invalid settings.
 
     >>> resolve({"model": {"path": "m"}}, {"engine": {"temperature": 0.8}}, 1e-5, "gspo").algo.loss.kind
     'gspo'
     """
-    given = {key: _tree(value) if isinstance(value, Section) else value for key, value in settings.items()}
+    overrides = {
+        key: _section_as_dict(value) if isinstance(value, Section) else value for key, value in settings.items()
+    }
     for short, value, section, key in (("lr", lr, "learner", "lr"), ("loss", loss, "algo", "loss")):
         if value is None:
             continue
-        table = dict(given.get(section, {}))
+        table = dict(overrides.get(section, {}))
         if key in table:
             raise ConfigError(f"{short} and {section}.{key} are both given", remedy="give one of them")
-        given[section] = {**table, key: value}
-    tree = merge({key: value for key, value in base.items() if not (key == "algo" and "algo" in given)}, given)
+        overrides[section] = {**table, key: value}
+    tree = merge({key: value for key, value in base.items() if not (key == "algo" and "algo" in overrides)}, overrides)
     path = tree.get("model", {}).get("path")
     if isinstance(path, str) and path:
-        found = path if is_hub_name(path) and not Path(path).exists() else str(Path(path).expanduser().resolve())
-        tree = merge(tree, {"model": {"path": found}})
+        resolved = path if is_hub_name(path) and not Path(path).exists() else str(Path(path).expanduser().resolve())
+        tree = merge(tree, {"model": {"path": resolved}})
     return validate(PolicyConfig, tree)
 
 
 def with_local_models(config: PolicyConfig) -> PolicyConfig:
-    """Return the settings with a local directory in place of each model name of a hub; such a model is downloaded if it
-    is not in the cache."""
+    """Return the settings with each hub name of a model replaced by a local directory. A model that is not in the cache
+    is downloaded."""
     tree = config.model_dump(mode="json")
-    found = with_models(tree, lambda setting, path: local_directory(path, setting))
-    return config if found == tree else validate(PolicyConfig, found)
+    local = with_models(tree, lambda setting, path: local_directory(path, setting))
+    return config if local == tree else validate(PolicyConfig, local)
 
 
-def _tree(section: Section) -> dict[str, Any]:
-    """Return a section as nested dicts with only the keys that were set, so that it overrides no others; of ``algo``,
-    which is replaced as a whole, with all keys."""
+def _section_as_dict(section: Section) -> dict[str, Any]:
+    """Return a section as nested dicts with only the keys that were set, so that it does not override other keys. The
+    section ``algo``, which replaces the whole section of a saved policy, is returned with all keys."""
     return section.model_dump(mode="json", exclude_unset=not isinstance(section, AlgoConfig))

@@ -1,4 +1,5 @@
-"""Computation of advantages from rewards, nested as samples are: one list for each prompt, or one flat list."""
+"""The function behind ``Policy.advantages``: it computes advantages from rewards, which are nested like samples (one
+list for each prompt) or one flat list."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from headrace.base.errors import ConfigError, DataError
 def advantages_of(
     name: str | None, rewards: Sequence[Any], groups: Sequence[Any] | None, options: Mapping[str, Any], algo: AlgoConfig
 ) -> list[Any]:
-    """Return one advantage for each reward, by the formula called ``name`` with its ``options``, or by that of ``algo``
-    if ``name`` is ``None``. ``rewards`` are a list for each prompt, whose rewards share a baseline, or one flat list
-    with ``groups``, the label of each reward's group. The result is nested as ``rewards`` are.
-    :meth:`headrace.policy.Policy.advantages` calls this. Raises :class:`~headrace.base.errors.DataError` without
-    rewards and :class:`~headrace.base.errors.ConfigError` for options that do not fit.
+    """Return one advantage for each reward, computed by the formula ``name`` with its ``options``, or by the formula of
+    ``algo`` if ``name`` is ``None``. ``rewards`` are either one list for each prompt, whose rewards share a baseline,
+    or one flat list, for which ``groups`` contains the label of each reward's group. The result is nested like
+    ``rewards``. :meth:`headrace.policy.Policy.advantages` calls this. Raises :class:`~headrace.base.errors.DataError`
+    without rewards and :class:`~headrace.base.errors.ConfigError` for invalid options.
 
     >>> advantages_of("rloo", [[1, 0], [0, 0]], None, {}, AlgoConfig())
     [[1.0, -1.0], [0.0, 0.0]]
@@ -38,5 +39,5 @@ def advantages_of(
         return credit
     if len(credit) != len(flat):
         raise ConfigError(f"advantage {name!r} credits single tokens", remedy="give flat rewards with groups")
-    numbers = iter(credit)
-    return [[next(numbers) for _ in row] for row in rewards]
+    values = iter(credit)
+    return [[next(values) for _ in row] for row in rewards]

@@ -1,11 +1,10 @@
 """The objective of one ``forward_backward``, and the linear objective that replaces a user's loss function.
 
-A function f of all log π of a batch, however it combines them, has the gradient Σ_i ∂f/∂log π_i · ∇ log π_i. So f is
-computed once on all of them. Its *slopes*, the partial derivatives ∂f/∂log π_i, then are the weights of the plain sum
-Σ_i slope_i · log π_i, whose gradient is that of f, however the batch is divided into micro-batches.
+A user's function f of all log π of a batch may combine them in any way. Its gradient is Σ_i ∂f/∂log π_i · ∇ log π_i. So
+f is computed once for the whole batch. Its partial derivatives ∂f/∂log π_i, the *slopes*, then are the weights of the
+plain sum Σ_i slope_i · log π_i, which has the same gradient as f, however the batch is divided into micro-batches.
 
-π is the policy in training; log π_i is the log-probability of token i. Shape legend: N tokens of the samples one after
-the other.
+π is the policy in training; log π_i is the log-probability of token i. Shape legend: N tokens of all samples in order.
 """
 
 from __future__ import annotations
@@ -27,82 +26,82 @@ from headrace.base.types.versions import NOT_SAMPLED
 from headrace.learner.config import COLUMNS, SETTINGS
 
 Choice = str | Mapping[str, Any] | AlgoConfig
-"""A loss by name, or the ``[algo]`` table of a run file, or its record."""
+"""The choice of a loss: its name, the ``[algo]`` table of a run file, or the record of that table."""
 
 Metrics = Mapping[str, Any]
 """Numbers to report, by name."""
 Formula = Callable[[LossInputs], Tensor | tuple[Tensor, Metrics]]
-"""The loss of a whole batch as a scalar, with or without metrics."""
+"""A user's loss function: it returns the loss of a whole batch as a scalar tensor, alone or with metrics."""
 
 
 class ReplaceableObjective(Objective):
-    """An objective that delegates everything to another one, which can be replaced between batches: the learner of a
-    policy keeps one objective, and each ``forward_backward`` may choose its loss."""
+    """An objective that delegates every call to a current objective, which can be replaced between batches. The learner
+    of a policy has this one objective, while each ``forward_backward`` may choose another loss."""
 
     def __init__(self, first: Objective) -> None:
-        """Delegate to ``first`` until :meth:`choose` replaces it."""
+        """Create the objective. ``first`` is the current objective until :meth:`choose` replaces it."""
         self.choose(first)
 
     def choose(self, objective: Objective) -> None:
-        """Replace the objective that is used from now on."""
-        object.__setattr__(self, "_now", objective)  # the base class is frozen
+        """Make ``objective`` the current objective."""
+        object.__setattr__(self, "_current", objective)  # the base class is frozen
 
-    _now: Objective
+    _current: Objective
 
     @property
     def old(self) -> Any:
-        """The policy that is π_old, by the present objective, such as ``"learner"`` or ``"engine"``."""
-        return self._now.old
+        """The source of π_old in the current objective, such as ``"learner"`` or ``"engine"``."""
+        return self._current.old
 
     @property
     def critic(self) -> Any:
-        """Always ``None``: no critic is trained, since the caller computes the advantages."""
+        """The critic that is trained: ``None``, because the caller computes the advantages."""
         return None
 
     @property
     def teaching(self) -> Any:
-        """Always ``None``: no advantages come from a teacher."""
+        """The teacher from which advantages are computed: ``None``, because the caller computes the advantages."""
         return None
 
     @property
     def num_updates(self) -> int:
-        """The number of optimizer steps that the present objective makes of one batch."""
-        return self._now.num_updates
+        """The number of optimizer steps that the current objective makes with one batch."""
+        return self._current.num_updates
 
     @property
     def columns(self) -> frozenset[Column]:
-        """The names of the columns that the present objective reads and the learner has to compute."""
-        return self._now.columns
+        """The names of the columns that the current objective reads and the learner has to compute."""
+        return self._current.columns
 
     @property
     def selects(self) -> bool:
-        """Whether the present objective selects tokens from the whole batch, for which the learner computes all log π
-        before it calls ``prepare``."""
-        return self._now.selects
+        """Whether the current objective selects tokens from the whole batch; the learner then computes all log π before
+        it calls ``prepare``."""
+        return self._current.selects
 
     def shares(self, layout: BatchLayout) -> Shares:
-        """Return the weights of the tokens of ``layout`` by the present objective, and their contribution to the
+        """Return the weights of the tokens of ``layout`` in the current objective, and their contribution to the
         denominator."""
-        return self._now.shares(layout)
+        return self._current.shares(layout)
 
     def prepare(self, whole: LossInputs) -> Tensor | None:
-        """Return the tokens that the present objective selects from the whole batch (N×P, bool); ``None`` if it selects
-        none."""
-        return self._now.prepare(whole)
+        """Return the mask of the tokens that the current objective selects from the whole batch (N×P, bool); ``None``
+        if it does not select tokens."""
+        return self._current.prepare(whole)
 
     def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
-        """Return the loss of a micro-batch by the present objective; ``weights_N`` are the weights of its tokens."""
-        return self._now(inputs, weights_N)
+        """Return the loss of a micro-batch in the current objective; ``weights_N`` are the weights of its tokens."""
+        return self._current(inputs, weights_N)
 
 
 class Slopes(LossSection):
-    """The loss Σ slope · log π of a user's own loss function, with the slopes in the column of advantages. See the
-    module for why its gradient is that of the function."""
+    """The loss Σ slope · log π that replaces a user's loss function. The column of advantages contains the slopes. The
+    docstring of the module explains why the gradients are equal."""
 
     kind: Literal["slopes"] = "slopes"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return slope · log π of every token."""
+        """Return slope · log π for each token."""
         return TokenLoss(tokens_N=inputs.advantages_N * inputs.log_pi_N)
 
 
@@ -112,19 +111,20 @@ class Sum:
     kind: ClassVar[str] = "sum"
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """Return the weight 1 for every token with loss, and 0 for others."""
+        """Return the weight 1 for each token with loss and 0 for other tokens, and the denominator 1."""
         return Shares(weights_N=layout.mask_N.float(), mass=torch.ones(()))
 
 
 LINEAR = Objective(Slopes(), (), Sum())
-"""The objective that replaces a user's loss function: Σ slope · log π, without corrections."""
+"""The objective that replaces a user's loss function: Σ slope · log π, without corrections and without a
+denominator."""
 
 
 def algo_of(choice: Choice) -> AlgoConfig:
-    """Return the settings of the algorithm that ``choice`` stands for: the name of a loss, which leaves all other
-    settings at their defaults, an ``[algo]`` table, or settings as they are.
+    """Return the settings of the algorithm for ``choice``: the name of a loss (all other settings have their defaults),
+    an ``[algo]`` table, or a record, which is returned unchanged.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for an unknown name or key, and for a formula that reads a column
+    Raises :class:`~headrace.base.errors.ConfigError` for an unknown name or key, and for a loss that reads a column
     that the learner does not compute.
 
     >>> algo_of("gspo").correction[0].kind
@@ -152,10 +152,11 @@ def algo_of(choice: Choice) -> AlgoConfig:
 
 
 def slopes_of(fn: Formula, inputs: LossInputs) -> tuple[Tensor, dict[str, float]]:
-    """Call the user's loss function ``fn`` once with ``inputs``, and return its slopes ∂fn/∂log π ``[N]`` in float32, 0
-    for tokens without loss, and the metrics of ``fn`` with ``loss``, its value, among them.
+    """Call the user's loss function ``fn`` once with ``inputs``. Return its slopes ∂fn/∂log π, ``[N]`` in float32, 0
+    for tokens without loss; and its metrics by name, to which ``loss``, the value of the function, is added.
 
-    Raises :class:`~headrace.base.errors.DataError` if ``fn`` returns no loss, or has no finite slopes.
+    Raises :class:`~headrace.base.errors.DataError` if ``fn`` returns no scalar tensor, does not depend on log π, or has
+    slopes that are not finite.
     """
     with torch.enable_grad():
         returned = fn(inputs)
@@ -181,13 +182,13 @@ def slopes_of(fn: Formula, inputs: LossInputs) -> tuple[Tensor, dict[str, float]
 
 
 def _number(value: Any) -> float:
-    """Return a number, or a tensor of one element, as a float."""
+    """Return ``value``, a number or a tensor with one element, as a float."""
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def refuse_uncorrected(batch: Batch, algo: AlgoConfig) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if ``batch`` has tokens that older weights sampled, and ``algo``
-    neither corrects for that nor allows it (``algo.allow_uncorrected``)."""
+    neither corrects for the difference nor allows it (``algo.allow_uncorrected``)."""
     sampled_N = batch.mask_N & (batch.versions_N != NOT_SAMPLED)
     ages = batch.ages()[sampled_N[batch.mask_N]]
     oldest = int(ages.max(initial=0))

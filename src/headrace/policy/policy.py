@@ -1,6 +1,6 @@
-"""A policy that one process samples, trains and publishes: a language model with an engine that samples, in a thread,
-and a learner that trains. To *publish* is to make the engine use the learner's newest weights; the *version* of weights
-is the number of optimizer steps that made them."""
+"""A policy that one process samples and trains: a language model with an engine that samples, in a thread, and a
+learner that trains. To *publish* is to make the engine use the learner's newest weights; the *version* of weights is
+the number of optimizer steps that made them."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ from headrace.policy.slots import Slots
 
 
 class Policy:
-    """A model that plain Python can sample and train.
+    """A language model that a user's Python program samples and trains with method calls.
 
-    Sampling is asynchronous and needs the policy to be open (``async with policy``, or :meth:`start`). Training is
-    synchronous and does not need it. Only one thread at a time may use the learner;
-    ``await asyncio.to_thread(policy.forward_backward, ...)`` trains while this event loop continues to sample.
+    Sampling is asynchronous, and the policy must be open (``async with policy``, or :meth:`start`). Training is
+    synchronous and works without opening the policy. Only one thread at a time may use the learner; ``await
+    asyncio.to_thread(policy.forward_backward, ...)`` trains while this event loop continues to sample.
 
     >>> import asyncio, tempfile
     >>> from pathlib import Path
@@ -76,8 +76,8 @@ class Policy:
     """
 
     def __init__(self, config: PolicyConfig, *, num_prompts: int = 0) -> None:
-        """Make the policy of ``config``; see :meth:`load`. ``num_prompts`` is the number of prompts sampled before it
-        was saved."""
+        """Load the model and create the engine and the learner; see :meth:`load`. ``num_prompts`` is the number of
+        prompts sampled before the policy was saved."""
         config = with_local_models(config)
         path = config.model.path
         where = str(use("device", config.device, only_cpu=config.model.deterministic))
@@ -119,14 +119,13 @@ class Policy:
             keep_mask=config.learner.keep_sampling_mask,
         )
         self._vocab_size = vocabulary_of(model)
-        self._engine: LocalEngine | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine: LocalEngine | None = None  # only while the policy is open
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop in which the policy was opened
         self._publishing = asyncio.Lock()
-        self._busy = threading.Lock()
-        self._busy_with = ""
-        self._comparing = threading.Lock()
-        """Held by each call of the learner, and by the comparison in :meth:`start`, which waits for such a call."""
-        self._weights = threading.Lock()
+        self._learner_lock = threading.Lock()  # a second thread that calls the learner gets an error and does not wait
+        self._learner_user = ""  # the method that uses the learner, for this error
+        self._call_lock = threading.Lock()  # held by each call of the learner, and by the comparison in :meth:`start`
+        self._weights_lock = threading.Lock()  # held while the learner's weights are copied, changed or replaced
 
     @classmethod
     def load(
@@ -137,11 +136,11 @@ class Policy:
         loss: str | Mapping[str, Any] | None = None,
         **settings: Unpack[PolicySettings],
     ) -> Self:
-        """Load the policy in ``directory``: a Hugging Face causal language model, or a directory of :meth:`save`, from
-        which it continues exactly.
+        """Load a policy from ``directory``: a Hugging Face causal language model, or a directory that :meth:`save` has
+        written, from which training continues exactly.
 
-        ``lr`` stands for ``learner={"lr": ...}`` and ``loss`` for ``algo={"loss": ...}``; ``settings`` are those of
-        :class:`~headrace.policy.config.PolicyConfig` and override the saved ones. Raises
+        ``lr`` is short for ``learner={"lr": ...}`` and ``loss`` for ``algo={"loss": ...}``. ``settings`` are fields of
+        :class:`~headrace.policy.config.PolicyConfig` and override saved settings. Raises
         :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.ModelError`,
         :class:`~headrace.base.errors.CheckpointError`, and :class:`~headrace.base.errors.DataError` for a file that has
         changed since it was saved.
@@ -150,7 +149,8 @@ class Policy:
         verify(directory)
         state = store.read_state(directory)
         base = {} if state is None else state.config
-        if base.get("model", {}).get("lora") is None:  # an adapter is saved without the model it adapts
+        # an adapter is saved without its base model, whose path is in the saved settings
+        if base.get("model", {}).get("lora") is None:
             base = {**base, "model": {**base.get("model", {}), "path": str(directory)}}
         config = resolve(base, dict(settings), lr, loss)
         if state is None:
@@ -161,33 +161,34 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """The version of the learner's weights, which is the number of optimizer steps made."""
+        """The version of the learner's weights, which is the number of optimizer steps that made them."""
         return self._learner.version
 
     @property
     def engine_version(self) -> int:
-        """The version of the weights that sample; -1 before the policy is open."""
+        """The version of the weights that the engine samples with; -1 before the policy is open."""
         return self._slots.committed
 
     @property
     def facts(self) -> Mapping[str, str | int | float]:
-        """The implementations that compute the model in the engine, and where its memory goes."""
+        """Facts about the engine by name: the implementations with which it computes the model, and its use of
+        memory."""
         return self._core.facts()
 
     @property
     def engine(self) -> LocalEngine:
-        """The engine of an open policy, for example to serve it. Raises :class:`~headrace.base.errors.RunError` if the
-        policy is not open."""
+        """The engine of the open policy, for example to serve the policy. Raises
+        :class:`~headrace.base.errors.RunError` if the policy is not open."""
         return self._open("engine")
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open the policy, once: start the engine in this event loop, publish the learner's weights to it, and compare
-        the two.
+        """Open the policy: start the engine in this event loop, publish the learner's weights to it, and compare engine
+        and learner. A policy can be opened only once.
 
-        Raises :class:`~headrace.base.errors.RunError` if their log-probabilities of a few tokens differ more than
-        rounding explains, or differ at all with ``model.deterministic``.
+        Raises :class:`~headrace.base.errors.RunError` if engine and learner compute log-probabilities of a few random
+        tokens that differ more than rounding explains, or differ at all with ``model.deterministic``.
         """
         if self._loop is not None:
             raise RunError("the policy was opened before", remedy="open it once; load it again for another loop")
@@ -202,32 +203,34 @@ class Policy:
             raise
 
     async def close(self) -> None:
-        """End sampling; calls that wait for samples raise an error. The learner can still be used and saved."""
+        """Stop the engine. Calls that wait for samples raise an error. The learner can still be used and saved."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.__aexit__()
 
     async def __aenter__(self) -> Self:
+        """Open the policy; see :meth:`start`."""
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        """Close the policy; see :meth:`close`."""
         await self.close()
 
     async def sample(
         self, prompts: Sequence[Prompt], n: int = 1, *, seed: int | None = None, **how: Unpack[SampleOptions]
     ) -> list[list[Sample]]:
-        """Return ``n`` answers to each prompt: a list for every prompt, in order.
+        """Return ``n`` answers to each prompt: a list for each prompt, in order.
 
         A prompt is text, chat messages, token ids, or :class:`~headrace.base.types.tokens.Tokens`. ``how`` overrides
-        the settings of the engine; samples of another temperature cannot be trained. With ``seed`` the same call gives
-        the same answers under the same weights; without it, each call draws again. Weights that are published meanwhile
-        are used from then on, and every token records the version that sampled it.
+        the sampling settings of the policy; samples with another temperature cannot be trained. With ``seed``, the same
+        call with the same weights returns the same answers; without it, each call uses new random numbers. Weights that
+        are published during the call are used from then on, and every token records the version that sampled it.
 
         Raises :class:`~headrace.base.errors.DataError` for an invalid prompt,
         :class:`~headrace.base.errors.ConfigError` for an invalid setting and
-        :class:`~headrace.base.errors.RequestError` for a request that the engine cannot serve; no answer is returned
-        then.
+        :class:`~headrace.base.errors.RequestError` for a request that the engine cannot serve. After an error, no
+        answer is returned.
         """
         engine = self._open("sample")
         return await self._sampler.sample(engine, self._sampler.plan(self._sampler.encode(prompts), n, seed, how))
@@ -245,9 +248,10 @@ class Policy:
         """Return ``n`` other answers that begin with the first ``at`` tokens of ``sample``'s answer. The engine
         computes the common tokens only once where it can.
 
-        These tokens are part of their prompts: they carry no loss there, and are trained with ``sample``. The engine
-        remembers ``engine.fork_memory`` sequences; if it has forgotten this one, its tokens can be given as a prompt.
-        ``stale`` says what happens if newer weights were published since.
+        The common tokens become part of the prompts of the new samples: they carry no loss there, and are trained with
+        ``sample``. The engine stores the last ``engine.fork_memory`` sequences; the tokens of an older sequence can be
+        passed to :meth:`sample` as a prompt. ``stale`` says what happens if newer weights were published since
+        ``sample`` was sampled.
         """
         engine = self._open("fork")
         if sample.engine != self._sampler.name:
@@ -255,19 +259,19 @@ class Policy:
                 "the sample to fork was not sampled by this policy since it was loaded",
                 remedy="fork what its sample() returned, or give the first tokens to sample() as a prompt",
             )
-        given = Tokens.observed(sample.full.ids_T[: len(sample.prompt) + at])
+        common = Tokens.observed(sample.full.ids_T[: len(sample.prompt) + at])
         options = RequestOptions(fork=ForkRequest(parent=sample.request_id, at=at, stale=stale))
-        (group,) = self._sampler.plan([given], n, seed, how)
+        (group,) = self._sampler.plan([common], n, seed, how)
         requests = [replace(one, group=sample.group, options=options) for one in group]
         (forked,) = await self._sampler.sample(engine, [requests])
         return forked
 
     async def score(self, samples: Sequence[Sample | Tokens], *, temperature: float | None = None) -> list[FloatColumn]:
-        """Return the log-probability of each token of prompt and answer under the weights that sample; 0 for the first
-        token.
+        """Return the log-probability of each token of prompt and answer under the weights that the engine uses; 0 for
+        the first token.
 
-        The result has a column ``[F]`` for each sample. A recorded kept-set or routing is applied. ``temperature`` is
-        by default that of the policy.
+        The result has a column ``[F]`` for each sample. Recorded kept-sets and routing are applied. The default
+        ``temperature`` is the policy's.
         """
         engine = self._open("score")
         divisor = self.config.engine.temperature if temperature is None else temperature
@@ -281,16 +285,16 @@ class Policy:
         return await together([engine.score(one, temperature=divisor) for one in tokens])
 
     async def publish(self, mode: Interrupt | str = Interrupt.INFLIGHT) -> SwapReport:
-        """Make the engine use the learner's weights, between two engine steps. ``mode`` says how running sequences
-        continue. Training stops for one copy of the weights.
+        """Make the engine use the learner's weights from the next engine step on, and return the report on the commit.
+        ``mode`` says how running sequences continue. Training waits while the weights are copied once.
 
-        Raises :class:`~headrace.base.errors.RunError` if the engine uses these weights already.
+        Raises :class:`~headrace.base.errors.RunError` if the engine already uses these weights.
         """
         engine = self._open("publish")
         if mode not in tuple(Interrupt):
             raise ConfigError(f"mode={mode!r} does not exist", remedy=f"one of: {', '.join(Interrupt)}")
         async with self._publishing:
-            with self._weights:
+            with self._weights_lock:
                 update = self._slots.copy(self.version)
             await engine.stage(update)
             return await engine.commit(update.version, Interrupt(mode))
@@ -300,25 +304,26 @@ class Policy:
     def advantages(
         self, name: str | None, rewards: Sequence[Any], groups: Sequence[Any] | None = None, **options: Any
     ) -> list[Any]:
-        """Return the advantage of each reward, by the formula called ``name``; ``None`` for that of ``config.algo``.
+        """Return the advantage of each reward, computed by the formula ``name``; ``None``: the formula of
+        ``config.algo``.
 
-        ``rewards`` are nested as samples are, a list for each prompt; or flat, with ``groups`` to say which of them
-        share a baseline. The result is nested in the same way. ``options`` are those of
-        :func:`headrace.algo.advantage`.
+        ``rewards`` are nested like samples, a list for each prompt; or they are one flat list, for which ``groups``
+        contains the group of each reward. Rewards of one group share a baseline. The result is nested like ``rewards``.
+        ``options`` are the options of :func:`headrace.algo.advantage`.
         """
         return advantages_of(name, rewards, groups, options, self.config.algo)
 
     def forward_backward(self, samples: Samples, advantages: Sequence[Any], *, loss: Choice | None = None) -> Gradient:
-        """Add the gradient of a loss over ``samples`` to the gradient that :meth:`optim_step` will use.
+        """Add the gradient of a loss over ``samples`` to the gradient that the next :meth:`optim_step` uses.
 
-        ``advantages`` are nested as the samples are: a number for each, or one for each token of its answer. ``loss``
-        is a name, or a table or record of ``[algo]``; by default the policy's own. Its denominator is that of this
-        call: the gradients of several calls add up. π_old is the learner's policy at this moment; for several updates
-        on the same samples set ``algo.old = "engine"``.
+        ``advantages`` are nested like the samples: a number for each sample, or a number for each token of its answer.
+        ``loss`` is a name, or a table or record of ``[algo]``; the default is the policy's loss. The denominator of the
+        loss covers the samples of this call only, and the gradients of several calls are added. π_old is the learner's
+        policy at the time of the call; for several updates on the same samples set ``algo.old = "engine"``.
 
         Raises :class:`~headrace.base.errors.DataError`, :class:`~headrace.base.errors.ConfigError` and
         :class:`~headrace.base.errors.RunError` before any change. If the computation itself fails, the whole gradient
-        is discarded, that of earlier calls included.
+        is discarded, including the gradients of earlier calls.
         """
         with self._learning("forward_backward"):
             algo = self.config.algo if loss is None else algo_of(loss)
@@ -338,16 +343,16 @@ class Policy:
     def forward_backward_custom(
         self, samples: Samples, fn: Formula, *, advantages: Sequence[Any] | None = None
     ) -> Gradient:
-        """Add the gradient of any differentiable function of the log-probabilities of all samples, as
-        :meth:`forward_backward` does for a loss.
+        """Add the gradient of a user's differentiable function of the log-probabilities of all samples to the gradient
+        that the next :meth:`optim_step` uses.
 
-        ``fn`` gets :class:`~headrace.algo.base.LossInputs` with every token of prompts and answers, one sample after
-        the other, and returns the loss, or the loss and a dict of metrics. It is called once, whatever the
-        micro-batches, so it may combine samples; that needs a second forward pass. ``log_old_N`` is π_old by
-        ``config.algo.old``, and ``log_ref_N`` that of ``config.learner.reference``. ``log_pi_N`` is 0 outside
-        ``mask_N``, and a gradient there has no effect. The loss is not normalised except by ``fn``.
+        ``fn`` receives :class:`~headrace.algo.base.LossInputs` with all tokens of prompts and answers, one sample after
+        the other, and returns the loss, or the loss and a dict of metrics. It is called once for the whole batch, so it
+        may combine samples; this needs a second forward pass. ``log_old_N`` is log π_old according to
+        ``config.algo.old``, and ``log_ref_N`` the log-probability under ``config.learner.reference``. ``log_pi_N`` is 0
+        outside ``mask_N``, and a gradient there has no effect. The loss is not normalised, unless ``fn`` does it.
 
-        Raises :class:`~headrace.base.errors.DataError` for a function that gives no loss or no finite gradient.
+        Raises :class:`~headrace.base.errors.DataError` for a function that returns no loss or has no finite gradient.
         """
         with self._learning("forward_backward_custom"):
             batch = make_batch(samples, advantages, self._requirements())
@@ -359,17 +364,18 @@ class Policy:
             return replace(gradient, metrics={**gradient.metrics, **reported})
 
     def optim_step(self) -> Update:
-        """Make one optimizer step with the accumulated gradient, and increase :attr:`version` by one.
+        """Make one optimizer step with the accumulated gradient, increase :attr:`version` by one, and return the report
+        on the step.
 
-        Raises :class:`~headrace.base.errors.RunError` if there is no gradient or it is not finite; the weights are
-        unchanged then.
+        Raises :class:`~headrace.base.errors.RunError` if there is no gradient or it is not finite. After an error, the
+        weights are unchanged.
         """
-        with self._learning("optim_step"), self._weights:
+        with self._learning("optim_step"), self._weights_lock:
             return self._learner.optim_step()
 
     def demonstrations(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Sample]:
-        """Return samples of given answers, to be imitated with ``loss="ce"`` and advantages of 1. The tokenizer's
-        end-of-sequence token is appended to each answer."""
+        """Return samples of the texts ``answers``, one for each prompt, for supervised training with ``loss="ce"`` and
+        advantages of 1. The tokenizer's end-of-sequence token is appended to each answer."""
         encoded = self._sampler.encode(prompts)
         if len(encoded) != len(answers):
             raise DataError(f"{len(encoded)} prompts and {len(answers)} answers", remedy="give an answer to each")
@@ -379,11 +385,11 @@ class Policy:
         return [self._sampler.demonstration(*pair) for pair in zip(encoded, answers, strict=True)]
 
     def save(self, directory: str | Path) -> None:
-        """Write model, tokenizer, optimizer, version and settings into ``directory``, which must be new. :meth:`load`
-        continues from there bit for bit, and any Hugging Face program can read the model.
+        """Write model, tokenizer, optimizer, version and settings to ``directory``, which must be new or empty.
+        Training after :meth:`load` continues bit for bit, and any Hugging Face program can read the model.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` if that fails, and :class:`~headrace.base.errors.RunError`
-        between ``forward_backward`` and ``optim_step``.
+        Raises :class:`~headrace.base.errors.CheckpointError` if the files cannot be written, and
+        :class:`~headrace.base.errors.RunError` between ``forward_backward`` and ``optim_step``.
         """
         with self._learning("save"):
             if self._learner.has_gradient:
@@ -398,14 +404,14 @@ class Policy:
     # -- private ----------------------------------------------------------------------------------------------------
 
     async def _compare(self) -> None:
-        """Raise :class:`~headrace.base.errors.RunError` if the engine and the learner compute different logprobs of a
-        few random sequences, because samples of such an engine could not be trained on."""
+        """Raise :class:`~headrace.base.errors.RunError` if the logprobs of engine and learner for a few random
+        sequences differ more than rounding explains."""
         config, cache_tokens = self.config, self._core.stats().cache_blocks * BLOCK
         longest = min(self._max_context, cache_tokens, config.learner.tokens_per_microbatch)
         sequences = probe_tokens(self._vocab_size, longest)
         batch = probe_batch(self.version, sequences)
         version, scored, log_pi_N = NOT_SAMPLED, list[FloatColumn](), np.zeros(0, np.float32)
-        while version != self.engine_version:  # a thread that trains may have made a step since the publication
+        while version != self.engine_version:  # another thread may have made an optimizer step since the publication
             if version != NOT_SAMPLED:
                 await self.publish()
             scored = await self.score(sequences)
@@ -415,20 +421,20 @@ class Policy:
         refuse_mismatch(batch, np.concatenate(scored), log_pi_N, settings)
 
     def _learner_logprobs(self, batch: Batch) -> tuple[int, FloatColumn]:
-        """Wait until the learner's current call has ended, and return the version of its weights and log π of each
-        token of ``batch``. :meth:`_compare` calls this in a thread."""
-        with self._comparing:
+        """Wait until the learner's current call has ended. Then return the version of the learner's weights, and log π
+        of each token of ``batch``. :meth:`_compare` calls this in a thread."""
+        with self._call_lock:
             return self.version, self._learner.logprobs(batch)
 
     def _requirements(self) -> SampleRequirements:
-        """Return the properties that samples must have to be trained on now."""
+        """Return the properties that samples must have to be trained with the current weights."""
         return SampleRequirements(
             step=self.version, temperature=self.config.engine.temperature, vocab_size=self._vocab_size
         )
 
     def _inputs(self, batch: Batch) -> Any:
-        """Return the inputs of a user's loss function for the whole batch: all columns, those of auxiliary models
-        included, with log π as the tensor that the function is differentiated by."""
+        """Return the inputs of a user's loss function for the whole batch: all columns, including the columns of
+        auxiliary models. The function is differentiated with respect to the tensor ``log_pi_N`` among them."""
         mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
         work = StepWork(batch=batch, mask_N=mask_N.numpy(), weights_N=torch.zeros(0), old=self.config.algo.old)
         log_pi_N = torch.from_numpy(self._learner.logprobs(batch)).to(self._learner.model.device).requires_grad_()
@@ -439,14 +445,14 @@ class Policy:
         return replace(inputs, groups_S=groups_S)
 
     def _weights_locked(self) -> AbstractContextManager[Any]:
-        """Return a context for calls during which the learner's model may compute with other weights than its own (a
-        reference or a teacher). Publishing waits until it ends. It is no lock where the learner never exchanges
-        weights."""
-        return self._weights if self._learner.swaps_weights else nullcontext()
+        """Return a context manager for calls in which the learner may temporarily replace the weights of its model (by
+        a reference's or a teacher's). Publishing waits until the context is left. If the learner never replaces
+        weights, the context manager does nothing."""
+        return self._weights_lock if self._learner.swaps_weights else nullcontext()
 
     def _open(self, what: str) -> LocalEngine:
         """Return the engine of the open policy. Raises :class:`~headrace.base.errors.RunError` if the policy is not
-        open in this event loop; ``what`` names the caller's method in the error."""
+        open in this event loop; ``what`` is the name of the caller's method for the message."""
         if self._engine is None:
             state = "has been closed" if self._loop is not None else "is not open"
             raise RunError(f"{what}: the policy {state}", remedy="call it inside `async with policy:`")
@@ -459,25 +465,24 @@ class Policy:
 
     @contextmanager
     def _learning(self, what: str) -> Iterator[None]:
-        """Reserve the learner for this thread within the context. ``what`` names the method. Raises
-        :class:`~headrace.base.errors.RunError` if another thread is using the learner."""
-        if not self._busy.acquire(blocking=False):
+        """Reserve the learner for this thread while the body runs. ``what`` is the name of the caller's method for the
+        message. Raises :class:`~headrace.base.errors.RunError` if another thread is using the learner."""
+        if not self._learner_lock.acquire(blocking=False):
             raise RunError(
-                f"{what} was called while another thread is inside {self._busy_with}",
+                f"{what} was called while another thread is inside {self._learner_user}",
                 remedy="use the learner from one thread at a time: await one asyncio.to_thread before the next",
             )
         try:
-            self._busy_with = what
-            with self._comparing:
+            self._learner_user = what
+            with self._call_lock:
                 yield
         finally:
-            self._busy.release()
+            self._learner_lock.release()
 
 
 def _default_sampling(config: PolicyConfig, eos_id: int) -> Sampling:
-    """Return the sampling parameters of a call of :meth:`Policy.sample` without options, from the settings of the
-    policy. ``eos_id`` is the tokenizer's end-of-sequence token, which ends an answer, as the model's own stop ids
-    do."""
+    """Return the default sampling parameters of :meth:`Policy.sample`, from the settings of the policy. ``eos_id`` is
+    the id of the tokenizer's end-of-sequence token, which ends an answer like the model's own stop ids."""
     path = config.model.path
     return Sampling(
         max_new_tokens=config.engine.max_new_tokens,

@@ -1,8 +1,7 @@
-"""Samples (a prompt with one answer), and the batch that a learner makes of them. The functions here check what the
-user of a policy gives to ``forward_backward``, and raise errors that name the sample.
+"""Samples (a prompt with one answer), and the construction of a training batch from samples. The functions validate the
+arguments of ``forward_backward``, and their errors name the invalid sample.
 
-Shape legend: P tokens of a prompt, T tokens of an answer, F = P + T tokens of both, N tokens of all samples one after
-the other.
+Shape legend: P tokens of a prompt, T tokens of an answer, F = P + T tokens of both, N tokens of all samples in order.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import FloatColumn, Tokens
 from headrace.base.types.versions import oldest
 
-_FRESH = "sample again with this policy, or load the policy that sampled them"
+_SAMPLE_AGAIN = "sample again with this policy, or load the policy that sampled them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A prompt and one answer to it, token for token as they were sampled.
+    """A prompt and one answer, with exactly the tokens that were sampled.
 
-    All tokens of the answer carry loss, and so do tokens of the prompt that a policy sampled: the next prompt of a
-    conversation is ``sample.full + Tokens.observed(ids)``, and its sample trains every turn. Tokens that must not be
-    trained (again) are given as ids.
+    All tokens of the answer carry loss, and so do tokens of the prompt that a policy sampled. So the next prompt of a
+    conversation is ``sample.full + Tokens.observed(ids)``, and the last sample trains all turns. Tokens of a prompt
+    that must not be trained (again) are passed as plain ids, ``Tokens.observed(ids)``.
 
     >>> sample = Sample(prompt=Tokens.observed([5, 6]), tokens=Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3]))
     >>> sample.full.ids_T.tolist(), sample.mask_F.tolist()
@@ -47,18 +46,18 @@ class Sample:
     stop_reason: StopReason | None = None
     """Why the answer ended; ``None`` if it was not sampled."""
     group: int = 0
-    """Number of its prompt: samples of one group share a baseline."""
+    """The number of the prompt. Samples with the same number are a group, which shares a baseline."""
     sampling: Sampling | None = None
-    """Settings with which it was sampled; ``None`` if it was not."""
+    """The sampling parameters; ``None`` if the answer was not sampled."""
     request_id: int = -1
-    """Number of its request in the engine, for a fork; −1 if it was not sampled."""
+    """The number of the request in the engine, which a fork needs; −1 if the answer was not sampled."""
     engine: str = ""
-    """Name of the engine that sampled it; empty if it was not sampled."""
+    """The name of the engine that sampled the answer; empty if it was not sampled."""
 
     @classmethod
     def of(cls, full: Tokens, *, group: int = 0) -> Sample:
-        """Return the sample of ``full``, a whole recorded conversation, up to its last sampled token: the last run of
-        sampled tokens is the answer, and everything before it the prompt. Raises
+        """Return the sample of ``full``, the tokens of a recorded conversation. The last contiguous run of sampled
+        tokens becomes the answer, all tokens before it the prompt; tokens after it are left out. Raises
         :class:`~headrace.base.errors.DataError` if no token was sampled.
 
         >>> held = Tokens.observed([5, 6]) + Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3]) + Tokens.observed([8])
@@ -81,49 +80,49 @@ class Sample:
 
     @property
     def mask_F(self) -> npt.NDArray[np.bool_]:
-        """Whether each token of prompt and answer carries loss, ``[F]``: those that a policy sampled, and the whole
-        answer."""
+        """Whether each token of prompt and answer carries loss, ``[F]``: true for tokens of the prompt that a policy
+        sampled, and for all tokens of the answer."""
         return np.concatenate([self.prompt.sampled_T, np.ones(len(self.tokens), bool)])
 
 
 Samples = Sequence[Sample] | Sequence[Sequence[Sample]]
-"""Samples in one list, or in one list for each prompt."""
+"""Samples as one list, or as one list for each prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequirements:
-    """The properties of a policy's learner that samples must match to be trained on."""
+    """The properties of a policy's learner with which samples must agree to be trained."""
 
     step: int
     """Version of the learner's weights."""
     temperature: float
     """Temperature by which the learner divides logits."""
     vocab_size: int
-    """Size of the vocabulary; ids are smaller than it."""
+    """Size of the vocabulary. All token ids must be smaller."""
 
 
 def make_batch(samples: Samples, advantages: Any, required: SampleRequirements) -> Batch:
-    """Return the batch of ``samples``. ``advantages`` are nested as the samples are: a number for each sample, or one
-    for each token of its answer; ``None`` for 0.
+    """Return the training batch of ``samples``. ``advantages`` are nested like the samples: a number for each sample,
+    or a number for each token of its answer; ``None`` means 0 for all samples.
 
-    Raises :class:`~headrace.base.errors.DataError` for samples and advantages that do not match, and
-    :class:`~headrace.base.errors.RunError` for samples that this learner's policy cannot have sampled.
+    Raises :class:`~headrace.base.errors.DataError` for invalid samples and for advantages that do not match them, and
+    :class:`~headrace.base.errors.RunError` for samples that this policy cannot have sampled.
     """
     flat = _flat_samples(samples)
     fulls = [sample.full for sample in flat]
     for place, (sample, full) in enumerate(zip(flat, fulls, strict=True)):
         _refuse_foreign(f"sample {place}", sample, full, required)
     credit = [0.0] * len(flat) if advantages is None else _flat_advantages(samples, advantages)
-    columns = [_credit(place, *pair) for place, pair in enumerate(zip(flat, credit, strict=True))]
-    laid_out = [
+    columns = [_advantage_column(place, *pair) for place, pair in enumerate(zip(flat, credit, strict=True))]
+    train_samples = [
         TrainSample(key=EpisodeKey(sample.group, place), tokens=full, mask_T=sample.mask_F, advantage=0.0)
         for place, (sample, full) in enumerate(zip(flat, fulls, strict=True))
     ]
-    return msgspec.structs.replace(Batch.collate(required.step, laid_out), advantages_N=np.concatenate(columns))
+    return msgspec.structs.replace(Batch.collate(required.step, train_samples), advantages_N=np.concatenate(columns))
 
 
 def _flat_samples(samples: Samples) -> list[Sample]:
-    """Return ``samples``, in one list or one list for each prompt, as one list. Raises
+    """Return ``samples``, which are one list or one list for each prompt, as one list. Raises
     :class:`~headrace.base.errors.DataError` for an empty list and for anything that is not a sample."""
     flat: list[Any] = []
     for one in samples:
@@ -139,24 +138,24 @@ def _flat_samples(samples: Samples) -> list[Sample]:
 
 
 def _flat_advantages(samples: Sequence[Any], advantages: Any) -> list[Any]:
-    """Return ``advantages``, which are nested as ``samples`` are, as one list in the order of the samples. Raises
+    """Return ``advantages``, which must be nested like ``samples``, as one list in the order of the samples. Raises
     :class:`~headrace.base.errors.DataError` if their nesting or number differs."""
-    rows = _listed(advantages, "advantages")
+    rows = _as_list(advantages, "advantages")
     _refuse_length("samples" if isinstance(samples[0], Sample) else "groups", len(samples), len(rows))
     flat: list[Any] = []
-    for place, (one, credit) in enumerate(zip(samples, rows, strict=True)):
-        if isinstance(one, Sample):
+    for place, (item, credit) in enumerate(zip(samples, rows, strict=True)):
+        if isinstance(item, Sample):
             flat.append(credit)
             continue
-        own = _listed(credit, f"advantages[{place}]")
-        _refuse_length(f"samples in group {place}", len(one), len(own))
-        flat += own
+        row = _as_list(credit, f"advantages[{place}]")
+        _refuse_length(f"samples in group {place}", len(item), len(row))
+        flat += row
     return flat
 
 
-def _listed(values: Any, name: str) -> list[Any]:
-    """Return ``values`` as a list. Raises :class:`~headrace.base.errors.DataError`, with ``name``, if they are a single
-    value."""
+def _as_list(values: Any, name: str) -> list[Any]:
+    """Return ``values`` as a list. Raises :class:`~headrace.base.errors.DataError` if it is a single value; ``name`` is
+    the name of the argument for the message."""
     try:
         return list(values)
     except TypeError:
@@ -175,51 +174,52 @@ def _refuse_length(what: str, expected: int, found: int) -> None:
         )
 
 
-def _credit(place: int, sample: Sample, advantage: Any) -> FloatColumn:
-    """Return the advantage of every token of prompt and answer, ``[F]``, from the number for the whole ``sample`` or
-    one number for each token of its answer. ``place`` is the index of the sample, for errors. Raises
-    :class:`~headrace.base.errors.DataError` for advantages of another shape or that are not finite."""
+def _advantage_column(place: int, sample: Sample, advantage: Any) -> FloatColumn:
+    """Return the advantage of every token of prompt and answer, ``[F]``. ``advantage`` is one number for the whole
+    sample, or a number for each token of its answer. ``place`` is the index of the sample for messages. Raises
+    :class:`~headrace.base.errors.DataError` for advantages with another shape, and for advantages that are not
+    finite."""
     try:
-        given = np.asarray(advantage, np.float32)
+        values = np.asarray(advantage, np.float32)
     except (TypeError, ValueError):
         raise DataError(f"the advantage of sample {place} is {advantage!r}", remedy="give a number") from None
-    if given.ndim and given.shape != (len(sample.tokens),):
+    if values.ndim and values.shape != (len(sample.tokens),):
         raise DataError(
-            f"sample {place} has {len(sample.tokens)} tokens in its answer and advantages of shape {given.shape}",
+            f"sample {place} has {len(sample.tokens)} tokens in its answer and advantages of shape {values.shape}",
             remedy="give one number, or one for each token of the answer",
         )
-    if not np.isfinite(given).all():
+    if not np.isfinite(values).all():
         raise DataError(
             f"an advantage of sample {place} is not finite",
             remedy="give finite advantages; leave a sample that does not count out, or give it 0",
         )
-    if not given.ndim:
-        return np.full(len(sample.prompt) + len(sample.tokens), given, np.float32)
+    if not values.ndim:
+        return np.full(len(sample.prompt) + len(sample.tokens), values, np.float32)
     if sample.prompt.sampled_T.any():
         raise DataError(
             f"sample {place} has advantages per token, and its prompt holds sampled tokens, which have none",
             remedy="give one number, or a prompt of Tokens.observed(ids)",
         )
-    return np.concatenate([np.zeros(len(sample.prompt), np.float32), given])
+    return np.concatenate([np.zeros(len(sample.prompt), np.float32), values])
 
 
 def _refuse_foreign(name: str, sample: Sample, full: Tokens, required: SampleRequirements) -> None:
-    """Refuse a sample that the policy cannot have sampled: with ids outside its vocabulary, of a newer version than the
-    learner's, or of another temperature. ``name`` says in the error which sample it is; ``full`` are its prompt and
-    answer."""
+    """Raise an error for a sample that the policy cannot have sampled: with ids outside of its vocabulary
+    (``DataError``), with a newer version than the learner's, or with another temperature (``RunError``). ``name``
+    identifies the sample in the message; ``full`` are the tokens of its prompt and answer."""
     outside = np.flatnonzero((full.ids_T < 0) | (full.ids_T >= required.vocab_size))
     if len(outside):
         raise DataError(
             f"{name} holds token {full.ids_T[outside[0]]}, outside this model's vocabulary of "
             f"{required.vocab_size}: it is another model's",
-            remedy=_FRESH,
+            remedy=_SAMPLE_AGAIN,
         )
     newest = int(oldest(full.versions_T).max(initial=-1))
     if newest > required.step:
         raise RunError(
             f"{name} was sampled by version {newest}, and the learner has version {required.step}: it is another "
             "policy's, or one from before this one was loaded",
-            remedy=_FRESH,
+            remedy=_SAMPLE_AGAIN,
         )
     if sample.sampling is not None and sample.sampling.temperature != required.temperature:
         raise RunError(

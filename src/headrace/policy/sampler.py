@@ -1,7 +1,7 @@
-"""The sampler of a policy, which turns prompts into requests and answers into samples. All requests of one call join
-the engine's batch together.
+"""The sampler of a policy, which converts prompts to requests and answers to samples. All requests of one call are sent
+to the engine at once.
 
-All answers to one prompt are a *group*, which has the number of the prompt. Shape legend: P tokens of a prompt, T
+The answers to one prompt are a *group*, whose number is the number of the prompt. Shape legend: P tokens of a prompt, T
 tokens of an answer.
 """
 
@@ -30,7 +30,7 @@ from headrace.rollout.runner import episode_seed
 T = TypeVar("T")
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | npt.NDArray[np.integer[Any]] | Tokens
-"""A prompt: text, chat messages, token ids, or tokens of which some may have been sampled."""
+"""A prompt: text, chat messages, token ids, or :class:`Tokens`, some of which may have been sampled."""
 
 
 class SampleOptions(TypedDict, total=False):
@@ -39,13 +39,13 @@ class SampleOptions(TypedDict, total=False):
     max_new_tokens: int
     """Greatest number of tokens of an answer."""
     temperature: float
-    """Divisor of the logits; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 always selects the most likely token."""
     top_k: int
-    """Number of likeliest tokens among which is sampled; 0 for all."""
+    """Number of most likely tokens to sample from; 0 for all."""
     top_p: float
-    """Least total probability of the likeliest tokens among which is sampled; 1 for all."""
+    """Sample from the smallest set of most likely tokens whose total probability is at least this; 1 for all."""
     min_p: float
-    """Least probability, as a fraction of that of the likeliest token; 0 for all tokens."""
+    """Sample only tokens whose probability is at least this fraction of the highest probability; 0 for all."""
     repetition_penalty: float
     """Penalty for tokens that occur in prompt or answer; 1 for none."""
     presence_penalty: float
@@ -53,7 +53,7 @@ class SampleOptions(TypedDict, total=False):
     frequency_penalty: float
     """Penalty for each occurrence of a token in the answer; 0 for none."""
     logit_bias: dict[int, float]
-    """Numbers that are added to the logits of these ids."""
+    """Values that are added to logits, by token id."""
     stop_ids: tuple[int, ...]
     """Ids that end an answer, instead of the model's own."""
     stop: tuple[str, ...]
@@ -66,32 +66,34 @@ class SampleRequest:
 
     prompt: Tokens
     group: int
-    """The number of its prompt: answers to one prompt share it."""
+    """The number of the prompt, which all answers to this prompt share."""
     sampling: Sampling
-    """The sampling parameters, with a seed of its own."""
+    """The sampling parameters, with the seed of this answer."""
     options: RequestOptions = PLAIN
-    """The other options of the request: the parent, for a fork."""
+    """The other options of the request; for a fork, they contain the parent."""
 
 
 class PolicySampler:
-    """The sampler of a policy. ``defaults`` are the sampling parameters for calls without options, ``seed`` is the
-    policy's, and ``num_prompts`` is the number of prompts sampled before the policy was saved. With ``keep_mask``,
-    truncated sampling (top-k, top-p, min-p) records the entries that survived."""
+    """The sampler of a policy. It creates requests with seeds, sends them to the engine, and collects the answers as
+    samples."""
 
     def __init__(self, tokenizer: Any, defaults: Sampling, *, seed: int, num_prompts: int, keep_mask: bool) -> None:
-        """Make the sampler. The arguments are described at the class; ``tokenizer`` is that of the model."""
+        """Create the sampler. ``tokenizer`` is the model's tokenizer. ``defaults`` are the sampling parameters for
+        calls without options, ``seed`` is the seed of the policy, and ``num_prompts`` is the number of prompts sampled
+        before the policy was saved. With ``keep_mask``, truncated sampling (top-k, top-p, min-p) records the kept-set
+        of each token: the vocabulary entries that survived."""
         self._tokenizer: PromptTokenizer = tokenizer
         self._defaults = defaults
         self._seed = seed
         self._keep_mask = keep_mask
         self.name = secrets.token_hex(8)
-        """A random name, which marks the samples of this engine."""
+        """A random name that identifies the engine of this sampler in its samples."""
         self.num_prompts = num_prompts
         """Number of prompts sampled so far, which is also the number of the next group."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
-        """Return the tokens of each prompt, whatever its form. Raises :class:`~headrace.base.errors.DataError`, which
-        names the prompt, for one that cannot be read, and for an empty list."""
+        """Return the tokens of each prompt; text and messages are tokenised. Raises
+        :class:`~headrace.base.errors.DataError` for an invalid prompt, which the error names, and for an empty list."""
         if isinstance(prompts, str | Tokens) or not isinstance(prompts, Iterable):
             raise DataError(f"prompts is a {type(prompts).__name__}", remedy="give a list of prompts: [prompt]")
         encoded = [self._encode(place, prompt) for place, prompt in enumerate(prompts)]
@@ -100,8 +102,8 @@ class PolicySampler:
         return encoded
 
     def _encode(self, place: int, prompt: Prompt) -> Tokens:
-        """Return a prompt of any allowed form as tokens; text and messages are tokenised here. ``place`` is its index,
-        for errors."""
+        """Return the tokens of one prompt, which may have any form of :data:`Prompt`. ``place`` is its index for
+        messages."""
         if isinstance(prompt, Tokens):
             return prompt
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
@@ -117,9 +119,9 @@ class PolicySampler:
     def plan(
         self, prompts: Sequence[Tokens], n: int, seed: int | None, how: Mapping[str, Any]
     ) -> list[list[SampleRequest]]:
-        """Return the requests for ``n`` answers to each prompt, a list for each. ``how`` overrides the sampling
-        parameters of the policy. A ``seed`` makes the call repeatable; without it (``None``), every call draws
-        again."""
+        """Return the requests for ``n`` answers to each prompt, a list for each prompt. ``how`` overrides the sampling
+        parameters of the policy. With a ``seed``, calls with the same arguments use the same random numbers; with
+        ``None``, every call uses new ones."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ConfigError(f"n={n!r} answers to each prompt", remedy="set n >= 1")
         first, self.num_prompts = self.num_prompts, self.num_prompts + len(prompts)
@@ -129,23 +131,23 @@ class PolicySampler:
                 SampleRequest(
                     prompt=prompt,
                     group=first + place,
-                    sampling=_seeded(defaults, self._draw(seed, first, place, member)),
+                    sampling=_with_seed(defaults, self._answer_seed(seed, first, place, member)),
                 )
                 for member in range(n)
             ]
             for place, prompt in enumerate(prompts)
         ]
 
-    def _draw(self, seed: int | None, first: int, place: int, member: int) -> int:
-        """Return the seed of one answer: number ``member`` of the prompt with the index ``place`` in this call. Without
-        a ``seed`` of the call, it follows from the policy's seed and the number of the prompt, of which ``first`` is
-        that of the call's first prompt."""
+    def _answer_seed(self, seed: int | None, first: int, place: int, member: int) -> int:
+        """Return the seed of one answer: the answer number ``member`` to the prompt with the index ``place`` in this
+        call. It follows from ``seed``, the seed of the call. If that is ``None``, it follows from the policy's seed and
+        the number of the prompt; ``first`` is the number of the call's first prompt."""
         if seed is None:
             return episode_seed(self._seed, EpisodeKey(first + place, member))
         return episode_seed(seed, EpisodeKey(place, member))
 
     def _sampling(self, how: Mapping[str, Any]) -> Sampling:
-        """Return the sampling parameters of a call: those of the policy overridden by ``how``. Raises
+        """Return the sampling parameters of a call: the defaults of the policy, overridden by ``how``. Raises
         :class:`~headrace.base.errors.ConfigError` for an unknown name or an invalid value."""
         known = SampleOptions.__annotations__
         for key in how:
@@ -159,17 +161,17 @@ class PolicySampler:
         return msgspec.structs.replace(sampling, record_kept=sampling.truncated and self._keep_mask)
 
     async def sample(self, engine: Engine, groups: Sequence[Sequence[SampleRequest]]) -> list[list[Sample]]:
-        """Send all requests to ``engine`` at once, and return one sample for each, nested as the requests are."""
-        flat = await together([self._one(engine, request) for group in groups for request in group])
+        """Send all requests to ``engine`` at once, and return one sample for each request, nested like the requests."""
+        flat = await together([self._sample_one(engine, request) for group in groups for request in group])
         samples = iter(flat)
         return [[next(samples) for _ in group] for group in groups]
 
-    async def _one(self, engine: Engine, request: SampleRequest) -> Sample:
-        """Sample one answer with ``engine``, and return it as a sample with its tokens, text and stop reason."""
+    async def _sample_one(self, engine: Engine, request: SampleRequest) -> Sample:
+        """Send one request to ``engine``, collect the chunks of its answer, and return them as one sample."""
         parts: list[Tokens] = []
         prompt, stop_reason, request_id = request.prompt, None, -1
-        given_T = np.zeros(0, np.int32) if request.options.fork else prompt.ids_T
-        async for chunk in engine.generate(given_T, request.sampling, request.options):
+        prompt_ids_T = np.zeros(0, np.int32) if request.options.fork else prompt.ids_T
+        async for chunk in engine.generate(prompt_ids_T, request.sampling, request.options):
             if chunk.lost:
                 parts.clear()
             if chunk.prompt_routing is not None:
@@ -190,28 +192,28 @@ class PolicySampler:
 
     def _text(self, tokens: Tokens) -> str:
         """Return the text of sampled tokens, without special tokens."""
-        tokenizer: Any = self._tokenizer  # without clean-up, so that the text is what was sampled
+        tokenizer: Any = self._tokenizer  # without clean-up, so that the text is exactly the sampled text
         return str(
             tokenizer.decode(tokens.ids_T.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
     def demonstration(self, prompt: Tokens, answer: str) -> Sample:
-        """Return the sample of an ``answer`` that a person or another program gave, to be imitated. The tokenizer's
-        end-of-sequence token is appended to it."""
+        """Return a sample with the text ``answer``, which was not sampled, for supervised training. The tokenizer's
+        end-of-sequence token is appended to the answer."""
         tokenizer: Any = self._tokenizer
         ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         self.num_prompts += 1
         return Sample(prompt=prompt, tokens=Tokens.observed(ids), text=answer, group=self.num_prompts - 1)
 
 
-def _seeded(sampling: Sampling, seed: int) -> Sampling:
-    """Return the sampling parameters with another seed."""
+def _with_seed(sampling: Sampling, seed: int) -> Sampling:
+    """Return a copy of the sampling parameters with the seed ``seed``."""
     return msgspec.structs.replace(sampling, seed=seed)
 
 
 async def together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all coroutines concurrently and return their results in order. If one fails, the others are cancelled and its
-    error is raised."""
+    """Run all coroutines concurrently and return their results in order. If a coroutine fails, the others are cancelled
+    and its error is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(job) for job in jobs]

@@ -1,5 +1,5 @@
-"""Saving and loading of a policy: an ordinary model directory with the optimizer, and the state that is needed to
-continue."""
+"""Saving and loading of a policy. A saved policy is a Hugging Face model directory that also contains the optimizer and
+the state from which sampling and training continue."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from headrace.learner.core import LearnerCore
 from headrace.learner.disk import SLACK_BYTES, flush_one, seal, whole_or_nothing
 
 STATE_FILE = "policy.json"
-"""The file with the state of a policy, in the directory that it is saved in."""
+"""Name of the file with the state of a policy, in the directory of a saved policy."""
 FORMAT = 1
-"""The version of the format that this program writes and reads."""
+"""The version of the format of this file that this program writes and reads."""
 
 
 class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a policy beside weights, optimizer and version."""
+    """The state of a policy in addition to weights, optimizer and version."""
 
     config: dict[str, Any]
     """Settings of the policy."""
     num_prompts: int
-    """Number of prompts sampled so far, from which the next draws follow."""
+    """Number of prompts sampled so far, from which the seeds of the next samples follow."""
     format: int = FORMAT
-    """Version of the format, which is raised when older programs cannot read it any more."""
+    """Version of the format. It is increased when older programs cannot read the new format."""
 
 
 def save(directory: Path, learner: LearnerCore, state: PolicyState) -> None:
-    """Write the learner (model, tokenizer, optimizer, version) and the policy's ``state`` into ``directory``, which
-    must not exist or must be empty. It appears under its name only when it is complete and flushed to disk.
+    """Write the learner (model, tokenizer, optimizer, version) and the policy's ``state`` to ``directory``, which must
+    not exist or must be empty. The directory gets its name only when all files are complete and synced to the disk.
 
-    Raises :class:`~headrace.base.errors.CheckpointError`; no files are left then.
+    Raises :class:`~headrace.base.errors.CheckpointError` if this fails; the files are then deleted.
     """
     unfinished = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
     try:
@@ -63,7 +63,7 @@ def read_state(directory: Path) -> PolicyState | None:
     """Return the state of the policy that is saved in ``directory``; ``None`` for a directory that contains only a
     model.
 
-    Raises :class:`~headrace.base.errors.CheckpointError` for a file that cannot be read.
+    Raises :class:`~headrace.base.errors.CheckpointError` if the file of the state cannot be read.
     """
     path = directory / STATE_FILE
     if not path.is_file():

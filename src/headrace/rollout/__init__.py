@@ -1,4 +1,5 @@
-"""Rollouts: run environments against engines, from tasks to ended episodes."""
+"""The rollout package: it runs environments against engines and turns tasks into finished episodes. The rollout loop of
+the controller uses :class:`EpisodeRunner`."""
 
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import UNLIMITED, Conversations, EpisodeLimits

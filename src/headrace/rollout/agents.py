@@ -1,4 +1,4 @@
-"""The agents of a run, and the engines or adapters that answer for them."""
+"""The agents of a run: for each agent name, the engine or the adapter that samples its answers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ FROZEN_AGENT = "frozen_agent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
-    """The agents of a run, by role: which engine or adapter answers for each. The runner of episodes looks them up for
-    every turn that is sampled."""
+    """The agents of a run. The runner of episodes looks up the engine and the adapter of an agent for every turn that
+    it samples."""
 
     known: frozenset[str] = frozenset()
-    """Roles that an episode may use beside the policy; empty: any name, and all of them are the policy under
-    training."""
+    """Roles of ``[[env.agents]]`` that an episode may use in addition to the policy. If empty, every agent name is
+    accepted and means the policy under training."""
     engines: Mapping[str, Engine] = field(default_factory=dict)
-    """The engines of the roles whose weights are frozen."""
+    """The engines of the roles whose weights are frozen, by role."""
     adapters: tuple[str, ...] = ()
-    """Roles that train adapters of their own, beside the policy's, in the policy's engines."""
+    """Roles that train an adapter of their own. Their adapters run in the policy's engines, next to the policy's
+    adapter."""
     stand_in: str = ""
-    """The role whose adapter answers in place of the policy; empty: the policy's own."""
+    """The role whose adapter answers in place of the policy. If empty, the policy answers itself."""
 
     def frozen(self, name: str) -> Engine | None:
         """Return the engine of the agent ``name`` if its weights are frozen; ``None`` for an agent that is the policy
@@ -49,17 +50,18 @@ class Agents:
         return self.engines.get(role)
 
     def adapter(self, name: str) -> str:
-        """Return the name of the adapter that answers for the trained agent ``name``: that of its role if the role
-        trains one, or else the policy's, whose name is empty unless another role stands in for it."""
+        """Return the name of the adapter that samples the answers of the trained agent ``name``. If the role of
+        ``name`` trains an adapter, the result is the role. Otherwise it is ``stand_in``; an empty name means the
+        policy's own adapter or weights."""
         role = role_of(name)
         return role if role in self.adapters else self.stand_in
 
 
 POLICY_ALONE = Agents()
-"""The agents of a run without ``[[env.agents]]``: every name is the policy under training."""
+"""The agents of a run without ``[[env.agents]]``: every agent name means the policy under training."""
 
 
 def of_frozen(tokens: Tokens) -> Tokens:
-    """Return the tokens of an agent with frozen weights with the version that marks frozen weights: the versions of its
-    engine are not those of the run."""
+    """Return a copy of ``tokens``, sampled by an engine with frozen weights, in which every version is ``FROZEN``. The
+    version numbers of such an engine have no meaning in this run."""
     return msgspec.structs.replace(tokens, versions_T=np.full(len(tokens), FROZEN, np.int32))

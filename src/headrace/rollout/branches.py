@@ -1,10 +1,12 @@
-"""Turns that continue in more than one way: a turn is split where branches leave it.
+"""Branches of an episode: functions that split a turn where a branch leaves it, and a token source that samples
+branches.
 
     task ── answer        ▶        task ── kept ──┬── rest of the answer
                                                   ├── branch 0 ── ...
                                                   └── branch 1 ── ...
 
-The kept part is one turn, so it is trained once, like every turn that several paths share.
+A *branch* continues the first tokens of a turn, the *kept* tokens, with newly sampled tokens. The kept part becomes a
+turn of its own. Several paths share that turn, and it is trained once.
 """
 
 from __future__ import annotations
@@ -26,17 +28,19 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Forking:
-    """A token source for one branch, which forks the sequence that holds the kept tokens: it continues that sequence
-    from an earlier token, with its key-value cache.
+    """A token source for one branch. It asks the engine to *fork* the sequence that contains the kept tokens, which
+    means to continue that sequence from an earlier token with its key-value cache.
 
-    The fork of request ``parent`` uses the weights of that request's cache and stays pinned to them. If those weights
-    are no longer in use, or the engine has forgotten the request (or ``parent`` is ``None``), the branch is sampled
-    from the tokens alone: they are computed again, under the weights in use, and ``on_prefix`` is called. ``name``
-    gives the branch draws of its own.
+    The fork of request ``parent`` uses the weights that filled the request's cache, and stays pinned to them. The
+    branch is sampled from the kept token ids without a fork if those weights are no longer in use, if the engine has
+    discarded the request, or if ``parent`` is ``None``. The engine then computes the kept tokens again with its current
+    weights, and ``on_prefix`` is called. ``name`` is mixed into the sampling seed, so that each branch has its own
+    random draws.
     """
 
     def __init__(self, engine: TokenSource, *, parent: int | None, name: str, on_prefix: Callable[[], None]) -> None:
-        """Sample from ``engine`` as forks of its request ``parent``; ``None``: from the tokens alone."""
+        """Create a source that samples from ``engine`` as forks of its request ``parent``; ``None`` means without a
+        fork."""
         self._engine = engine
         self._parent = parent
         self._name = name
@@ -45,27 +49,29 @@ class Forking:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample one sequence, in chunks; see :class:`~headrace.engine.base.Engine`. A request with kept tokens
-        (``options.answer_ids_T``) continues them as a fork; one without is passed on."""
+        """Sample one sequence and yield its chunks; see :class:`~headrace.engine.base.Engine`. A request with kept
+        tokens (``options.answer_ids_T``) continues them as a fork. A request without kept tokens is sent to the engine
+        unchanged, apart from its seed."""
         digest = hashlib.blake2b(f"{sampling.seed}/{self._name}".encode(), digest_size=8).digest()
+        # a seed is a signed 64-bit integer, so the digest is shifted by one bit
         sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
         kept_T = options.answer_ids_T
         if kept_T is None:
             async for chunk in self._engine.generate(prompt_ids_T, sampling, options):
                 yield chunk
             return
-        options, came = msgspec.structs.replace(options, pinned=True), False
+        options, has_chunks = msgspec.structs.replace(options, pinned=True), False
         if self._parent is not None:
             fork = ForkRequest(parent=self._parent, at=len(kept_T))
             rest = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(kept_T))
-            forked = msgspec.structs.replace(options, fork=fork, answer_ids_T=None)
+            fork_options = msgspec.structs.replace(options, fork=fork, answer_ids_T=None)
             try:
-                async for chunk in self._engine.generate(_NONE, rest, forked):
-                    came = True
+                async for chunk in self._engine.generate(_NONE, rest, fork_options):
+                    has_chunks = True
                     yield chunk
                 return
             except RequestError:
-                if came:
+                if has_chunks:
                     raise
         self._on_prefix()
         async for chunk in self._engine.generate(prompt_ids_T, sampling, options):
@@ -73,28 +79,29 @@ class Forking:
 
 
 def split(turns: list[Turn], index: int, ends: Sequence[int]) -> None:
-    """Split turn ``index`` of an episode, in place, into a chain of turns: each ends before one of the token positions
-    ``ends``, and the last at its own end. The turns that continued it now continue the last part, which keeps its stop
-    reason and reward."""
-    whole, added = turns[index], len(ends)
-    bounds = [0, *ends, len(whole.tokens)]
-    pieces = [msgspec.structs.replace(whole, tokens=whole.tokens[: bounds[1]])]
-    for place in range(1, added + 1):
-        tokens = whole.tokens[bounds[place] : bounds[place + 1]]
-        pieces.append(msgspec.structs.replace(whole, tokens=tokens, parent=index + place - 1, context_routing=None))
+    """Split turn ``index`` of an episode, in place, into a chain of ``len(ends) + 1`` turns. Each of them ends before
+    one of the token positions ``ends``; the last of them ends where the original turn ended. Turns that continued the
+    original turn now continue the last part. The last part also keeps the stop reason and the reward."""
+    original, num_added = turns[index], len(ends)
+    bounds = [0, *ends, len(original.tokens)]
+    pieces = [msgspec.structs.replace(original, tokens=original.tokens[: bounds[1]])]
+    for place in range(1, num_added + 1):
+        tokens = original.tokens[bounds[place] : bounds[place + 1]]
+        pieces.append(msgspec.structs.replace(original, tokens=tokens, parent=index + place - 1, context_routing=None))
     pieces[:-1] = [msgspec.structs.replace(piece, stop_reason=StopReason.SPLIT, reward=None) for piece in pieces[:-1]]
-    later = [msgspec.structs.replace(turn, parent=_moved(turn.parent, index, added)) for turn in turns[index + 1 :]]
+    later = [msgspec.structs.replace(turn, parent=_shift(turn.parent, index, num_added)) for turn in turns[index + 1 :]]
     turns[index:] = [*pieces, *later]
 
 
-def _moved(parent: int | None, index: int, added: int) -> int | None:
-    """Return the index of a turn, ``parent``, after ``added`` turns were inserted at ``index``; ``None``, for a turn
-    without parent, stays ``None``."""
-    return parent if parent is None or parent < index else parent + added
+def _shift(parent: int | None, index: int, num_added: int) -> int | None:
+    """Return the new index of the parent turn ``parent`` after ``num_added`` turns were inserted at ``index``.
+    ``None``, for a turn without a parent, stays ``None``."""
+    return parent if parent is None or parent < index else parent + num_added
 
 
 def repeats(turns: Sequence[Turn], index: int, at: int, attempt: Sequence[Turn]) -> bool:
-    """Return whether ``attempt`` begins with ``turns`` up to token ``at`` of turn ``index``, and continues after it."""
+    """Return whether ``attempt`` repeats the kept part of an episode and continues after it. The kept part consists of
+    ``turns`` up to token ``at`` of turn ``index``."""
     if len(attempt) <= index or len(attempt[index].tokens) <= at:
         return False
     before = zip(turns[: index + 1], attempt[: index + 1], strict=True)
@@ -106,23 +113,25 @@ def repeats(turns: Sequence[Turn], index: int, at: int, attempt: Sequence[Turn])
 
 
 def _kept_ids(turn: Turn, place: int, index: int, at: int) -> IntColumn:
-    """Return the ids of a turn that belong to the kept part of an episode, which ends before token ``at`` of turn
-    ``index``. ``place`` is the index of ``turn``."""
+    """Return the token ids of ``turn`` that belong to the kept part of an episode. The kept part ends before token
+    ``at`` of turn ``index``; ``place`` is the index of ``turn``."""
     return turn.tokens.ids_T[:at] if place == index else turn.tokens.ids_T
 
 
 def graft(turns: list[Turn], index: int, at: int, attempt: Sequence[Turn], branch: Branch) -> None:
-    """Append the turns of ``attempt`` after its first ``at`` tokens of turn ``index`` to ``turns`` as a branch below
-    that turn, which has been split there. ``branch`` is recorded in each of them."""
+    """Append a new branch to ``turns``, in place. The branch consists of the turns of ``attempt`` from turn ``index``
+    on, without the first ``at`` tokens of that turn, and it continues turn ``index`` of ``turns``, which was split at
+    that position before. Every appended turn records ``branch``."""
     base = len(turns)
     for turn in attempt[index:]:
         first = len(turns) == base
-        shared = turn.parent is None or turn.parent < index
+        # parents before turn ``index`` are shared with ``turns``; later parents were appended here and have new indices
+        has_kept_parent = turn.parent is None or turn.parent < index
         turns.append(
             msgspec.structs.replace(
                 turn,
                 tokens=turn.tokens[at:] if first else turn.tokens,
-                parent=index if first else turn.parent if shared else _moved(turn.parent, index, base - index),
+                parent=index if first else turn.parent if has_kept_parent else _shift(turn.parent, index, base - index),
                 context_routing=None if first else turn.context_routing,
                 reward=None,
                 branch=branch,

@@ -1,11 +1,13 @@
-"""The conversations of one episode: how a list of messages continues earlier ones, and the answer to it.
+"""The conversations of one episode: this module finds the earlier turns that a list of messages continues, and samples
+the answer to it.
 
     messages ─▶ the longest path whose messages begin the list ─▶ the messages after it, rendered: a new turn
                                                                          │
     reply ◀── read as a message ◀── the next turn, as it was sampled ◀── engine
 
-A list that was edited, cut or compacted shares a shorter path, and branches there. A list without a common beginning
-starts a new root. The same request made twice, or two requests at once, get sibling answers.
+The turns of an episode form a tree, and a *path* leads from a root to a turn. A list of messages that was edited, cut
+or compacted shares only the beginning of a path, and a new branch starts there. A list that shares no beginning starts
+a new root. Two equal requests get two answers, which are siblings in the tree.
 """
 
 from __future__ import annotations
@@ -32,48 +34,50 @@ from headrace.rollout.streaming import AnswerStream
 OTHER_SAMPLING = "other_sampling"
 """The reason why a turn sampled with other parameters than the run's carries no loss."""
 LONG_CHARS = 1 << 16
-"""The number of characters from which messages are rendered and tokenised in a thread: it takes some hundredths of a
-second."""
+"""The number of characters from which messages are rendered and tokenised in a thread, because this takes some
+hundredths of a second and would block the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """The budgets of one episode; ``None``: unlimited."""
+    """The budgets of one episode. ``None`` means unlimited."""
 
     max_context: int | None = None
-    """The most tokens of a path, its last answer included."""
+    """The largest number of tokens of a path, including its last answer."""
     max_turns: int | None = None
-    """The most answers."""
+    """The largest number of answers."""
     max_tokens: int | None = None
-    """The most sampled tokens, over all answers."""
+    """The largest number of sampled tokens, summed over all answers."""
     max_tool_calls: int | None = None
-    """The most calls of tools, over all answers."""
+    """The largest number of tool calls, summed over all answers."""
 
 
 UNLIMITED = EpisodeLimits()
+"""The budgets of an episode without any limit."""
 
 
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to sample one turn, which :class:`Conversations` makes and a :class:`TurnSampler` carries out."""
+    """A request to sample one turn. :class:`Conversations` creates it, and a :class:`TurnSampler` carries it out."""
 
     prompt_ids_T: IntColumn
-    """All tokens that the model reads before it."""
+    """The ids of all tokens that the model reads before the turn."""
     digest: str
-    """Their digest, as :func:`~headrace.rollout.history.prompt_digest` returns it."""
+    """The digest of ``prompt_ids_T``, as :func:`~headrace.rollout.history.prompt_digest` returns it."""
     parent: int
-    """The index of the turn that it continues."""
+    """The index of the turn that the new turn continues."""
     author: str
-    """The agent that samples it."""
+    """The name of the agent that samples the turn."""
     sampling: Sampling
     """The sampling parameters of this turn."""
     untrained: str = ""
-    """The reason why it will carry no loss; empty if it will."""
+    """The reason why the turn will carry no loss; empty if it will carry loss."""
     on_chunk: Callable[[TokenChunk], None] | None = None
-    """Called with each chunk as it arrives; ``None``: not called."""
+    """A callback for each chunk of the turn as it arrives; ``None`` if no callback is needed."""
 
 
 class TurnSampler(Protocol):
-    """An object that samples turns and holds all turns of the episode; the runner of episodes implements it."""
+    """An object that samples turns and stores all turns of the episode. :class:`~headrace.rollout.runner.EnginePolicy`
+    implements it."""
 
     key: EpisodeKey
     """The group and the number of the episode."""
@@ -83,21 +87,22 @@ class TurnSampler(Protocol):
     """The turns so far, parents before children."""
 
     async def sample(self, request: TurnRequest) -> int:
-        """Sample a turn, append it, and return its index. If this raises, the tokens sampled so far have been
-        appended."""
+        """Sample a turn, append it to ``turns``, and return its index. If this raises an error, the tokens sampled so
+        far have been appended as an unfinished turn."""
         ...
 
     def restart(self) -> None:
-        """Discard all turns. When a turn is requested again, its recorded tokens are used again."""
+        """Discard all turns. If a turn is requested again later, its recorded tokens are used instead of new ones."""
         ...
 
 
 class Conversations:
     """The :class:`~headrace.rollout.environments.base.OpenEpisode` of one attempt: it answers the messages of the
-    environment, and keeps the turns in a tree.
+    environment and keeps the turns in a tree.
 
-    Without a ``chat``, only token ids can be used. ``seed`` is for the environment's own draws. ``note`` is called with
-    a short description of each event that is unusual but not an error; equal descriptions are counted.
+    Without a ``chat``, the environment can only use token ids. ``seed`` is the seed for the environment's own random
+    draws. ``note`` receives a short description of each event that is unusual but not an error; equal descriptions are
+    counted.
     """
 
     def __init__(
@@ -110,8 +115,8 @@ class Conversations:
         note: Callable[[str], None],
         attempt_kind: AttemptKind = AttemptKind.ALONE,
     ) -> None:
-        """Begin an episode without turns. ``sampler`` samples its turns, within the budgets ``limits``; ``chat`` is
-        ``None`` for a model that reads token ids only."""
+        """Create the conversations of an episode without turns. ``sampler`` samples the turns, within the budgets
+        ``limits``. ``chat`` is ``None`` for a model that accepts token ids only."""
         self.key = sampler.key
         self.seed = seed
         self.attempt_kind = attempt_kind
@@ -119,10 +124,10 @@ class Conversations:
         self._limits = limits
         self._chat = chat
         self._note = note
-        self._begin()
+        self._clear()
 
-    def _begin(self) -> None:
-        """Begin without any turn, as at the start of an episode."""
+    def _clear(self) -> None:
+        """Set the history and all counters to their values at the start of an episode."""
         self._history = History(self._sampler.turns)
         self._num_turns = 0
         self._num_tokens = 0
@@ -131,7 +136,7 @@ class Conversations:
     def restart(self) -> None:
         """Discard all turns; see :class:`~headrace.rollout.environments.base.OpenEpisode`."""
         self._sampler.restart()
-        self._begin()
+        self._clear()
 
     @property
     def turns(self) -> list[Turn]:
@@ -150,17 +155,17 @@ class Conversations:
             raise EpisodeError("asked for an answer to no message", remedy="send at least one")
         prefix = self._history.find_messages(messages, tools, options.agent)
         parent = prefix.node
-        if parent is None or parent.sampled:  # else these very messages have been given before
-            new = messages[prefix.length :]
-            ids = await self._rendered(parent, new, tools)
+        if parent is None or parent.sampled:  # otherwise the history contains exactly these messages already
+            new_messages = messages[prefix.length :]
+            ids = await self._render(parent, new_messages, tools)
             self._refuse_spent(parent, len(ids))
             turn = Turn(
-                author=_author(new, first=parent is None),
+                author=_author(new_messages, first=parent is None),
                 tokens=Tokens.observed(ids),
                 parent=None if parent is None else parent.turn,
-                failed=any(message.failed for message in new),
+                failed=any(message.failed for message in new_messages),
             )
-            parent = self._history.add_given(turn, parent, new, tools)
+            parent = self._history.add_given(turn, parent, new_messages, tools)
         return await self._answer(parent, self._history.ids(parent), options, calls=len(tools) > 0, on_piece=on_piece)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
@@ -181,21 +186,22 @@ class Conversations:
         return await self._answer(parent, ids_T, options)
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-        """Return how many tokens the model would read for these messages. Nothing is sampled or stored."""
+        """Return how many tokens the model would read for these messages. This method samples and stores nothing."""
         prefix = self._history.find_messages(messages, tools)
-        new = 0
+        num_new = 0
         if prefix.node is None or prefix.node.sampled:
-            new = len(await self._rendered(prefix.node, messages[prefix.length :], tools))
-        return new + (0 if prefix.node is None else prefix.node.length)
+            num_new = len(await self._render(prefix.node, messages[prefix.length :], tools))
+        return num_new + (0 if prefix.node is None else prefix.node.length)
 
     def spell(self, token: int) -> str:
-        """Return the text of a token, special tokens included; empty without a chat, which has the tokenizer."""
+        """Return the text of a token, including special tokens. Without a chat there is no tokenizer, and the result is
+        empty."""
         return "" if self._chat is None else self._chat.tokenizer.decode([token], skip_special_tokens=False)
 
-    async def _rendered(self, parent: HistoryNode | None, new: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of the messages ``new`` that continue the turn ``parent``; ``None``: that begin a
-        conversation. Messages that can never fit the context are refused before they are tokenised; long ones are
-        tokenised in a thread."""
+    async def _render(self, parent: HistoryNode | None, new: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """Return the token ids of the messages ``new``. They continue the turn ``parent``, or begin a conversation if
+        ``parent`` is ``None``. Messages that can never fit into the context are refused before they are tokenised; long
+        messages are tokenised in a thread."""
         if self._chat is None or self._chat.renderer is None:
             raise EpisodeError(
                 "chat messages, but the model's tokenizer has no chat template",
@@ -222,9 +228,9 @@ class Conversations:
         calls: bool = False,
         on_piece: OnPiece | None = None,
     ) -> Reply:
-        """Sample a turn after ``parent``, and return it as a reply. ``prompt_ids_T`` are the tokens up to the end of
-        ``parent``. ``calls`` says whether tools were offered, so that calls are looked for in the answer; ``on_piece``
-        is called with its pieces meanwhile."""
+        """Sample a turn after ``parent`` and return it as a reply. ``prompt_ids_T`` are the tokens from the root up to
+        the end of ``parent``. ``calls`` says whether tools were offered, in which case the answer is searched for tool
+        calls. ``on_piece`` receives the pieces of the answer while it is sampled."""
         self._refuse_spent(parent, 0)
         sampling = self._sampling(options, len(prompt_ids_T))
         opened = self._chat is not None and self._chat.opens_thought(prompt_ids_T)
@@ -232,14 +238,14 @@ class Conversations:
         stream = None
         if on_piece is not None and self._chat is not None:
             stream = AnswerStream(self._chat, reading, on_piece, num_prompt_tokens=len(prompt_ids_T))
-        is_usual = _distribution_key(sampling) == _distribution_key(self._sampler.sampling)
+        has_run_distribution = _distribution_key(sampling) == _distribution_key(self._sampler.sampling)
         request = TurnRequest(
             prompt_ids_T=prompt_ids_T,
             digest=parent.hashed.hexdigest(),
             parent=parent.turn,
             author=options.agent,
             sampling=sampling,
-            untrained="" if is_usual else OTHER_SAMPLING,
+            untrained="" if has_run_distribution else OTHER_SAMPLING,
             on_chunk=None if stream is None else stream.push,
         )
         self._num_turns += 1
@@ -267,8 +273,8 @@ class Conversations:
         )
 
     def _read(self, index: int, reading: Reading) -> ReadAnswer:
-        """Return the message that the sampled turn ``index`` holds, count its calls of tools, and note its invalid
-        ones. ``reading`` says how it is read."""
+        """Return the message that the sampled turn ``index`` represents, add its tool calls to the count, and note its
+        invalid calls. ``reading`` are the options for reading the tokens."""
         if self._chat is None:
             return ReadAnswer(message=Message(role="assistant"))
         answer = self._chat.read(index, self.turns[index].tokens.ids_T.tolist(), reading)
@@ -278,8 +284,9 @@ class Conversations:
         return answer
 
     def _sampling(self, options: ChatOptions, length: int) -> Sampling:
-        """Return the sampling parameters of the run, changed by ``options`` and by the budgets that are left.
-        ``length`` is the number of tokens that the model reads before the answer."""
+        """Return the sampling parameters for the next turn: the run's parameters, with the changes of ``options``, and
+        a ``max_new_tokens`` that fits into the remaining budgets. ``length`` is the number of tokens that the model
+        reads before the answer."""
         defaults, limits = self._sampler.sampling, self._limits
         max_new_tokens = defaults.max_new_tokens
         if limits.max_context is not None:
@@ -297,10 +304,11 @@ class Conversations:
         )
 
     def _refuse_spent(self, at: HistoryNode | None, num_new: int) -> None:
-        """Raise :class:`BudgetSpent` if a budget of the episode leaves nothing to sample after the path up to ``at``
+        """Raise :class:`BudgetSpent` if a budget of the episode leaves no token to sample after the path up to ``at``
         and ``num_new`` further tokens."""
         limits = self._limits
         length = num_new + (0 if at is None else at.length)
+        # the answer after the last allowed call is still sampled, so only one call more ends the episode
         calls = None if limits.max_tool_calls is None else limits.max_tool_calls + 1
         budgets = (
             ("max_turns", self._num_turns, limits.max_turns, "env.max_turns"),
@@ -313,22 +321,22 @@ class Conversations:
                 raise self._spent(reason, setting, f"it is at {used}")
 
     def _spent(self, reason: str, setting: str, detail: str) -> BudgetSpent:
-        """Return the error for a budget that is used up, and note it. ``reason`` is the reason in the episode's record,
-        ``setting`` the setting of the budget, and ``detail`` how much was used."""
+        """Return the error for a budget that is used up, and note the event. ``reason`` is the reason in the episode's
+        record, ``setting`` is the name of the budget's setting, and ``detail`` says how much was used."""
         self._note(f"an episode has used up {setting}")
         problem = f"the episode has used up {setting}: {detail}"
         return BudgetSpent(problem, remedy=f"end it before, or raise {setting}", reason=reason)
 
 
 def _distribution_key(sampling: Sampling) -> tuple[float, float, int]:
-    """Return the parameters that determine the probability of a token. Turns with other ones than the run's carry no
-    loss."""
+    """Return the parameters that determine the probability of a token: temperature, top-p and top-k. A turn whose
+    parameters differ from the run's carries no loss."""
     return sampling.temperature, sampling.top_p, sampling.top_k
 
 
 def _author(messages: Sequence[Message], *, first: bool) -> str:
-    """Return who wrote a turn that the policy did not sample: the task, if the turn is the ``first`` of its
-    conversation; a tool, if all its messages are results of tools; otherwise the user."""
+    """Return the author of a turn that the policy did not sample: the task if the turn is the ``first`` of its
+    conversation, a tool if all its messages are results of tools, and the user otherwise."""
     if first:
         return "task"
     return "tool" if messages and all(message.role == "tool" for message in messages) else "user"

@@ -1,7 +1,8 @@
-"""The run of one episode, from its task to its last token. This is the boundary at which a failure becomes a record.
+"""The run of one episode, from its task to its last token. A failure of the environment or of a request is caught here
+and becomes part of the episode's record.
 
-A turn is a run of tokens by one author. A sampled turn arrives in chunks; tokens that were recorded before a restart
-are given back instead of being sampled again.
+A turn is a sequence of tokens by one author. A sampled turn arrives in chunks. Tokens that were recorded before a
+restart are reused instead of being sampled again.
 """
 
 from __future__ import annotations
@@ -38,91 +39,96 @@ from headrace.rollout.environments import AttemptOutcome, Environment
 from headrace.rollout.environments.base import LAST
 
 RETRIED = ("env_error", "env_timeout", "env_crashed", "env_blocked")
-"""The reasons of failure after which an episode is attempted again, while ``env.retries`` are left."""
+"""The reasons of failure after which an episode is attempted again, at most ``env.retries`` times."""
 NOT_CHOSEN = "not_chosen"
-"""The reason why a turn carries no loss that the rollout's ``trained`` leaves out."""
+"""The reason why a turn carries no loss that ``trained`` of the environment's outcome does not list."""
 CUT_OFF = "cut_off"
-"""The reason why an unfinished turn carries no loss: it was abandoned or broke off, so that no caller has read it."""
+"""The reason why an unfinished turn carries no loss: its sampling was abandoned or failed, so no caller received the
+complete answer."""
 _OWN_DRAWS = -1
-"""The number in place of a turn for the seed of the environment itself."""
+"""The turn number from which the seed of the environment's own random draws is computed."""
 
 
 def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
-    """Return the seed of one sampled turn of the episode ``key``. It depends only on the run's seed and the position of
-    the turn, ``turn``, among the sampled ones of the episode; −1 stands for the environment's own draws.
+    """Return the seed of sampled turn number ``turn`` of the episode ``key``. It depends only on the run's seed, the
+    episode and this number. The number −1 gives the seed of the environment's own random draws.
 
     >>> episode_seed(0, EpisodeKey(1, 2)) == episode_seed(0, EpisodeKey(1, 2))
     True
     """
     digest = hashlib.blake2b(f"{run_seed}/{key.group}/{key.place}/{turn}".encode(), digest_size=8).digest()
+    # a seed is a signed 64-bit integer, so the digest is shifted by one bit
     return int.from_bytes(digest, "big") >> 1
 
 
 def session_of(run_seed: int, key: EpisodeKey) -> str:
-    """Return the name that all requests of the episode ``key`` share, by which they are routed to one engine."""
+    """Return the session name that all requests of the episode ``key`` share. Requests with the same session are routed
+    to the same engine."""
     return f"{run_seed}/{key.group}/{key.place}"
 
 
 def cause_of_refusal(error: RequestError, last: Tokens) -> str:
-    """Return the cause of an episode whose request ended with ``error``. ``last`` are the tokens of its last turn: the
-    engine has failed if it had sampled some of them, and refused the request otherwise."""
+    """Return the cause to record for an episode whose request ended with ``error``. ``last`` are the tokens of the
+    episode's last turn: if some of them were sampled, the engine has failed, and otherwise it has refused the
+    request."""
     reason = "engine_failed" if last.sampled_T.any() else "request_refused"
     return f"{reason}: {error.problem}"
 
 
 def timeout_cause(timeout_s: float | None) -> str:
-    """Return the cause of an episode that was not over after the longest time of an attempt."""
+    """Return the cause to record for an episode whose attempt took longer than ``timeout_s`` seconds."""
     return f"env_timeout: not over after env.timeout_s={timeout_s} s"
 
 
 def _ignore(_: TokenChunk) -> None:
-    """Do nothing with a chunk."""
+    """Ignore a chunk: the default of ``on_part``."""
 
 
 def _ignore_turn(_: EpisodeKey, __: IntColumn, ___: Turn) -> None:
-    """Do nothing with a turn."""
+    """Ignore a turn: the default of ``on_turn``."""
 
 
 def _ignore_note(_: str) -> None:
-    """Do nothing with a note."""
+    """Ignore a note: the default of ``note``."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EnginePolicy:
-    """The sampler of one episode's turns from an engine; it holds all turns of the episode."""
+    """The :class:`~headrace.rollout.conversations.TurnSampler` of one episode: it samples turns from an engine and
+    stores all turns of the episode."""
 
     engine: TokenSource
     """The engine of the policy under training."""
     sampling: Sampling
     """The sampling parameters of the run."""
     run_seed: int
-    """The seed of the run, from which those of all turns follow."""
+    """The seed of the run, from which the seeds of all turns are derived."""
     key: EpisodeKey
     """The group and the number of the episode."""
     on_tokens: Callable[[int], None]
-    """Called with the number of tokens that have arrived."""
+    """Called with the number of tokens of each chunk as it arrives."""
     on_part: Callable[[TokenChunk], None] = _ignore
     """Called with every chunk of a turn as it arrives."""
     on_turn: Callable[[EpisodeKey, IntColumn, Turn], None] = _ignore_turn
     """Called with every completed turn and its prompt."""
     agents: Agents = POLICY_ALONE
-    """The agents that may answer."""
+    """The agents that may answer in the episode."""
     sampling_turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context that is entered while a turn is sampled: the episode then waits for the engine and not for its
-    environment."""
+    """A function that returns a context manager, which is entered while a turn is sampled. During that time the episode
+    waits for the engine and not for its environment."""
     begun: dict[int, TokenChunk] = field(default_factory=dict)
-    """The tokens of turns that were sampled before a restart or in an earlier attempt, by the number of the sampled
-    turn."""
+    """The turns that were sampled before a restart of the process or in an earlier attempt, complete or not, by the
+    number of the sampled turn."""
     turns: list[Turn] = field(default_factory=list)
-    """Turns given and sampled, parents before children; those that failed halfway included."""
+    """All turns of the episode, sampled or not, parents before children. Unfinished turns are included."""
     _sampled: dict[int, TokenChunk] = field(default_factory=dict)
     """The turns sampled in this attempt, by the number of the sampled turn."""
     _restart_reason: str = "crash"
-    """The reason that is recorded as ``lost`` if recorded tokens no longer fit: the prompt of their turn has changed
-    since the crash of a process, or since the attempt before."""
+    """The reason that is recorded as ``lost`` if recorded tokens cannot be reused because the prompt of their turn has
+    changed: ``crash`` after a restart of the process, ``env_retry`` in a further attempt."""
 
     async def sample(self, request: TurnRequest) -> int:
-        """Sample the turn that ``request`` describes, append it to the turns, and return its index. If the engine
+        """Sample the turn that ``request`` describes, append it to ``turns``, and return its index. If the engine
         fails, the tokens that have arrived are appended as an unfinished turn."""
         frozen = self.agents.frozen(request.author)
         if frozen is not None:
@@ -137,14 +143,14 @@ class EnginePolicy:
                 await self._collect(parts, empty, request)
         finally:
             routings = (part.prompt_routing for part in parts if part.prompt_routing is not None)
-            ended = parts[-1].stop_reason if parts else None
+            stop_reason = parts[-1].stop_reason if parts else None
             turn = Turn(
                 author=request.author,
                 tokens=Tokens.concat([part.tokens for part in parts]),
                 parent=request.parent,
-                stop_reason=ended,
+                stop_reason=stop_reason,
                 context_routing=next(routings, None),
-                untrained=request.untrained or ("" if ended else CUT_OFF),
+                untrained=request.untrained or ("" if stop_reason else CUT_OFF),
             )
             self.turns.append(turn)
             index = len(self.turns) - 1
@@ -156,8 +162,8 @@ class EnginePolicy:
         return index
 
     async def _collect(self, parts: list[TokenChunk], empty: TokenChunk, request: TurnRequest) -> None:
-        """Add the chunks of a turn to ``parts`` as they arrive. A chunk that is marked as following lost ones replaces
-        those before it. ``empty`` is the chunk of this turn without tokens."""
+        """Append the chunks of a turn to ``parts`` as they arrive. A chunk with ``lost`` says that all earlier chunks
+        of the turn are lost, so it replaces them. ``empty`` is the chunk of this turn without tokens."""
         async for part in self._parts(empty, request):
             if part.lost:
                 parts.clear()
@@ -166,51 +172,51 @@ class EnginePolicy:
                 request.on_chunk(part)
 
     def restart(self) -> None:
-        """Prepare another attempt at the episode. When a turn is requested again, its recorded tokens are used
-        again."""
+        """Discard all turns before another attempt at the episode. The tokens of this attempt are recorded and reused
+        if the same turn is requested again."""
         self.begun = self.begun | {number: part for number, part in self._sampled.items() if len(part.tokens)}
         self._sampled = {}
         self._restart_reason = "env_retry"
         self.turns.clear()
 
     def _prompt_key(self, request: TurnRequest) -> str:
-        """Return a digest of the prompt and, where they are not the usual ones, of the sampling parameters and the
-        agent."""
-        other = f"{request.sampling.stop}" if request.sampling.stop != self.sampling.stop else ""
+        """Return the string that identifies the turn among recorded turns: the digest of the prompt. The sampling
+        parameters and the agent are appended where they differ from the policy's usual ones."""
+        suffix = f"{request.sampling.stop}" if request.sampling.stop != self.sampling.stop else ""
         if request.untrained:
-            other += f"{request.sampling.temperature}/{request.sampling.top_p}/{request.sampling.top_k}"
+            suffix += f"{request.sampling.temperature}/{request.sampling.top_p}/{request.sampling.top_k}"
         if request.untrained == FROZEN_AGENT or self.agents.adapter(request.author):
-            other += f"/{request.author}"
-        return request.digest + other
+            suffix += f"/{request.author}"
+        return request.digest + suffix
 
     def _number(self, prompt: str) -> int:
-        """Return the number of the next turn among the sampled ones: that of a recorded turn with the same digest
-        ``prompt``, if there is one, else the first unused number."""
+        """Return the number of the next sampled turn. If a recorded turn has the same prompt key ``prompt``, the result
+        is the number of that turn, and otherwise the first unused number."""
         same = [number for number, part in self.begun.items() if part.prompt == prompt and number not in self._sampled]
         if same:
             return min(same)
         return next(number for number in range(len(self._sampled) + 1) if number not in self._sampled)
 
     async def _parts(self, empty: TokenChunk, request: TurnRequest) -> AsyncIterator[TokenChunk]:
-        """Yield the chunks of the turn, first those recorded, then those that the engine samples. ``empty`` is the
-        chunk of this turn without tokens: it has the turn's number, on which the seed depends, so that the same tokens
-        are followed by the same draws."""
+        """Yield the chunks of the turn: first the recorded tokens, then the chunks that the engine samples. ``empty``
+        is the chunk of this turn without tokens. The seed depends on its turn number, so that sampling continues with
+        the same random draws after the same tokens."""
         sampling = msgspec.structs.replace(request.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
         begun, lost = self.begun.get(empty.turn), ""
         options = RequestOptions(session=session_of(self.run_seed, self.key), agent=self.agents.adapter(request.author))
         if begun is not None and begun.prompt != empty.prompt:
             begun, lost = None, self._restart_reason
         if begun is not None:
-            full = len(begun.tokens) >= sampling.max_new_tokens
-            ended = begun.stop_reason or (StopReason.LENGTH if full else None)
-            yield msgspec.structs.replace(begun, stop_reason=ended)
-            if ended is not None:
+            is_full = len(begun.tokens) >= sampling.max_new_tokens
+            stop_reason = begun.stop_reason or (StopReason.LENGTH if is_full else None)
+            yield msgspec.structs.replace(begun, stop_reason=stop_reason)
+            if stop_reason is not None:
                 return
             options = msgspec.structs.replace(options, answer_ids_T=begun.tokens.ids_T)
         frozen = self.agents.frozen(request.author)
         if frozen is not None:
-            unrecorded = {"record_kept": False, "record_routing": False, "record_entropy": False}
-            sampling = msgspec.structs.replace(sampling, **unrecorded)
+            no_columns = {"record_kept": False, "record_routing": False, "record_entropy": False}
+            sampling = msgspec.structs.replace(sampling, **no_columns)
         source = self.engine if frozen is None else frozen
         async for chunk in source.generate(request.prompt_ids_T, sampling, options):
             part = msgspec.structs.replace(
@@ -229,7 +235,8 @@ class EnginePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """A runner of episodes of one environment against one engine. The controller calls :meth:`run` for each episode."""
+    """A runner of the episodes of one environment against one engine. The controller calls :meth:`run` for each
+    episode."""
 
     engine: TokenSource
     """The engine of the policy under training."""
@@ -238,9 +245,9 @@ class EpisodeRunner:
     sampling: Sampling
     """The sampling parameters of the run."""
     run_seed: int
-    """The seed of the run, from which those of all turns follow."""
+    """The seed of the run, from which the seeds of all turns are derived."""
     on_tokens: Callable[[int], None]
-    """Called with the number of tokens that have arrived."""
+    """Called with the number of tokens of each chunk as it arrives."""
     on_part: Callable[[TokenChunk], None] = _ignore
     """Called with every chunk of a turn as it arrives."""
     on_turn: Callable[[EpisodeKey, IntColumn, Turn], None] = _ignore_turn
@@ -249,29 +256,29 @@ class EpisodeRunner:
     """Called with a short description of each event that is unusual but not an error; equal descriptions are
     counted."""
     agents: Agents = POLICY_ALONE
-    """The agents that may answer."""
+    """The agents that may answer in an episode."""
     limits: EpisodeLimits = UNLIMITED
     """The budgets of one episode."""
     chat: Chat | None = None
-    """The writer and reader of messages; ``None``: the environment uses token ids."""
+    """The converter between messages and tokens; ``None`` if the environment uses token ids."""
     timeout_s: float | None = None
-    """The longest time of an attempt; ``None``: unlimited."""
+    """The time limit of an attempt, in seconds; ``None`` means unlimited."""
     retries: int = 0
-    """How often an episode is attempted again after its environment has failed."""
+    """The number of further attempts at an episode after its environment has failed."""
     sampling_turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context that is entered while a turn of an episode is sampled."""
+    """A function that returns a context manager, which is entered while a turn of an episode is sampled."""
     attempt_kind: AttemptKind = AttemptKind.ALONE
-    """Whether branches may leave the episodes, or they are branches."""
+    """Whether the episodes stand alone, may have branches, or are branches themselves."""
 
     async def run(
         self, key: EpisodeKey, task: Task, withdrawal: Withdrawal | None = None, begun: Sequence[TokenChunk] = ()
     ) -> EpisodeGraph:
-        """Run one episode of ``task`` and return its turns, its status and, where its environment decides it, its
-        reward. Turns in ``begun``, recorded before a crash, continue from their tokens. ``withdrawal`` may end the
-        episode from outside.
+        """Run one episode of ``task``. Return it with its turns, its status and, if the environment computes the
+        reward, its reward. ``begun`` are turns that were recorded before a crash; sampling continues after their
+        tokens. The caller can end the episode early through ``withdrawal``.
 
-        A request that the engine refuses, an attempt that takes too long, and any exception of the environment fail
-        this episode only. The death of a component is raised to the caller.
+        If the engine refuses a request, an attempt takes too long, or the environment raises an exception, only this
+        episode fails. An error of the run itself, such as the death of a component, is raised to the caller.
         """
         policy = EnginePolicy(
             engine=self.engine,
@@ -298,7 +305,7 @@ class EpisodeRunner:
 
     async def _attempt(self, policy: EnginePolicy, task: Task, withdrawal: Withdrawal) -> EpisodeGraph:
         """Run the environment once and return the episode. A failure of the environment becomes the cause of the
-        returned episode; only errors of the run itself and cancellation are raised."""
+        returned episode. Only errors of the run itself and cancellation are raised."""
         episode = EpisodeGraph(key=policy.key, status=EpisodeStatus.FAILED)
         seed = episode_seed(self.run_seed, policy.key, _OWN_DRAWS)
         conversations = Conversations(
@@ -328,14 +335,14 @@ class EpisodeRunner:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary of an environment: its failure is a record
             episode.cause = f"env_error: {type(error).__name__}: {error}"
-        if being_cancelled():  # even if the environment has caught it: else the episode would be attempted again
+        if being_cancelled():  # raised again if the environment has caught it: otherwise a new attempt would begin
             raise asyncio.CancelledError
         episode.turns = episode.turns or list(policy.turns)
         return episode
 
 
 def remedy_of(cause: str) -> str:
-    """Return a remedy for episodes that fail, from the cause of one.
+    """Return the remedy to show for failed episodes, given the recorded cause of one of them.
 
     >>> remedy_of("request_refused: prompt of 900 tokens + max_new_tokens=256 exceed max_context=512")
     'look at what is asked of the engine, at its settings and its log'
@@ -346,9 +353,9 @@ def remedy_of(cause: str) -> str:
 
 
 def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]) -> None:
-    """Record the ``outcome`` of the attempt, rewards and which turns carry loss, in ``episode``, and mark it as
-    finished. ``turns`` are those of the attempt. Raises :class:`~headrace.base.errors.EpisodeError` if an agent has no
-    reward."""
+    """Record the ``outcome`` of an attempt with the turns ``turns`` in ``episode``, and mark the episode as finished.
+    The outcome contains the rewards and which turns carry loss. Raises :class:`~headrace.base.errors.EpisodeError` if
+    an agent has no reward."""
     last = max((index for index, turn in enumerate(turns) if turn.stop_reason is not None), default=-1)
     for index, turn in enumerate(turns):
         is_left_out = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
@@ -357,9 +364,9 @@ def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]
         columns = outcome.turn_extra.get(index)
         if index == last and LAST in outcome.turn_extra:
             columns = {**(columns or {}), **outcome.turn_extra[LAST]}
-        stays = (reason, reward, columns) == (turn.untrained, turn.reward, None)  # as most turns do
+        is_unchanged = (reason, reward, columns) == (turn.untrained, turn.reward, None)  # true of most turns
         changes = {"untrained": reason, "reward": reward, "extra": {**turn.extra, **(columns or {})}}
-        episode.turns.append(turn if stays else msgspec.structs.replace(turn, **changes))
+        episode.turns.append(turn if is_unchanged else msgspec.structs.replace(turn, **changes))
     episode.reward, episode.agent_rewards = outcome.reward, outcome.agent_rewards
     if outcome.agent_rewards:
         _refuse_unrewarded(episode)
@@ -371,39 +378,42 @@ def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]
 def _refuse_unrewarded(episode: EpisodeGraph) -> None:
     """Raise :class:`~headrace.base.errors.EpisodeError` if an agent whose answers carry loss has no reward."""
     trained = {turn.author for turn in episode.turns if turn.stop_reason is not None and not turn.untrained}
-    lacking = sorted(trained - episode.agent_rewards.keys())
-    if lacking:
+    unrewarded = sorted(trained - episode.agent_rewards.keys())
+    if unrewarded:
         raise EpisodeError(
-            f"agent_rewards leaves out {lacking[0]!r}, whose answers carry loss",
+            f"agent_rewards leaves out {unrewarded[0]!r}, whose answers carry loss",
             remedy="give one for each agent that answered, or choose with trained=[...] what carries loss",
             reason="reward_none",
         )
 
 
 class Withdrawal:
-    """A handle by which the controller ends one episode from outside: its request leaves the engine at once, and the
-    sampled tokens are kept."""
+    """A handle through which the controller ends one episode early: the engine drops its request at once, and the
+    tokens sampled so far are kept."""
 
     def __init__(self) -> None:
-        """Begin as a handle that is attached to no episode."""
+        """Create a handle that is not attached to an episode yet."""
         self.reason = ""
-        """The reason of the withdrawal; empty before it."""
+        """The reason of the withdrawal; empty until :meth:`withdraw` is called."""
         self._end: Callable[[], None] | None = None
+        """The function that ends the attached episode; ``None`` while no episode is attached."""
 
     def attach(self, end: Callable[[], None]) -> None:
-        """Set the function that ends the episode; it is called at once if the episode was withdrawn already."""
+        """Set ``end``, the function that ends the episode. It is called at once if the episode was already
+        withdrawn."""
         self._end = end
         if self.reason:
             end()
 
     def withdraw(self, reason: str) -> None:
-        """End the episode, for ``reason``. An episode whose time is up is not affected."""
+        """End the episode and record ``reason``. This has no effect on an episode whose time limit has already
+        expired."""
         self.reason = reason
         if self._end is not None:
             self._end()
 
 
 def _expire(scope: asyncio.Timeout) -> None:
-    """End the body of a timeout scope now; do nothing if its time is up."""
+    """Make a timeout scope expire now. Do nothing if it has already expired."""
     if not scope.expired():
         scope.reschedule(asyncio.get_running_loop().time())

@@ -1,5 +1,5 @@
-"""The run of all episodes of one group together, where each is one answer to the same prompt. It gives the same
-episodes as :class:`~headrace.rollout.runner.EpisodeRunner`, for a fraction of the work."""
+"""The run of all episodes of a group together, for environments in which each episode is one answer to the same prompt.
+The result is the same as from :class:`~headrace.rollout.runner.EpisodeRunner`, with much less work per episode."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from headrace.rollout.runner import (
 )
 
 OnEnded = Callable[[Sequence[EpisodeGraph]], Awaitable[None]]
-"""Called with episodes that have ended together."""
+"""A callback that receives episodes that have ended at the same time."""
 _AUTHOR = ChatOptions().agent
-"""The author of an answer: the policy."""
+"""The author name of every answer, which is the policy's."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer that is being sampled."""
+    """The state of one answer while it is sampled."""
 
     key: EpisodeKey
     chunks: list[TokenChunk] = field(default_factory=list)
-    """The chunks that have arrived and are not lost."""
+    """The chunks that have arrived, without chunks that were lost."""
     running: bool = True
-    """Whether its last chunk has not arrived."""
+    """Whether the last chunk has not arrived yet."""
 
     def turns(self, prompt: Turn) -> list[Turn]:
-        """Return the turns of its episode, whose task gave the turn ``prompt``."""
+        """Return the two turns of the answer's episode: ``prompt``, which comes from the task, and the answer."""
         routings = (chunk.prompt_routing for chunk in self.chunks if chunk.prompt_routing is not None)
         stop = self.chunks[-1].stop_reason if self.chunks else None
         answer = Turn(
@@ -59,66 +59,66 @@ class _Answer:
 
 
 class _RunningGroup:
-    """One group that runs: its prompt and its answers."""
+    """The state of one group while it runs: its prompt, its answers, and the episodes that have ended."""
 
-    def __init__(self, number: int, size: int, prompt_ids_T: IntColumn, other_prompt: str) -> None:
-        """Begin the group ``number`` of ``size`` answers to a prompt. ``other_prompt`` is added to the digest of the
+    def __init__(self, number: int, size: int, prompt_ids_T: IntColumn, prompt_suffix: str) -> None:
+        """Create group ``number`` with ``size`` answers to a prompt. ``prompt_suffix`` is appended to the digest of the
         prompt."""
         self.prompt = Turn(author="task", tokens=Tokens.observed(prompt_ids_T))
-        self.digest = prompt_digest(prompt_ids_T) + other_prompt
-        """The digest by which recorded tokens of the answers are found again."""
+        self.digest = prompt_digest(prompt_ids_T) + prompt_suffix
+        """The digest of the prompt. After a restart it identifies the recorded tokens of the answers."""
         self.answers = [_Answer(EpisodeKey(number, place)) for place in range(size)]
         self.ended: dict[EpisodeKey, EpisodeGraph] = {}
-        """Episodes that have ended and that the rollout loop has not taken yet."""
+        """Episodes that have ended while their call of ``on_ended`` has not returned yet."""
 
 
 class SiblingRunner:
-    """A runner of groups whose episodes are one answer each to the group's prompt. The answers are requested from the
-    engine in one call, and the chunks that arrive together are handled together."""
+    """A runner of groups in which each episode is one answer to the group's prompt. All answers are requested from the
+    engine in one call, and chunks that arrive together are processed together."""
 
     def __init__(self, runner: EpisodeRunner, engine: SiblingSource) -> None:
-        """Run groups as ``runner`` would run their episodes one by one, with its sampling, seeds and callbacks.
-        ``engine`` is the runner's engine."""
+        """Create a runner that uses the sampling parameters, the seeds and the callbacks of ``runner``. ``engine`` is
+        the engine of ``runner``."""
         self._runner = runner
         self._engine = engine
         adapter = runner.agents.adapter(_AUTHOR)
         self._options = RequestOptions(agent=adapter)
-        self._other_prompt = f"/{_AUTHOR}" if adapter else ""
+        self._prompt_suffix = f"/{_AUTHOR}" if adapter else ""
 
     @classmethod
     def of(cls, runner: EpisodeRunner) -> SiblingRunner | None:
-        """Return a runner of groups for the episodes of ``runner``; ``None`` if these need one run each: their
-        environment does more than to sample an answer, they may be attempted again, their answers are not the policy's,
-        or the engine samples no siblings."""
+        """Return a runner of groups for the episodes of ``runner``, or ``None`` if each of these episodes needs a run
+        of its own. That is the case if their environment does more than sample one answer, if they may be attempted
+        again, if the policy's weights are frozen, or if the engine does not support sibling requests."""
         single = isinstance(runner.env, SingleTurn) and not runner.retries
-        if not single or not isinstance(runner.engine, SiblingSource) or not _from_policy(runner.agents):
+        if not single or not isinstance(runner.engine, SiblingSource) or not _has_policy_engine(runner.agents):
             return None
         return cls(runner, runner.engine)
 
     async def run(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:
         """Run the ``size`` episodes of group ``number``, and return when all have ended. ``on_ended`` is called with
-        those that end together. A request that the engine refuses fails its episode only; the end of the time limit
-        fails those that still run; the death of a component is raised."""
-        group = _RunningGroup(number, size, task.prompt_ids_T, self._other_prompt)
+        the episodes that end together. A request that the engine refuses fails only its own episode. When the time
+        limit expires, all episodes that still run fail. The death of a component is raised."""
+        group = _RunningGroup(number, size, task.prompt_ids_T, self._prompt_suffix)
         requests = [self._request(answer.key, len(task.prompt_ids_T)) for answer in group.answers]
 
-        async def take(arrived: Sequence[tuple[int, TokenChunk]]) -> None:
-            """Record chunks of the answers, and pass the episodes on that have ended with them."""
-            await self._pass_on(group, self._taken(group, arrived), on_ended)
+        async def receive(arrived: Sequence[tuple[int, TokenChunk]]) -> None:
+            """Record chunks of the answers, and deliver the episodes that end with them."""
+            await self._deliver(group, self._record(group, arrived), on_ended)
 
         limit = TimeLimit(self._runner.timeout_s)
         try:
             async with limit:
-                await self._engine.generate_siblings(task.prompt_ids_T, requests, take)
+                await self._engine.generate_siblings(task.prompt_ids_T, requests, receive)
         except TimeoutError:
             if not limit.scope.expired():
                 raise
-            late = [episode for answer in group.answers if (episode := self._late(group, answer))]
-            await self._pass_on(group, [*group.ended.values(), *late], on_ended)
+            late = [episode for answer in group.answers if (episode := self._fail_late(group, answer))]
+            await self._deliver(group, [*group.ended.values(), *late], on_ended)
 
-    async def _pass_on(self, group: _RunningGroup, ended: Sequence[EpisodeGraph], on_ended: OnEnded) -> None:
-        """Pass episodes on that have ended. They are kept until they have been taken, in case the time limit interrupts
-        that."""
+    async def _deliver(self, group: _RunningGroup, ended: Sequence[EpisodeGraph], on_ended: OnEnded) -> None:
+        """Call ``on_ended`` with the episodes ``ended``. They stay in ``group.ended`` until the call returns, so that
+        they are delivered again if the time limit interrupts the call."""
         if not ended:
             return
         group.ended.update({episode.key: episode for episode in ended})
@@ -126,9 +126,9 @@ class SiblingRunner:
         for episode in ended:
             del group.ended[episode.key]
 
-    def _taken(self, group: _RunningGroup, arrived: Sequence[tuple[int, TokenChunk]]) -> list[EpisodeGraph]:
-        """Record chunks that have arrived for the answers of a group, and return the episodes that have ended with
-        them."""
+    def _record(self, group: _RunningGroup, arrived: Sequence[tuple[int, TokenChunk]]) -> list[EpisodeGraph]:
+        """Record the chunks ``arrived`` of a group's answers, and return the episodes that end with them. Each chunk
+        comes with the index of its answer."""
         runner = self._runner
         ended = []
         for index, chunk in arrived:
@@ -140,12 +140,13 @@ class SiblingRunner:
                 answer.chunks.append(part)
                 runner.on_part(part)
             if part.ended:
-                ended.append(self._ended(group, answer, part))
+                ended.append(self._finish(group, answer, part))
         runner.on_tokens(sum([len(chunk.tokens.ids_T) for _, chunk in arrived]))
         return ended
 
     def _request(self, key: EpisodeKey, prompt_length: int) -> SiblingRequest:
-        """Return the request for the answer of the episode ``key`` to a prompt of ``prompt_length`` tokens."""
+        """Return the request for the answer of the episode ``key``. ``prompt_length`` is the number of tokens of the
+        prompt."""
         runner = self._runner
         limits = runner.limits
         most = runner.sampling.max_new_tokens
@@ -160,8 +161,9 @@ class SiblingRunner:
             sampling, msgspec.structs.replace(self._options, session=session_of(runner.run_seed, key))
         )
 
-    def _ended(self, group: _RunningGroup, answer: _Answer, last: TokenChunk) -> EpisodeGraph:
-        """Return the episode whose answer has ended with the chunk ``last``."""
+    def _finish(self, group: _RunningGroup, answer: _Answer, last: TokenChunk) -> EpisodeGraph:
+        """Mark ``answer`` as complete and return its episode. ``last`` is the last chunk of the answer; if it contains
+        an error, the episode has failed."""
         answer.running = False
         episode = EpisodeGraph(key=answer.key, turns=answer.turns(group.prompt), status=EpisodeStatus.FINISHED)
         try:
@@ -173,8 +175,9 @@ class SiblingRunner:
             self._runner.on_turn(answer.key, group.prompt.tokens.ids_T, episode.turns[-1])
         return episode
 
-    def _late(self, group: _RunningGroup, answer: _Answer) -> EpisodeGraph | None:
-        """Return the episode of an answer that the time limit has ended; ``None`` if it had ended before."""
+    def _fail_late(self, group: _RunningGroup, answer: _Answer) -> EpisodeGraph | None:
+        """Return the failed episode of an answer that was still running when the time limit expired; ``None`` if the
+        answer had ended before."""
         if not answer.running:
             return None
         cause = timeout_cause(self._runner.timeout_s)
@@ -182,6 +185,7 @@ class SiblingRunner:
         return EpisodeGraph(key=answer.key, turns=turns, status=EpisodeStatus.FAILED, cause=cause)
 
 
-def _from_policy(agents: Agents) -> bool:
-    """Return whether answers of the policy come from its own engine, and not from one with frozen weights."""
+def _has_policy_engine(agents: Agents) -> bool:
+    """Return whether the answers of the policy are sampled by its own engine, and not by an engine with frozen
+    weights."""
     return agents.frozen(_AUTHOR) is None

@@ -1,1 +1,1 @@
-"""A run from its file to its end: settings and their rules, sessions, observation, the program."""
+"""All that a run needs from its run file to its end: settings and their rules, sessions, observation, the program."""

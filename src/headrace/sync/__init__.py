@@ -1,6 +1,8 @@
-"""The transfer of weights from the learner to the engines: staged while they decode, committed between two steps.
+"""The weight sync: the transfer of weights from the learner to the engines. Engines stage a version while they decode,
+and commit it between two steps.
 
-``base`` has the contracts of transports and codecs, ``config`` the registry of transports, ``codecs`` the codecs.
+:mod:`.base` contains the contracts of transports and codecs, :mod:`.config` the registry of transports, and
+:mod:`.codecs` the codecs.
 """
 
 from headrace.sync.config import SyncConfig

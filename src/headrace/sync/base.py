@@ -1,14 +1,15 @@
-"""The contracts of the weight sync.
+"""The contracts of the weight sync: transports, which send bytes from the learner to the engines, and codecs, which
+represent weights as bytes.
 
     learner                                          engine
     copy(slot)     one copy, then training continues
     announce()     hash, encode, send: background ─▶ stage(update)    fetch, decode, verify, while decoding continues
                                                      commit(version)  between two steps: from now on these weights
 
-An *image* is a buffer with all tensors of one version; a *payload* is the bytes that are sent: an image, or its
-difference from the version before. A *slot* is one of two images of the learner: the newest committed version is in one
-of them. The learner fills the other, and may fill the first again only when the newer version is in use. An update that
-is refused changes nothing that is in use.
+An *image* is a buffer with all tensors of one version. A *payload* is the bytes that are sent: an image, or its
+difference from the previous version. A *slot* is one of two images of the learner. The newest committed version is in
+one slot; the learner fills the other slot, and may fill the first one again only when the newer version is in use. An
+update that is refused does not change the weights in use.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Phase(enum.StrEnum):
     STAGED = "staged"
     """An update fits the model and is being fetched."""
     VERIFIED = "verified"
-    """The bytes of the update have arrived, and their hashes are those announced."""
+    """The bytes of the update have arrived, and their hashes equal the announced ones."""
     COMMITTED = "committed"
     """The update is in use."""
     REFUSED = "refused"
@@ -48,8 +49,8 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRequest:
-    """A request of the publisher to the learner's side of a transport: to send one version of the weights, whole or as
-    a difference."""
+    """A request of the publisher to the learner's side of a transport to send one version of the weights, whole or as a
+    difference."""
 
     version: int
     """The number of the version."""
@@ -58,22 +59,22 @@ class SendRequest:
     payload: memoryview
     """The bytes to send."""
     manifest: Manifest
-    """The layout of the image: which tensor is where."""
+    """The layout of the image: name, dtype, shape and offset of each tensor."""
     whole: bool
-    """Whether the payload is the whole image of the slot, and not a difference."""
+    """Whether the payload is the whole image of the slot; false for a difference."""
     to: Sequence[str]
-    """The addresses of the receivers, for transports that send to addresses."""
+    """The addresses of the receivers, for transports that send to addresses; else empty."""
     checksums: Sequence[int]
     """xxh3 (64 bits) of each tensor in the payload's image, or of each of this rank's pieces."""
     layout: RankLayout
-    """What this rank sends, for transports that every rank of the learner sends by; otherwise everything."""
+    """The layout of the pieces that this rank sends. It covers all weights unless every rank of the learner sends."""
     previous: memoryview | None = None
-    """For such transports, the image of the version before, if differences from it may be sent."""
+    """The image of the previous version, if every rank sends and the ranks may send differences; else ``None``."""
     base_version: int = -1
-    """The number of that version."""
+    """The number of the previous version; −1 if ``previous`` is ``None`` and the payload is whole."""
     again: bool = False
-    """Whether a receiver could not use the payload the first time. The transport then discards the state that it keeps
-    between versions."""
+    """Whether the version was sent before and a receiver could not use it. The transport then discards the state that
+    it keeps between versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,30 +82,31 @@ class Sent:
     """The result of sending one payload."""
 
     path: str
-    """Where receivers find the payload, in the transport's own form; it becomes ``WeightUpdate.path``."""
+    """The location of the payload for receivers, in a format of the transport; copied to ``WeightUpdate.path``."""
     missed: Mapping[str, str] = field(default_factory=dict)
     """The addresses of receivers that the payload did not reach, each with the reason."""
     checksums: tuple[int, ...] = ()
-    """On rank 0, the hashes of the pieces of all ranks, for transports that every rank sends by."""
+    """On rank 0, the hashes of the pieces of all ranks, for a transport over which every rank sends; else empty."""
     note: str = ""
-    """What the user has to know about the way that the payload took, as a sentence; it becomes
-    ``WeightUpdate.note``."""
+    """A sentence for the user about the way in which the payload was sent; copied to ``WeightUpdate.note``. Empty:
+    nothing to report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerRank:
-    """One of the processes of a learner, for transports that every rank sends by."""
+    """One of the processes of a learner, for transports over which every rank sends."""
 
     index: int
-    """The number of this rank; 0 is the leading one."""
+    """The index of this rank, from 0."""
     world: int
     """The number of ranks."""
     share: Callable[[bytes | None], bytes]
-    """A function that all ranks call together: it returns what rank 0 passes; the others pass ``None``."""
+    """A broadcast that all ranks call together: rank 0 passes a message, the other ranks ``None``, and all get the
+    message."""
 
 
 ALONE = LearnerRank(index=0, world=1, share=lambda message: message or b"")
-"""The only rank of a learner of one process."""
+"""The single rank of a learner that is one process."""
 
 
 class Outbox(Protocol):
@@ -112,18 +114,18 @@ class Outbox(Protocol):
     :class:`~headrace.base.errors.WeightsError`."""
 
     def memory(self, num_bytes: int) -> memoryview:
-        """Return ``num_bytes`` bytes of memory, in which the publisher keeps its slots. It is called once. Raises
-        :class:`~headrace.base.errors.WeightsError` if there is too little."""
+        """Return ``num_bytes`` bytes of memory, in which the publisher keeps its slots; called once. Raises
+        :class:`~headrace.base.errors.WeightsError` if there is too little memory."""
         ...
 
     def send(self, request: SendRequest) -> Sent:
-        """Make the payload of ``request`` available to the receivers, and return where it is. Its memory does not
-        change until the slot is filled again. It is an error if the payload reaches no receiver, but not if it reaches
-        some of ``request.to``."""
+        """Make the payload of ``request`` available to the receivers, and return its location. The payload's memory
+        does not change until the slot is filled again. Raises :class:`~headrace.base.errors.WeightsError` if the
+        payload reaches no receiver; receivers that it did not reach are in :attr:`Sent.missed`."""
         ...
 
     def close(self) -> None:
-        """Release all resources, and remove files that were created."""
+        """Release all resources, and remove the files that this side has created."""
         ...
 
 
@@ -144,17 +146,19 @@ class Inbox(Protocol):
         ...
 
     def view(self, update: WeightUpdate) -> memoryview | None:
-        """Return the payload of ``update`` in the memory where it already is; ``None`` if it has to be fetched. It
-        stays unchanged while it is referenced (``shm``: until the learner may fill the slot again)."""
+        """Return the payload of ``update`` without a copy, if it is in memory already; ``None`` if it has to be
+        fetched. The bytes do not change while they are referenced (``shm``: until the learner may fill the slot
+        again)."""
         ...
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
-        """Write the payload of ``update``, which has ``update.num_bytes`` bytes, to ``into``, before the transport's
-        deadline."""
+        """Write the payload of ``update``, which has ``update.num_bytes`` bytes, to the memory ``into``. Raises if it
+        does not arrive before the transport's deadline."""
         ...
 
     def skip(self, update: WeightUpdate) -> None:
-        """Release whatever was received of ``update``, which the engine has refused and will not fetch."""
+        """Release the bytes that were received of ``update``, because the engine has refused it and will not fetch
+        it."""
         ...
 
     def close(self) -> None:
@@ -163,7 +167,8 @@ class Inbox(Protocol):
 
 
 class Form(Protocol):
-    """The contract of a form: how one tensor is represented in the image, by one or more tensors called its parts."""
+    """The contract of a form: the representation of one tensor in the image by one or more tensors, called its
+    parts."""
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the parts that represent the tensor called ``name``, by their names in the image. Only the dtypes and
@@ -185,9 +190,9 @@ class Codec:
     """A way to represent the weights of a model as bytes (``sync.codec``)."""
 
     form: Form
-    """How each tensor is represented in the image."""
+    """The representation of each tensor in the image."""
     differences: bool = False
-    """Whether a version is sent as its difference from the version before, where that is shorter."""
+    """Whether a version is sent as its difference from the previous version, if that is shorter."""
     adapters_only: bool = False
     """Whether only adapters are sent: a model that trains other weights is refused, and each version of the adapter
     gets a name."""

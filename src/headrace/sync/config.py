@@ -1,5 +1,5 @@
-"""Settings of the weight sync (``[sync]`` in a run file), and the description of a transport: a way for weights to get
-from the learner to the engines."""
+"""Settings of the weight sync (``[sync]`` in a run file), and the description of a transport, which sends weights from
+the learner to the engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.sync.base import Inbox, LearnerRank, Outbox
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlaces:
-    """The places (files and folders) of one run in which the two sides of a transport can meet."""
+    """The files and folders of one run that both sides of a transport can use to exchange weights."""
 
     run_dir: Path
     """The run directory. It may be on a disk that other machines share."""
@@ -37,32 +37,33 @@ class TransportCost:
     """The cost that the planner assumes for a transport until a run has measured it."""
 
     gb_s: float
-    """The throughput in 10⁹ bytes per second; 0 stands for that of the network between the machines."""
+    """The throughput in 10⁹ bytes per second; 0: the throughput of the network between the machines."""
     fixed_s: float
-    """The seconds that every version takes, whatever its size."""
+    """The time in seconds that every version takes, independent of its size."""
     proposed: bool = False
-    """Whether the planner may propose it instead of the transport that the run file names."""
+    """Whether the planner may propose this transport instead of the transport in the run file."""
 
 
-def _meets_nowhere(sync: SyncConfig, places: RunPlaces) -> str:
-    """Return "", the address of a transport whose two sides need no place to meet."""
+def _no_address(sync: SyncConfig, places: RunPlaces) -> str:
+    """Return an empty address, for a transport whose two sides exchange weights without a file or folder."""
     return ""
 
 
-def _keeps_nothing(sync: SyncConfig) -> int:
-    """Return 0, the number of versions that a transport keeps whose two sides need no place to meet."""
+def _no_copies(sync: SyncConfig) -> int:
+    """Return 0: a transport without a file or folder keeps no versions there."""
     return 0
 
 
 def _no_check(sync: SyncConfig) -> None:
-    return None  # a transport without a check accepts all values of [sync]
+    """Accept all values of ``[sync]``, for a transport without a check of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """A transport of weights from the learner to the engines: everything that Headrace needs to know of it.
+    """The description of a transport of weights from the learner to the engines.
 
-    A package offers one with a line of its ``pyproject.toml``, ``[project.entry-points."headrace.transports"]``.
+    A package registers a transport by an entry point in its ``pyproject.toml``,
+    ``[project.entry-points."headrace.transports"]``.
     """
 
     open_outbox: Callable[[Route, str], Outbox]
@@ -72,30 +73,31 @@ class Transport:
     """A function that opens the engine's side, from the route, the token of the run and the size of the largest update
     in bytes."""
     cost: TransportCost
-    """The cost that the planner assumes."""
+    """The cost of a version, as the planner assumes it."""
     open_rank_outbox: Callable[[Route, LearnerRank], Outbox] | None = None
-    """A function that opens the side of one rank of the learner, for a transport by which every rank sends the part of
-    the weights that it holds; all ranks call it together. ``None``: rank 0 gathers the weights and sends them all."""
-    address: Callable[[SyncConfig, RunPlaces], str] = _meets_nowhere
-    """A function that returns the ``address`` of the run's :class:`~headrace.sync.config.Route`: where the two sides
-    meet; empty where they need no such place."""
-    copies: Callable[[SyncConfig], int] = _keeps_nothing
-    """A function that returns how many whole versions must have room at the ``address`` of the route, a file or a
-    folder, at the same time; 0 where none lie there. A run that has less room is refused before it starts."""
-    fallback: Callable[[SyncConfig, RunPlaces], str] = _meets_nowhere
-    """A function that returns the ``fallback`` of the run's route: a folder for the versions that the transport cannot
-    bring to the engines otherwise; empty for a transport without another way."""
+    """A function that opens the side of one rank of the learner, for a transport over which every rank sends the parts
+    of the weights that it holds; all ranks call it together. ``None``: rank 0 gathers the weights and sends all of
+    them."""
+    address: Callable[[SyncConfig, RunPlaces], str] = _no_address
+    """A function that returns the ``address`` of the run's :class:`~headrace.sync.config.Route`: the file or folder
+    that both sides use; empty if they use none."""
+    copies: Callable[[SyncConfig], int] = _no_copies
+    """A function that returns how many whole versions are stored at the ``address`` of the route, a file or a folder,
+    at the same time; 0 if none are. A run with less disk space or memory there is refused before it starts."""
+    fallback: Callable[[SyncConfig, RunPlaces], str] = _no_address
+    """A function that returns the ``fallback`` of the run's route: a folder for versions that the transport cannot send
+    otherwise; empty for a transport without a fallback."""
     one_machine: str = ""
     """The reason why learner and engines must be on one machine, as the end of a sentence: "is memory of one machine".
     Empty if they may be on several."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """The settings of ``[sync]`` that only some transports use, this one among them. The value completes the sentence
-    about a transport that does not use the setting: ``{"directory": "writes no files"}``."""
+    """The settings of ``[sync]`` that this transport uses and others do not. The value is the end of the error for
+    another transport: ``{"directory": "writes no files"}``."""
     check: Callable[[SyncConfig], None] = _no_check
     """A function that raises :class:`~headrace.base.errors.ConfigError` for values of ``[sync]`` that the transport
     cannot use."""
     options: type[Section] | None = None
-    """The section that ``[sync.options]`` is validated as; ``None`` if the transport has no settings of its own."""
+    """The section by which ``[sync.options]`` is validated; ``None`` if the transport has no settings of its own."""
 
     @property
     def crosses_machines(self) -> bool:
@@ -104,10 +106,10 @@ class Transport:
 
     def refuse(self, sync: SyncConfig) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` for settings of ``sync`` that this transport does not use,
-        or whose values it cannot use. The settings call this when they are loaded."""
+        or whose values it cannot use. Called when the settings are loaded."""
         for name in sync.changed:
             if name not in self.settings:
-                raise _unread(sync, name)
+                raise _unread_setting_error(sync, name)
         if self.options is not None:
             validate(self.options, sync.options, "sync.options")
         elif sync.options:
@@ -119,9 +121,9 @@ class Transport:
         self.check(sync)
 
 
-def _unread(sync: SyncConfig, name: str) -> ConfigError:
-    """Return the error for the setting ``name`` of ``[sync]``, which belongs to another transport than the chosen
-    one."""
+def _unread_setting_error(sync: SyncConfig, name: str) -> ConfigError:
+    """Return the error for the setting ``name`` of ``[sync]``, which only another transport than the chosen one
+    uses."""
     owner = next(each for each in TRANSPORTS.rows if name in TRANSPORTS.load(each).settings)
     settings = TRANSPORTS.load(owner).settings
     unread = " and ".join(f"sync.{each}" for each in sync.changed if each in settings)
@@ -132,8 +134,8 @@ def _unread(sync: SyncConfig, name: str) -> ConfigError:
 
 
 def _problem(made: Any) -> str | None:
-    """Return what is wrong with ``made``, an object that a package offers as a transport, as the end of a sentence;
-    ``None`` if it is a transport."""
+    """Return why ``made``, an object that a package registers as a transport, is none, as the end of a sentence;
+    ``None`` if it is a transport. The registry calls this."""
     return None if isinstance(made, Transport) else f"is a {type(made).__name__}, not a headrace.sync.config.Transport"
 
 
@@ -157,15 +159,15 @@ GB = 1e9
 SHORT_VERSION_S = 60.0
 """The longest time for one stage or commit of a version of few bytes, in seconds."""
 SLOWEST_BYTES_S = 50e6
-"""The smallest rate, in bytes per second, at which a version is expected to travel: a third of what the slowest path of
-a large model reached, from sharded ranks through host memory and HTTP into a server."""
+"""The lowest throughput, in bytes per second, that is assumed for the default deadline: a third of the slowest measured
+throughput for a large model, from sharded ranks through host memory and HTTP to a server."""
 
 
 class SyncConfig(Section):
     """Settings of the weight sync. Every transport can be combined with every codec and every interrupt."""
 
     READ_BY_SOME: ClassVar = ("directory", "host", "tls_certificate", "tls_key", "network_gb_s")
-    """The settings that only some transports use; each :class:`~headrace.sync.config.Transport` names its own."""
+    """The settings that only some transports use; :attr:`Transport.settings` lists the settings of each transport."""
 
     transport: Annotated[str, NameOf(TRANSPORTS)] = "shm"
     """``shm``: two packed buffers in shared memory; the engine's parameters are views of the committed one, and nothing
@@ -188,7 +190,7 @@ class SyncConfig(Section):
     """A PEM file with the key of the certificate, without a password; the engines read it."""
     directory: str = ""
     """The folder or fsspec URL in which one folder per run is created; empty: ``weights`` in the run directory.
-    ``files`` writes every version there, ``group`` those that no process group can bring to the engines."""
+    ``files`` writes every version there, ``group`` the versions that cannot be sent over process groups."""
     network_gb_s: float | None = Field(default=None, gt=0)
     """The throughput of the network between learner and engines, in 10⁹ bytes per second, if you know it. A deadline
     that a version cannot meet at this rate is refused before the run starts, and the default deadline gives a slower
@@ -206,7 +208,7 @@ class SyncConfig(Section):
     0.05, the time in which they pass that network."""
 
     def default_deadline_s(self, num_bytes: float) -> float:
-        """Return the longest time, in seconds, for a version of ``num_bytes`` bytes where ``deadline_s`` is not set.
+        """Return the default of ``deadline_s``, in seconds, for a version of ``num_bytes`` bytes.
 
         >>> slow = SyncConfig(transport="http", network_gb_s=0.01)
         >>> SyncConfig().default_deadline_s(10**9), slow.default_deadline_s(10**9)
@@ -224,8 +226,8 @@ class SyncConfig(Section):
         return self.deadline_s or self.default_deadline_s(num_bytes)
 
     def route(self, places: RunPlaces, version_bytes: int) -> Route:
-        """Return the route, the settings of both sides, for versions of ``version_bytes`` bytes in a run whose two
-        sides meet in ``places``."""
+        """Return the settings of both sides of the transport, for versions of ``version_bytes`` bytes and the files and
+        folders ``places`` of the run."""
         transport = TRANSPORTS.load(self.transport)
         return Route(
             transport=self.transport,
@@ -237,7 +239,7 @@ class SyncConfig(Section):
             tls_key=self.tls_key,
             options=self.options,
             deadline_s=self.longest_s(version_bytes) / 2,
-            silence_s=self.longest_s(0) / 2,  # however large a version is, its bytes keep moving
+            silence_s=self.longest_s(0) / 2,  # of any size: the bytes of a large version arrive continuously
         )
 
     @property
@@ -247,24 +249,24 @@ class SyncConfig(Section):
         return tuple(name for name in self.READ_BY_SOME if self.__dict__[name] != fields[name].default)
 
     @model_validator(mode="after")
-    def _transport_reads_them(self) -> Self:
+    def _refuse_unread_settings(self) -> Self:
         """Refuse settings that the chosen transport does not use, or whose values it cannot use."""
         TRANSPORTS.load(self.transport).refuse(self)
         return self
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings by which a learner and its engines exchange weights; both sides get the same."""
+    """The settings of the weight sync for one run, which the learner and all its engines get alike."""
 
     transport: str = "shm"
     """The name of the transport, as in ``sync.transport``."""
     codec: str = "full"
     """The name of the codec, as in ``sync.codec``."""
     address: str = ""
-    """The place where the two sides meet, as the ``address`` of the transport returned it."""
+    """The file or folder that both sides use, returned by :attr:`Transport.address`; empty: none."""
     fallback: str = ""
-    """The folder in which versions lie that the transport could not bring to the engines, as the ``fallback`` of the
-    transport returned it; empty: there is none. Engines need not reach it before."""
+    """The folder for versions that the transport cannot send otherwise, returned by :attr:`Transport.fallback`; empty:
+    there is none. Engines open it only when such a version is announced."""
     host: str = LOOPBACK
     """The address on which an engine listens, for transports that need it."""
     tls_certificate: str = ""
@@ -274,6 +276,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """``sync.options``, for a transport that an installed package offers."""
     deadline_s: float = 60.0
-    """The longest time that one side waits for the other, in seconds."""
+    """The longest time, in seconds, that one side waits for the other side to complete its part of an update."""
     silence_s: float | None = None
-    """The longest time, in seconds, in which a connection between them may be silent; ``None``: ``deadline_s``."""
+    """The longest time, in seconds, without a byte on a connection between both sides; ``None``: ``deadline_s``."""

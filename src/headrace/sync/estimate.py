@@ -1,8 +1,8 @@
-"""The time that a version of the weights takes to reach the engines at least, and the room that it takes on its way,
-reckoned before a run starts.
+"""Estimates before a run starts: the least time in which a version of the weights reaches the engines, and the disk
+space or memory that it needs.
 
-    bytes of a version ──┬─▶ pass the network, at sync.network_gb_s     where that is set
-                         └─▶ are hashed once by every engine            at the rate that is measured on this machine
+    bytes of a version ──┬─▶ pass the network, at sync.network_gb_s     if that is set
+                         └─▶ are hashed once by every engine            at the rate measured on this machine
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from headrace.base.errors import ConfigError
 from headrace.sync.config import GB, TRANSPORTS, RunPlaces, SyncConfig
 
 NUMBER_BYTES = {"cast_bf16": 2, "cast_fp8": 1}
-"""The bytes of one number of a version under the codecs that round. The others keep those of the model, since the first
-version is sent whole."""
+"""The bytes of one number of a version, by codec, for the codecs that round. Under all other codecs, the bytes of the
+model's dtype count, since the first version is sent whole."""
 PROBE_BYTES = 32 << 20
-"""The number of bytes that are hashed to measure the rate: more than most caches hold, and a matter of milliseconds."""
+"""The number of bytes that are hashed to measure the rate: more than most caches hold, and hashed in milliseconds."""
 PROBES = 3
-"""How often they are hashed. The shortest time counts, since other processes can only make it longer."""
+"""The number of measurements. The shortest time is used, since other processes can only make it longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionEstimate:
-    """The time that one version of the weights needs at least on its way from the learner to an engine, in seconds."""
+    """The least time, in seconds, in which one version of the weights gets from the learner to an engine."""
 
     hash_s: float
-    """The time in which an engine hashes it."""
+    """The time in which an engine hashes the version."""
     network_s: float | None
-    """The time in which it passes the network; ``None`` if ``sync.network_gb_s`` is not set."""
+    """The time in which the version passes the network; ``None`` if ``sync.network_gb_s`` is not set."""
 
     @property
     def seconds(self) -> float:
-        """Return the whole time: an engine hashes what has arrived."""
+        """Return the sum of both times, since an engine hashes a version after it has arrived."""
         return self.hash_s + (self.network_s or 0.0)
 
     def __str__(self) -> str:
@@ -48,35 +48,35 @@ class VersionEstimate:
         >>> str(VersionEstimate(hash_s=0.5, network_s=128.0))
         '128 s at least (128 s at sync.network_gb_s, 0.5 s to hash it on this machine)'
         """
-        parts = "" if self.network_s is None else f"{_seconds(self.network_s)} at sync.network_gb_s, "
-        parts += "to hash it" if self.network_s is None else f"{_seconds(self.hash_s)} to hash it"
-        return f"{_seconds(self.seconds)} at least ({parts} on this machine)"
+        parts = "" if self.network_s is None else f"{_format_seconds(self.network_s)} at sync.network_gb_s, "
+        parts += "to hash it" if self.network_s is None else f"{_format_seconds(self.hash_s)} to hash it"
+        return f"{_format_seconds(self.seconds)} at least ({parts} on this machine)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRoom:
-    """The room in a folder of this machine for the versions that a transport keeps there."""
+    """The needed and the free space in a folder of this machine for the versions that a transport stores there."""
 
     folder: Path
-    """The folder, or the nearest one above it that exists."""
+    """The folder, or its nearest parent that exists."""
     copies: int
-    """The number of whole versions that it must hold at the same time."""
+    """The number of whole versions that are stored there at the same time."""
     needed_bytes: float
-    """The size of all of them."""
+    """The size of all these versions."""
     free_bytes: int
-    """The number of bytes that are free there, those of earlier versions of this run included."""
+    """The number of free bytes, including the files of earlier versions of this run, which will be removed."""
 
 
 def estimated(sync: SyncConfig, num_bytes: float, clock: Clock) -> VersionEstimate:
-    """Return the time of a version of ``num_bytes`` bytes. The rate of hashing is measured, by ``clock``: no transport
-    is faster, since engines hash every byte."""
+    """Return the least time for a version of ``num_bytes`` bytes. The rate of hashing is measured with ``clock``. No
+    transport is faster, since engines hash every byte."""
     network_s = None if sync.network_gb_s is None else num_bytes / (sync.network_gb_s * GB)
     return VersionEstimate(hash_s=num_bytes * _hash_s(clock) / PROBE_BYTES, network_s=network_s)
 
 
 def refuse_short_deadline(sync: SyncConfig, num_bytes: float, clock: Clock) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if ``sync.deadline_s`` is set and shorter than a version of
-    ``num_bytes`` bytes takes, so that no engine could ever stage one."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``sync.deadline_s`` is set and shorter than the least time
+    for a version of ``num_bytes`` bytes, so that no engine could ever stage a version."""
     if sync.deadline_s is None:
         return
     time = estimated(sync, num_bytes, clock)
@@ -89,23 +89,23 @@ def refuse_short_deadline(sync: SyncConfig, num_bytes: float, clock: Clock) -> N
 
 
 def room_for(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> VersionRoom | None:
-    """Return the room for versions of ``num_bytes`` bytes where both sides of the transport meet; ``None`` if they do
-    not meet in a folder of a file system."""
+    """Return the needed and the free space for versions of ``num_bytes`` bytes in the folder that the transport uses;
+    ``None`` if it stores no versions in a folder of a local file system."""
     transport = TRANSPORTS.load(sync.transport)
     address, copies = transport.address(sync, places), transport.copies(sync)
     if not copies or "://" in address:
         return None
     folder = Path(address).absolute()
-    left = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
+    earlier_bytes = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
     while not folder.is_dir():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free + left
-    return VersionRoom(folder=folder, copies=copies, needed_bytes=copies * num_bytes, free_bytes=free)
+    free_bytes = shutil.disk_usage(folder).free + earlier_bytes
+    return VersionRoom(folder=folder, copies=copies, needed_bytes=copies * num_bytes, free_bytes=free_bytes)
 
 
 def refuse_little_room(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if there is too little room for versions of ``num_bytes`` bytes
-    where both sides of the transport meet."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if there is too little space for versions of ``num_bytes`` bytes
+    in the folder that the transport uses."""
     room = room_for(sync, places, num_bytes)
     if room is not None and room.free_bytes < room.needed_bytes:
         raise ConfigError(
@@ -116,10 +116,10 @@ def refuse_little_room(sync: SyncConfig, places: RunPlaces, num_bytes: float) ->
         )
 
 
-def _seconds(seconds: float) -> str:
-    """Return a time in words.
+def _format_seconds(seconds: float) -> str:
+    """Return a time as text, with a unit.
 
-    >>> _seconds(0.00001), _seconds(8.54), _seconds(1234.5)
+    >>> _format_seconds(0.00001), _format_seconds(8.54), _format_seconds(1234.5)
     ('under 0.001 s', '8.5 s', '1,234 s')
     """
     if seconds < 0.001:

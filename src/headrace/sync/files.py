@@ -1,11 +1,12 @@
-"""A transport through files, in any folder that fsspec can reach, for engines on other machines or that start later.
+"""A transport through files in any folder that fsspec can open, for engines on other machines and engines that start
+later.
 
     folder/v00000007-3f2a91c0.safetensors     an image: its tensors one after the other, readable as safetensors
     folder/v00000007-3f2a91c0.delta           a difference from the version before
 
-An image is a buffer with all tensors of one version. A file gets its name only when it is complete. An engine that
-joins late finds the newest versions: as many are kept as a difference needs. The header before the tensors follows from
-the manifest (their layout), so that no engine has to parse it.
+An image is a buffer with all tensors of one version. A file is written under a temporary name and renamed when it is
+complete. The two newest versions are kept, so that an engine that joins late can read them, and a difference has its
+base. The header before the tensors follows from the manifest (the layout of the image), so no engine has to parse it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _DTYPES = {
 }  # fmt: skip
 """The names of dtypes in safetensors."""
 _HEAD_ALIGNMENT = 64
-"""The header is filled up with spaces to a multiple of this many bytes."""
+"""The header is padded with spaces to a multiple of this number of bytes."""
 _NAME_PATTERN = "v????????-????????"
 """The pattern of the names of the files that this transport writes, without their endings."""
 _RESEND_REMEDY = "send the version again: the file was cut off or changed"
@@ -39,11 +40,11 @@ _RESEND_REMEDY = "send the version again: the file was cut off or changed"
 
 class VersionFolder:
     """A folder in which one learner, or one rank of it, writes its versions as files, and from which engines read them.
-    A file gets its name only when it is complete."""
+    A file is renamed to its final name only when it is complete."""
 
     def __init__(self, folder: str) -> None:
-        """Use ``folder``, a path or URL, which no other run may use. Raises
-        :class:`~headrace.base.errors.ConfigError` if it cannot be reached."""
+        """Open ``folder``, a path or URL, which no other run may use. Raises :class:`~headrace.base.errors.ConfigError`
+        if it cannot be reached."""
         self._files, self._folder = _open_filesystem(folder)
         self._written: deque[str] = deque()
 
@@ -65,9 +66,9 @@ class VersionFolder:
 
     @contextlib.contextmanager
     def writing(self, name: str, version: int, num_bytes: int) -> Iterator[Any]:
-        """Within this context, yield the file ``name``, open for about ``num_bytes`` bytes of ``version``; then give it
-        that name, and remove files of older versions. Raises :class:`~headrace.base.errors.WeightsError` if it cannot
-        be written."""
+        """Return a context that yields a temporary file, open for writing about ``num_bytes`` bytes of ``version``. At
+        its end, rename the file to ``name``, and remove files of older versions. Raises
+        :class:`~headrace.base.errors.WeightsError` if the file cannot be written."""
         path, unfinished = self.path_of(name), self.path_of(f".{name}.part")
         try:
             self._files.makedirs(self._folder, exist_ok=True)
@@ -87,8 +88,8 @@ class VersionFolder:
 
     @contextlib.contextmanager
     def reading(self, name: str, version: int) -> Iterator[tuple[Any, int]]:
-        """Within this context, yield the file ``name`` of ``version``, open for reading, and its size in bytes. Raises
-        :class:`~headrace.base.errors.NeedsFull` if it cannot be read, and
+        """Return a context that yields the file ``name`` of ``version``, open for reading, and its size in bytes.
+        Raises :class:`~headrace.base.errors.NeedsFull` if the file cannot be read, and
         :class:`~headrace.base.errors.WeightsError` for a name that leads out of the folder."""
         if "/" in name or "\\" in name or name.startswith("."):
             raise WeightsError(
@@ -111,16 +112,16 @@ class VersionFolder:
             self._remove(path)
 
     def _remove(self, path: str) -> None:
-        """Remove a file, which may be gone already."""
+        """Remove a file, if it still exists."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(path)
 
 
 class FilesOutbox:
-    """The learner's side of the transport. It removes the files that it wrote."""
+    """The learner's side of the transport through files. It writes one file for each version, and removes old ones."""
 
     def __init__(self, folder: str) -> None:
-        """Write into ``folder``, a path or URL, which no other run may use. Remove the files that a killed run has left
+        """Open ``folder``, a path or URL, which no other run may use, and remove the files that a killed run has left
         there."""
         self._folder = VersionFolder(folder)
         self._folder.remove_left()
@@ -130,8 +131,8 @@ class FilesOutbox:
         return private_memory(num_bytes)
 
     def send(self, request: SendRequest) -> Sent:
-        """Write the payload of ``request`` to a file in the folder, which gets its final name only when it is complete,
-        and return that name. Remove files of older versions."""
+        """Write the payload of ``request`` to a file in the folder, remove files of older versions, and return the
+        file's name."""
         name = f"{self._folder.new_name(request.version)}.{'safetensors' if request.whole else 'delta'}"
         with self._folder.writing(name, request.version, len(request.payload)) as file:
             if request.whole:
@@ -146,46 +147,46 @@ class FilesOutbox:
 
 
 class FilesInbox:
-    """The engine's side of the transport. It reads from one folder only, whatever path an update names."""
+    """The engine's side of the transport through files. It reads from one folder only; other paths are refused."""
 
     address = ""
     lasting = False
 
     def __init__(self, folder: str) -> None:
-        """Read from ``folder``, a path or URL."""
+        """Read updates from ``folder``, a path or URL."""
         self._folder = VersionFolder(folder)
 
     def view(self, update: WeightUpdate) -> None:
-        return None  # ``None``: a file has to be fetched
+        """Return ``None``: a file has to be fetched."""
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
         """Read the payload of ``update`` from its file into ``into``. Raises :class:`~headrace.base.errors.NeedsFull`
-        if it cannot be read, or if the size or the header of the file is not that of the version that was announced,
-        and :class:`~headrace.base.errors.WeightsError` for a path that leads out of the folder."""
+        if the file cannot be read, or if its size or header differs from the announced version, and
+        :class:`~headrace.base.errors.WeightsError` for a path that leads out of the folder."""
         whole = update.manifest if update.base is None else None
-        before = b"" if whole is None else safetensors_header(whole, update.version)
+        header = b"" if whole is None else safetensors_header(whole, update.version)
         buckets = list(_buckets(into, whole))
-        expected, path = len(before) + sum(map(len, buckets)), self._folder.path_of(update.path)
+        expected, path = len(header) + sum(map(len, buckets)), self._folder.path_of(update.path)
         with self._folder.reading(update.path, update.version) as (file, size):
-            found = size
+            num_found = size
             if size == expected:
-                if file.read(len(before)) != before:
+                if file.read(len(header)) != header:
                     raise NeedsFull(f"{path} does not begin as version {update.version} does", remedy=_RESEND_REMEDY)
-                found = len(before) + sum(fill(file, bucket) for bucket in buckets)
-        if found != expected:
-            text = f"version {update.version}: {path} holds {found} bytes, expected were {expected}"
+                num_found = len(header) + sum(fill(file, bucket) for bucket in buckets)
+        if num_found != expected:
+            text = f"version {update.version}: {path} holds {num_found} bytes, expected were {expected}"
             raise NeedsFull(text, remedy=_RESEND_REMEDY)
 
     def skip(self, update: WeightUpdate) -> None:
         """Do nothing: the file remains for other engines."""
 
     def close(self) -> None:
-        """Do nothing: no resource is held."""
+        """Do nothing: there is no resource to release."""
 
 
 def safetensors_header(manifest: Manifest, version: int) -> bytes:
-    """Return the header of a safetensors file for one version: its length, then names, dtypes, shapes and offsets of
-    the tensors, which follow each other without gaps."""
+    """Return the header of a safetensors file for one version: the length of the JSON text, then the text with names,
+    dtypes, shapes and offsets of the tensors, which follow each other without gaps."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
     end = 0
     for entry in manifest.entries:
@@ -197,8 +198,9 @@ def safetensors_header(manifest: Manifest, version: int) -> bytes:
 
 
 def _buckets(payload: memoryview, whole: Manifest | None) -> Iterator[memoryview]:
-    """Yield ``payload`` in pieces of limited size. ``whole`` is the layout of a payload that is an image, of which only
-    the tensors are yielded, since the file format allows no gaps; ``None`` for a difference."""
+    """Yield ``payload`` in buckets of at most ``BUCKET_BYTES`` bytes. ``whole`` is the layout of a payload that is an
+    image, of which only the bytes of tensors are yielded, since the file format allows no gaps; ``None`` for a
+    difference."""
     pieces = [payload] if whole is None else [payload[e.offset_bytes :][: e.num_bytes] for e in whole.entries]
     for piece in pieces:
         for start in range(0, len(piece), BUCKET_BYTES):
@@ -237,7 +239,7 @@ def folder_of_run(sync: SyncConfig, places: RunPlaces) -> str:
     in ``sync.directory``, which several runs may share."""
     if not sync.directory:
         return str(places.run_dir / "weights")
-    # other machines may have run directories of the same name
+    # run directories of other machines may have the same name
     where = hashlib.blake2b(f"{platform.node()}:{places.run_dir}".encode(), digest_size=4).hexdigest()
     return f"{sync.directory.rstrip('/')}/{places.run_dir.name}-{where}"
 
@@ -246,7 +248,7 @@ FILES = Transport(
     open_outbox=lambda route, token: FilesOutbox(route.address),
     open_inbox=lambda route, token, limit_bytes: FilesInbox(route.address),
     address=folder_of_run,
-    # two stay while the next one is written; how short a difference will be is not known
+    # two versions are kept while the next one is written; for differences, only the first whole version is certain
     copies=lambda sync: 1 if sync.codec == "delta" else NUM_SLOTS + 1,
     settings={"directory": "writes no files", "network_gb_s": "uses no network"},
     cost=TransportCost(gb_s=2.0, fixed_s=0.5),

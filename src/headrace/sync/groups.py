@@ -1,5 +1,6 @@
-"""Process groups of torch.distributed that are independent of the default group, and files that take the place of one.
-The members of a group are numbered by *ranks*; rank 0 is the sender of every broadcast here."""
+"""Broadcasts of tensors from one sender to its receivers: over process groups of torch.distributed that are independent
+of the default group, or through a file. The members of a process group are numbered by *ranks*; rank 0 is always the
+sender."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ torch_distributed: Any = dist
 
 
 class Broadcasts(ABC):
-    """The contract of a way by which one sender's tensors reach its receivers, in the order in which they are sent. All
-    sides make the same calls; a receiver's tensors are filled."""
+    """The contract of broadcasts from one sender to its receivers. All sides make the same calls in the same order with
+    tensors of the same sizes; the calls fill the receivers' tensors."""
 
     @abstractmethod
     def broadcast_one(self, tensor: Tensor) -> None:
-        """Send ``tensor``, or receive into it."""
+        """Send the bytes of ``tensor``, or receive them into it, as one message."""
 
     def broadcast(self, buffer: memoryview) -> None:
         """Send ``buffer``, or receive into it, one bucket after the other."""
@@ -35,22 +36,23 @@ class Broadcasts(ABC):
                 self.broadcast_one(bucket)
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Send the bytes of ``tensor``, which lie one after the other, or receive them, as :meth:`broadcast` does."""
+        """Send the bytes of the contiguous ``tensor``, or receive into it, one bucket after the other."""
         if tensor.numel():
             for bucket in tensor.reshape(-1).view(torch.uint8).split(BUCKET_BYTES):
                 self.broadcast_one(bucket)
 
 
 class ProcessGroup(Broadcasts):
-    """A process group that is independent of the default one, with a deadline for every transfer."""
+    """Broadcasts over a process group that is independent of torch's default group, with a deadline for every
+    transfer."""
 
     def __init__(self, backend: Any, deadline_s: float) -> None:
         """Use ``backend``, a process group object of torch. A transfer may take ``deadline_s`` seconds."""
         self._group, self._timeout = backend, timedelta(seconds=deadline_s)
 
     def broadcast_one(self, tensor: Tensor) -> None:
-        """Broadcast ``tensor`` from rank 0 to the other ranks, which receive into theirs. Raises ``RuntimeError`` if it
-        is late."""
+        """Broadcast ``tensor`` from rank 0 into the tensors of the other ranks. Raises ``RuntimeError`` after the
+        deadline."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
@@ -58,7 +60,8 @@ class ProcessGroup(Broadcasts):
 
 
 class WrittenBroadcasts(Broadcasts):
-    """The sender's side of broadcasts through a file, which holds the bytes of all tensors one after the other."""
+    """The sender's side of broadcasts through a file, to which the bytes of all tensors are written one after the
+    other."""
 
     def __init__(self, file: Any) -> None:
         """Write to ``file``, which is open for writing."""
@@ -77,23 +80,25 @@ class ReadBroadcasts(Broadcasts):
         self._file = file
 
     def broadcast_one(self, tensor: Tensor) -> None:
-        """Read the bytes of ``tensor``. Raises ``RuntimeError`` if the file ends before."""
-        there = _bytes_of(tensor)
-        found = fill(self._file, there)
-        if found != len(there):
-            raise RuntimeError(f"the file ends {len(there) - found} bytes too early")
+        """Read the bytes of ``tensor`` from the file into it. Raises ``RuntimeError`` if the file ends too early."""
+        target = _bytes_of(tensor)
+        num_read = fill(self._file, target)
+        if num_read != len(target):
+            raise RuntimeError(f"the file ends {len(target) - num_read} bytes too early")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of ``tensor``, which lie one after the other, where they are."""
+    """Return the memory of the contiguous ``tensor`` as bytes, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers
 
 
 def gloo_group(store: Any, rank_and_size: tuple[int, int], deadline_s: float, host: str = LOOPBACK) -> ProcessGroup:
-    """Return a Gloo group of the processes that meet in ``store``; all of them make this call at the same time.
+    """Return a Gloo group of the processes that are connected to ``store``; all of them make this call at the same
+    time.
 
-    ``rank_and_size`` is the rank of this process and the number of processes, ``host`` the address at which the others
-    reach it. Raises ``RuntimeError`` if a process does not arrive in time.
+    ``rank_and_size`` is the rank of this process and the number of processes; ``host`` is the address at which the
+    other processes connect to this one. Raises ``RuntimeError`` if a process does not join within ``deadline_s``
+    seconds.
     """
     gloo = torch_distributed.ProcessGroupGloo
     options = gloo._Options()
@@ -103,8 +108,9 @@ def gloo_group(store: Any, rank_and_size: tuple[int, int], deadline_s: float, ho
 
 
 def join_local_group(directory: Path, name: str, rank_and_size: tuple[int, int], deadline_s: float) -> ProcessGroup:
-    """Return a Gloo group of processes of this machine that find each other by a file in ``directory``; ``name`` must
-    differ from those of earlier groups. The other arguments and the error are those of :func:`gloo_group`."""
+    """Return a Gloo group of processes of this machine, which exchange their addresses through a file in ``directory``.
+    ``name`` must differ from the names of earlier groups. The other arguments and the error are the same as in
+    :func:`gloo_group`."""
     directory.mkdir(parents=True, exist_ok=True)
     store = torch_distributed.FileStore(str(directory / f"weights-{name}"), rank_and_size[1])
     store.set_timeout(timedelta(seconds=deadline_s))

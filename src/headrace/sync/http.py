@@ -1,14 +1,15 @@
-"""A transport over HTTP: the learner uploads weights to the engines, with the run's token.
+"""A transport over HTTP: the learner uploads weights to the engines, and authenticates with the run's token.
 
     learner                                             engine, one thread beside the step loop
     PUT /weights/KEY   Upload-Offset, Upload-Length ──▶ 401 without the token · 400 invalid · 413 larger than the model
         one bucket after the other                      204 the bucket is stored
-    announce: path = KEY ─────────────────────────────▶ stage: complete? then it is used where it is
+    announce: path = KEY ─────────────────────────────▶ stage: wait for the end of the upload, and use its memory
 
-The standard library's server reads each bucket directly into the image. No request larger than a bucket is accepted,
-and no memory is allocated before the token and the sizes have been checked. A connection without the token is closed
-after the deadline, or earlier if all connections are taken and another client needs one. With a certificate, all of it
-uses TLS.
+An *upload* is the payload of one version, sent in *buckets* of limited size. The server of Python's standard library
+reads each bucket directly into the memory of the image. No request larger than a bucket is accepted, and no memory is
+allocated before the token and the sizes have been checked. A connection without the token is closed after the deadline,
+or earlier if the limit of connections is reached and another client connects. With a certificate, all connections use
+TLS.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ from headrace.sync.config import Route, SyncConfig, Transport, TransportCost
 from headrace.sync.manifest import private_memory
 
 MAX_CONNECTIONS = 8
-"""Greatest number of connections that an engine accepts at once."""
+"""The largest number of connections that an engine has open at the same time."""
 MAX_UPLOADS = 16
-"""Greatest number of engines to which the learner uploads at once."""
+"""The largest number of engines to which the learner uploads at the same time."""
 PROBE_S = 2.0
-"""The longest time, in seconds, in which an engine that missed a version may answer a probe."""
+"""The timeout, in seconds, of a probe of an engine that missed a version."""
 _PATH = re.compile(r"/weights/(\d{1,18}-[0-9a-f]{16})")
 _NUMBER = re.compile(r"\d{1,18}")
 
 
 class HttpOutbox:
-    """The learner's side of the transport. It uploads to all receivers at once, so that a slow or silent one does not
-    delay the others.
+    """The learner's side of the transport over HTTP. It uploads to all receivers in parallel, so that a slow or silent
+    receiver does not delay the others.
 
-    A receiver that missed a version, while others got it, is probed in the background and gets no upload until it
-    answers.
+    A receiver that missed a version that other receivers got is probed in the background. It gets no further upload
+    until it answers a probe.
     """
 
     def __init__(self, token: str, deadline_s: float, tls: ssl.SSLContext | None = None) -> None:
-        """Upload with the run's ``token``. An engine may be silent for ``deadline_s`` seconds. ``tls`` is the client's
-        TLS context; ``None``: no TLS."""
+        """Create the uploader. ``token`` is the run's token; ``deadline_s`` is the timeout of each network operation in
+        seconds; ``tls`` is the client's TLS context (``None``: no TLS)."""
         self._token, self._deadline_s, self._tls = token, deadline_s, tls
         self._missed: dict[str, WeightsError] = {}
         self._probes: dict[str, Future[bool]] = {}
@@ -66,8 +67,8 @@ class HttpOutbox:
         return private_memory(num_bytes)
 
     def send(self, request: SendRequest) -> Sent:
-        """Upload the payload of ``request`` to all of its receivers at once. Return the key of the upload, and the
-        receivers that it did not reach. Raises :class:`~headrace.base.errors.WeightsError` if it reached none."""
+        """Upload the payload of ``request`` to all of its receivers in parallel. Return the key of the upload, and the
+        receivers that missed it. Raises :class:`~headrace.base.errors.WeightsError` if all missed it."""
         key = f"{request.version}-{secrets.token_hex(8)}"
         receivers = [url for url in request.to if self._is_reachable(url)] or request.to
         with ThreadPoolExecutor(max_workers=MAX_UPLOADS, thread_name_prefix="upload") as uploads:
@@ -87,12 +88,12 @@ class HttpOutbox:
         return Sent(path=key, missed={url: error.problem for url, error in missed.items()})
 
     def close(self) -> None:
-        """Stop the probes. No connection is kept between uploads."""
+        """Stop the probes. There are no open connections between uploads."""
         self._probe_pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_reachable(self, url: str) -> bool:
-        """Return whether the engine at ``url`` should get an upload: its last one succeeded, or a probe has been
-        answered since. Otherwise start a probe, unless one is under way."""
+        """Return whether the engine at ``url`` should get an upload: its last upload succeeded, or it has answered a
+        probe since. Otherwise start a probe, unless one is running."""
         if url not in self._missed:
             return True
         probe = self._probes.get(url)
@@ -103,7 +104,7 @@ class HttpOutbox:
         return False
 
     def _probe(self, url: str) -> bool:
-        """Return whether a server answers at ``url``."""
+        """Return whether a server answers at ``url`` within :data:`PROBE_S`, with any status."""
         connection = self._connection(url, min(PROBE_S, self._deadline_s))
         try:
             connection.request("HEAD", "/")
@@ -116,7 +117,7 @@ class HttpOutbox:
 
     def _upload(self, url: str, key: str, request: SendRequest) -> None:
         """Upload the payload of ``request`` to the engine at ``url``, under ``key``. Raises
-        :class:`~headrace.base.errors.WeightsError` if that fails."""
+        :class:`~headrace.base.errors.WeightsError` if the upload fails."""
         try:
             self._put(url, key, request)
         except (OSError, http.client.HTTPException) as error:
@@ -128,7 +129,7 @@ class HttpOutbox:
 
     def _put(self, url: str, key: str, request: SendRequest) -> None:
         """Upload the payload to the engine at ``url`` in buckets, one request after the other. Raises
-        :class:`~headrace.base.errors.WeightsError` if one is refused."""
+        :class:`~headrace.base.errors.WeightsError` if a request is refused."""
         connection = self._connection(url, self._deadline_s)
         try:
             for start in range(0, max(len(request.payload), 1), BUCKET_BYTES):
@@ -150,7 +151,8 @@ class HttpOutbox:
             connection.close()
 
     def _connection(self, url: str, timeout_s: float) -> http.client.HTTPConnection:
-        """Return an unopened connection to the engine at ``url``. ``timeout_s`` is how long each operation may take."""
+        """Return an unopened connection to the engine at ``url``. ``timeout_s`` is the timeout of each network
+        operation in seconds."""
         parts = urlsplit(url)
         host = parts.hostname or ""
         if self._tls is None:
@@ -163,27 +165,27 @@ class _Upload:
     """An upload that an engine is receiving."""
 
     key: str
-    """The key that the learner gave the upload, which the update names as its path."""
+    """The key of the upload, which the learner has chosen; ``WeightUpdate.path`` of the update."""
     memory: memoryview
     """The memory for all bytes of the upload."""
     received: int = 0
-    """Number of bytes that have arrived."""
+    """The number of bytes that have arrived."""
     busy: bool = False
-    """Whether a bucket is being read."""
+    """Whether a bucket of this upload is being read."""
 
 
 class HttpInbox:
-    """The engine's side of the transport: a small HTTP server. It holds one upload at a time."""
+    """The engine's side of the transport over HTTP: a server that accepts uploads. It stores one upload at a time."""
 
     lasting = False
 
     def __init__(
         self, token: str, limit_bytes: int, deadline_s: float, host: str = LOOPBACK, tls: ssl.SSLContext | None = None
     ) -> None:
-        """Listen on a free port of ``host`` for uploads of at most ``limit_bytes`` bytes that carry ``token``.
-        ``deadline_s`` is the longest time to wait for one. ``tls`` is the server's TLS context; ``None``: no TLS.
-        Raises :class:`~headrace.base.errors.ConfigError` without a token, or if ``host`` is not an address of this
-        machine."""
+        """Listen on a free port of ``host`` for uploads of at most ``limit_bytes`` bytes, authenticated by ``token``.
+        ``deadline_s`` is the longest time to wait for an announced upload, in seconds. ``tls`` is the server's TLS
+        context; ``None``: no TLS. Raises :class:`~headrace.base.errors.ConfigError` without a token, or if ``host`` is
+        not an address of this machine."""
         if not token:
             raise ConfigError(
                 f"the http transport has no token, and would take anybody's weights at {host}",
@@ -204,12 +206,12 @@ class HttpInbox:
         self._thread.start()
 
     def view(self, update: WeightUpdate) -> memoryview:
-        """Wait until the upload of ``update`` is complete, and return its memory, which is used as it is. Raises
+        """Wait until the upload of ``update`` is complete, and return its memory without a copy. Raises
         :class:`~headrace.base.errors.NeedsFull` after the deadline."""
         with self._changed:
-            whole = self._changed.wait_for(lambda: self._whole(update), self.deadline_s)
+            is_complete = self._changed.wait_for(lambda: self._is_complete(update), self.deadline_s)
             upload, self._upload = self._upload, None
-        if whole and upload is not None:
+        if is_complete and upload is not None:
             return upload.memory
         text = "nothing is here" if upload is None else f"here are {upload.received} bytes of upload {upload.key}"
         raise NeedsFull(
@@ -223,7 +225,7 @@ class HttpInbox:
         raise AssertionError("uploads are used in place")
 
     def skip(self, update: WeightUpdate) -> None:
-        """Free the memory of the upload of ``update``, if it is the one that is held."""
+        """Free the memory of the upload of ``update``, if it is stored."""
         with self._changed:
             if self._upload is not None and self._upload.key == update.path:
                 self._upload = None
@@ -235,10 +237,11 @@ class HttpInbox:
         self._thread.join(self.deadline_s)
 
     def begin_bucket(self, key: str, start: int, total: int) -> _Upload | str:
-        """Return the upload ``key``, for the bucket that begins at byte ``start``, or a text that says why the bucket
-        is refused. The bucket at byte 0 begins a new upload of ``total`` bytes, which replaces the one before."""
+        """Return the upload ``key`` into which the bucket at byte ``start`` is to be read, or a text with the reason
+        why the bucket is refused. The bucket at byte 0 starts a new upload of ``total`` bytes, which replaces the
+        previous one."""
         with self._changed:
-            if start == 0:  # a new upload replaces the old one; a bucket that is still arriving fills unused memory
+            if start == 0:  # a bucket of the replaced upload that still arrives fills unused memory
                 self._upload = _Upload(key=key, memory=private_memory(total))
             upload = self._upload
             if upload is None or upload.key != key or upload.busy or upload.received != start:
@@ -248,13 +251,14 @@ class HttpInbox:
             return upload
 
     def end_bucket(self, upload: _Upload, count: int) -> None:
-        """Record that ``count`` bytes of a bucket have arrived, all of it or less if the connection broke."""
+        """Record that ``count`` bytes of a bucket have arrived: the whole bucket, or fewer bytes if the connection
+        broke."""
         with self._changed:
             upload.busy = False
             upload.received += count
             self._changed.notify_all()
 
-    def _whole(self, update: WeightUpdate) -> bool:
+    def _is_complete(self, update: WeightUpdate) -> bool:
         """Return whether the upload of ``update`` has arrived completely."""
         upload = self._upload
         return (
@@ -265,25 +269,25 @@ class HttpInbox:
 
 
 class _UploadServer(ThreadingHTTPServer):
-    """The HTTP server of an inbox. It limits the number of connections, and closes one that has not shown the token if
-    another client needs its place."""
+    """The HTTP server of an inbox. It limits the number of connections. At the limit, it closes the oldest connection
+    that has not sent the token when another client connects."""
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 128  # connections that were made and not accepted yet; beyond, clients wait for seconds
+    request_queue_size = 128  # the length of the queue of new connections: with a full queue, clients wait for seconds
 
     def __init__(self, address: tuple[str, int], inbox: HttpInbox) -> None:
         """Listen at ``address``, a host and a port, for uploads to ``inbox``."""
         self.inbox = inbox
         self._changing = threading.Lock()
         self._unauthenticated: dict[Any, socket.socket] = {}
-        """Connections that have not shown the token, by the client's address, the oldest first."""
+        """Connections that have not sent the token, by the client's address, the oldest first."""
         self._num_authenticated = 0
         super().__init__(address, _UploadHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a new connection in a thread. If all connections are taken, close the oldest one without the token; if
-        all have shown the token, refuse the new one."""
+        """Serve a new connection in a thread. At the limit of connections, close the oldest one that has not sent the
+        token; if all have sent it, refuse the new connection."""
         with self._changing:
             if len(self._unauthenticated) + self._num_authenticated >= MAX_CONNECTIONS:
                 if not self._unauthenticated:
@@ -295,7 +299,7 @@ class _UploadServer(ThreadingHTTPServer):
 
     def replace_socket(self, client_address: Any, request: socket.socket) -> bool:
         """Record ``request``, the TLS socket of a connection, instead of its plain socket. Return false if the
-        connection has been closed to make room for another."""
+        connection has been closed in favour of another one."""
         with self._changing:
             if client_address not in self._unauthenticated:
                 return False
@@ -303,15 +307,15 @@ class _UploadServer(ThreadingHTTPServer):
             return True
 
     def authenticate(self, client_address: Any) -> bool:
-        """Note that a connection has shown the token, so that it is kept until it ends. Return false if it has been
-        closed to make room for another."""
+        """Record that a connection has sent the token, so that it stays open until it ends. Return false if it has been
+        closed in favour of another one."""
         with self._changing:
             is_open = self._unauthenticated.pop(client_address, None) is not None
             self._num_authenticated += is_open
             return is_open
 
     def remove(self, client_address: Any, *, authenticated: bool) -> None:
-        """Free the place of a connection that ends; ``authenticated`` says whether it had shown the token."""
+        """Remove a connection that ends from the count; ``authenticated`` says whether it had sent the token."""
         with self._changing:
             self._num_authenticated -= authenticated
             if not authenticated:
@@ -322,7 +326,7 @@ class _UploadServer(ThreadingHTTPServer):
 
 
 class _UploadHandler(BaseHTTPRequestHandler):
-    """A handler of one connection to an engine's upload server, in a thread of its own: it checks the token and reads
+    """The handler of one connection to an engine's upload server, in a thread of its own. It checks the token and reads
     buckets."""
 
     protocol_version = "HTTP/1.1"
@@ -330,15 +334,16 @@ class _UploadHandler(BaseHTTPRequestHandler):
     _authenticated = False
 
     def setup(self) -> None:
-        """Prepare a new connection, with TLS if there is a certificate. A timer closes the connection unless it shows
-        the token within the deadline."""
+        """Prepare a new connection, with TLS if there is a certificate. A timer closes the connection unless the client
+        sends the token within the deadline."""
         inbox = self.server.inbox
         self.request.settimeout(inbox.deadline_s)
         self._token_timer = threading.Timer(inbox.deadline_s, lambda: _disconnect(self.request))
         self._token_timer.daemon = True
         self._token_timer.start()
         try:
-            if inbox.tls is not None:  # in the thread of this connection: others do not wait for its handshake
+            # in this connection's thread, so that no other connection waits for its handshake
+            if inbox.tls is not None:
                 self.request = inbox.tls.wrap_socket(self.request, server_side=True, do_handshake_on_connect=False)
                 if not self.server.replace_socket(self.client_address, self.request):
                     raise ConnectionAbortedError
@@ -349,19 +354,19 @@ class _UploadHandler(BaseHTTPRequestHandler):
             raise
 
     def finish(self) -> None:
-        """End the connection and free its place."""
+        """End the connection and release its resources."""
         super().finish()
         self._release()
 
     def _release(self) -> None:
-        """Stop the timer of the token, free the place of the connection, and close its socket."""
+        """Stop the timer of the token, remove the connection from the server's count, and close its socket."""
         self._token_timer.cancel()
         self.server.remove(self.client_address, authenticated=self._authenticated)
         self.request.close()
 
     def do_PUT(self) -> None:
-        """Receive one bucket of an upload and answer with status 204, after the token and the sizes are checked. A
-        bucket that is refused gets another status, with the reason."""
+        """Check the token and the sizes, receive one bucket of an upload and answer with status 204. A refused bucket
+        gets another status with the reason."""
         inbox = self.server.inbox
         given = self.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {inbox.token}".encode()):
@@ -398,13 +403,13 @@ class _UploadHandler(BaseHTTPRequestHandler):
         return self._answer(204, "")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer other methods and invalid requests with status 401, as for a request without the token, so that the
-        answer tells a stranger nothing."""
+        """Answer other methods and invalid requests with status 401, like a request without the token, so that the
+        answer gives no information to a client without the token."""
         self.request_version = self.protocol_version
         self._answer(401, "")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the answers tell the client what happened."""
+        """Log nothing: the client gets every error as an answer."""
 
     def _answer(self, status: int, text: str) -> None:
         """Send a response with ``status`` and the body ``text``. Any status but 204 is an error, after which the
@@ -423,8 +428,8 @@ class _UploadHandler(BaseHTTPRequestHandler):
             self._drain_request()
 
     def _drain_request(self) -> None:
-        """Read and discard the rest of the request, one bucket at most. If the connection were closed at once, the
-        sender would see a reset instead of the answer."""
+        """Read and discard the rest of the request, at most one bucket. If the connection were closed at once, the
+        client would see a connection reset instead of the answer."""
         remaining = BUCKET_BYTES
         with contextlib.suppress(OSError):
             self.request.shutdown(socket.SHUT_WR)
@@ -433,14 +438,14 @@ class _UploadHandler(BaseHTTPRequestHandler):
 
 
 def _disconnect(connection: socket.socket) -> None:
-    """Shut a connection down in both directions, so that the thread that reads from it ends."""
+    """Shut down ``connection`` in both directions, so that the thread that reads from it ends."""
     with contextlib.suppress(OSError):  # the connection has just ended
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_outbox(route: Route, token: str) -> HttpOutbox:
-    """Return the learner's side of the transport; it uploads to the addresses that come with each version. ``token`` is
-    the run's token."""
+    """Open the learner's side of the transport, which uploads each version to the addresses in its request. ``token``
+    is the run's token."""
     return HttpOutbox(
         token,
         route.silence_s or route.deadline_s,
@@ -449,7 +454,7 @@ def _open_outbox(route: Route, token: str) -> HttpOutbox:
 
 
 def _open_inbox(route: Route, token: str, limit_bytes: int) -> HttpInbox:
-    """Return the engine's side of the transport; it listens on a free port of ``route.host``, for uploads of at most
+    """Open the engine's side of the transport, which listens on a free port of ``route.host`` for uploads of at most
     ``limit_bytes`` bytes with the run's ``token``."""
     tls = server_context(route.tls_certificate, route.tls_key) if route.tls_certificate else None
     return HttpInbox(token, limit_bytes, route.deadline_s, route.host, tls)

@@ -1,5 +1,6 @@
-"""The packed layout of a set of tensors, and views into it. An *image* is a buffer with all tensors of one version; its
-layout is a *manifest*, whose entries give name, dtype, shape and offset of each tensor."""
+"""The packed layout of a set of tensors, hashes of tensors, and views into an image. An *image* is a buffer with all
+tensors of one version; its layout is a *manifest*, whose entries contain name, dtype, shape and offset of each
+tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ ALIGNMENT_BYTES = 64
 
 
 def plan(tensors: Mapping[str, Tensor]) -> Manifest:
-    """Return the layout of an image of ``tensors``, given by name: one after the other, each aligned.
+    """Return the layout of an image of ``tensors``, given by name. The tensors follow each other in this order, each
+    aligned to :data:`ALIGNMENT_BYTES`.
 
     >>> import torch
     >>> [entry.offset_bytes for entry in plan({"a": torch.zeros(3), "b": torch.zeros(2, 2)}).entries]

@@ -1,11 +1,12 @@
-"""Weights that every rank of a learner sends a part of: which rank sends what, and where it belongs in the image.
+"""The division of the weights among the ranks of a learner that all send: the pieces of each rank, the buckets in which
+it sends them, and their places in the engine's image.
 
-    tensor of the image     rank 0 holds rows 0-3, rank 1 rows 4-7: a piece of each
+    tensor of the image     for example, rank 0 holds rows 0-3 and rank 1 rows 4-7: one piece from each
     piece                   a box of the tensor, contiguous in the memory of its sender
-    bucket                  consecutive pieces, or some rows of a large one: what is sent in one message
+    bucket                  consecutive pieces, or some rows of a large piece, which are sent in one message
 
-A tensor that several ranks hold is sent by one of them. Sender and receivers derive the same buckets from the layouts,
-so no message says where its bytes belong.
+A tensor that several ranks hold is sent by one of them. Sender and receivers compute the same buckets from the layouts,
+so messages contain no positions.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ class Box:
     """A part of a tensor that is a range along each axis."""
 
     starts: tuple[int, ...]
-    """The index of its first element along each axis."""
+    """The index of the box's first element along each axis of the tensor."""
     shape: tuple[int, ...]
-    """The number of its elements along each axis."""
+    """The number of the box's elements along each axis."""
 
 
 ALONE_BYTES = 1 << 20
-"""The size from which rows of a piece are a bucket of their own, so that an engine can receive them where they belong.
-Smaller ones share a bucket, because each message takes time."""
+"""The size from which a block is a bucket of its own, so that an engine can receive it directly into the image. Smaller
+blocks share a bucket, because each message takes time."""
 
 Held = Mapping[str, Box]
-"""The part of each tensor that one rank sends, by the tensor's name. Tensors that other ranks send are missing."""
+"""The parts of the tensors that one rank sends, by the tensor's name. Tensors that only other ranks send are
+missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,25 +51,26 @@ class _Block:
     name: str
     """The name of the tensor in the image."""
     entry: TensorEntry
-    """The rows as a tensor, with their place in the bucket."""
+    """Dtype, shape and size of the block, and its offset in the bytes of the bucket (or, before buckets are formed, of
+    the rank)."""
     starts: tuple[int, ...]
-    """The index of their first element along each axis of the tensor in the image."""
+    """The index of the block's first element along each axis of the tensor in the image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A range of the bytes that one rank sends, which is sent as one message."""
+    """A range of the bytes of one rank that is sent as one message."""
 
     start: int
-    """The index of its first byte."""
+    """The index of the bucket's first byte in the bytes of the rank."""
     num_bytes: int
-    """The number of its bytes."""
+    """The number of bytes of the bucket."""
     blocks: tuple[_Block, ...]
-    """What it consists of, in order."""
+    """The blocks of the bucket, in the order of their bytes."""
 
     @property
     def manifest(self) -> Manifest:
-        """Return the layout of the bucket."""
+        """Return the layout of the bucket's bytes."""
         return Manifest(entries=tuple(block.entry for block in self.blocks), total_bytes=self.num_bytes)
 
     def views(self, payload: memoryview) -> list[Tensor]:
@@ -85,8 +88,9 @@ def whole(tensors: Mapping[str, Tensor]) -> Held:
 
 
 def layout_of(held: Held, tensors: Mapping[str, Tensor], form: Form) -> RankLayout:
-    """Return the layout of what a rank sends that sends ``held`` of ``tensors``, which are whole, in the form of a
-    codec. Raises :class:`~headrace.base.errors.ConfigError` if the form cannot represent a box without its rest."""
+    """Return the layout of the pieces of a rank that sends the boxes ``held`` of ``tensors`` (the whole tensors, by
+    name), represented by ``form``. Raises :class:`~headrace.base.errors.ConfigError` if the form cannot represent a box
+    separately."""
     pieces: dict[str, Tensor] = {}
     starts: list[tuple[int, ...]] = []
     for name, box in held.items():
@@ -98,10 +102,10 @@ def layout_of(held: Held, tensors: Mapping[str, Tensor], form: Form) -> RankLayo
 
 
 def buckets(layout: RankLayout, largest: int = BUCKET_BYTES) -> list[Bucket]:
-    """Return the buckets in which a rank with ``layout`` sends its bytes: each of at most ``largest`` bytes, but of one
-    row at least. Blocks of :data:`ALONE_BYTES` or more have one of their own."""
+    """Return the buckets in which a rank with ``layout`` sends its bytes. A bucket has at most ``largest`` bytes, but
+    at least one row. A block of :data:`ALONE_BYTES` or more is a bucket of its own."""
     groups: list[list[_Block]] = [[]]
-    for block in _cut(layout, largest):
+    for block in _blocks(layout, largest):
         entry, group = block.entry, groups[-1]
         joined_bytes = entry.offset_bytes + entry.num_bytes - group[0].entry.offset_bytes if group else 0
         alone = group and max(group[-1].entry.num_bytes, entry.num_bytes) >= ALONE_BYTES
@@ -112,16 +116,16 @@ def buckets(layout: RankLayout, largest: int = BUCKET_BYTES) -> list[Bucket]:
 
 
 def box_of(image: memoryview, whole_entry: TensorEntry, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return a box of the tensor at ``whole_entry`` as a view into ``image``: it begins at ``starts`` and has
-    ``shape``."""
+    """Return a view into ``image`` of the box of the tensor ``whole_entry`` that begins at the indices ``starts`` and
+    has the shape ``shape``."""
     return view(image, whole_entry)[
         tuple(slice(start, start + count) for start, count in zip(starts, shape, strict=True))
     ]
 
 
 def checksums(image: memoryview, manifest: Manifest, layouts: Sequence[RankLayout]) -> Iterator[tuple[str, int]]:
-    """Yield, rank after rank, the name of each piece in ``image`` and the xxh3 hash (64 bits) of its bytes as its rank
-    has sent them. ``manifest`` is the layout of the image."""
+    """Yield, rank after rank, the name of each piece and the xxh3 hash (64 bits) of its bytes in ``image``, in the
+    order in which its rank has sent them. ``manifest`` is the layout of the image."""
     entries = {entry.name: entry for entry in manifest.entries}
     for layout in layouts:
         for piece, starts in zip(layout.pieces.entries, layout.starts, strict=True):
@@ -131,8 +135,9 @@ def checksums(image: memoryview, manifest: Manifest, layouts: Sequence[RankLayou
 
 
 def refuse_incomplete(layouts: Sequence[RankLayout], manifest: Manifest) -> None:
-    """Raise :class:`~headrace.base.errors.WeightsError` unless the pieces of all ranks are packed as they should be,
-    and cover every element of every tensor in an image with the layout ``manifest`` exactly once."""
+    """Raise :class:`~headrace.base.errors.WeightsError` unless the pieces of each rank are packed as by
+    :func:`~headrace.sync.manifest.plan`, and the pieces of all ranks together cover every element of every tensor in an
+    image with the layout ``manifest`` exactly once."""
     boxes: dict[str, list[Box]] = {entry.name: [] for entry in manifest.entries}
     dtypes = {entry.name: entry.dtype for entry in manifest.entries}
     for rank, layout in enumerate(layouts):
@@ -141,10 +146,10 @@ def refuse_incomplete(layouts: Sequence[RankLayout], manifest: Manifest) -> None
             piece.name: torch.empty(piece.shape, dtype=_dtype(piece.dtype), device="meta") for piece in pieces.entries
         }
         if len(layout.starts) != len(pieces.entries) or plan(packed) != pieces:
-            raise _wrong(f"rank {rank} announces pieces that do not lie one after the other")
+            raise _layout_error(f"rank {rank} announces pieces that do not lie one after the other")
         for piece, starts in zip(pieces.entries, layout.starts, strict=True):
             if dtypes.get(piece.name) != piece.dtype:
-                raise _wrong(
+                raise _layout_error(
                     f"rank {rank} announces {piece.dtype} for {piece.name}, which has {dtypes.get(piece.name)}"
                 )
             boxes[piece.name].append(Box(starts=starts, shape=piece.shape))
@@ -153,25 +158,27 @@ def refuse_incomplete(layouts: Sequence[RankLayout], manifest: Manifest) -> None
 
 
 def _refuse_uncovered(entry: TensorEntry, boxes: list[Box]) -> None:
-    """Raise :class:`~headrace.base.errors.WeightsError` unless ``boxes`` lie inside the tensor at ``entry`` and cover
-    each of its elements exactly once: they have as many elements together as the tensor, and no two overlap."""
+    """Raise :class:`~headrace.base.errors.WeightsError` unless ``boxes`` are inside the tensor ``entry`` and cover each
+    of its elements exactly once: together they have as many elements as the tensor, and no two of them overlap."""
     for box in boxes:
         inside = len(box.starts) == len(box.shape) == len(entry.shape) and all(
             start >= 0 and count >= 0 and start + count <= size
             for start, count, size in zip(box.starts, box.shape, entry.shape, strict=True)
         )
         if not inside:
-            raise _wrong(
+            raise _layout_error(
                 f"a piece of {entry.name}, {list(box.shape)} at {list(box.starts)}, is not in {list(entry.shape)}"
             )
     sent, wanted = sum(prod(box.shape) for box in boxes), prod(entry.shape)
     if sent != wanted or (len(boxes) > 1 and _overlap([box for box in boxes if prod(box.shape)])):
-        raise _wrong(f"{len(boxes)} pieces with {sent} elements do not cover the {wanted} of {entry.name} once each")
+        raise _layout_error(
+            f"{len(boxes)} pieces with {sent} elements do not cover the {wanted} of {entry.name} once each"
+        )
 
 
 def _overlap(boxes: list[Box]) -> bool:
-    """Return whether two of the boxes, none of which is empty, have an element in common. They are sorted along the
-    first axis, so that a box is compared only with those that begin before it ends there."""
+    """Return whether two of ``boxes``, none of which is empty, have an element in common. The boxes are sorted along
+    the first axis, so that each box is compared only with later boxes that begin before its end."""
     boxes = sorted(boxes, key=lambda box: box.starts)
     for index, box in enumerate(boxes):
         end = box.starts[0] + box.shape[0] if box.starts else 1
@@ -187,9 +194,9 @@ def _overlap(boxes: list[Box]) -> bool:
 
 
 def _starts(name: str, box: Box, tensor: Tensor, part: Tensor) -> tuple[int, ...]:
-    """Return where the ``part`` of a box begins in the same part of the whole ``tensor`` called ``name``. A part either
-    has the shape of the box, or a row for each row of the box along the last axis. Raises
-    :class:`~headrace.base.errors.ConfigError` if the box has only parts of such rows."""
+    """Return the index, along each axis, at which the ``part`` of a box begins in the same part of the whole ``tensor``
+    called ``name``. A part either has the shape of the box, or (scales) one row for each row of the box along the last
+    axis. Raises :class:`~headrace.base.errors.ConfigError` for scales if the box does not contain whole rows."""
     if tuple(part.shape) == box.shape:
         return box.starts
     if box.shape[1:] != tuple(tensor.shape[1:]):
@@ -201,9 +208,9 @@ def _starts(name: str, box: Box, tensor: Tensor, part: Tensor) -> tuple[int, ...
     return (box.starts[0] * prod(box.shape[1:-1]), 0)
 
 
-def _cut(layout: RankLayout, largest: int) -> Iterator[_Block]:
-    """Yield the pieces of ``layout``, large ones in blocks of rows along their first axis; the place of each block is
-    that in all bytes of the rank. Pieces without elements are left out."""
+def _blocks(layout: RankLayout, largest: int) -> Iterator[_Block]:
+    """Yield the pieces of ``layout`` as blocks. A piece larger than ``largest`` bytes is divided into blocks of rows
+    along its first axis. The offset of a block counts all bytes of the rank. Pieces without elements are skipped."""
     for piece, starts in zip(layout.pieces.entries, layout.starts, strict=True):
         rows = piece.shape[0] if piece.shape else 1
         if not piece.num_bytes:
@@ -223,15 +230,17 @@ def _cut(layout: RankLayout, largest: int) -> Iterator[_Block]:
 
 
 def _bucket(blocks: list[_Block]) -> Bucket:
-    """Return the bucket of ``blocks``, which follow each other in the bytes of their rank."""
+    """Return the bucket that consists of ``blocks``, which follow each other in the bytes of their rank."""
     start = blocks[0].entry.offset_bytes
-    moved = tuple(_Block(name=block.name, entry=_moved(block.entry, -start), starts=block.starts) for block in blocks)
-    last = moved[-1].entry
-    return Bucket(start=start, num_bytes=last.offset_bytes + last.num_bytes, blocks=moved)
+    shifted = tuple(
+        _Block(name=block.name, entry=_with_offset(block.entry, -start), starts=block.starts) for block in blocks
+    )
+    last = shifted[-1].entry
+    return Bucket(start=start, num_bytes=last.offset_bytes + last.num_bytes, blocks=shifted)
 
 
-def _moved(entry: TensorEntry, by: int) -> TensorEntry:
-    """Return ``entry`` with its place moved by ``by`` bytes."""
+def _with_offset(entry: TensorEntry, by: int) -> TensorEntry:
+    """Return a copy of ``entry`` whose offset is larger by ``by`` bytes."""
     return TensorEntry(
         name=entry.name,
         dtype=entry.dtype,
@@ -242,15 +251,15 @@ def _moved(entry: TensorEntry, by: int) -> TensorEntry:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Return the dtype of torch called ``name``. Raises :class:`~headrace.base.errors.WeightsError` if there is
-    none."""
+    """Return the dtype of torch called ``name``. Raises :class:`~headrace.base.errors.WeightsError` for an unknown
+    name."""
     found = torch.__dict__.get(name)
     if not isinstance(found, torch.dtype):
-        raise _wrong(f"{name!r} is not a dtype")
+        raise _layout_error(f"{name!r} is not a dtype")
     return found
 
 
-def _wrong(problem: str) -> WeightsError:
+def _layout_error(problem: str) -> WeightsError:
     """Return the error for layouts that do not describe a whole version."""
     return WeightsError(
         f"what the learner's ranks announce is not a version of the weights: {problem}",

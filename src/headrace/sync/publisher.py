@@ -1,5 +1,6 @@
-"""The learner's side of the weight sync: snapshots of the weights, hashed, encoded and sent while training continues. A
-*slot* is one of two buffers for snapshots; the *image* in it is the bytes of all tensors of one version."""
+"""The learner's side of the weight sync. It copies the weights into a buffer, and hashes, encodes and sends the copy
+while training continues. A *slot* is one of two such buffers; the *image* in it is the bytes of all tensors of one
+version."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ from headrace.sync.pieces import Held, layout_of, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Announced:
-    """The version that was last announced from a slot, with the hash of each of its tensors or pieces."""
+class _AnnouncedVersion:
+    """The version that was last announced from a slot, with the hash of each tensor or piece."""
 
     version: int
     checksums: tuple[int, ...]
 
 
 class Publisher:
-    """The publisher of a learner's weights: it copies them into one of two slots, and sends them to the engines from
-    there. Over some transports every rank of the learner has one, and sends the parts of the weights that it holds.
+    """The publisher of a learner's weights: it copies them into one of two slots, and sends the slot to the engines.
+    With some transports, every rank of the learner has a publisher, and sends the parts of the weights that it holds.
 
-    The tensors are read at every :meth:`copy`. One thread copies; one other thread may announce.
+    Every :meth:`copy` reads the tensors again. One thread may copy while one other thread announces.
     """
 
     def __init__(
@@ -43,9 +44,9 @@ class Publisher:
     ) -> None:
         """Publish ``tensors``, the weights by name, represented by ``codec`` and sent through ``outbox``.
 
-        ``held`` says which parts of them each rank of the learner sends, of which this one is ``rank``; ``None``: the
-        transport sends all weights from here. Raises :class:`~headrace.base.errors.ConfigError` for a model that trains
-        more than adapters if the codec sends adapters only, and for parts that the codec cannot represent.
+        ``held`` are the parts of the tensors that each rank of the learner sends, and ``rank`` is the index of this
+        rank; ``None``: this process sends all weights. Raises :class:`~headrace.base.errors.ConfigError` for a model
+        that trains more than adapters if the codec sends adapters only, and for parts that the codec cannot represent.
         """
         if codec.adapters_only and not all(of_adapter(name) for name in tensors):
             raise ConfigError(
@@ -63,28 +64,29 @@ class Publisher:
         self._images = [memory[slot * pieces.total_bytes :][: pieces.total_bytes] for slot in range(NUM_SLOTS)]
         counts = [len(parts[name]) for name in sent]
         self._views = [_grouped([view(image, e) for e in pieces.entries], counts) for image in self._images]
-        self._announced: list[_Announced | None] = [None] * NUM_SLOTS
+        self._announced: list[_AnnouncedVersion | None] = [None] * NUM_SLOTS
 
     def copy(self, slot: int) -> None:
-        """Copy every tensor, as it is now, into the slot with the index ``slot``. The learner waits for this call
-        only."""
+        """Copy the present values of all tensors into the slot with the index ``slot``. The learner waits for this
+        call, and for no other one."""
         self.fill(slot, self._tensors)
 
     @torch.no_grad()
     def fill(self, slot: int, tensors: Iterable[Tensor]) -> None:
-        """Copy ``tensors`` into the slot with the index ``slot``: all of the learner's, or the parts that this rank
-        sends, in the order in which the publisher was given them. An iterator can make them one at a time."""
+        """Copy ``tensors`` into the slot with the index ``slot``: all of the learner's tensors, or the parts that this
+        rank sends, in the order of the publisher's ``tensors`` or ``held``. ``tensors`` may be an iterator that makes
+        one tensor at a time."""
         self._announced[slot] = None
         for parts, tensor in zip(self._views[slot], tensors, strict=True):
             self._codec.form.write(parts, tensor.detach())
 
     def announce(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
         """Hash the image in ``slot``, send it as ``version`` to the receivers at the addresses ``to``, and return the
-        update that engines stage it by. If the codec sends differences, the difference from the version in the other
-        slot is sent where it is shorter."""
-        hashed = checksums(self._images[slot], self._layout.pieces)
+        update with which engines stage it. If the codec sends differences, the difference from the version in the other
+        slot is sent if it is shorter."""
+        hashes = checksums(self._images[slot], self._layout.pieces)
         base = self._announced[1 - slot] if self._codec.differences else None
-        self._announced[slot] = _Announced(version=version, checksums=hashed)
+        self._announced[slot] = _AnnouncedVersion(version=version, checksums=hashes)
         request = self._send_request(version, slot, to)
         if base is None or base.version >= version:
             return self._send(request)
@@ -98,17 +100,17 @@ class Publisher:
 
     def resend(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
         """Send ``version`` from ``slot`` once more, as the full image, to the addresses ``to``. Return the new update.
-        Raises :class:`~headrace.base.errors.WeightsError` if the slot does not hold that version any more, bit for
+        Raises :class:`~headrace.base.errors.WeightsError` if the slot does not contain that version any more, bit for
         bit."""
         announced = self._announced[slot]
         if announced is None or announced.version != version:
             raise WeightsError(f"version {version} is not in slot {slot} any more", remedy="publish a newer version")
-        found = checksums(self._images[slot], self._layout.pieces)
-        for entry, was, now in zip(self._layout.pieces.entries, announced.checksums, found, strict=True):
-            if was != now:
+        hashes = checksums(self._images[slot], self._layout.pieces)
+        for entry, old_hash, new_hash in zip(self._layout.pieces.entries, announced.checksums, hashes, strict=True):
+            if old_hash != new_hash:
                 raise WeightsError(
                     f"version {version}: tensor {entry.name} has changed in the learner's buffer, from the hash "
-                    f"{was:016x} to {now:016x}",
+                    f"{old_hash:016x} to {new_hash:016x}",
                     remedy="publish a newer version; if it happens again, test the machine's memory",
                 )
         return self._send(replace(self._send_request(version, slot, to), again=True))
@@ -135,10 +137,10 @@ class Publisher:
         )
 
     def _send(self, request: SendRequest, base: int | None = None) -> WeightUpdate:
-        """Send the payload of ``request``, and return the update that tells engines where it is. ``base`` is the
+        """Send the payload of ``request``, and return the update with its location for the engines. ``base`` is the
         version from which the payload is a difference; ``None`` for a whole image."""
         sent = self._outbox.send(request)
-        # the ranks decide for each bucket how it is sent, so the length of a difference is not known here
+        # each rank chooses the encoding of each of its buckets, so the length of a difference is not known here
         num_bytes = len(request.payload) if not self._layouts else 0 if base is not None else self.manifest.total_bytes
         return WeightUpdate(
             version=request.version,
@@ -157,7 +159,7 @@ class Publisher:
 
 
 def _grouped(views: list[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    """Return ``views``, one for each part in order, grouped by the tensor that the parts represent. ``counts`` has the
-    number of parts of each tensor."""
+    """Return ``views``, one for each part, grouped by tensor. ``counts`` is the number of consecutive parts of each
+    tensor."""
     rest = iter(views)
     return [[next(rest) for _ in range(count)] for count in counts]

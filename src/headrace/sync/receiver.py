@@ -1,13 +1,13 @@
-"""The engine's side of the weight sync: updates are fetched, decoded and verified beside the model. An *image* is the
-bytes of all tensors of a version; a *payload* is an image or its difference from another one.
+"""The engine's side of the weight sync, which fetches, decodes and verifies updates beside the weights in use. An
+*image* is the bytes of all tensors of a version; a *payload* is an image or its difference from another image.
 
     update ─fits? newer?─▶ payload ─decode─▶ image ─hash─▶ tensors of the engine's dtype ─commit─▶ parameter.data
-                           viewed or fetched               views of the image where nothing is converted
+                           viewed or fetched               views of the image, unless converted
 
-A commit is a change of pointers. A payload that cannot be viewed in place is written to one of two buffers: the model
-uses one, the other is free. On a GPU the first buffer is the memory that the model was loaded into, and the second is
-allocated at once, so that the engine's cache is sized with the memory that is left. :mod:`headrace.sync.base` has a
-picture of the phases.
+A commit only changes pointers. A payload that cannot be viewed in place is written to one of two buffers: the model
+uses one buffer, and the other is free. On a GPU, the first buffer is the memory into which the model was loaded. The
+second buffer is allocated at the start, so that the engine's cache is sized by the memory that remains. See
+:class:`headrace.sync.base.Phase` for the phases of an update.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from headrace.sync.manifest import checksums, plan, private_memory, view
 
 @dataclass(slots=True, kw_only=True)
 class _VersionBuffer:
-    """The memory for one of two versions in an engine, allocated when it is first needed."""
+    """The memory for one of two versions in an engine, allocated at its first use."""
 
     image: memoryview | None = None
-    """Memory for an image that is fetched or decoded; ``None`` until one is."""
+    """The memory for an image that is fetched or decoded; ``None`` before the first one."""
     own: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that are converted or moved to another device, by name."""
+    """The tensors that are converted to another dtype or moved to another device, by name."""
     views: tuple[memoryview, list[list[Tensor]]] | None = None
-    """An image that will be used again, with the views into it: to make a view takes longer than to hash a small
-    tensor."""
+    """An image whose memory will be used again, with the views into it; else ``None``. Views are kept because making
+    one takes longer than hashing a small tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +55,17 @@ class _ReceivedVersion:
     tensors: list[Tensor]
     """The tensors in the model's dtypes, in the order of the model's tensors."""
     buffer: int
-    """The index of the buffer that holds what was fetched or converted."""
+    """The index of the buffer that contains the fetched image or the converted tensors."""
 
 
 class Receiver:
-    """The receiver of weight versions for one engine: it stages a version beside the model, and switches the model to
-    it at the commit. One thread stages; another may commit at the same time."""
+    """The receiver of weight versions for one engine: it stages a version beside the weights in use, and switches the
+    model to it at the commit. One thread may stage while another thread commits."""
 
     def __init__(self, tensors: Mapping[str, Tensor], codec: Codec, open_inbox: Callable[[int], Inbox]) -> None:
         """Receive versions for ``tensors``, the engine's parameters and buffers by name, represented by ``codec``.
-        ``open_inbox`` opens the engine's side of a transport; it gets the largest size of an update in bytes."""
+        ``open_inbox`` opens the engine's side of a transport; its argument is the largest size of an update in
+        bytes."""
         self._codec = codec
         self._targets = dict(tensors)
         self._devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
@@ -80,18 +81,19 @@ class Receiver:
         self._staged: _ReceivedVersion | None = None
         self._used: _ReceivedVersion | None = None
         self._previous: list[Tensor] = []
-        """The tensors that were used before. They are released during staging, since freeing memory takes long."""
+        """The tensors of the previous version. They are released during the next staging, since freeing memory takes
+        long."""
         self._committing: int | None = None
         self._needs_full = True
         self._accepted_manifest: Manifest | None = None
         self._accepted_layouts: tuple[RankLayout, ...] = ()
-        """The last manifest, and the last layouts of several ranks, that were checked and accepted."""
+        """The layouts of the ranks that were accepted last; like ``_accepted_manifest``, they are not checked again."""
         self.phase = Phase.NEEDS_FULL
         """The phase of the latest update."""
 
     @property
     def committed(self) -> int:
-        """Return the version in use; −1 before the first."""
+        """Return the version in use; −1 before the first commit."""
         return NOT_SAMPLED if self._used is None else self._used.version
 
     @property
@@ -101,14 +103,14 @@ class Receiver:
         return self._inbox.address
 
     def stage(self, update: WeightUpdate) -> None:
-        """Check that ``update`` is newer and fits the model, fetch its payload, and verify the checksums;
-        :meth:`commit` can use it afterwards. This may run in another thread than decoding.
+        """Check that ``update`` is newer and fits the model, fetch its payload, and verify the checksums; the version
+        can be committed afterwards. This may run in another thread than decoding.
 
-        Raises :class:`~headrace.base.errors.NeedsFull` if the same version could be used when sent whole, and
-        :class:`~headrace.base.errors.WeightsError` if it could not; nothing in use has changed then.
+        Raises :class:`~headrace.base.errors.NeedsFull` if the same version could be used when it is sent whole, and
+        :class:`~headrace.base.errors.WeightsError` if it could not. The weights in use do not change then.
         """
         try:
-            with self._lock:  # from here to the end nothing is staged, so that no commit can begin meanwhile
+            with self._lock:  # no version is staged until the end of this method, so that no commit can begin meanwhile
                 self._refuse_unfit(update)
                 self._refuse_misaddressed(update)
                 base = self._base(update)
@@ -119,7 +121,7 @@ class Receiver:
             self.phase = Phase.NEEDS_FULL if isinstance(refusal, NeedsFull) else Phase.REFUSED
             self._inbox.skip(update)
             raise
-        del previous  # freeing memory takes long: not under the lock, for which a commit would wait
+        del previous  # outside the lock: freeing memory takes long, and a commit waits for the lock
         self.phase = Phase.STAGED
         try:
             received = self._fetch_version(update, base)
@@ -131,25 +133,25 @@ class Receiver:
             self.phase = Phase.VERIFIED
 
     def staged(self) -> dict[str, Tensor]:
-        """Return the tensors of the version that is verified and not in use yet, by their names in the model; empty if
-        there is none."""
+        """Return the tensors of the verified version that is not in use yet, by their names in the model; an empty dict
+        if there is none."""
         with self._lock:
             return {} if self._staged is None else dict(zip(self._targets, self._staged.tensors, strict=True))
 
     def commit(self, version: int) -> None:
-        """Switch the model to the staged ``version``, all at once, by a change of pointers; see
+        """Switch all tensors of the model to the staged ``version``, by a change of pointers; see
         :meth:`commit_parts`."""
         for _ in self.commit_parts(version, 1):
             pass
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        """Switch the model to the staged ``version`` in ``parts`` changes, one each time the returned iterator is
-        advanced. Between them the model has neither the old version nor the new one, but some tensors of each.
+        """Switch the model to the staged ``version`` in ``parts`` steps, one each time the returned iterator is
+        advanced. Between two steps the model has some tensors of the old version and some of the new one.
 
         Raises :class:`~headrace.base.errors.WeightsError` at once if ``version`` is not staged. The next version can be
-        staged only after the last change.
+        staged only after the last step.
         """
-        with self._lock:  # another thread may stage the next version at this very moment
+        with self._lock:  # another thread may stage the next version at the same time
             staged = self._staged
             if staged is None or staged.version != version:
                 reason = "nothing" if staged is None else f"version {staged.version}"
@@ -162,8 +164,8 @@ class Receiver:
         self._inbox.close()
 
     def _exchange(self, received: _ReceivedVersion, per_part: int) -> Iterator[None]:
-        """Let the model's parameters point to the received tensors, ``per_part`` of them between two yields; then the
-        version counts as committed."""
+        """Point the model's parameters to the received tensors, ``per_part`` of them between two yields. After the last
+        one, record the version as committed."""
         pairs = list(zip(self._targets.values(), received.tensors, strict=True))
         for start in range(0, len(pairs), per_part):
             if start:
@@ -179,8 +181,8 @@ class Receiver:
                 self.phase = Phase.COMMITTED
 
     def _refuse_unfit(self, update: WeightUpdate) -> None:
-        """Raise :class:`~headrace.base.errors.WeightsError` for an update that is not newer, comes during a commit, or
-        does not fit the model."""
+        """Raise :class:`~headrace.base.errors.WeightsError` for an update that is not newer than the version in use,
+        that arrives during a commit, or that does not fit the model."""
         if update.version <= self.committed:
             raise WeightsError(
                 f"version {update.version} is not newer than the committed version {self.committed}",
@@ -191,7 +193,8 @@ class Receiver:
                 f"version {self._committing} is still coming into use, and version {update.version} needs its place",
                 remedy="wait for the commit's report",
             )
-        if update.manifest != self._accepted_manifest:  # it is the same for every version of a run
+        # checked once, since all versions of a run have the same manifest
+        if update.manifest != self._accepted_manifest:
             differences = self.manifest.differences(update.manifest)
             if differences:
                 raise WeightsError(
@@ -209,8 +212,8 @@ class Receiver:
         _refuse_inconsistent(update)
 
     def _refuse_misaddressed(self, update: WeightUpdate) -> None:
-        """Raise :class:`~headrace.base.errors.NeedsFull` for an update that the learner has sent to other engines'
-        addresses only."""
+        """Raise :class:`~headrace.base.errors.NeedsFull` for an update that the learner has sent only to the addresses
+        of other engines."""
         if self.address and self.address not in update.to:
             raise NeedsFull(
                 f"version {update.version} was sent to {', '.join(update.to) or 'nobody'}, and this engine is "
@@ -233,8 +236,8 @@ class Receiver:
         return used.image
 
     def _fetch_version(self, update: WeightUpdate, base: memoryview | None) -> _ReceivedVersion:
-        """Fetch, decode and verify a version, and return it with its tensors. ``base`` is the image from which it is a
-        difference; ``None`` if it is whole."""
+        """Fetch, decode and verify the version of ``update``, and return it with its tensors. ``base`` is the image
+        from which it is a difference; ``None`` if it is sent whole."""
         index = 1 if self._used is None else 1 - self._used.buffer
         image = self._inbox.view(update)
         if image is None or base is not None:
@@ -249,11 +252,10 @@ class Receiver:
     def _fetch_image(
         self, update: WeightUpdate, base: memoryview | None, payload: memoryview | None, image: memoryview
     ) -> memoryview:
-        """Bring the image of ``update`` into ``image``, and return it: fetch it or, if the update is a difference from
-        ``base``, decode the payload. ``payload`` is the payload where it can be viewed in place; ``None``: it is
-        fetched."""
+        """Write the image of ``update`` to the memory ``image``, and return it. A whole image is fetched; a difference
+        from ``base`` is decoded. ``payload`` is the payload, if it can be viewed in place; ``None``: it is fetched."""
         if base is not None and update.layouts:
-            image[:] = base  # each rank's differences are applied where they belong, bucket by bucket
+            image[:] = base  # the transport applies the differences of each rank in place, bucket by bucket
         if base is None or update.layouts:
             self._inbox.fetch(update, image)
             return image
@@ -264,15 +266,15 @@ class Receiver:
         return image
 
     def _image_buffer(self, index: int, update: WeightUpdate) -> memoryview:
-        """Return the memory for an image in the buffer with this index, which is allocated at its first use."""
+        """Return the memory for an image in the buffer ``index``, which is allocated at its first use."""
         buffer = self._buffers[index]
         if buffer.image is None:
             buffer.image = private_memory(update.manifest.total_bytes)
         return buffer.image
 
     def _verify(self, update: WeightUpdate, image: memoryview) -> None:
-        """Raise :class:`~headrace.base.errors.NeedsFull` if the hash of a tensor in ``image`` is not the one that was
-        announced."""
+        """Raise :class:`~headrace.base.errors.NeedsFull` if the hash of a tensor in ``image`` differs from the
+        announced hash."""
         if update.layouts:
             found = pieces.checksums(image, update.manifest, update.layouts)
         else:
@@ -287,8 +289,8 @@ class Receiver:
 
     @torch.no_grad()
     def _tensors(self, manifest: Manifest, image: memoryview, index: int) -> list[Tensor]:
-        """Return the tensors of ``image`` in the order of the model's tensors: views of it where dtype and device are
-        the model's, converted copies elsewhere, in the buffer ``index``."""
+        """Return the tensors of ``image`` in the order of the model's tensors. A tensor is a view into ``image`` if
+        dtype and device equal the model's; otherwise it is a converted copy in the buffer ``index``."""
         tensors = []
         for (name, target), parts in zip(self._targets.items(), self._views(manifest, image, index), strict=True):
             first = parts[0]
@@ -303,12 +305,13 @@ class Receiver:
         return tensors
 
     def _views(self, manifest: Manifest, image: memoryview, index: int) -> list[list[Tensor]]:
-        """Return, for each tensor of the model, its parts as views into ``image``. Views are kept with the buffer
+        """Return, for each tensor of the model, its parts as views into ``image``. The views are kept in the buffer
         ``index`` if the same memory will be used again."""
         buffer = self._buffers[index]
         if buffer.views is not None and buffer.views[0] is image:
             return buffer.views[1]
-        entries = {entry.name: entry for entry in manifest.entries}  # the learner may list them in another order
+        # by name: the learner may list the tensors in another order
+        entries = {entry.name: entry for entry in manifest.entries}
         views = [[view(image, entries[part]) for part in parts] for parts in self._parts.values()]
         buffer.views = (image, views) if image is buffer.image or self._inbox.lasting else None
         return views
@@ -316,10 +319,11 @@ class Receiver:
 
 @contextmanager
 def _on_side_streams(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Run copies to the GPUs ``devices`` within this context on CUDA streams of their own, so that the engine's passes
-    do not wait for them; wait for the copies at the end.
+    """Return a context in which copies to the GPUs ``devices`` run on separate CUDA streams, so that the engine's
+    passes do not wait for them. The end of the context waits for the copies.
 
-    Each stream begins after the work that is already queued: a pass may still read the buffer that is filled now.
+    Each stream starts after the work that is already queued, because a pass may still read the buffer that is to be
+    filled.
     """
     with ExitStack() as streams:
         for device in devices:
@@ -331,8 +335,9 @@ def _on_side_streams(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def _refuse_other_layout(update: WeightUpdate) -> None:
-    """Raise :class:`~headrace.base.errors.WeightsError` if the offsets and sizes of an update's layout do not follow
-    from its names, dtypes and shapes: they are used to read the image."""
+    """Raise :class:`~headrace.base.errors.WeightsError` if the offsets and sizes in the manifest of ``update``, by
+    which the image is read, differ from those that :func:`~headrace.sync.manifest.plan` computes for its names, dtypes
+    and shapes."""
     tensors = {
         entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
         for entry in update.manifest.entries
@@ -346,8 +351,8 @@ def _refuse_other_layout(update: WeightUpdate) -> None:
 
 
 def _refuse_inconsistent(update: WeightUpdate) -> None:
-    """Raise :class:`~headrace.base.errors.WeightsError` for an update with inconsistent numbers, which are used as
-    sizes and indices later."""
+    """Raise :class:`~headrace.base.errors.WeightsError` for an update whose slot, number of checksums or number of
+    bytes is invalid. These numbers are used as sizes and indices later."""
     manifest = update.manifest
     num_tensors = sum(len(layout.starts) for layout in update.layouts) if update.layouts else len(manifest.entries)
     if update.slot not in range(NUM_SLOTS) or len(update.checksums) != num_tensors:

@@ -1,10 +1,10 @@
-"""A transport through shared memory, for processes of one machine. Nothing is copied.
+"""A transport through shared memory, for processes of one machine. A whole version is used without a copy.
 
-    path     slot 0 │ slot 1 │ a payload that is not a slot (a difference), until the next one overwrites it
+    path     slot 0 │ slot 1 │ a payload that is a difference, until the next difference overwrites it
 
-A slot holds the image of one version: the bytes of all its tensors. The engine's parameters are views of the committed
-slot. The file never shrinks, so that no reader loses a page. The pages of its last part are allocated when the first
-difference is written.
+A slot contains the image of one version: the bytes of all its tensors. The engine's parameters are views into the
+committed slot. The file never shrinks, so that all pages that a reader has mapped stay valid. The memory of its last
+part is allocated when the first difference is written.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headrace.sync.config import Transport, TransportCost
 
 
 class ShmOutbox:
-    """The learner's side of the transport, which owns the shared file."""
+    """The learner's side of the transport through shared memory, which creates and removes the shared file."""
 
     def __init__(self, path: Path) -> None:
-        """Create the shared file ``path`` later, in :meth:`memory`. It must be in a file system in memory, such as
+        """Set the path of the shared file, which :meth:`memory` creates. It must be in a file system in memory, such as
         ``/dev/shm``."""
         self._path = path
-        self._made = False
+        self._has_created = False
 
     def memory(self, num_bytes: int) -> memoryview:
         """Create the shared file, and return its first ``num_bytes`` bytes, which are the slots. Raises
@@ -43,8 +43,9 @@ class ShmOutbox:
                     f"shared buffer {self._path} holds the weights of another learner",
                     remedy="end that learner, or remove the file",
                 )
-            self._made = True
-            os.posix_fallocate(descriptor, 0, max(num_bytes, 1))  # a full /dev/shm is an error now, no signal later
+            self._has_created = True
+            # a full /dev/shm is an error here; without the reservation, it would be a signal at a later write
+            os.posix_fallocate(descriptor, 0, max(num_bytes, 1))
             os.truncate(descriptor, _file_bytes(num_bytes // NUM_SLOTS))
             return memoryview(mmap.mmap(descriptor, max(num_bytes, 1)))[:num_bytes]
         except (OSError, OverflowError) as error:
@@ -54,8 +55,8 @@ class ShmOutbox:
             os.close(descriptor)
 
     def send(self, request: SendRequest) -> Sent:
-        """Make the payload of ``request`` available: a whole version is in shared memory already, and a difference is
-        written there. Return the path of the file."""
+        """Return the path of the shared file, which contains the payload of ``request``: a whole version is in its slot
+        already, and a difference is written after the slots."""
         if not request.whole:
             try:
                 self._write(request)
@@ -66,7 +67,7 @@ class ShmOutbox:
 
     def close(self) -> None:
         """Remove the shared file, if this learner has created it. Engines that have mapped it keep its memory."""
-        if self._made:
+        if self._has_created:
             self._path.unlink(missing_ok=True)
 
     def _write(self, request: SendRequest) -> None:
@@ -83,20 +84,20 @@ class ShmOutbox:
 
 
 class ShmInbox:
-    """The engine's side of the transport, which maps the file that an update names into its memory."""
+    """The engine's side of the transport through shared memory, which maps the file that an update names."""
 
     address = ""
     lasting = True
 
     def __init__(self) -> None:
-        """Begin without a mapped file."""
+        """Create the receiver without a mapped file."""
         self._file: memoryview | None = None
         self._slots: list[memoryview] = []
         self._mapped_file: tuple[str, int, int] | None = None
 
     def view(self, update: WeightUpdate) -> memoryview:
         """Return the payload of ``update`` in shared memory, without a copy. Raises
-        :class:`~headrace.base.errors.WeightsError` if the file cannot be opened or has another size."""
+        :class:`~headrace.base.errors.WeightsError` if the file cannot be opened or has an unexpected size."""
         image_bytes = update.manifest.total_bytes
         file = self._mapped(update.path, image_bytes)
         if update.base is None:
@@ -109,16 +110,16 @@ class ShmInbox:
         raise AssertionError("shared memory is read where it lies")
 
     def skip(self, update: WeightUpdate) -> None:
-        """Do nothing: no bytes were moved."""
+        """Do nothing: there are no received bytes to release."""
 
     def close(self) -> None:
-        """Release the mapped file; its memory is freed when no view of it is left."""
+        """Release the mapped file; its memory is unmapped when no view into it exists any more."""
         self._file, self._slots = None, []
 
     def _mapped(self, path: str, image_bytes: int) -> memoryview:
-        """Return the shared file ``path``, mapped into memory; it is mapped again only if it is another file.
-        ``image_bytes`` is the size of one image. Raises :class:`~headrace.base.errors.WeightsError` if it cannot be
-        opened, or has another size than images of this size need."""
+        """Return the shared file ``path``, mapped into memory; it is mapped again only if it differs from the file
+        mapped before. ``image_bytes`` is the size of one image. Raises :class:`~headrace.base.errors.WeightsError` if
+        the file cannot be opened, or its size does not match ``image_bytes``."""
         num_bytes = _file_bytes(image_bytes)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -150,13 +151,14 @@ def _payload_start(image_bytes: int) -> int:
 
 
 def _file_bytes(image_bytes: int) -> int:
-    """Return the size of the shared file in bytes: the slots, and room for a difference, which is shorter than an
+    """Return the size of the shared file in bytes: the slots, and space for a difference, which is shorter than an
     image."""
     return max(_payload_start(image_bytes) + image_bytes, 1)
 
 
 def _memory_error(path: Path, what: str, error: Exception) -> WeightsError:
-    """Return the error for shared memory that is too small. ``what`` says what needs how many bytes."""
+    """Return the error for shared memory that is too small. ``what`` is the beginning of the message: the purpose and
+    the number of bytes."""
     return WeightsError(
         f"{what} at {path.parent}: {error}",
         remedy=f"free that much there (df -h {path.parent}), or enlarge it: mount -o remount,size=... /dev/shm",
@@ -165,7 +167,7 @@ def _memory_error(path: Path, what: str, error: Exception) -> WeightsError:
 
 SHM = Transport(
     open_outbox=lambda route, token: ShmOutbox(Path(route.address)),
-    # each update says where its file is
+    # each update contains the path of its file
     open_inbox=lambda route, token, limit_bytes: ShmInbox(),
     address=lambda sync, places: str(places.memory),
     copies=lambda sync: NUM_SLOTS,

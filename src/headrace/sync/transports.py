@@ -1,4 +1,5 @@
-"""The construction of both sides of the transport that a run has chosen, from the registry in ``config``."""
+"""The construction of the publisher (the learner's side of the weight sync) and the receiver (the engine's side), with
+the transport and the codec that a run has chosen."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from headrace.sync.receiver import Receiver
 
 
 def sent_by_every_rank(route: Route) -> bool:
-    """Return whether each rank of the learner sends the parts of the weights that it holds, by the transport of
-    ``route``."""
+    """Return whether the transport of ``route`` is one over which every rank of the learner sends the parts of the
+    weights that it holds."""
     return TRANSPORTS.load(route.transport).open_rank_outbox is not None
 
 
@@ -28,10 +29,10 @@ def make_publisher(
     rank: LearnerRank = ALONE,
 ) -> Publisher:
     """Return the learner's side of the weight sync for ``tensors``, the weights by name, with the transport and codec
-    of ``route``. ``token`` is the run's token, for transports that other machines can reach.
+    of ``route``. ``token`` is the run's token, for transports that authenticate.
 
-    ``held`` and ``rank`` are used by transports that every rank sends by: the parts that each rank sends, all of them
-    by this process unless they are given, and which rank this process is; all ranks must call this together.
+    ``held`` and ``rank`` are for transports over which every rank sends: the parts that each rank sends (``None``: this
+    process sends all), and this process as a rank. All ranks must call this together.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the transport cannot be used here, and
     :class:`~headrace.base.errors.WeightsError` if there is too little memory.
@@ -45,6 +46,6 @@ def make_publisher(
 
 def make_receiver(route: Route, tensors: Mapping[str, Tensor], token: str = "") -> Receiver:
     """Return the engine's side of the weight sync for ``tensors``, the model's parameters and buffers by name. The
-    other arguments and the errors are those of :func:`make_publisher`."""
+    other arguments and the errors are the same as in :func:`make_publisher`."""
     transport = TRANSPORTS.load(route.transport)
     return Receiver(tensors, codec_of(route.codec), lambda limit_bytes: transport.open_inbox(route, token, limit_bytes))

@@ -1,11 +1,11 @@
-"""The checks behind the clauses of :mod:`headrace.testing.engine_contract`. Each checks one requirement and raises
-``AssertionError``, or the engine's own error, if the engine does not meet it.
+"""The checks behind the clauses of :mod:`headrace.testing.engine_contract`. Each function checks one requirement, and
+raises ``AssertionError`` or the engine's own error if the engine does not meet it.
 
 ``rig`` is the engine under test (``rig.core``) with a learner that publishes weights to it; ``rig.reference`` returns
 the logprobs that transformers computes for an answer under the weights of a version.
 
-Shape legend: T tokens, R tokens whose experts are recorded, L layers with experts, K experts of a token, or likeliest
-entries; V vocabulary.
+Shape legend: T tokens, R tokens whose experts are recorded, L layers with experts, K experts of a token or most likely
+vocabulary entries, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from headrace.models.routing import RoutingRecorder, find_routing
 from headrace.testing.engine_rig import CLOSE, FLUSH, RequestOutput, Rig, close, refuse
 
 LONG = 60
-"""Number of tokens of an answer that is still running when a pause reaches the engine."""
+"""Number of tokens of an answer, large enough that the answer is still running when the engine is paused."""
 LONGER = 240
-"""Number of tokens of an answer that is still running when a commit reaches a server, which samples meanwhile."""
+"""Number of tokens of an answer, large enough that the answer is still running when a server receives a commit."""
 _EXACT = frozenset({Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME, Interrupt.ABORT_RETRY, Interrupt.SLEEP})
-"""The interrupt modes after which no cached computation of the old weights is used."""
+"""The interrupt modes after which no KV cache of the old weights is used, so that logprobs under the new weights are
+exact."""
 
 
 # -- tokens ---------------------------------------------------------------------------------------------------------
 
 
 def first_weights(rig: Rig) -> None:
-    """Check that a request before the first weights is refused; then publish version 0 and check that it is in use.
-    This must be the first check on a rig."""
+    """Check that a request before the first weights is refused; then publish version 0 and check that the engine uses
+    it. This must be the first check on a rig."""
     rig.refuses("before the first", max_new_tokens=4)
     rig.publish(min(rig.can.interrupts & {Interrupt.INFLIGHT, Interrupt.DRAIN}, key=str))
     assert rig.core.stats().version == 0
 
 
 def logprobs(rig: Rig) -> None:
-    """Check that each token has the logprob that transformers computes, at the temperature of its sampling."""
+    """Check that each token has the logprob that transformers computes, at two sampling temperatures."""
     for temperature in (1.0, 0.6):
         numbers = [rig.add([3 + at, 4, 5], max_new_tokens=20, temperature=temperature) for at in range(3)]
         for output in rig.finish(*numbers):
@@ -53,22 +54,25 @@ def logprobs(rig: Rig) -> None:
 
 
 def truncated(rig: Rig) -> None:
-    """Check for top-k, top-p and min-p that the logprobs of sampled tokens are renormalised over the tokens that the
-    truncation leaves, so that they are higher than in the whole vocabulary."""
+    """Check for top-k, top-p and min-p that the logprobs of sampled tokens are normalised over the truncated
+    distribution, so that they are higher than over the whole vocabulary."""
     for limits in ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}):
         (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=16, **limits))
-        whole = rig.reference(rig.version, output)
-        assert (np.asarray(output.logprobs) >= whole - CLOSE).all(), "less likely than in the whole vocabulary"
-        assert np.asarray(output.logprobs).sum() > whole.sum() + CLOSE, "nothing was cut off, or not renormalised"
+        whole_logprobs = rig.reference(rig.version, output)
+        assert (np.asarray(output.logprobs) >= whole_logprobs - CLOSE).all(), "less likely than in the whole vocabulary"
+        assert np.asarray(output.logprobs).sum() > whole_logprobs.sum() + CLOSE, (
+            "nothing was cut off, or not renormalised"
+        )
 
 
 def no_truncation(rig: Rig) -> None:
-    """Check that an engine without truncated sampling refuses a request with top-k, by name."""
+    """Check that an engine without truncated sampling refuses a request with top-k, with an error that names it."""
     rig.refuses("top_k", top_k=3)
 
 
 def greedy(rig: Rig) -> None:
-    """Check that at temperature 0 each token is the likeliest one by transformers' logits, and has the logprob 0."""
+    """Check that at temperature 0 each token is the most likely token according to transformers, and has the logprob
+    0."""
     (output,) = rig.finish(rig.add([3, 4, 5], temperature=0.0))
     assert output.logprobs == [0.0] * len(output.ids), "what was certain has another logprob than 0"
     rig.model.load_state_dict(rig.weights[rig.version])
@@ -78,7 +82,7 @@ def greedy(rig: Rig) -> None:
 
 
 def stops(rig: Rig) -> None:
-    """Check that an answer ends when a token among its stop ids is sampled, and that this is its last token."""
+    """Check that an answer ends when one of its stop ids is sampled, and that the stop token is its last token."""
     (free,) = rig.finish(rig.add([3, 4, 5], temperature=0.0))
     last = free.ids[3]
     (output,) = rig.finish(rig.add([3, 4, 5], temperature=0.0, stop_ids=(last,)))
@@ -87,15 +91,16 @@ def stops(rig: Rig) -> None:
 
 
 def streams(rig: Rig) -> None:
-    """Check that an answer comes in more than one chunk, each of at least ``flush_tokens`` tokens."""
+    """Check that an answer is streamed in several chunks, each (except the last) with at least ``flush_tokens``
+    tokens."""
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=3 * FLUSH))
     assert len(output.chunks) >= 2, "all came at the end"
     assert all(len(chunk.tokens) >= FLUSH for chunk in output.chunks[:-1])
 
 
 def bad_requests(rig: Rig) -> None:
-    """Check that each bad request is refused with an error that names the problem, and that a request which is running
-    meanwhile is not affected."""
+    """Check that each invalid request is refused with an error that names the problem, and that a running request is
+    not affected."""
     running = rig.add([3, 4], max_new_tokens=30)
     rig.refuses("max_new_tokens=0", max_new_tokens=0)
     rig.refuses("top_p=0", top_p=0.0)
@@ -108,7 +113,8 @@ def bad_requests(rig: Rig) -> None:
 
 
 def cancelled(rig: Rig) -> None:
-    """Check that a cancelled request ends with the tokens sampled so far, and that unknown ids are ignored."""
+    """Check that a cancelled request ends with the tokens sampled so far, that other requests continue, and that
+    unknown request ids are ignored."""
     first, other = rig.add([3, 4], max_new_tokens=200), rig.add([3, 5], max_new_tokens=20)
     rig.until(lambda: bool(rig.outputs[first].ids))
     rig.add_chunks(rig.core.abort([first, 10**6]))
@@ -132,25 +138,25 @@ def deadline(rig: Rig) -> None:
 
 
 def continues(rig: Rig) -> None:
-    """Check that a request continues after the answer tokens that it contains, which count for the limit and are not
-    sent again."""
+    """Check that a request continues after the answer tokens that it contains. These tokens count towards the length
+    limit and are not returned again."""
     request = rig.request([3, 4], max_new_tokens=20)
-    begun = GenerateRequest(
+    continued = GenerateRequest(
         request_id=request.request_id,
         prompt_ids_T=request.prompt_ids_T,
         sampling=request.sampling,
         answer_ids_T=np.array([5, 6, 7], np.int32),
     )
-    rig.core.add(begun)
-    (output,) = rig.finish(rig.collect(begun))
+    rig.core.add(continued)
+    (output,) = rig.finish(rig.collect(continued))
     assert len(output.ids) == 17, "the limit counts what was there, and that does not come again"
     output.prompt += [5, 6, 7]
     close(output.logprobs, rig.reference(rig.version, output))
 
 
 def paused(rig: Rig) -> None:
-    """Check that after a pause of the engine the answer that was running and a request that came meanwhile both get all
-    of their tokens, and that the latter has none before the engine resumes."""
+    """Check that a running answer and a request that is added during a pause both get all of their tokens after the
+    pause, and that the added request gets none before the engine resumes."""
     number = rig.add([3, 4], max_new_tokens=LONG)
     rig.until(lambda: bool(rig.outputs[number].ids))
     rig.core.pause()
@@ -162,8 +168,8 @@ def paused(rig: Rig) -> None:
 
 
 def counts(rig: Rig) -> None:
-    """Check the engine's counters: an answer adds its tokens, its prompt tokens and busy time, and after it no request
-    is counted as running or waiting."""
+    """Check the engine's counters: an answer increases the generated tokens, the prompt tokens and the busy time, and
+    afterwards no request is counted as running or waiting."""
     before = rig.core.stats()
     rig.finish(rig.add([3, 4, 5], max_new_tokens=10))
     after = rig.core.stats()
@@ -178,7 +184,7 @@ def counts(rig: Rig) -> None:
 
 def interrupted(rig: Rig, mode: Interrupt) -> None:
     """Check a commit with the interrupt mode ``mode`` while three sequences run: the report counts them, versions never
-    fall within an answer, and the logprob of every token is that of the version that it records."""
+    decrease within an answer, and every token has the logprob that its version computes."""
     old = rig.version
     rig.stage()
     numbers = [rig.add([3 + at, 4, 5], max_new_tokens=LONGER) for at in range(3)]
@@ -190,21 +196,22 @@ def interrupted(rig: Rig, mode: Interrupt) -> None:
     assert (report.version, report.mode) == (rig.version, mode)
     num_interrupted = 0 if mode in (Interrupt.DRAIN, Interrupt.BATCH) else len(numbers)
     assert report.carried_over + report.restarted == num_interrupted, "sequences had ended before the commit"
-    fresh = rig.add([9, 4, 5])
+    fresh_request = rig.add([9, 4, 5])
     for output in rig.finish(*numbers):
         assert len(output.ids) == LONGER
         ages = oldest(np.array(output.versions, np.int32)).tolist()  # a mixed version counts as the older one
         assert ages == sorted(ages), "a token of the old weights came after one of the new"
         _check_versions(rig, output, old, mode)
-    (output,) = rig.finish(fresh)
+    (output,) = rig.finish(fresh_request)
     assert set(output.versions) == {rig.version}
     close(output.logprobs, rig.reference(rig.version, output))
 
 
 def _check_versions(rig: Rig, output: RequestOutput, old: int, mode: Interrupt) -> None:
-    """Check the versions that the tokens of ``output`` record, as ``mode`` allows them, and that tokens have the
-    logprobs that the weights of their version give. The answer began under the version ``old``; the newest is
-    ``rig.version``. Modes that keep an old cache are not compared under the new weights."""
+    """Check that the tokens of ``output`` have versions that ``mode`` allows, and that their logprobs equal the
+    logprobs under the weights of these versions. The answer began under the version ``old``; the newest version is
+    ``rig.version``. For modes that keep the KV cache of the old weights, logprobs under the new weights are not
+    compared."""
     versions = np.array(output.versions)
     if mode is Interrupt.ABORT_RETRY:
         assert set(output.versions) == {rig.version}
@@ -214,13 +221,13 @@ def _check_versions(rig: Rig, output: RequestOutput, old: int, mode: Interrupt) 
         assert set(output.versions) <= {old, rig.version}
     for version in {old, rig.version} & set(output.versions):
         if version == old or mode in _EXACT:
-            at = versions == version
-            close(np.array(output.logprobs)[at], rig.reference(version, output)[at])
+            of_version = versions == version
+            close(np.array(output.logprobs)[of_version], rig.reference(version, output)[of_version])
 
 
 def refused_interrupt(rig: Rig, mode: Interrupt) -> None:
-    """Check that a commit with ``mode``, an interrupt mode that the engine does not support, is refused by name, and
-    that the staged version can still be committed with another mode."""
+    """Check that a commit with ``mode``, an interrupt mode that the engine does not support, is refused with an error
+    that names the mode, and that the staged version can still be committed with another mode."""
     rig.stage()
     refuse(lambda: rig.core.commit(rig.version, mode), mode.value)
     rig.core.commit(rig.version, Interrupt.ABORT_RESUME)
@@ -228,8 +235,8 @@ def refused_interrupt(rig: Rig, mode: Interrupt) -> None:
 
 
 def prefix_cache(rig: Rig) -> None:
-    """Check that a long prompt whose KV cache old weights computed is computed again after a commit, so that logprobs
-    are those of the new weights."""
+    """Check that the prefix cache is not used across versions: a long prompt is computed again after a commit, so that
+    logprobs are exact under the new weights."""
     prompt = [3 + at % 17 for at in range(300)]
     rig.finish(rig.add(prompt, max_new_tokens=4))
     rig.publish(Interrupt.DRAIN)
@@ -238,8 +245,8 @@ def prefix_cache(rig: Rig) -> None:
 
 
 def updates(rig: Rig) -> None:
-    """Check that a version which is not newer cannot be staged, that one which is not staged cannot be committed, and
-    that the weights in use stay the same."""
+    """Check that a version that is not newer cannot be staged, that a version that is not staged cannot be committed,
+    and that neither attempt changes the weights in use."""
     version = rig.version
     old = rig.publisher.announce(version, version % 2)
     try:
@@ -254,12 +261,12 @@ def updates(rig: Rig) -> None:
     close(output.logprobs, rig.reference(version, output))
 
 
-# -- what not every engine has --------------------------------------------------------------------------------------
+# -- optional capabilities ------------------------------------------------------------------------------------------
 
 
 def scores(rig: Rig) -> None:
-    """Check that the engine, given tokens, returns their logprobs under the weights in use, and the two likeliest
-    entries at each position in falling order."""
+    """Check that the engine scores given tokens: it returns their logprobs under the weights in use, and the two most
+    likely vocabulary entries at each position in descending order."""
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20))
     ids_T = np.array(output.prompt + output.ids, np.int32)
     top = rig.core.top_scores(ScoreTokens(call=0, ids_T=ids_T, top_k=2))
@@ -269,24 +276,24 @@ def scores(rig: Rig) -> None:
 
 
 def warm_scores(rig: Rig) -> None:
-    """Check that the engine, given tokens, returns their logprobs at another temperature than 1."""
+    """Check that the engine scores given tokens at another temperature than 1."""
     (output,) = rig.finish(rig.add([3, 4, 5]))
     ids_T = np.array(output.prompt + output.ids, np.int32)
-    found = rig.core.score(ScoreTokens(call=0, ids_T=ids_T, temperature=2.0))
-    close(found[3:], rig.reference(rig.version, output, 2.0))
+    logprobs = rig.core.score(ScoreTokens(call=0, ids_T=ids_T, temperature=2.0))
+    close(logprobs[3:], rig.reference(rig.version, output, 2.0))
 
 
 def no_warm_scores(rig: Rig) -> None:
-    """Check that an engine that computes the logprobs of given tokens at temperature 1 alone refuses another one, by
-    name."""
+    """Check that an engine that scores given tokens at temperature 1 only refuses another temperature, with an error
+    that names it."""
     refuse(
         lambda: rig.core.score(ScoreTokens(call=0, ids_T=np.array([3, 4], np.int32), temperature=2.0)), "temperature"
     )
 
 
 def forks(rig: Rig) -> None:
-    """Check that a request can fork an earlier answer: continue it after its first tokens, with the right logprobs.
-    After a commit a fork must be refused, unless it asks for the prefix to be computed again."""
+    """Check that a request can fork an earlier answer: it continues after the first tokens of that answer, with correct
+    logprobs. After a commit, a fork must be refused unless it requests that the prefix is computed again."""
     number = rig.add([3, 4, 5], max_new_tokens=12)
     (parent,) = rig.finish(number)
     child = rig.add([], max_new_tokens=5, fork=ForkRequest(parent=number, at=4))
@@ -302,23 +309,23 @@ def forks(rig: Rig) -> None:
 
 
 def reuse(rig: Rig) -> None:
-    """Check that a request can fork an earlier answer and ask to reuse its KV cache, even if older weights computed
-    it."""
+    """Check that a fork that requests to reuse the KV cache of an earlier answer is accepted."""
     number = rig.add([3, 4, 5])
     rig.finish(number)
     rig.finish(rig.add([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)))
 
 
 def no_reuse(rig: Rig) -> None:
-    """Check that an engine which cannot reuse the KV cache of older weights refuses a fork that asks for it."""
+    """Check that an engine that cannot reuse the KV cache of older weights refuses a fork that requests it."""
     number = rig.add([3, 4, 5])
     rig.finish(number)
     refuse(lambda: rig.add([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)), "shar")
 
 
 def kept(rig: Rig) -> None:
-    """Check that the engine records a kept-set for each token (the vocabulary entries that truncated sampling left),
-    that these are the likeliest entries, and that the token's logprob is normalised over them."""
+    """Check that the engine records a kept-set for each token (the vocabulary entries that survived truncated
+    sampling), that the kept-set contains the most likely entries, and that the token's logprob is normalised over
+    it."""
     for limits in ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}):
         (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20, record_kept=True, **limits))
         spans = [span for chunk in output.chunks if chunk.tokens.kept is not None for span in chunk.tokens.kept.spans()]
@@ -332,15 +339,16 @@ def kept(rig: Rig) -> None:
 
 
 def entropies(rig: Rig) -> None:
-    """Check that the engine records for each token the entropy of the distribution that it was drawn from, above 0."""
+    """Check that the engine records an entropy above 0 for each token: the entropy of the distribution from which the
+    token was sampled."""
     (output,) = rig.finish(rig.add([3, 4, 5], record_entropy=True))
     columns = [chunk.tokens.entropies_T for chunk in output.chunks]
     assert all(column is not None and (column > 0).all() for column in columns)
 
 
 def pinned(rig: Rig) -> None:
-    """Check that all tokens of a pinned request come from the weights with which it began, although newer ones are
-    committed while it runs."""
+    """Check that all tokens of a pinned request are sampled by the weights with which it began, although newer weights
+    are committed while it runs."""
     old = rig.version
     rig.stage()
     request = rig.request([3, 4], max_new_tokens=LONGER)
@@ -357,7 +365,7 @@ def pinned(rig: Rig) -> None:
 
 
 def no_pins(rig: Rig) -> None:
-    """Check that an engine without pinned requests, which keep the weights they began with, refuses one by name."""
+    """Check that an engine without support for pinned requests refuses a pinned request, with an error that says so."""
     request = rig.request([3, 4])
     refuse(
         lambda: rig.core.add(
@@ -370,20 +378,20 @@ def no_pins(rig: Rig) -> None:
 
 
 def seeds(rig: Rig) -> None:
-    """Check that two requests with the same prompt and seed get the same answer."""
+    """Check that two requests with the same prompt and seed return the same answer."""
     first, second = rig.finish(rig.add([3, 4, 5], seed=7), rig.add([3, 4, 5], seed=7))
     assert first.ids == second.ids
 
 
 def draws_differ(rig: Rig) -> None:
-    """Check that four answers to one prompt, with different seeds, are not all the same."""
+    """Check that four answers to one prompt, with different seeds, are not all equal."""
     answers = rig.finish(*[rig.add([3, 4, 5], max_new_tokens=20) for _ in range(4)])
     assert len({tuple(output.ids) for output in answers}) > 1, "siblings are all the same"
 
 
 def frees_memory(rig: Rig) -> None:
-    """Check that a running sequence continues with the right logprobs after a pause in which the engine freed its
-    memory, KV cache included."""
+    """Check that a running sequence continues with correct logprobs after a pause in which the engine released its
+    memory, including the KV cache."""
     number = rig.add([3, 4], max_new_tokens=LONG)
     rig.until(lambda: bool(rig.outputs[number].ids))
     rig.core.pause(release=True)
@@ -393,11 +401,11 @@ def frees_memory(rig: Rig) -> None:
 
 
 AGENT = "solver"
-"""Name of the agent that has an adapter beside the policy's."""
+"""Name of the agent that has an adapter in addition to the policy's."""
 
 
 def adapters(rig: Rig) -> None:
-    """Check an engine that gets adapters (LoRA) alone: commits of several versions while sequences run, and the
+    """Check an engine that receives only adapters (LoRA): commits of several versions while sequences run, and the
     logprobs of sampled and of given tokens. This must be the first check on a rig."""
     first_weights(rig)
     for mode in sorted(rig.can.interrupts & {Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME}, key=str):
@@ -420,7 +428,7 @@ def agents(rig: Rig) -> None:
 
 
 def mixtures(rig: Rig) -> None:
-    """Check an engine that serves a mixture of experts: commits of several versions while sequences run, with the right
+    """Check an engine that serves a mixture of experts: commits of several versions while sequences run, with correct
     logprobs. This must be the first check on a rig."""
     first_weights(rig)
     for mode in sorted(rig.can.interrupts & {Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME}, key=str):
@@ -428,8 +436,8 @@ def mixtures(rig: Rig) -> None:
 
 
 def experts(rig: Rig) -> None:
-    """Check that the engine records the experts that each token of prompt and answer was routed to, as transformers
-    chooses them; not for the last token, which never goes through the model."""
+    """Check that the engine records the experts of each token of prompt and answer, and that transformers chooses the
+    same experts. The last token has no experts, because the model does not process it."""
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20, record_routing=True))
     prompt = output.chunks[0].prompt_routing
     assert prompt is not None
@@ -437,14 +445,14 @@ def experts(rig: Rig) -> None:
     parts = [chunk.tokens.routing for chunk in output.chunks]
     known_T = np.concatenate([part.known_T for part in parts if part is not None])
     assert known_T.tolist() == [True] * 19 + [False]
-    found = np.concatenate([prompt.experts_RLK, *(part.experts_RLK for part in parts if part is not None)])
-    expected = _experts_of(rig, output)[: len(found)]
-    assert (np.sort(found, -1) == np.sort(expected, -1)).all(), "tokens went to other experts"
+    recorded = np.concatenate([prompt.experts_RLK, *(part.experts_RLK for part in parts if part is not None)])
+    expected = _experts_of(rig, output)[: len(recorded)]
+    assert (np.sort(recorded, -1) == np.sort(expected, -1)).all(), "tokens went to other experts"
 
 
 def _experts_of(rig: Rig, output: RequestOutput) -> Experts:
-    """Return the experts that transformers' own model, under the newest weights, chooses for each token of prompt and
-    answer of ``output``: their indices, ``[T, L, K]``."""
+    """Return the indices of the experts, ``[T, L, K]``, that the model in transformers chooses under the newest weights
+    for each token of prompt and answer of ``output``."""
     routed = find_routing(rig.model)
     assert routed is not None
     recorder = RoutingRecorder(routed)

@@ -1,13 +1,15 @@
-"""The contract of every engine, as clauses that a test calls, for our engines and for those of a third party.
+"""The contract of every engine, as clauses that a test can check, for the engines of this library and of other
+packages.
 
     for suite in SUITES.values():
         with native_rig(suite.requirements(directory, NATIVE.capabilities), scratch) as rig:
             for clause in suite.clauses:
                 run_clause(clause, rig)
 
-A *rig* is an engine under test with a learner that publishes weights to it. Its *capabilities* (``can``) say which
-optional functions it has. An engine without the capability for a clause must refuse such requests by name. The order of
-clauses matters only for the first clause of a suite, which needs an engine that has had no weights yet.
+A *rig* is an engine under test with a learner that publishes weights to it. The *capabilities* of an engine (``can``)
+say which optional functions it has. An engine without the capability for a clause must refuse such requests with an
+error that names the reason. The first clause of a suite must be checked first, because it needs an engine without
+weights; the order of the others does not matter.
 """
 
 from __future__ import annotations
@@ -34,30 +36,34 @@ class Clause:
     check: Callable[[Rig], None]
     """The check, which raises ``AssertionError`` if the requirement is broken."""
     has: Callable[[Capabilities], bool] = lambda can: True
-    """Whether an engine with these capabilities has to meet the requirement; otherwise ``refused`` is checked."""
+    """A function that returns whether an engine with these capabilities has to meet the requirement; otherwise
+    ``refused`` is called."""
     refused: Callable[[Rig], None] | None = None
-    """The check for an engine without the capability; ``None`` if there is no request that it could refuse."""
+    """The check for an engine without the capability, which must refuse such requests; ``None`` if there is no such
+    request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """The clauses for engines that serve one kind of model (whole weights, adapters, or a mixture of experts), and the
-    tiny model to check them with."""
+    """The clauses for engines that serve one kind of model (whole weights, adapters, or a mixture of experts), with the
+    tiny model for their checks."""
 
     clauses: tuple[Clause, ...]
     """The clauses, in the order in which they are checked."""
     extra: Mapping[str, object] = field(default_factory=dict)
     """Further settings of the model: see :class:`~headrace.models.tiny.TinySpec`."""
     kind: str = "qwen3"
-    """Kind of the model."""
+    """The architecture of the tiny model."""
     lora: LoraConfig | None = None
-    """Adapters that are trained on the model; ``None`` for none."""
+    """Settings of the adapters that are trained; ``None`` if all weights are trained."""
     has: Callable[[Capabilities], bool] = lambda can: True
-    """Whether an engine supports such models; otherwise it is refused when a run is loaded."""
+    """A function that returns whether an engine with these capabilities supports such models; otherwise a run file with
+    them is refused when it is loaded."""
 
     def requirements(self, directory: Path, can: Capabilities) -> ServeRequirements:
-        """Write a tiny random model into ``directory``, and return what an engine with the capabilities ``can`` must be
-        started with to serve it in a rig. The head size is 32, which vLLM's attention on CPUs needs."""
+        """Write a tiny random model to ``directory``, and return the requirements with which an engine with the
+        capabilities ``can`` has to be started to serve it. The head size is 32, which vLLM's attention on CPUs
+        needs."""
         spec = TinySpec(
             vocab="0123456789+= abcdefgh", hidden_size=128, init_std=0.15, kind=self.kind, extra=self.extra
         )  # fmt: skip
@@ -73,9 +79,9 @@ class Suite:
 
 
 def run_clause(clause: Clause, rig: Rig) -> str:
-    """Check ``clause`` on the engine of ``rig``. Return ``yes`` if the engine keeps it; ``refused`` if it lacks the
-    capability and refuses such requests; ``no`` if it lacks the capability and there is no request to refuse. Raises
-    ``AssertionError`` if the engine breaks the clause."""
+    """Check ``clause`` on the engine of ``rig``. Return ``yes`` if the engine meets the requirement; ``refused`` if it
+    lacks the capability and refuses such requests; ``no`` if it lacks the capability and there is no request to refuse.
+    Raises ``AssertionError`` or the engine's own error if the engine breaks the clause."""
     if clause.has(rig.can):
         clause.check(rig)
         return "yes"
@@ -85,7 +91,7 @@ def run_clause(clause: Clause, rig: Rig) -> str:
     return "refused"
 
 
-def _of(mode: Interrupt) -> Clause:
+def _interrupt_clause(mode: Interrupt) -> Clause:
     """Return the clause about commits of new weights with the interrupt mode ``mode``, which says what happens to
     running sequences."""
     return Clause(
@@ -115,7 +121,7 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(name="it stands still, and continues", check=checks.paused),
     Clause(name="siblings are drawn apart", check=checks.draws_differ),
     Clause(name="it counts what it does", check=checks.counts),
-    *(_of(mode) for mode in Interrupt),
+    *(_interrupt_clause(mode) for mode in Interrupt),
     Clause(name="what old weights have cached is not used under new ones", check=checks.prefix_cache),
     Clause(name="an update that is not newer, or not staged, changes nothing", check=checks.updates),
     Clause(name="scores given tokens, with the likeliest entries", check=checks.scores, has=lambda can: can.scores),
@@ -180,4 +186,4 @@ SUITES: Mapping[str, Suite] = {
         ),
     ),
 }
-"""All suites, by the kind of models that they are about."""
+"""All suites, by the kind of model that they check."""

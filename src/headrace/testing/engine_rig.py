@@ -1,7 +1,8 @@
 """A test rig for an engine: the engine, a learner that publishes weights to it, and the collected answers.
 
-A *request* asks the engine for one answer, which comes in chunks of tokens as the engine is stepped. *Staging* brings a
-version of the weights next to the engine, and a *commit* makes the engine use it. Shapes: T tokens, V vocabulary.
+A *request* is for one answer, which the engine returns in chunks of tokens as it is stepped. *Staging* loads a version
+of the weights next to the model of the engine, and a *commit* makes the engine use it. Shape legend: T tokens, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.make import served
 
 FLUSH = 8
-"""The ``engine.flush_tokens`` of an engine under test."""
+"""The value of ``engine.flush_tokens`` for an engine under test."""
 CLOSE = 1e-4
-"""Greatest difference between the log-probabilities of two float32 passes over the same tokens."""
+"""Greatest allowed difference between two computations of a log-probability in float32."""
 PATIENCE_S = 120.0
-"""The longest time, in seconds, for which a rig waits for an engine."""
+"""Timeout of every wait for an engine, in seconds."""
 MAX_CONTEXT = 512
 """Greatest number of tokens of prompt and answer together."""
 SETTINGS = {"device": "cpu", "flush_tokens": FLUSH, "max_sequences": 8}
-"""The settings of an engine under test, in the section ``[engine]``."""
+"""Settings of an engine under test, as keys of the section ``[engine]``."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """The output of one request to the engine under test, collected over all its chunks."""
+    """The output of one request to the engine under test, collected from its chunks."""
 
     prompt: list[int]
     """Ids of the prompt."""
@@ -72,8 +73,8 @@ class RequestOutput:
     """Error of the request; empty if there is none."""
 
     def append(self, chunk: TokenChunk) -> None:
-        """Add the next chunk of the answer. A chunk that says that the sequence was lost and begun again first removes
-        the tokens that came before."""
+        """Append the next chunk of the answer. If the chunk says that the sequence was lost and restarted, remove all
+        earlier tokens first."""
         assert not self.ended, "a chunk came after the last"
         self.chunks.append(chunk)
         if chunk.lost:
@@ -85,60 +86,60 @@ class RequestOutput:
 
     @property
     def ended(self) -> bool:
-        """Return whether the answer has ended, with a reason or with an error, so that no more chunks will come."""
+        """Return whether the answer has ended, with a stop reason or with an error."""
         return self.reason is not None or bool(self.error)
 
 
 @dataclass(slots=True, kw_only=True)
 class Rig:
-    """An engine under test, a learner whose weights it gets, and the collected answers. Checks add requests, publish
-    versions, and compare the answers with logprobs that transformers computes."""
+    """An engine under test, a learner that publishes weights to it, and the collected answers. Checks add requests,
+    publish versions, and compare the answers with logprobs that transformers computes."""
 
     core: EngineCore
     """The engine under test."""
     can: Capabilities
-    """Capabilities that the engine must have. A server returns only the data for which it was started."""
+    """The capabilities of the engine. A server has only the capabilities for which it was started."""
     model: PreTrainedModel
     """The model of the learner, which tests can also call directly."""
     publisher: Publisher
     """The learner's side of the weight sync, which sends versions to the engine."""
     version: int = -1
-    """The version that was staged last; −1 before the first."""
+    """The version that was staged last; −1 before the first version."""
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Weights of every published version."""
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    """Output by the number of the request."""
+    """The outputs, by the number of the request."""
     requests: int = 0
     """Number of requests made so far."""
 
     def add(
         self, prompt: Sequence[int], *, fork: ForkRequest | None = None, agent: str = "", **sampling: object
     ) -> int:
-        """Send the engine a request for an answer to the token ids ``prompt``, and return its number, under which
-        :attr:`outputs` collects the answer. ``fork`` continues an earlier answer, ``agent`` chooses an agent's adapter
-        (empty: the policy), and ``sampling`` has fields of the sampling parameters."""
+        """Add a request for an answer to the token ids ``prompt`` to the engine, and return the number of the request,
+        which is the key of its output in :attr:`outputs`. ``fork`` continues an earlier answer, ``agent`` selects an
+        agent's adapter (empty: the policy), and ``sampling`` are fields of the sampling parameters."""
         request = self.request(prompt, **sampling)
         self.core.add(msgspec.structs.replace(request, fork=fork, agent=agent))
         return self.collect(request)
 
     def request(self, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
-        """Return a new request for an answer to the token ids ``prompt``, without sending it to the engine.
-        ``sampling`` has fields of the sampling parameters; by default there are at most 12 new tokens, and every
-        request has another seed."""
+        """Return a new request for an answer to the token ids ``prompt``, without adding it to the engine. ``sampling``
+        are fields of the sampling parameters; by default, an answer has at most 12 tokens, and every request has a
+        different seed."""
         self.requests += 1
-        wanted = Sampling(**{"max_new_tokens": 12, "seed": self.requests, **sampling})  # type: ignore[arg-type]
+        parameters = Sampling(**{"max_new_tokens": 12, "seed": self.requests, **sampling})  # type: ignore[arg-type]
         return GenerateRequest(
-            request_id=self.requests, prompt_ids_T=np.array(prompt, np.int32), sampling=wanted
+            request_id=self.requests, prompt_ids_T=np.array(prompt, np.int32), sampling=parameters
         )  # fmt: skip
 
     def collect(self, request: GenerateRequest) -> int:
-        """Prepare to collect the output of ``request``, which was sent to the engine, and return its number."""
+        """Create the output of ``request``, which was added to the engine, and return the number of the request."""
         self.outputs[request.request_id] = RequestOutput(prompt=request.prompt_ids_T.tolist())
         return request.request_id
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Step the engine, and collect its chunks, until ``reached`` returns true. Raises ``AssertionError`` after
-        :data:`PATIENCE_S`."""
+        """Step the engine and collect its chunks until ``reached()`` is true. Raises ``AssertionError`` after
+        :data:`PATIENCE_S` seconds."""
         clock = RealClock()
         limit_s = clock.now() + PATIENCE_S
         while not reached():
@@ -152,29 +153,30 @@ class Rig:
             self.outputs[chunk.request_id].append(chunk)
 
     def finish(self, *numbers: int) -> list[RequestOutput]:
-        """Step the engine until the requests ``numbers`` have ended, check that none failed, and return their outputs,
-        in the order of ``numbers``."""
+        """Step the engine until the requests ``numbers`` have ended, check that no request failed, and return their
+        outputs in the order of ``numbers``."""
         self.until(lambda: all(self.outputs[number].ended for number in numbers))
         for number in numbers:
             assert not self.outputs[number].error, f"request {number} failed: {self.outputs[number].error}"
         return [self.outputs[number] for number in numbers]
 
     def publish(self, mode: Interrupt) -> SwapReport:
-        """Change the learner's weights a little, stage them as the next version, commit it with the interrupt mode
-        ``mode`` (what happens to running sequences), and return the engine's report of the commit."""
+        """Change the learner's weights a little, stage them as the next version, commit this version with the interrupt
+        mode ``mode`` (what happens to running sequences), and return the engine's report on the commit."""
         self.stage()
         self.core.commit(self.version, mode)
         return self.swapped()
 
     @torch.no_grad()
     def stage(self) -> None:
-        """Change the learner's weights a little, remember them, and stage them as the next version, without a commit.
-        The first version has the weights of the model as it was loaded; adapters get numbers other than 0."""
+        """Change the learner's weights a little, store a copy of them, and stage them as the next version, without a
+        commit. The first version has the weights of the loaded model, except that adapters, whose weights are 0 at
+        first, are filled with other values."""
         self.version += 1
         for tensor in weight_tensors(self.model).values():
             if self.version:
                 tensor.mul_(1.03)
-            elif is_adapted(self.model):  # they begin at 0
+            elif is_adapted(self.model):  # adapters are 0 at first
                 tensor.copy_(torch.linspace(-0.3, 0.3, tensor.numel()).sin().reshape(tensor.shape))
         self.weights[self.version] = {name: value.clone() for name, value in self.model.state_dict().items()}
         slot = self.version % 2
@@ -182,11 +184,11 @@ class Rig:
         self.core.stage(self.publisher.announce(self.version, slot))
 
     def swapped(self) -> SwapReport:
-        """Step the engine until the ordered commit is complete, and return the report of it."""
+        """Step the engine until the commit that was ordered is complete, and return its report."""
         reports: list[SwapReport] = []
 
         def reported() -> bool:
-            """Take the reports of completed commits, and return whether there is one."""
+            """Collect the reports of completed commits, and return whether there is one."""
             reports.extend(self.core.take_swaps())
             return bool(reports)
 
@@ -195,9 +197,9 @@ class Rig:
 
     @torch.inference_mode()
     def logits(self, version: int, output: RequestOutput, agent: str = "") -> torch.Tensor:
-        """Return the logits from which each token of the answer ``output`` is drawn under the weights of ``version``,
-        ``[T, V]`` in float64, computed by one pass of transformers itself. ``agent`` chooses an agent's adapter (empty:
-        the policy's)."""
+        """Return the logits for each token of the answer ``output`` under the weights of ``version``, ``[T, V]`` in
+        float64, computed by one forward pass of transformers. ``agent`` selects an agent's adapter (empty: the
+        policy's)."""
         self.model.load_state_dict(self.weights[version])
         with active(self.model, agent or DEFAULT) if is_adapted(self.model) else nullcontext():
             logits_TV = self.model(input_ids=torch.tensor([output.prompt + output.ids]), use_cache=False).logits[0]
@@ -207,32 +209,34 @@ class Rig:
 
     def reference(self, version: int, output: RequestOutput, temperature: float = 1.0, agent: str = "") -> FloatColumn:
         """Return the logprobs that the tokens of the answer ``output`` must have under the weights of ``version`` and
-        at ``temperature``, ``[T]``, computed by transformers. ``agent`` is that of :meth:`logits`."""
+        at ``temperature``, ``[T]``, computed by transformers. ``agent`` selects an agent's adapter (empty: the
+        policy's)."""
         logprobs_TV = (self.logits(version, output, agent) / temperature).log_softmax(-1)
         column_T: FloatColumn = logprobs_TV.gather(1, torch.tensor(output.ids)[:, None])[:, 0].float().numpy()
         return column_T
 
     def refuses(self, words: str, **sampling: object) -> None:
-        """Check that a request with these sampling settings is refused with an error that contains ``words``."""
+        """Assert that a request with the sampling parameters ``sampling`` is refused with an error that contains
+        ``words``."""
         request = self.request([3, 4], **sampling)
         refuse(lambda: self.core.add(request), words)
 
 
 def refuse(act: Callable[[], object], words: str) -> None:
-    """Assert that ``act``, a call of the engine, raises an error of Headrace's own classes whose text contains
-    ``words``."""
-    said = ""
+    """Assert that ``act``, a call of the engine, raises a :class:`~headrace.base.errors.HeadraceError` whose text
+    contains ``words``."""
+    message = ""
     try:
         act()
     except HeadraceError as error:
-        said = str(error)
-    assert said, f"nothing was refused, though {words!r} cannot be done"
-    assert words in said, f"the refusal does not say {words!r}: {said}"
+        message = str(error)
+    assert message, f"nothing was refused, though {words!r} cannot be done"
+    assert words in message, f"the refusal does not say {words!r}: {message}"
 
 
 def close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | FloatColumn) -> None:
-    """Assert that two columns of logprobs, one number for each token, differ by less than :data:`CLOSE` everywhere, and
-    are not empty."""
+    """Assert that two columns of logprobs, one number for each token, are not empty and differ by less than
+    :data:`CLOSE` for every token."""
     apart = np.abs(np.asarray(found) - np.asarray(expected))
     assert len(apart), "there is nothing to compare"
     assert apart.max() < CLOSE, f"logprobs are {apart.max():.2g} apart"
@@ -240,8 +244,8 @@ def close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | Floa
 
 @contextmanager
 def native_rig(required: ServeRequirements, scratch: Path, device: str = "cpu") -> Iterator[Rig]:
-    """Yield a rig with Headrace's embedded engine on ``device``, which serves the model of ``required``. ``scratch`` is
-    a directory for the weights that the learner publishes, whose model is on the CPU."""
+    """Yield a rig with Headrace's embedded engine on ``device``, which serves the model of ``required``. The learner's
+    model is on the CPU; ``scratch`` is a directory for the weights that the learner publishes."""
     config = EngineConfig.model_validate({**SETTINGS, "device": device})
     model = load_model(ModelConfig(path=required.path, lora=required.lora), str(use("engine.device", device)))
     receiver = make_receiver(Route(), weight_tensors(model))
@@ -255,7 +259,7 @@ def served_rig(kind: str, server: ServerConfig, required: ServeRequirements, scr
     """Yield a rig with an engine that is a server of ``kind`` (``vllm`` or ``sglang``), started here or already
     running, as the settings ``server`` say. It serves the model of ``required``; ``scratch`` is a directory for
     weights."""
-    device = "cuda" if required.sleeps else "cpu"  # the servers' only: one that runs has decided for itself
+    device = "cuda" if required.sleeps else "cpu"  # for starting a server; a running server already has its device
     settings = {**SETTINGS, "kind": kind, "server": server.model_dump(), "device": device}
     config = EngineConfig.model_validate(settings)
     can = replace(config.can, kept_sets=required.record_kept, routing=required.record_routing)
@@ -270,8 +274,8 @@ def served_rig(kind: str, server: ServerConfig, required: ServeRequirements, scr
 
 @contextmanager
 def _learner(required: ServeRequirements, scratch: Path) -> Iterator[tuple[PreTrainedModel, Publisher]]:
-    """Open the learner's side of a rig: the model of ``required`` by transformers, and a publisher that writes its
-    weights below ``scratch``."""
+    """Yield the learner's side of a rig: the model of ``required`` in transformers, and a publisher that writes its
+    weights to files in ``scratch``."""
     model = load_model(ModelConfig(path=required.path, lora=required.lora))
     model.set_attn_implementation("sdpa")
     with closing(make_publisher(Route(address=str(scratch / "buffer")), weight_tensors(model))) as publisher:

@@ -1,8 +1,9 @@
-"""Fakes of engine, learner and scorer that take virtual time and fulfil the contracts, for tests of the controller.
+"""Fakes of engine, learner and scorer for tests of the controller. They fulfil the contracts of the real components,
+and their work takes virtual time.
 
-Virtual time (:class:`~headrace.base.clock.VirtualClock`) passes only while all tasks sleep, and then at once, so that a
-run of hours takes a moment. No model is computed: tokens, weights and rewards are simple functions of their inputs.
-Shape legend: T tokens, N tokens of a batch, K entries.
+Virtual time (:class:`~headrace.base.clock.VirtualClock`) advances only while all tasks sleep, and then without a real
+wait, so that a run of hours takes a moment. No model is computed: tokens, weights and rewards are simple functions of
+their inputs. Shape legend: T tokens, N tokens of a batch, K vocabulary entries.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _EMPTY = Manifest(entries=(), total_bytes=0)
 
 
 class FakeEngine:
-    """A fake engine that emits tokens at a constant rate per sequence, however many run. The id of each token is the
-    policy version that sampled it, modulo 1,000, and its logprob is −1.
+    """A fake engine that generates tokens at a constant rate per sequence, independent of the number of sequences. The
+    id of each token is the policy version that sampled it, modulo 1,000, and its logprob is −1.
     """
 
     def __init__(self, *, token_s: float = 0.01, length: Callable[[int], int] = lambda _: 16) -> None:
@@ -50,8 +51,8 @@ class FakeEngine:
         self._token_s = token_s
         self._length = length
         self._staged = -1
-        self._going = asyncio.Event()
-        self._going.set()
+        self._not_paused = asyncio.Event()
+        self._not_paused.set()
         self._stats = EngineStats()
         self.commits: list[int] = []
         """The versions that were committed, in order, for a test to read."""
@@ -60,8 +61,8 @@ class FakeEngine:
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
         """Yield an answer in chunks, each after the virtual time that its tokens take. Answer tokens that ``options``
-        has already count for its length and are not sent again. The answer ends with ``STOP``, or with ``LENGTH`` where
-        ``sampling.max_new_tokens`` cuts it off."""
+        already contains count towards the length and are not yielded again. The answer ends with ``STOP``, or with
+        ``LENGTH`` if it is truncated at ``sampling.max_new_tokens``."""
         if self._stats.version < 0:
             raise RequestError("no weights are committed", remedy="publish before the first rollout")
         drawn_length = self._length(sampling.seed)
@@ -73,7 +74,7 @@ class FakeEngine:
                 size = min(CHUNK_TOKENS, total - sent)
                 version = self._stats.version
                 await asyncio.sleep(size * self._token_s)
-                await self._going.wait()
+                await self._not_paused.wait()
                 sent += size
                 self._count(generated_tokens=size, busy_s=size * self._token_s)
                 yield TokenChunk(tokens=_tokens(version, size), stop_reason=_stop_reason(sent, total, drawn_length))
@@ -81,7 +82,7 @@ class FakeEngine:
             self._count(running=-1)
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Stage a version, which takes the time of one token, and return that time in seconds. Raises
+        """Stage a version, which takes the virtual time of one token, and return this time in seconds. Raises
         :class:`~headrace.base.errors.WeightsError` for a version that is not newer than the committed one."""
         if update.version <= self._stats.version:
             raise WeightsError(f"version {update.version} is old", remedy="publish versions in order")
@@ -90,26 +91,26 @@ class FakeEngine:
         return self._token_s
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        """Return the logprobs that the tokens carry, as if nothing had changed since they were sampled."""
+        """Return the recorded logprobs of the tokens, as if the weights had not changed since they were sampled."""
         return tokens.logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """Return the logprobs that the tokens carry, and for each of them ``num`` likeliest entries that are all token
-        0 with the logprob 0."""
+        """Return the recorded logprobs of the tokens and, as the ``num`` most likely entries of each token, token 0
+        with the logprob 0."""
         ids_TK = np.zeros((len(tokens), num), np.int32)
         return TopScores(logprobs_T=tokens.logprobs_T, ids_TK=ids_TK, logs_TK=ids_TK.astype(np.float32))
 
     async def pause(self, *, release: bool = False) -> None:
-        """Send no more chunks until :meth:`resume`, or until a commit with ``Interrupt.SLEEP``."""
-        self._going.clear()
+        """Yield no more chunks until :meth:`resume`, or until a commit with ``Interrupt.SLEEP``."""
+        self._not_paused.clear()
 
     async def resume(self) -> None:
-        """Send chunks again after :meth:`pause`."""
-        self._going.set()
+        """Yield chunks again after :meth:`pause`."""
+        self._not_paused.set()
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Commit the staged version, so that later chunks are of this version, and return a report: all running
-        sequences continue, and the gap is 0 s. Raises :class:`~headrace.base.errors.WeightsError` for a version that is
+        """Commit the staged version, which samples all later chunks, and return a report according to which all running
+        sequences continue and the gap is 0 s. Raises :class:`~headrace.base.errors.WeightsError` for a version that is
         not staged."""
         if version != self._staged:
             raise WeightsError(f"version {version} is not staged", remedy="stage it first")
@@ -117,21 +118,21 @@ class FakeEngine:
         self._stats = msgspec.structs.replace(self._stats, version=version)
         self.commits.append(version)
         if mode is Interrupt.SLEEP:
-            self._going.set()
+            self._not_paused.set()
         return SwapReport(version=version, gap_s=0.0, carried_over=self._stats.running, restarted=0, mode=mode)
 
     def stats(self) -> EngineStats:
-        """Return the counters since the start: tokens, busy time, running sequences and the committed version."""
+        """Return the counters: generated tokens, busy time, running sequences and the committed version."""
         return self._stats
 
     def _count(self, **by: float) -> None:
-        """Add the numbers ``by`` to the counters of the same names, which :meth:`stats` returns."""
+        """Add each number in ``by`` to the counter of the same name, which :meth:`stats` returns."""
         changed: dict[str, Any] = {name: getattr(self._stats, name) + change for name, change in by.items()}
         self._stats = msgspec.structs.replace(self._stats, **changed)
 
 
 def _tokens(version: int, size: int) -> Tokens:
-    """Return ``size`` tokens as if sampled by policy version ``version``; their ids are the version modulo 1,000."""
+    """Return ``size`` tokens of the policy version ``version``, whose ids are the version modulo 1,000."""
     return Tokens(
         ids_T=np.full(size, version % 1000, np.int32),
         logprobs_T=np.full(size, -1.0, np.float32),
@@ -140,41 +141,41 @@ def _tokens(version: int, size: int) -> Tokens:
 
 
 def _stop_reason(num_sent: int, total: int, drawn_length: int) -> StopReason | None:
-    """Return why a completion of ``total`` tokens has ended; ``None`` while fewer are sent. It is cut off where
-    ``total`` is less than the length that was drawn for it."""
+    """Return the stop reason of an answer of ``total`` tokens; ``None`` while fewer than these are sent. The answer is
+    truncated if ``total`` is less than ``drawn_length``."""
     if num_sent < total:
         return None
     return StopReason.STOP if drawn_length == total else StopReason.LENGTH
 
 
 class FakeLearner:
-    """A fake learner that takes a constant virtual time per token. Its "weights" are a hash of all trained batches, in
-    order, so that two runs have equal weights only if they trained the same."""
+    """A fake learner that takes a constant virtual time per token. Its "weights" are a hash of all trained batches in
+    order, so that two runs have equal weights only if they trained the same batches."""
 
     def __init__(self, *, token_s: float = 0.0001, snapshot_s: float = 0.001) -> None:
         """Create a learner. Training takes ``token_s`` seconds for each token, and a copy of the weights
         ``snapshot_s``."""
         self._token_s = token_s
         self._snapshot_s = snapshot_s
-        self._turn = asyncio.Lock()  # calls are carried out one after the other
+        self._one_call = asyncio.Lock()  # calls are executed one after the other
         self.weights = "0" * 32
-        """The present weights: a hash of 32 hexadecimal digits."""
+        """The current weights: a hash of 32 hexadecimal digits."""
         self._slots: dict[int, str] = {}
         self._busy_from_s: float | None = None
         self.batches: list[Batch] = []
         """The batches that were trained, in order, for a test to read."""
 
     def num_signs(self) -> int:
-        """Return the number of signs of progress so far, by which the controller's watchdog sees that the learner
-        works: one for each trained batch, and one for each second in the present one."""
-        begun_s = self._busy_from_s
-        return len(self.batches) + (0 if begun_s is None else int(VirtualClock().now() - begun_s))
+        """Return a count that increases while the learner works: the number of trained batches plus the seconds of the
+        current batch. The controller's stall watchdog reads it."""
+        start_s = self._busy_from_s
+        return len(self.batches) + (0 if start_s is None else int(VirtualClock().now() - start_s))
 
     async def train(self, batch: Batch) -> StepReport:
         """Train on a batch, which takes ``token_s`` seconds of virtual time for each token, and return a report without
-        metrics, in which the learner's logprobs are those of the engine."""
+        metrics, in which the learner's logprobs equal the engine's."""
         seconds = batch.num_tokens * self._token_s
-        async with self._turn:
+        async with self._one_call:
             self._busy_from_s = VirtualClock().now()
             await asyncio.sleep(seconds)
             self._busy_from_s = None
@@ -189,7 +190,7 @@ class FakeLearner:
         )
 
     def _learn(self, batch: Batch) -> None:
-        """Record a batch, and replace the weights by a hash of the old ones and of the batch's columns."""
+        """Store ``batch``, and replace the weights by a hash of the old weights and the columns of the batch."""
         self.batches.append(batch)
         digest = hashlib.blake2b(self.weights.encode(), digest_size=16)
         for column in (batch.ids_N, batch.logprobs_N, batch.versions_N, batch.advantages_N):
@@ -197,20 +198,20 @@ class FakeLearner:
         self.weights = digest.hexdigest()
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
-        """Return the engine's logprobs of the batch, ``[N]``, as if both computed the same."""
+        """Return the engine's logprobs in the batch, ``[N]``, as if engine and learner computed the same values."""
         return batch.logprobs_N
 
     async def snapshot(self, version: int, slot: int) -> Publication:
-        """Copy the weights, as version ``version``, to the buffer ``slot``, between two steps, and return the
-        publication, which :meth:`published` takes."""
-        async with self._turn:
+        """Copy the weights as version ``version`` to the buffer ``slot``, between two steps, and return the
+        publication, which is passed to :meth:`published`."""
+        async with self._one_call:
             await asyncio.sleep(self._snapshot_s)
             self._slots[slot] = self.weights
         return Publication(version=version, slot=slot, exposed_s=self._snapshot_s)
 
     async def published(self, publication: Publication) -> WeightUpdate:
-        """Return the update that an engine stages for a snapshot: it has no tensors, and a number from the hash of the
-        weights as its checksum."""
+        """Return the update that an engine stages. It has no tensors; its checksum is a number from the hash of the
+        weights."""
         await asyncio.sleep(self._snapshot_s)
         return WeightUpdate(
             version=publication.version,
@@ -221,16 +222,16 @@ class FakeLearner:
         )
 
     async def resend(self, publication: Publication) -> WeightUpdate:
-        """Return the same update once more, for an engine that could not use it."""
+        """Return the update again, for an engine that could not use it."""
         return await self.published(publication)
 
     async def save(self, directory: Path) -> None:
-        """Write the weights, a hash, to a text file in ``directory``, between two steps."""
-        async with self._turn:
+        """Write the hash that represents the weights to a text file in ``directory``, between two steps."""
+        async with self._one_call:
             (directory / "weights.txt").write_text(self.weights, encoding="utf-8")
 
     async def saved(self, directory: Path) -> None:
-        """Return at once: :meth:`save` has written everything into ``directory``."""
+        """Return at once, because :meth:`save` has written all files to ``directory``."""
 
     def restore(self, directory: Path) -> None:
         """Load the weights that :meth:`save` has written to ``directory``."""
@@ -248,8 +249,8 @@ class FakeScorer:
         reward: Callable[[str], float | None] = lambda text: float(len(text) % 2),
         by_group: bool = False,
     ) -> None:
-        """Create a scorer whose calls take ``seconds``. ``reward`` returns the reward of a completion; ``None`` leaves
-        the episode without one. By default the reward is 1 for a text of odd length, else 0."""
+        """Create a scorer whose calls take ``seconds`` seconds of virtual time. ``reward`` returns the reward of a
+        completion, or ``None`` for no reward. By default the reward is 1 for a text of odd length, otherwise 0."""
         self._seconds = seconds
         self._reward = reward
         self.by_group = by_group
@@ -268,8 +269,8 @@ def fake_parts(
     scorer: FakeScorer | None = None,
     num_tasks: int = 32,
 ) -> Components:
-    """Return the components of a run with fakes for engine, learner and scorer (those given, or new ones), ready for a
-    controller. There are ``num_tasks`` tasks with prompts of one token. Call it inside
+    """Return the components of a run for a controller, with fakes of engine, learner and scorer: the given ones, or new
+    ones. There are ``num_tasks`` tasks with prompts of one token. Call it inside
     :func:`headrace.base.clock.run_virtual`, which provides the virtual time."""
     tasks = [
         Task(row_index=index, row={"prompt": str(index)}, prompt=str(index), prompt_ids_T=np.array([index], np.int32))
@@ -288,14 +289,14 @@ def fake_parts(
         sampling=Sampling(max_new_tokens=1024),
         max_context=2048,
         decode=lambda ids: "x" * len(ids),
-        advantages=_centred,
+        advantages=_centred_rewards,
         run_dir=run_dir,
     )
 
 
-def _centred(groups: Sequence[ScoredGroup]) -> list[float]:
-    """Return the advantage of each counted episode of all groups, in order: its reward minus the mean reward of its
-    group. A missing reward counts as 0."""
+def _centred_rewards(groups: Sequence[ScoredGroup]) -> list[float]:
+    """Return the advantage of each episode of ``groups`` that counts in a baseline, in order: its reward minus the mean
+    reward of its group. A missing reward counts as 0."""
     advantages: list[float] = []
     for group in groups:
         rewards = [episode.reward or 0.0 for episode in group.counted]
@@ -305,8 +306,8 @@ def _centred(groups: Sequence[ScoredGroup]) -> list[float]:
 
 
 def lognormal_lengths(mean: float, cv: float, cap: int) -> Callable[[int], int]:
-    """Return a function from a seed to a length: lognormal with this mean and coefficient of variation, from 1 to
-    ``cap`` tokens.
+    """Return a function that maps a seed to a length in tokens. Lengths have a lognormal distribution with this mean
+    and coefficient of variation, limited to the range from 1 to ``cap``.
 
     >>> length = lognormal_lengths(mean=100, cv=1.0, cap=1000)
     >>> length(7) == length(7)
@@ -316,7 +317,7 @@ def lognormal_lengths(mean: float, cv: float, cap: int) -> Callable[[int], int]:
     mu = float(np.log(mean)) - sigma**2 / 2
 
     def length(seed: int) -> int:
-        """Return the length that ``seed`` determines, in tokens."""
+        """Return the length for ``seed``, in tokens."""
         drawn = np.random.default_rng(seed).lognormal(mu, sigma)
         return int(np.clip(round(drawn), 1, cap))
 

@@ -1,9 +1,10 @@
 """The contract of a ledger, as checks: ``for check in LEDGER_CHECKS: check(open_ledger)``.
 
-``open_ledger`` opens and returns the ledger under test; called again after ``close`` it returns the same ledger with
-all its contents. Groups have :data:`GROUP_SIZE` episodes, steps have one group. A check raises ``AssertionError``.
-A ledger records what became of every group, episode and token by *operations*; its counts *hold* if submitted =
-trained + dropped + in flight. A *part* is some tokens of a turn that is still being sampled.
+``open_ledger`` opens and returns the ledger under test. Called again after ``close``, it returns the same ledger with
+all its contents. A check raises ``AssertionError`` if the ledger breaks the contract. In the checks, a group has
+:data:`GROUP_SIZE` episodes and a step trains one group. A ledger records the state of every group, episode and token as
+*operations*; its counts *hold* if submitted = trained + dropped + in flight. A *part* is a chunk of the tokens of a
+turn that is still being sampled.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ OpenLedger = Callable[[], Ledger]
 
 
 def sampled(count: int, version: int = 0) -> Tokens:
-    """Return ``count`` tokens that the policy version ``version`` sampled, with the ids 0, 1, 2 ... and their negatives
-    as logprobs."""
+    """Return ``count`` tokens of the policy version ``version``, with the ids 0, 1, 2 ... and the logprobs 0, −1, −2
+    ..."""
     ids = np.arange(count, dtype=np.int32)
     return Tokens(ids_T=ids, logprobs_T=-ids.astype(np.float32), versions_T=np.full(count, version, np.int32))
 
 
 def episode(group: int, place: int, *, cause: str = "", tokens: int = NUM_TOKENS) -> EpisodeGraph:
-    """Return episode ``place`` of ``group`` after its end: a prompt of two tokens and an answer of ``tokens`` tokens,
-    with ``place`` as the reward. With a ``cause`` it has failed and has no reward."""
+    """Return the ended episode ``place`` of ``group``: a prompt of two tokens and an answer of ``tokens`` tokens, with
+    ``place`` as the reward. With a ``cause``, the episode has failed and has no reward."""
     return EpisodeGraph(
         key=EpisodeKey(group, place),
         turns=[
@@ -60,25 +61,24 @@ def episode(group: int, place: int, *, cause: str = "", tokens: int = NUM_TOKENS
 
 
 def part(group: int, place: int, tokens: Tokens, *, turn: int = 0, lost: str = "") -> TokenChunk:
-    """Return a part of a running turn: ``tokens`` that were sampled for turn number ``turn`` of episode ``place`` of
-    ``group``. A reason in ``lost`` says that the turn began again and its earlier parts are lost."""
+    """Return a part of a running turn: ``tokens``, which were sampled for turn number ``turn`` of episode ``place`` of
+    ``group``. A reason in ``lost`` says that the turn was restarted and its earlier parts are invalid."""
     return TokenChunk(key=EpisodeKey(group, place), turn=turn, prompt="p", tokens=tokens, lost=lost)
 
 
 def stream(*parts: TokenChunk) -> Stream:
-    """Return the operation that records ``parts``, tokens of running turns, together."""
+    """Return the operation that records ``parts`` of running turns."""
     return Stream(parts=parts, at_s=2.0)
 
 
 def move(number: int, state: GroupState, **details: int | str) -> Move:
-    """Return the operation that moves group ``number`` to ``state`` of its lifecycle; ``details`` are further fields of
-    the operation, such as the step or a reason."""
+    """Return the operation that moves group ``number`` to ``state``; ``details`` are further fields of the operation,
+    such as the step or a reason."""
     return Move(numbers=(number,), state=state, at_s=2.0, **details)  # type: ignore[arg-type]
 
 
 def running(number: int, *, version: int = 0) -> list[Operation]:
-    """Return the operations that submit, admit and start group ``number``; ``version`` is the policy version with which
-    it starts."""
+    """Return the operations that submit, admit and start group ``number`` while ``version`` is committed."""
     return [
         Submit(numbers=(number,), rows=(10 * number,), at_s=1.0),
         move(number, GroupState.ADMITTED, oldest_version=version),
@@ -87,16 +87,16 @@ def running(number: int, *, version: int = 0) -> list[Operation]:
 
 
 def ready(number: int) -> list[Operation]:
-    """Return the operations that take group ``number`` from its submission to ready: all its episodes have ended and
-    are scored, and a step can train it."""
+    """Return the operations of group ``number`` from its submission to the state READY: all its episodes have ended and
+    are scored."""
     ended = [EndEpisode(episode=episode(number, place), at_s=2.0) for place in range(GROUP_SIZE)]
     closed = [move(number, GroupState.SCORED), move(number, GroupState.READY, oldest_version=0)]
     return [*running(number), *ended, *closed]
 
 
 def trained(number: int, *, tokens: int = GROUP_SIZE * NUM_TOKENS) -> list[Operation]:
-    """Return the operations that take group ``number`` from its submission to trained, in the step of the same number;
-    ``tokens`` is how many tokens carried loss."""
+    """Return the operations of group ``number`` from its submission to the state TRAINED, in the step of the same
+    number; ``tokens`` is the number of tokens that carried loss."""
     step = EndStep(
         step=number, numbers=(number,), trained_tokens=tokens, dropped_tokens={}, ages={0: tokens}, at_s=3.0
     )  # fmt: skip
@@ -104,14 +104,13 @@ def trained(number: int, *, tokens: int = GROUP_SIZE * NUM_TOKENS) -> list[Opera
 
 
 def commit(version: int, number: int) -> CommitVersion:
-    """Return the operation that records the commit of ``version``, which the step that trained group ``number`` has
-    made."""
+    """Return the operation that records the commit of ``version``, which releases group ``number``."""
     return CommitVersion(version=version, numbers=(number,), checksum=f"hash {version}", at_s=4.0)
 
 
-def _with(open_ledger: OpenLedger, *operations: Operation) -> Ledger:
-    """Open the ledger, apply ``operations`` one by one, check after each that the counts hold, and return the ledger,
-    which the caller closes."""
+def _open_and_apply(open_ledger: OpenLedger, *operations: Operation) -> Ledger:
+    """Open the ledger, apply ``operations`` one by one, check after each operation that the counts hold, and return the
+    ledger, which the caller must close."""
     ledger = open_ledger()
     for operation in operations:
         ledger.apply(operation)
@@ -119,17 +118,17 @@ def _with(open_ledger: OpenLedger, *operations: Operation) -> Ledger:
     return ledger
 
 
-def _again(ledger: Ledger, open_ledger: OpenLedger) -> Ledger:
-    """Close the ledger, open it again as after a restart, and return it."""
+def _reopen(ledger: Ledger, open_ledger: OpenLedger) -> Ledger:
+    """Close the ledger and open it again, as after a restart, and return it."""
     ledger.close()
     return open_ledger()
 
 
 def everything_is_there_when_it_is_opened_again(open_ledger: OpenLedger) -> None:
-    """Check that a ledger which is closed and opened again still has its counts, notes, hashes of weights, steps, and
-    every token."""
+    """Check that a ledger that is closed and opened again still has its counts, notes, hashes of weights, steps, and
+    tokens."""
     note = Note(kind="start", detail="step 0", at_s=9.0)
-    ledger = _again(_with(open_ledger, *trained(0), commit(1, 0), *ready(1), note), open_ledger)
+    ledger = _reopen(_open_and_apply(open_ledger, *trained(0), commit(1, 0), *ready(1), note), open_ledger)
     books = ledger.conservation()
     assert books.groups == UnitCounts(submitted=2, trained=1, in_flight=1)
     assert books.episodes == UnitCounts(submitted=4, trained=2, in_flight=2)
@@ -145,11 +144,11 @@ def everything_is_there_when_it_is_opened_again(open_ledger: OpenLedger) -> None
 
 
 def what_ran_keeps_its_ended_episodes_and_the_parts_of_the_others(open_ledger: OpenLedger) -> None:
-    """Check that a running group keeps, over a restart, its ended episodes and the parts of its running turns, in their
-    order and with their versions, so that these turns can be continued."""
+    """Check that a running group keeps its ended episodes and the parts of its running turns over a restart, in order
+    and with their versions, so that these turns can continue."""
     ended = EndEpisode(episode=episode(0, 0), at_s=2.0)
     first, second = stream(part(0, 1, sampled(3, version=4))), stream(part(0, 1, sampled(2, version=6)))
-    ledger = _again(_with(open_ledger, *running(0), first, ended, second), open_ledger)
+    ledger = _reopen(_open_and_apply(open_ledger, *running(0), first, ended, second), open_ledger)
     assert ledger.conservation().tokens == UnitCounts(submitted=9, in_flight=9)
     (group,) = ledger.roll_back(0).groups
     assert (group.state, len(group.episodes), group.kept_version()) == (GroupState.SUBMITTED, 1, 0)
@@ -162,10 +161,10 @@ def what_ran_keeps_its_ended_episodes_and_the_parts_of_the_others(open_ledger: O
 
 def an_episode_takes_the_place_of_its_parts(open_ledger: OpenLedger) -> None:
     """Check that the tokens of an ended episode replace the parts that were recorded before: no token is counted twice,
-    and tokens that the episode does not have count as discarded."""
+    and tokens that the episode does not contain count as discarded."""
     parts = stream(part(0, 0, sampled(3)), part(0, 1, sampled(7)))
     ends = [EndEpisode(episode=episode(0, place), at_s=2.0) for place in range(2)]
-    ledger = _with(open_ledger, *running(0), parts, *ends)
+    ledger = _open_and_apply(open_ledger, *running(0), parts, *ends)
     assert ledger.conservation().tokens == UnitCounts(submitted=11, dropped={"discarded": 3}, in_flight=8)
     (group,) = ledger.roll_back(0).groups
     assert (len(group.episodes), group.partial_turns) == (2, ())
@@ -173,11 +172,11 @@ def an_episode_takes_the_place_of_its_parts(open_ledger: OpenLedger) -> None:
 
 
 def a_turn_that_began_again_has_lost_its_parts(open_ledger: OpenLedger) -> None:
-    """Check that where a turn began again from its prompt, its earlier parts are dropped and their tokens are counted
+    """Check that if a turn was restarted from its prompt, its earlier parts are dropped and their tokens are counted
     under the reason in ``lost``."""
     first, other = part(0, 0, sampled(5)), part(0, 0, sampled(2), turn=1)
     again = part(0, 0, sampled(1), lost="restarted")
-    ledger = _with(open_ledger, *running(0), stream(first, other), stream(again))
+    ledger = _open_and_apply(open_ledger, *running(0), stream(first, other), stream(again))
     assert ledger.conservation().tokens == UnitCounts(submitted=8, dropped={"restarted": 5}, in_flight=3)
     (group,) = ledger.roll_back(0).groups
     assert [(turn.turn, len(turn.tokens)) for turn in group.partial_turns] == [(0, 1), (1, 2)]
@@ -187,7 +186,7 @@ def a_turn_that_began_again_has_lost_its_parts(open_ledger: OpenLedger) -> None:
 def parts_of_a_dropped_group_are_dropped_with_it(open_ledger: OpenLedger) -> None:
     """Check that the tokens of running turns in a dropped group are dropped, and counted under the group's reason."""
     parts = stream(part(0, 1, sampled(5)))
-    ledger = _with(open_ledger, *running(0), parts, move(0, GroupState.DROPPED, reason="row_gone"))
+    ledger = _open_and_apply(open_ledger, *running(0), parts, move(0, GroupState.DROPPED, reason="row_gone"))
     books = ledger.conservation()
     assert books.tokens == UnitCounts(submitted=5, dropped={"row_gone": 5})
     assert books.episodes == UnitCounts(submitted=2, dropped={"row_gone": 2})
@@ -196,11 +195,11 @@ def parts_of_a_dropped_group_are_dropped_with_it(open_ledger: OpenLedger) -> Non
 
 
 def episodes_taken_out_of_their_group_are_dropped_for_their_reason(open_ledger: OpenLedger) -> None:
-    """Check that the tokens of an episode that is taken out of its group are dropped under its reason, and that the
-    episode is returned after a restart with its status and reason."""
+    """Check that the tokens of an episode that is left out of its group count as dropped under its reason, and that the
+    episode has its status and reason after a restart."""
     out = DropEpisodes(number=0, places=(1,), status=EpisodeStatus.LEFT_OUT, reason="too_long", at_s=2.0)
     before, after = ready(0)[:5], ready(0)[5:]
-    ledger = _with(open_ledger, *before, out, *after)
+    ledger = _open_and_apply(open_ledger, *before, out, *after)
     assert ledger.conservation().tokens == UnitCounts(submitted=8, dropped={"too_long": 4}, in_flight=4)
     (group,) = ledger.roll_back(0).groups
     assert [(each.status.value, each.cause) for each in group.episodes] == [("scored", ""), ("left_out", "too_long")]
@@ -208,35 +207,35 @@ def episodes_taken_out_of_their_group_are_dropped_for_their_reason(open_ledger: 
 
 
 def steps_after_the_checkpoint_are_made_again(open_ledger: OpenLedger) -> None:
-    """Check that, where a run resumes from a checkpoint after step 1, later steps get the same groups again, and groups
-    that the checkpoint has learned stay trained."""
-    ledger = _with(open_ledger, *trained(0), commit(1, 0), *trained(1), commit(2, 1), *running(2))
-    for _ in range(2):  # a second crash before anything is done finds the same
+    """Check that if a run resumes from the checkpoint of step 1, the groups of later steps become ready for the same
+    steps again, and groups of earlier steps count as trained."""
+    ledger = _open_and_apply(open_ledger, *trained(0), commit(1, 0), *trained(1), commit(2, 1), *running(2))
+    for _ in range(2):  # a second roll-back, after a crash before any operation, returns the same
         resumed = ledger.roll_back(1)
         assert (resumed.num_submitted, resumed.num_released) == (3, 1)
         assert resumed.checksums == {1: "hash 1", 2: "hash 2"}
         states = [(group.number, group.state, group.step) for group in resumed.groups]
         assert states == [(1, GroupState.READY, 1), (2, GroupState.SUBMITTED, None)]
         assert ledger.conservation().tokens == UnitCounts(submitted=16, trained=8, in_flight=8)
-        ledger = _again(ledger, open_ledger)
+        ledger = _reopen(ledger, open_ledger)
     ledger.close()
 
 
 def an_operation_that_is_refused_leaves_no_trace(open_ledger: OpenLedger) -> None:
-    """Check that an operation which the ledger refuses with an error changes nothing, neither in the open ledger nor
+    """Check that an operation that the ledger refuses with an error changes nothing, neither in the open ledger nor
     after it is opened again."""
-    ledger = _with(open_ledger, *running(0))
-    unsound = (
+    ledger = _open_and_apply(open_ledger, *running(0))
+    invalid = (
         Submit(numbers=(1, 0), rows=(1, 0), at_s=1.0),
         DropEpisodes(number=0, places=(1,), status=EpisodeStatus.MASKED, reason="r", at_s=2.0),
     )
-    for operation in unsound:
+    for operation in invalid:
         try:
             ledger.apply(operation)
         except LedgerError:
             continue
         raise AssertionError(f"taken: {operation}")
-    ledger = _again(ledger, open_ledger)
+    ledger = _reopen(ledger, open_ledger)
     assert ledger.conservation().groups == UnitCounts(submitted=1, in_flight=1)
     ledger.apply(Submit(numbers=(1,), rows=(1,), at_s=1.0))
     assert ledger.conservation().groups.submitted == 2
@@ -245,10 +244,10 @@ def an_operation_that_is_refused_leaves_no_trace(open_ledger: OpenLedger) -> Non
 
 
 def a_failed_episode_is_dropped_by_the_reason_of_its_cause(open_ledger: OpenLedger) -> None:
-    """Check that a failed episode is dropped under the first word of its cause (up to the colon), and that the rest of
-    its group stays in flight."""
+    """Check that a failed episode counts as dropped under the reason in its cause (the text before the colon), and that
+    the rest of its group is still in flight."""
     ended = [EndEpisode(episode=episode(0, 0, cause="reward_error: line 3"), at_s=2.0)]
-    ledger = _with(open_ledger, *running(0), *ended, EndEpisode(episode=episode(0, 1), at_s=2.0))
+    ledger = _open_and_apply(open_ledger, *running(0), *ended, EndEpisode(episode=episode(0, 1), at_s=2.0))
     books = ledger.conservation()
     assert books.tokens == UnitCounts(submitted=8, dropped={"reward_error": 4}, in_flight=4)
     assert books.episodes == UnitCounts(submitted=2, dropped={"reward_error": 1}, in_flight=1)

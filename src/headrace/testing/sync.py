@@ -1,14 +1,15 @@
-"""The contract of every transport with every codec, as checks that a test calls: for those of Headrace, and for those
-of other packages.
+"""The contract of transports and codecs of weights, as checks that a test calls, for the transports and codecs of this
+library and of other packages.
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_contract(check, tmp_path):
         with line(Route(transport="mine", codec="delta", address=str(tmp_path)), seed=1) as pair:
             check(pair)
 
-The learner publishes its weights as a new version; the engine's side stages it (fetches and verifies it) and commits
-it (uses it). The codec encodes the tensors, whole or as the difference from the last version. An inbox receives the
-encoded bytes, the payload; here it is a :class:`FaultyInbox`, which can flip bits of them.
+The learner publishes its weights as a new version. The engine's side stages the version (fetches and verifies it) and
+commits it (uses it). The codec encodes the tensors, either as whole tensors or as the difference from the last version.
+An inbox receives the encoded bytes, called the payload; the checks use a :class:`FaultyInbox`, which can flip bits of
+the payload.
 """
 
 from __future__ import annotations
@@ -33,34 +34,35 @@ from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_publisher
 
 TOKEN = "a token of this run"
-"""The run's token, a secret that both sides get, for transports that other machines can reach."""
+"""The run's token: the secret of both sides for transports over a network."""
 Weights = dict[str, Tensor]
 """The tensors of one side, by name."""
 
 
 class FaultyInbox:
-    """An inbox for tests that passes on what another inbox receives, with one flipped bit where a test asks for it."""
+    """An inbox that returns the payloads of another inbox, with one flipped bit if a test requests it."""
 
     def __init__(self, inbox: Inbox, rng: np.random.Generator) -> None:
-        """Pass on what ``inbox`` receives. ``rng`` draws which bit is flipped."""
+        """Create the inbox. ``inbox`` is the inbox that receives the payloads, and ``rng`` draws the bit that is
+        flipped."""
         self._inbox, self._rng = inbox, rng
         self.flip_next = False
-        """Whether one bit of the next payload is flipped; a flip resets it."""
+        """Whether to flip one bit of the next payload. A flip sets it to false."""
 
     @property
     def address(self) -> str:
-        """The address of the inbox behind this one, to which the learner sends."""
+        """The address of the inner inbox, to which the learner sends."""
         return self._inbox.address
 
     @property
     def lasting(self) -> bool:
-        """Whether the inbox behind this one shows every version of a slot (buffer) in the same memory, so that views
-        into it can be kept."""
+        """Whether the inner inbox uses the same memory for every version in a slot (buffer), so that views into it stay
+        valid."""
         return self._inbox.lasting
 
     def view(self, update: WeightUpdate) -> memoryview | None:
-        """Return the payload of ``update`` in the memory where it already is, or a copy of it with one flipped bit, so
-        that other readers are not affected; ``None`` if it has to be fetched."""
+        """Return a view of the payload of ``update``; if a bit is flipped, a view of a copy, so that other readers are
+        not affected. ``None`` if the payload has to be fetched."""
         payload = self._inbox.view(update)
         if payload is None or not self.flip_next:
             return payload
@@ -70,25 +72,26 @@ class FaultyInbox:
         return copied
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
-        """Copy the payload of ``update`` into ``into``, and flip one bit there if a test has asked for it."""
+        """Copy the payload of ``update`` into ``into``, and flip one bit there if a test has requested it."""
         self._inbox.fetch(update, into)
         if self.flip_next:
             self._flip(update, into)
 
     def skip(self, update: WeightUpdate) -> None:
-        """Release whatever was received of ``update``, which the receiver has refused and will not fetch."""
+        """Release the payload of ``update``, which the receiver has refused and does not fetch."""
         self._inbox.skip(update)
 
     def close(self) -> None:
-        """Close the inbox behind this one."""
+        """Close the inner inbox."""
         self._inbox.close()
 
     def _flip(self, update: WeightUpdate, payload: memoryview) -> None:
-        """Change one random bit of the payload of ``update`` in place, which the receiver has to notice, and reset
-        :attr:`flip_next`."""
+        """Flip one random bit of the payload of ``update`` in place, which the receiver has to detect, and set
+        :attr:`flip_next` to false."""
         self.flip_next = False
         place = int(self._rng.integers(len(payload)))
-        if update.base is None or update.layouts:  # not in the padding between tensors, where it has no effect
+        # choose a bit of a tensor, because a flip in the padding between tensors has no effect
+        if update.base is None or update.layouts:
             entry = max(update.manifest.entries, key=lambda entry: entry.num_bytes)
             place = entry.offset_bytes + place % entry.num_bytes
         payload[place] ^= 1 << int(self._rng.integers(8))
@@ -96,12 +99,12 @@ class FaultyInbox:
 
 @dataclass(slots=True, kw_only=True)
 class Pair:
-    """The learner's and the engine's side of a transport with small weights, on which the checks act."""
+    """Both sides of a transport, the learner's and the engine's, with small weights. Every check receives one."""
 
     route: Route
-    """The transport and the codec under test, and where payloads go."""
+    """The transport and the codec under test, and the address of payloads."""
     rng: np.random.Generator
-    """The source of all random draws of the checks."""
+    """The random generator of the checks."""
     learner: Weights
     """The weights of the learner."""
     engine: Weights
@@ -113,9 +116,9 @@ class Pair:
     inbox: FaultyInbox
     """The inbox of the receiver."""
     version: int = -1
-    """The version that was published last; −1 before the first."""
+    """The version that was published last; −1 before the first version."""
     slot: int = 1
-    """The publisher's buffer, 0 or 1, that holds this version."""
+    """The publisher's buffer, 0 or 1, that contains this version."""
 
     @property
     def codec(self) -> Codec:
@@ -133,24 +136,24 @@ class Pair:
         return self.expected()
 
     def expected(self) -> Weights:
-        """Return the learner's weights as the engine gets them: encoded and decoded again by the codec, which may
-        round."""
+        """Return the weights that the engine must have after the next transfer: the learner's weights, encoded and
+        decoded by the codec, which may round them."""
         return {name: through(self.codec, name, tensor) for name, tensor in self.learner.items()}
 
     def publish(self) -> WeightUpdate:
-        """Publish the learner's weights as the next version, in the other of the two buffers, and return the update
-        that the receiver stages."""
+        """Publish the learner's weights as the next version, in the buffer that the last version does not use, and
+        return the update to stage."""
         self.version, self.slot = self.version + 1, 1 - self.slot
         self.publisher.copy(self.slot)
         return self.publisher.announce(self.version, self.slot, [self.receiver.address])
 
     def resend(self) -> WeightUpdate:
-        """Send the same version again, as whole tensors instead of differences, and return the update to stage."""
+        """Send the last version again, as whole tensors instead of differences, and return the update to stage."""
         return self.publisher.resend(self.version, self.slot, [self.receiver.address])
 
     def stage(self, update: WeightUpdate) -> bool:
-        """Stage ``update`` as a controller would: if its bytes are refused, it is sent again as whole tensors. Return
-        whether it was sent again."""
+        """Stage ``update`` as a controller does: if the receiver refuses the payload, send the version again as whole
+        tensors and stage it. Return whether it was sent again."""
         try:
             self.receiver.stage(update)
         except NeedsFull:
@@ -164,41 +167,42 @@ class Pair:
         self.receiver.commit(self.version)
 
     def restart_engine(self) -> None:
-        """Replace the engine's side by a new one, as after a restart: its weights are 0, and it has no version."""
+        """Replace the engine's side by a new one, as after a restart of the engine: its weights are 0, and it has no
+        version."""
         self.receiver.close()
         self.engine = {name: torch.zeros_like(tensor) for name, tensor in self.engine.items()}
         self.receiver, self.inbox = receiver_with_faults(self.route, self.engine, self.rng)
 
 
 def through(codec: Codec, name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor that arrives if ``codec`` transmits ``tensor``, called ``name``, as a whole: encoded and then
-    decoded. A lossy codec rounds it."""
+    """Return ``tensor``, whose name is ``name``, after ``codec`` has encoded and decoded it as a whole tensor. A lossy
+    codec rounds it."""
     parts = [torch.empty(part.shape, dtype=part.dtype) for part in codec.form.parts(name, tensor).values()]
     codec.form.write(parts, tensor)
-    out = torch.empty_like(tensor)
-    codec.form.read(parts, out)
-    return out
+    decoded = torch.empty_like(tensor)
+    codec.form.read(parts, decoded)
+    return decoded
 
 
 def receiver_with_faults(
     route: Route, engine: Mapping[str, Tensor], rng: np.random.Generator
 ) -> tuple[Receiver, FaultyInbox]:
-    """Return a new receiver for ``route``, which changes the weights ``engine`` in place, and its inbox, which can flip
-    bits drawn from ``rng``."""
-    made: list[FaultyInbox] = []
+    """Return a new receiver for ``route``, which changes the tensors ``engine`` in place, and its inbox, which can flip
+    bits that ``rng`` draws."""
+    inboxes: list[FaultyInbox] = []
 
     def open_inbox(limit_bytes: int) -> Inbox:
-        """Return the transport's inbox for payloads of at most ``limit_bytes``, wrapped so that it can flip bits."""
-        made.append(FaultyInbox(TRANSPORTS.load(route.transport).open_inbox(route, TOKEN, limit_bytes), rng))
-        return made[0]
+        """Return the transport's inbox for payloads of at most ``limit_bytes``, inside of a :class:`FaultyInbox`."""
+        inboxes.append(FaultyInbox(TRANSPORTS.load(route.transport).open_inbox(route, TOKEN, limit_bytes), rng))
+        return inboxes[0]
 
-    return Receiver(engine, codec_of(route.codec), open_inbox), made[0]
+    return Receiver(engine, codec_of(route.codec), open_inbox), inboxes[0]
 
 
 @contextmanager
 def line(route: Route, seed: int) -> Iterator[Pair]:
-    """Yield both sides of the transport that ``route`` describes, with small random weights of an adapter, and close
-    them at the end of the context. ``seed`` determines the weights and all random draws."""
+    """Yield both sides of the transport that ``route`` describes, with small random weights, and close them at the end
+    of the context. All random numbers follow from ``seed``."""
     rng = np.random.default_rng(seed)
     learner, engine = _weights(rng), _weights(rng)
     publisher = make_publisher(route, learner, TOKEN)
@@ -221,7 +225,7 @@ def equal(left: Weights, right: Weights) -> bool:
 
 
 def brings_what_the_codec_promises(pair: Pair) -> None:
-    """Check over four versions that after a commit the engine has exactly the weights that the codec transmits."""
+    """Check over four versions that after a commit the engine has exactly the weights that result from the codec."""
     for _ in range(4):
         expected = pair.learn()
         pair.transfer()
@@ -242,11 +246,13 @@ def shows_nothing_before_the_commit(pair: Pair) -> None:
 
 
 def refuses_versions_that_are_not_newer(pair: Pair) -> None:
-    """Check that a version which is not newer than the committed one is refused, and that the next newer one is
+    """Check that a version that is not newer than the committed version is refused, and that the next newer version is
     accepted afterwards."""
     pair.transfer()
     pair.version -= 1
-    _refused(pair, pair.publish(), f"version {pair.version} is not newer than the committed version {pair.version}")
+    _assert_refused(
+        pair, pair.publish(), f"version {pair.version} is not newer than the committed version {pair.version}"
+    )
     assert pair.receiver.phase is Phase.REFUSED
     pair.version += 1
     expected = pair.learn()
@@ -255,37 +261,37 @@ def refuses_versions_that_are_not_newer(pair: Pair) -> None:
 
 
 def commits_only_what_is_staged(pair: Pair) -> None:
-    """Check that a version which is not staged cannot be committed, nor one that is in use already."""
-    _refused_commit(pair, 0, "nothing is staged")
+    """Check that neither a version that is not staged nor a version that is already in use can be committed."""
+    _assert_commit_refused(pair, 0, "nothing is staged")
     pair.stage(pair.publish())
-    _refused_commit(pair, 1, "commit of version 1, but version 0 is staged")
+    _assert_commit_refused(pair, 1, "commit of version 1, but version 0 is staged")
     pair.receiver.commit(0)
-    _refused_commit(pair, 0, "nothing is staged")
+    _assert_commit_refused(pair, 0, "nothing is staged")
 
 
 def refuses_a_flipped_bit_and_is_repaired_by_the_whole(pair: Pair) -> None:
-    """Check that a damaged version is refused and changes nothing, and that the same version sent again as whole
-    tensors can be committed: for the first version, and for one that may be a difference."""
+    """Check that a damaged version is refused and changes nothing, and that it can be committed after it was sent again
+    as whole tensors. The check covers the first version, and a version that may be a difference."""
     for _ in range(2):
         before = {name: tensor.clone() for name, tensor in pair.engine.items()}
         expected = pair.learn()
         update, pair.inbox.flip_next = pair.publish(), True
-        _refused(pair, update, "")
+        _assert_refused(pair, update, "")
         assert pair.receiver.phase is Phase.NEEDS_FULL
         assert equal(pair.engine, before)
-        _refused_commit(pair, pair.version, "nothing is staged")
+        _assert_commit_refused(pair, pair.version, "nothing is staged")
         pair.receiver.stage(pair.resend())
         pair.receiver.commit(pair.version)
         assert equal(pair.engine, expected)
 
 
 def takes_no_difference_after_a_failure(pair: Pair) -> None:
-    """Check that the version after a damaged one is accepted only as whole tensors, because the engine lacks the
-    version from which it differs, and the one after that as a difference again."""
+    """Check that the version after a damaged version is accepted only as whole tensors, because the engine lacks the
+    base of the difference, and that the version after that is accepted as a difference again."""
     pair.transfer()
     pair.learn()
     update, pair.inbox.flip_next = pair.publish(), True
-    _refused(pair, update, "")
+    _assert_refused(pair, update, "")
     for whole in (pair.codec.differences, False):
         expected = pair.learn()
         assert pair.stage(pair.publish()) is whole
@@ -294,8 +300,8 @@ def takes_no_difference_after_a_failure(pair: Pair) -> None:
 
 
 def lists_every_difference_of_the_model(pair: Pair) -> None:
-    """Check that an update whose tensors differ from the engine's in names, shapes or dtypes is refused with a list of
-    all differences, before any data is sent."""
+    """Check that an update whose tensors differ from the engine's in names, shapes or dtypes is refused before any
+    payload is fetched, with a list of all differences."""
     other = {name: tensor.clone() for name, tensor in pair.learner.items()}
     other["lora_B.more"] = torch.zeros(1)
     other["lora_A.shift"] = other["lora_A.shift"].int()
@@ -304,13 +310,13 @@ def lists_every_difference_of_the_model(pair: Pair) -> None:
     route = msgspec.structs.replace(pair.route, address=f"{pair.route.address}-other")
     update = WeightUpdate(version=0, slot=0, path="", manifest=_manifest(route, other), checksums=())
     lines = ("lora_B.more: not a tensor", "lora_A.shift: int32[3]", "lora_A.wide:", "lora_B.scale: missing")
-    _refused(pair, update, *lines)
+    _assert_refused(pair, update, *lines)
     pair.transfer()
 
 
 def survives_a_restart_of_the_engine(pair: Pair) -> None:
-    """Check that an engine gets the next version after a restart between two versions, and between staging and
-    commit."""
+    """Check that an engine receives the next version after it was restarted between two versions, and after it was
+    restarted between staging and commit."""
     for staged in (False, True):
         pair.transfer()
         pair.learn()
@@ -323,8 +329,8 @@ def survives_a_restart_of_the_engine(pair: Pair) -> None:
 
 
 def never_uses_a_version_that_is_half_or_mixed(pair: Pair) -> None:
-    """Check over 20 versions, with random flipped bits and restarts of the engine, that staging changes no weights in
-    use and that each commit gives the engine exactly the committed version."""
+    """Check over 20 versions, with random flipped bits and restarts of the engine, that staging does not change the
+    weights in use and that each commit makes the engine use exactly the committed version."""
     in_use, num_flipped = {name: tensor.clone() for name, tensor in pair.engine.items()}, 0
     for _ in range(20):
         draw = pair.rng.random()
@@ -359,7 +365,8 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
 
 
 def _weights(rng: np.random.Generator) -> Weights:
-    """Return random tensors of different shapes and dtypes, as an adapter has them, for one side of a transport."""
+    """Return random tensors with the names of an adapter's tensors and different shapes and dtypes, for one side of a
+    transport."""
 
     def numbers(*shape: int) -> Tensor:
         """Return a float32 tensor of this shape with normally distributed numbers."""
@@ -375,15 +382,15 @@ def _weights(rng: np.random.Generator) -> Weights:
 
 
 def _manifest(route: Route, weights: Weights) -> Manifest:
-    """Return the manifest (names, shapes, dtypes and places of all tensors) that a learner with ``weights`` announces
-    over ``route``."""
+    """Return the manifest (names, shapes, dtypes and offsets of all tensors) that a learner with the tensors
+    ``weights`` announces over ``route``."""
     publisher = make_publisher(route, weights, TOKEN)
     publisher.close()
     return publisher.manifest
 
 
-def _refused(pair: Pair, update: WeightUpdate, *words: str) -> None:
-    """Assert that the receiver refuses to stage ``update``, with all of ``words`` in the reason that it gives."""
+def _assert_refused(pair: Pair, update: WeightUpdate, *words: str) -> None:
+    """Assert that the receiver refuses to stage ``update``, with an error that contains all of ``words``."""
     problem = None
     try:
         pair.receiver.stage(update)
@@ -394,8 +401,8 @@ def _refused(pair: Pair, update: WeightUpdate, *words: str) -> None:
     assert not missing, f"{missing} not in: {problem}"
 
 
-def _refused_commit(pair: Pair, version: int, words: str) -> None:
-    """Assert that the receiver refuses to commit ``version``, with ``words`` in the reason that it gives."""
+def _assert_commit_refused(pair: Pair, version: int, words: str) -> None:
+    """Assert that the receiver refuses to commit ``version``, with an error that contains ``words``."""
     problem = None
     try:
         pair.receiver.commit(version)

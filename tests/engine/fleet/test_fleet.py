@@ -399,9 +399,9 @@ async def test_engine_that_comes_while_all_stand_still_stands_still_too() -> Non
     kill(fleet, engines["b"])
     fleet.join("b", late)
     await bring(fleet, 0)
-    assert not late._going.is_set()
+    assert not late._not_paused.is_set()
     await fleet.resume()
-    assert late._going.is_set()
+    assert late._not_paused.is_set()
 
 
 @in_virtual_time
@@ -415,10 +415,10 @@ async def test_commit_with_sleep_wakes_all_and_the_death_of_one_that_falls_aslee
     fleet.join("b", left)
     await bring(fleet, 0)
     await fleet.pause(release=True)
-    assert not left._going.is_set()
+    assert not left._not_paused.is_set()
     await fleet.stage(update(1))
     report = await fleet.commit(1, Interrupt.SLEEP)
-    assert (report.version, left._going.is_set()) == (1, True)
+    assert (report.version, left._not_paused.is_set()) == (1, True)
 
 
 @pytest.mark.parametrize("kind", [Mortal, TogetherMortal])

@@ -69,7 +69,7 @@ async def test_such_an_engine_is_woken_with_the_others() -> None:
     await bring(fleet, 0)
     await fleet.pause(release=True)
     await bring(fleet, 1, Interrupt.SLEEP, missed="b")
-    assert all(engine._going.is_set() for engine in engines.values())
+    assert all(engine._not_paused.is_set() for engine in engines.values())
 
 
 @in_virtual_time

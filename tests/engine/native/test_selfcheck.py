@@ -114,7 +114,7 @@ def test_packed_weight_that_is_not_the_models_is_refused(model_dir: Dir, monkeyp
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             for _, product in self._products[:2]:
-                packed = product.rooms[self._used]
+                packed = product.rooms[self._active]
                 assert packed is not None
                 packed.panels.mul_(1.05)
 

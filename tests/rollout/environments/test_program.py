@@ -94,12 +94,12 @@ def test_a_machine_without_user_namespaces_is_warned_of_and_one_with_them_is_not
     if sys.platform == "linux" and user_namespaces():
         assert program.exposed_here() == []
         assert subprocess.run(refused, capture_output=True, text=True, check=True).stdout == ""
-    monkeypatch.setattr(program, "_APART", (sys.executable, "-c", REFUSED))
+    monkeypatch.setattr(program, "_NAMESPACE_COMMAND", (sys.executable, "-c", REFUSED))
     (warning,) = program.exposed_here()
     assert "get no user namespaces of their own here ([Errno 1] unshare: Operation not permitted)" in warning
     assert "env.own_namespace = false" in warning
     assert program.exposed_here(own_namespace=False) == []
-    monkeypatch.setattr(program, "_APART", ())
+    monkeypatch.setattr(program, "_NAMESPACE_COMMAND", ())
     assert f"({sys.platform} has none)" in program.exposed_here()[0]
 
 

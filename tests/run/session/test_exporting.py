@@ -168,13 +168,13 @@ def test_a_snapshot_that_the_run_removes_meanwhile_is_left_for_the_newer_one(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(tmp_path / "run", base)
-    newest, copy = tmp_path / "run" / "checkpoints" / "step-000002", exporting._copy
+    newest, copy = tmp_path / "run" / "checkpoints" / "step-000002", exporting._copy_files
 
     def while_the_run_goes_on(files: list[Path], directory: Path) -> None:
         if newest.is_dir():
             newest.rename(newest.with_name("step-000003"))
         copy(files, directory)
 
-    monkeypatch.setattr(exporting, "_copy", while_the_run_goes_on)
+    monkeypatch.setattr(exporting, "_copy_files", while_the_run_goes_on)
     assert Path(export(tmp_path / "run", tmp_path / "out").source).name == "step-000003"
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")

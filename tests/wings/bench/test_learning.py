@@ -32,7 +32,7 @@ def figures(made: list[dict[str, Any]]) -> Any:
 
 def test_a_call_continues_where_one_before_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(learning, "_measured", figures(made))
+    monkeypatch.setattr(learning, "_measure_run", figures(made))
     asked: dict[str, object] = {"seeds": "0,1", "ages": "0,2", "tasks": "demo", "parts": "default"}
     first = run_benchmark("learning", directory=str(tmp_path), **asked)
     assert len(made) == 4
@@ -49,7 +49,7 @@ def test_a_call_continues_where_one_before_it_stopped(tmp_path: Path, monkeypatc
 
 def test_variants_are_compared_with_the_synchronous_run_of_their_seed() -> None:
     rows = [row(0, 0, 0.8), row(1, 0, 0.5, goal_s=None), row(0, 2, 0.84, goal_s=5.0), row(1, 2, 0.45, goal_s=None)]
-    (compared,) = learning._compared([*rows, row(2, 2, 0.9)])  # seed 2 has no synchronous run
+    (compared,) = learning._comparisons([*rows, row(2, 2, 0.9)])  # seed 2 has no synchronous run
     assert compared["seeds"] == 2
     assert compared["area"] == pytest.approx((1.05 + 0.9) / 2)
     assert compared["area_worst"] == pytest.approx(0.9)
@@ -57,7 +57,7 @@ def test_variants_are_compared_with_the_synchronous_run_of_their_seed() -> None:
     low, high = compared["area_95"]
     assert low == pytest.approx(0.9)
     assert high == pytest.approx(1.05)
-    never = learning._compared([row(0, 0, 0.8), row(0, 2, 0.8, goal_s=None)])[0]
+    never = learning._comparisons([row(0, 0, 0.8), row(0, 2, 0.8, goal_s=None)])[0]
     assert math.isinf(never["goal_s"])
     named = {target.name: target.holds for target in learning._targets(rows, [compared])}
     assert named == {

@@ -243,7 +243,7 @@ def test_server_that_outlives_a_killed_engine_takes_from_the_next(
 def test_engine_that_takes_the_place_of_another_of_its_run_need_not_wait_for_its_end(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environ, "_held", ["of one run"])
+    monkeypatch.setattr(environ, "_stored_token", ["of one run"])
     sent = version(tmp_path, 1, weights=b"abc")
     with (
         closing(Carrier(line.wire, call_workers, WAY)) as first,

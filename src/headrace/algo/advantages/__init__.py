@@ -1,4 +1,5 @@
-"""Advantages, which are made from rewards, in NumPy only. A new advantage is a class and a row of ``AnyAdvantage``."""
+"""The formulas that compute advantages from rewards, with NumPy only. A new advantage is a class and a row of
+``AnyAdvantage``."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ AnyAdvantage = (
     | GaeAdvantage
 )
 ADVANTAGES = Kinds(AnyAdvantage, group="headrace.advantages", setting="algo.advantage", contract=AdvantageSection)
-"""The registry of advantages, those of installed packages included."""
+"""The registry of advantages, including those of installed packages."""
 AdvantageConfig = Annotated[AnyAdvantage, ADVANTAGES]
 
 __all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GaeAdvantage", "GrpoAdvantage", "Outcomes", "outcomes_of"]

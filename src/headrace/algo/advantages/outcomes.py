@@ -1,8 +1,8 @@
-"""The inputs of advantages: rewards, and the columns that some formulas need. A *column* is an array with one entry for
-each episode or each token.
+"""The inputs of advantage formulas: rewards, and the columns that some formulas need. A *column* is an array with one
+entry for each episode or each token.
 
-Shape legend: E episodes (or turns, where a formula says so), K components of a reward, N tokens of the episodes one
-after the other.
+Shape legend: E episodes (or turns, where a formula says so), K components of a reward, N tokens of all episodes,
+concatenated.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ Bools = npt.NDArray[np.bool_]
 
 @runtime_checkable
 class _Array(Protocol):
-    """The interface that arrays of numpy and torch share."""
+    """The method that arrays of NumPy and torch have in common."""
 
     def tolist(self) -> Any:
         """Return the array as plain Python values."""
         ...
 
 
-# the columns with one value per token; the user gives them as one list per episode
+# the columns with one value per token, which the user passes as one list per episode
 PER_TOKEN = ("process", "entropies", "segments", "energies", "log_mu", "log_nu", "values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """The inputs of an advantage. Only ``rewards_E`` and ``groups_E`` are always present."""
+    """The inputs of an advantage formula. Only ``rewards_E`` and ``groups_E`` are always present."""
 
     rewards_E: Floats
     """The reward of each episode; NaN for an episode that does not count."""
     groups_E: Ints
-    """The group of each episode: equal integers share a baseline."""
+    """The group of each episode: episodes with equal integers share a baseline."""
     lengths_E: Ints | None = None
-    """The number of tokens of each episode that carry loss, so without observations; the sum is N."""
+    """The number of tokens of each episode that carry loss, without observations; the sum is N."""
     parts_EK: Floats | None = None
-    """The components of each reward, if it is a sum."""
+    """The components of each reward, if the reward is a sum of components."""
     greedy_E: Floats | None = None
-    """The reward of the greedy answer to the same task; NaN if there is none."""
+    """The reward of the greedy answer to the same task; NaN if there is no greedy answer."""
     agents_E: Ints | None = None
     """The agent or role of each episode, numbered from 0."""
     baselines: Floats | None = None
-    """The running baseline of each agent before these episodes, indexed by the agents' numbers."""
+    """The running baseline of each agent before these episodes; the index is the agent's number."""
     episodes_E: Ints | None = None
-    """If a row is a turn: the episode it belongs to. Turns are in order of time."""
+    """The episode of each row, if a row is a turn. Turns are in order of time."""
     states_E: Ints | None = None
-    """If a row is a turn: the state in which it was taken; equal integers are the same state."""
+    """The state in which each turn was taken, if a row is a turn; equal integers denote the same state."""
     process_N: Floats | None = None
     """The process reward of each token."""
     entropies_N: Floats | None = None
     """The entropy of the policy at each token."""
     segments_N: Ints | None = None
-    """The segment of each token; equal integers in one episode are one segment."""
+    """The segment of each token; equal integers in one episode denote the same segment."""
     energies_N: Floats | None = None
     """The squared gradient norm ‖∇ log π‖² of each token, or its proxy 1 − 2π + Σπ²."""
     log_mu_N: Floats | None = None
@@ -72,8 +72,8 @@ class Outcomes:
     """A critic's value of the text before each token."""
 
     def __post_init__(self) -> None:
-        """Raise :class:`~headrace.base.errors.DataError` for columns whose length is not the number of rewards or of
-        tokens, for negative lengths and for infinite rewards."""
+        """Check the columns. Raises :class:`~headrace.base.errors.DataError` if the length of a column is not the
+        number of rewards or of tokens, if a length is negative, or if a reward is infinite."""
         rows = len(self.rewards_E)
         per_episode = {
             "groups": self.groups_E, "lengths": self.lengths_E, "reward parts": self.parts_EK, "greedy": self.greedy_E,
@@ -98,26 +98,26 @@ class Outcomes:
 
     @property
     def counted_E(self) -> Bools:
-        """Whether each episode counts: its reward is not NaN."""
+        """Return whether each episode counts: its reward is not NaN."""
         return ~np.isnan(self.rewards_E)
 
     @property
     def values_E(self) -> Floats:
-        """The rewards, with 0 in place of NaN for episodes that do not count."""
+        """Return the rewards, with 0 for episodes that do not count."""
         return np.where(self.counted_E, self.rewards_E, 0.0)
 
     @property
     def owners_N(self) -> Ints:
-        """The index of the episode (the row) of each token. The lengths must be given."""
+        """Return the index of the episode (the row) of each token. Requires ``lengths_E``."""
         assert self.lengths_E is not None
         return np.repeat(np.arange(len(self.rewards_E)), self.lengths_E)
 
 
 def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **columns: Any) -> Outcomes:
-    """Return outcomes from plain lists: each reward is a number, ``None``, or a list of components; labels may be of
-    any kind.
+    """Return the outcomes for plain lists. Each reward is a number, ``None``, or a list of components; labels may have
+    any hashable type.
 
-    ``columns`` are fields of :class:`Outcomes` by their names without suffix. A column per token is a list for each
+    ``columns`` are fields of :class:`Outcomes` by their names without suffix. A column per token is one list per
     episode, and ``baselines`` maps an agent to a number. Raises :class:`DataError` for a value that is not a number,
     and for columns of different lengths.
     """
@@ -153,9 +153,9 @@ def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **c
 
 
 def plain(values: Any, name: str) -> list[Any]:
-    """Return a list, an array, a tensor or any other iterable as a list of plain Python values. Raises
-    :class:`~headrace.base.errors.DataError`, with the column's ``name``, for anything else, text and mappings
-    included."""
+    """Return ``values``, a list, an array, a tensor or any other iterable, as a list of plain Python values. Raises
+    :class:`~headrace.base.errors.DataError`, which contains the column's ``name``, for anything else, including text
+    and mappings."""
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise DataError(f"{name} is {values!r}, which is not a list", remedy=f"give {name} as a list")
     listed = values.tolist() if isinstance(values, _Array) else list(values)
@@ -163,7 +163,8 @@ def plain(values: Any, name: str) -> list[Any]:
 
 
 def labels(values: Sequence[Any]) -> Ints:
-    """Return an integer for every label: equal ones for equal labels, numbered from 0 in order of first appearance.
+    """Return an integer for every label. Equal labels have equal integers, numbered from 0 in order of first
+    occurrence.
 
     >>> labels(["b", None, "b"]).tolist()
     [0, 1, 0]
@@ -185,8 +186,8 @@ def _whole_numbers(values: Sequence[Any]) -> Ints:
 
 
 def _floats(values: Sequence[float | None]) -> Floats:
-    """Return numbers as an array, with NaN for ``None``. Raises :class:`~headrace.base.errors.DataError` for other
-    values."""
+    """Return numbers as an array, with NaN for ``None``. Raises :class:`~headrace.base.errors.DataError` for a value
+    that is not a number."""
     try:
         if any(isinstance(value, str) for value in values):
             raise TypeError("text is not a number")

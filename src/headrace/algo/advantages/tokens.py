@@ -1,5 +1,5 @@
-"""Advantages per token or per turn. E episodes (or turns), N tokens of the episodes one after the other, T tokens of
-one answer; R is the reward of an episode, and one that is NaN does not count."""
+"""Advantages per token or per turn. E episodes (or turns), N tokens of all episodes, concatenated, T tokens of one
+answer. R is the reward of an episode; a reward that is NaN does not count."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from headrace.algo.returns import gae
 
 
 class CriticEstimate(NamedTuple):
-    """The results of estimating advantages with a critic; 0 for the tokens of an episode that does not count."""
+    """The result of estimating advantages with a critic; all numbers are 0 for an episode that does not count."""
 
     advantages_N: Floats
     """The advantage of each token, before it is normalised over the batch."""
     returns_N: Floats
-    """Advantage + value, which the critic is trained towards."""
+    """Advantage + value: the target of the critic's training."""
     outcomes_N: Floats
-    """The discounted reward γ^k·R, k tokens before the last: what was really earned from the token on."""
+    """The discounted reward γ^k·R at the token k before the last: the return from this token on."""
 
 
 class GaeAdvantage(AdvantageSection):
-    """Generalised advantage estimation (GAE): each token compared with what a critic expected before it was sampled.
+    """Generalised advantage estimation (GAE): the return of each token compared with a critic's estimate.
 
-    A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t over the tokens of an episode that carry loss; r is R at
-    the last of them, else 0; V_t is a critic's value of the text before the token, 0 after the last.
+    A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t over the tokens of an episode that carry loss. r is R at
+    the last of these tokens, else 0; V_t is a critic's value of the text before the token, 0 after the last.
 
     With ``normalize``, (A − mean)/(std + ε) over the tokens of the batch; std with denominator n. The group is not
-    a baseline: a group of one gets advantages as any other. Needs ``values``; in a run they are those of the learner's
-    critic (``[learner.critic]``).
+    a baseline, so that a group of one has advantages like any other. Needs ``values``; in a run, the learner's critic
+    computes them (``[learner.critic]``).
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
     """
 
     kind: Literal["gae"] = "gae"
     """The name that selects this advantage."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """γ, the value of a reward one token later."""
+    """γ, the discount per token of later rewards."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """λ: with 1, only rewards count; with less, the critic's values between count too, with less variance and more
-    bias."""
+    """λ: with 1, only rewards count. With less, the critic's values at later tokens count too, which reduces the
+    variance and adds bias."""
     normalize: bool = True
     """Whether to normalise advantages to mean 0 and standard deviation 1 over the tokens of the batch."""
     eps: float = Field(default=1e-8, ge=0)
@@ -67,7 +67,7 @@ class GaeAdvantage(AdvantageSection):
 
     @property
     def compares_siblings(self) -> bool:
-        """``False``: the critic is the baseline, and not the other episodes of the group."""
+        """``False``: the baseline is the critic's value, and not the other episodes of the group."""
         return False
 
     def __call__(self, outcomes: Outcomes) -> Floats:
@@ -76,9 +76,11 @@ class GaeAdvantage(AdvantageSection):
         return self.scaled(self.estimate(outcomes).advantages_N, outcomes.counted_E[outcomes.owners_N])
 
     def estimate(self, outcomes: Outcomes) -> CriticEstimate:
-        """Return the advantages of all tokens before normalisation, each episode by itself, and the returns that the
-        critic is trained towards. Needs the critic's values in ``outcomes``. In a run the learner calls this."""
+        """Return the advantages of all tokens before normalisation, computed for each episode separately, and the
+        returns, which are the targets of the critic. Requires the critic's values in ``outcomes``. In a run, the
+        learner calls this method."""
         values_N, lengths_E = given(outcomes.values_N, "values"), given(outcomes.lengths_E, "lengths")
+        # one row per episode, padded to the longest: gae computes all episodes at once
         places_T = np.arange(lengths_E.max(initial=0))
         inside_ET = (places_T < lengths_E[:, None]) & outcomes.counted_E[:, None]
         counted_N = outcomes.counted_E[outcomes.owners_N]
@@ -94,7 +96,7 @@ class GaeAdvantage(AdvantageSection):
         return CriticEstimate(*flat)
 
     def scaled(self, advantages_N: Floats, counted_N: Bools) -> Floats:
-        """Return the advantages of :meth:`estimate`, normalised over the tokens of a batch of which ``counted_N`` is
+        """Return the advantages of :meth:`estimate`, normalised over the tokens of a batch for which ``counted_N`` is
         true if ``normalize`` is set; 0 for the other tokens."""
         if not self.normalize:
             return advantages_N * counted_N
@@ -104,73 +106,73 @@ class GaeAdvantage(AdvantageSection):
 
 
 class ReverseKl(AdvantageSection):
-    """The advantage of on-policy distillation: the teacher's log-probability of a token minus that of the sampler.
+    """The advantage of on-policy distillation: the teacher's log-probability of a token minus the sampler's.
 
-    β·(log ν − log μ) per token, + ω·(R − mean) of the group; ν is the teacher that the episode's key chose.
+    β·(log ν − log μ) per token, + ω·(R − mean) of the group; ν is the teacher that is chosen for the episode.
 
-    The teacher's part looks at no reward: it is there for a group of one and for a reward that does not count, where
-    the reward's part is 0. The expectation over samples of μ is −KL(μ‖ν). Needs ``log_nu`` and ``log_mu``.
+    The teacher's term does not depend on rewards: it is also present in a group of one and for a reward that does not
+    count, where the reward's term is 0. Its expectation over samples of μ is −KL(μ‖ν). Needs ``log_nu`` and ``log_mu``.
     Source: Agarwal et al. (GKD), arXiv 2306.13649; Lu (2025), "On-policy distillation".
     """
 
     kind: Literal["reverse_kl"] = "reverse_kl"
     """The name that selects this advantage."""
     beta: float = Field(default=1.0, ge=0)
-    """β, the weight of the teacher."""
+    """β, the weight of the teacher's term."""
     weight: float = Field(default=0.0, ge=0)
-    """ω, the weight of the reward; 0 leaves rewards out."""
+    """ω, the weight of the reward's term; with 0, rewards are not used."""
     per_token: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"log_mu", "log_nu"})
     by_teacher: ClassVar[bool] = True
 
     @property
     def compares_siblings(self) -> bool:
-        """Whether rewards have a weight beside the teacher; rewards are compared within groups."""
+        """Whether rewards, which are compared within groups, have a weight beside the teacher's term."""
         return self.weight > 0
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every token: the teacher's part, and the part of its episode's reward if that has a
-        weight."""
+        """Return the advantage of every token: the teacher's term, plus the reward's term of the token's episode if it
+        has a weight."""
         credit_N = self.of_tokens(given(outcomes.log_nu_N, "log_nu") - given(outcomes.log_mu_N, "log_mu"))
         return credit_N + self.of_rewards(outcomes)[outcomes.owners_N] if self.weight else credit_N
 
     def of_tokens(self, gap_N: Floats) -> Floats:
-        """Return the teacher's part of the advantage of every token, from ``gap_N``, its log ν − log μ, clamped to ±20;
-        0 where that is NaN. In a run the learner, which has the teacher, adds it."""
+        """Return the teacher's term of the advantage of every token, from ``gap_N``, which is log ν − log μ, clamped to
+        ±20; 0 where it is NaN. In a run, the learner adds this term, since it has the teacher's scores."""
         return self.beta * np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
 
     def of_rewards(self, outcomes: Outcomes) -> Floats:
-        """Return the reward's part of the advantage of every episode: ω times the reward less the group's mean."""
+        """Return the reward's term of the advantage of every episode: ω times the reward minus the group's mean."""
         return self.weight * centered(outcomes)
 
 
 class Prpo(AdvantageSection):
-    """PRPO's advantage: process rewards by segment, centred so that their mean is the advantage of the outcome.
+    """PRPO's advantage: process rewards per segment, centred so that their mean is the advantage of the outcome.
 
     A_outcome + ω·(p − mean of p over the episode)/(std of p over the group + ε); std of p with denominator n.
 
-    p is the mean process reward of a token's segment; segments begin at the K tokens of highest entropy that are at
-    least m apart. So the mean over an episode's tokens is its outcome advantage (R − mean)/(std + ε), with
-    n − 1 in that std. Needs ``process``, and ``entropies`` or ``segments``. In a run every segment of a turn is graded
-    by the components of ``env.rewards`` with ``by_turn``, which do not count in R; the engine records the entropies.
+    p is the mean process reward of a token's segment. Segments begin at the K tokens of highest entropy that are at
+    least m apart. The mean over an episode's tokens is then its outcome advantage (R − mean)/(std + ε), with n − 1 in
+    the denominator of that std. Needs ``process``, and ``entropies`` or ``segments``. In a run, the components of
+    ``env.rewards`` with ``by_turn`` grade every segment of a turn, and do not count in R; the engine records entropies.
     Source: Ding et al., arXiv 2601.07182.
     """
 
     kind: Literal["prpo"] = "prpo"
     """The name that selects this advantage."""
     spikes: int = Field(default=8, ge=0)
-    """K, the largest number of entropy spikes that split an answer; in a run, each turn of it."""
+    """K, the largest number of entropy spikes that divide an answer into segments; in a run, each turn of an answer."""
     gap: int = Field(default=16, ge=1)
-    """m, the least distance of two spikes in tokens."""
+    """m, the smallest distance between two spikes, in tokens."""
     weight: float = Field(default=1.0, ge=0)
     """ω, the weight of the process rewards."""
     eps: float = Field(default=1e-6, ge=0)
-    """ε, which is added to standard deviations."""
+    """ε, which is added to every standard deviation."""
     per_token: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"process", "entropies", "segments"})
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every token: that of its episode's outcome (GRPO's), plus the weighted, centred
+        """Return the advantage of every token: GRPO's advantage of its episode's outcome, plus the weighted, centred
         process reward of its segment."""
         process_N, owners_N = given(outcomes.process_N, "process"), outcomes.owners_N
         segments_N = self._segments(outcomes) if outcomes.segments_N is None else outcomes.segments_N
@@ -186,12 +188,13 @@ class Prpo(AdvantageSection):
         return credit_N * outcomes.counted_E[owners_N]
 
     def starts(self, entropies_T: npt.NDArray[np.floating[Any]]) -> list[int]:
-        """Return the indices of the tokens at which the segments of one answer begin, except for the first segment,
-        which begins at 0: the spikes of ``entropies_T``, the entropy at each token."""
+        """Return the indices of the tokens at which the segments of one answer begin, without the first segment, which
+        begins at 0. They are the spikes of ``entropies_T``, the entropy at each token."""
         return [place for place in spikes(entropies_T, most=self.spikes, gap=self.gap) if place > 0]
 
     def _segments(self, outcomes: Outcomes) -> Ints:
-        """Return the number of each token's segment, counted through all episodes, from the entropies."""
+        """Return the number of each token's segment, computed from the entropies. Numbers increase over all episodes;
+        the beginning of an episode does not begin a new number."""
         entropies_N, lengths_E = given(outcomes.entropies_N, "entropies"), given(outcomes.lengths_E, "lengths")
         begins_N = np.zeros(len(entropies_N), np.int64)
         for end, length in zip(np.cumsum(lengths_E), lengths_E, strict=True):
@@ -200,8 +203,8 @@ class Prpo(AdvantageSection):
 
 
 def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, most: int, gap: int) -> list[int]:
-    """Return the indices of the ``most`` highest entropies (fewer if there are no more) that are at least ``gap``
-    tokens apart, in ascending order; of equal ones, the first is taken.
+    """Return the indices of the ``most`` highest entropies (or fewer, if there are not as many) that are at least
+    ``gap`` tokens apart, in ascending order. Among equal entropies, the first is preferred.
 
     >>> spikes(np.array([0.1, 2.0, 1.9, 0.3, 1.5]), most=2, gap=2)
     [1, 4]
@@ -216,12 +219,12 @@ def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, most: int, gap: int) -
 
 
 class StepAdvantage(AdvantageSection):
-    """Advantages by turn: each turn is compared with other turns taken in the same state.
+    """Advantages by turn: each turn is compared with other turns in the same state.
 
     R_episode − mean of the others + ω·(G − mean of the other G in the same state), G = Σ γ^k r from the turn on.
 
-    A row is a turn, in order of time; ``episodes`` says of which episode (left out: each is its own), ``states`` in
-    which state it was taken (left out: its place in the episode). A state seen once gives no step credit.
+    A row is a turn, in order of time. ``episodes`` is the episode of each turn (by default its own), and ``states`` its
+    state (by default its index in the episode). A state that occurs once contributes no turn advantage.
     Source: Feng et al. (GiGPO), arXiv 2505.10978, eq. 5–9, with leave-one-out means.
     """
 
@@ -230,19 +233,20 @@ class StepAdvantage(AdvantageSection):
     gamma: float = Field(default=0.95, ge=0, le=1)
     """γ, the discount per turn of the returns that are compared."""
     weight: float = Field(default=1.0, ge=0)
-    """ω, the weight of the turn's advantage beside the episode's."""
+    """ω, the weight of the turn's advantage relative to the episode's."""
     reads: ClassVar[frozenset[str]] = frozenset({"episodes", "states"})
     by_turn: ClassVar[bool] = True
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every turn (a row of ``outcomes`` is a turn): that of its episode, plus the weighted
-        advantage of the turn among turns in the same state."""
+        """Return the advantage of every turn (a row of ``outcomes`` is a turn): the advantage of its episode, plus the
+        weighted advantage of the turn among turns in the same state."""
         rows = np.arange(len(outcomes.rewards_E))
         episodes_E = rows if outcomes.episodes_E is None else outcomes.episodes_E
         returns_E, places_E = self._returns(outcomes.values_E, episodes_E)
         states_E = places_E if outcomes.states_E is None else outcomes.states_E
         keys_E = joint(outcomes.groups_E, states_E)
         step_E = leave_one_out(returns_E, outcomes.counted_E, keys_E)
+        # one entry per episode for the episode's own advantage; ``owners_E`` maps it back to the turns
         _, first, owners_E = np.unique(episodes_E, return_index=True, return_inverse=True)
         whole_E = total(outcomes.values_E, episodes_E)[first]
         counted_E = total(outcomes.counted_E.astype(np.float64), episodes_E)[first] > 0
@@ -250,8 +254,9 @@ class StepAdvantage(AdvantageSection):
         return (episode_E + self.weight * step_E) * outcomes.counted_E
 
     def _returns(self, values_E: Floats, episodes_E: Ints) -> tuple[Floats, Ints]:
-        """Return for each turn the discounted sum of the rewards from this turn to the end of its episode, and the
-        index of the turn in its episode, from 0. ``values_E`` are the turns' rewards, ``episodes_E`` their episodes."""
+        """Return two numbers for each turn: the discounted sum of the rewards from this turn to the end of its episode,
+        and the index of the turn in its episode, from 0. ``values_E`` are the rewards of the turns, ``episodes_E``
+        their episodes."""
         returns_E, places_E = np.zeros(len(values_E)), np.zeros(len(values_E), np.int64)
         later: dict[int, float] = {}
         earlier: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Corrections: weights and masks that multiply any loss. A new one is a class and a row of ``AnyCorrection``."""
+"""Corrections: weights and masks that multiply any loss. A new correction is a class and a row of ``AnyCorrection``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AnyCorrection = (
     | TopEntropy
 )
 CORRECTIONS = Kinds(AnyCorrection, group="headrace.corrections", setting="algo.correction", contract=CorrectionSection)
-"""The registry of corrections, those of installed packages included."""
+"""The registry of corrections, including those of installed packages."""
 CorrectionConfig = Annotated[AnyCorrection, CORRECTIONS]
 
 __all__ = ["AnyCorrection", "CorrectionConfig", "Tis"]

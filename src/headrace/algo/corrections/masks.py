@@ -1,7 +1,8 @@
 """Corrections that keep or drop tokens and sequences: factors that multiply the loss of each token, without gradient.
 
-A correction is a record of settings (``[[algo.correction]]``) that is called with the columns of a micro-batch. π is
-the policy in training, μ the one that sampled, ρ = π_old/μ; ``log_rho_N`` is log ρ. N tokens, S samples (sequences).
+A correction is a record of settings (``[[algo.correction]]``). It is called with the columns of a micro-batch. π is the
+policy in training, μ the policy that sampled the token, ρ = π_old/μ; ``log_rho_N`` is log ρ. N tokens, S samples
+(sequences).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Icepop(CorrectionSection):
-    """IcePop, also called masked importance sampling: the ratio inside a band is the weight, and tokens outside are
-    dropped.
+    """IcePop, also called masked importance sampling: a ratio inside a band is the weight, and tokens with a ratio
+    outside the band are dropped.
 
     ρ where low ≤ ρ ≤ high, else 0; ρ = π_old/μ of the token, its product or geometric mean over the sequence.
 
@@ -31,16 +32,16 @@ class Icepop(CorrectionSection):
     kind: Literal["icepop"] = "icepop"
     """The name that selects this correction."""
     low: float = Field(default=0.5, ge=0)
-    """The least weight that is kept."""
+    """The smallest weight of a token that is not dropped."""
     high: float = Field(default=5.0, gt=0)
-    """The greatest weight that is kept."""
+    """The largest weight of a token that is not dropped."""
     level: Level = "token"
-    """The ratio: that of the token, the product over its sequence, or the geometric mean over its sequence."""
+    """The ratio of a token: its own, the product over its sequence, or the geometric mean over its sequence."""
     weighs: ClassVar[bool] = True
 
     @pydantic.model_validator(mode="after")
     def _has_a_band(self) -> Icepop:
-        """Refuse bounds between which no weight lies."""
+        """Refuse bounds that no weight satisfies."""
         refuse_crossed(self.kind, self.low, self.high)
         return self
 
@@ -61,13 +62,13 @@ class GeometricRejection(CorrectionSection):
     kind: Literal["geometric_rejection"] = "geometric_rejection"
     """The name that selects this correction."""
     low: float = Field(default=0.999, ge=0)
-    """The least geometric mean of a sequence that is kept."""
+    """The smallest geometric mean of a sequence that is not dropped."""
     high: float = Field(default=1.001, gt=0)
-    """The greatest geometric mean of a sequence that is kept."""
+    """The largest geometric mean of a sequence that is not dropped."""
 
     @pydantic.model_validator(mode="after")
     def _has_a_band(self) -> GeometricRejection:
-        """Refuse bounds between which no geometric mean lies."""
+        """Refuse bounds that no geometric mean satisfies."""
         refuse_crossed(self.kind, self.low, self.high)
         return self
 
@@ -83,13 +84,14 @@ class K3Rejection(CorrectionSection):
 
     1 where k3 ≤ high, else 0; k3 = ρ − 1 − log ρ, ρ = π_old/μ, of the token or as mean over its sequence.
 
-    Never negative, so that deviations of both signs add up. Source: Schulman (2020), "Approximating KL divergence".
+    k3 is never negative, so that deviations of both signs add up. Source: Schulman (2020), "Approximating KL
+    divergence".
     """
 
     kind: Literal["k3_rejection"] = "k3_rejection"
     """The name that selects this correction."""
     high: float = Field(default=0.01, gt=0)
-    """The greatest divergence that is kept."""
+    """The largest divergence of a token or sequence that is not dropped."""
     level: Literal["token", "sequence"] = "sequence"
     """Whether to reject single tokens or whole sequences."""
 
@@ -123,8 +125,8 @@ class Opsm(CorrectionSection):
         return frozenset({"log_mu"})
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor of every token: 0 if its sequence has a negative mean advantage and π has moved away from
-        it by more than δ, else 1."""
+        """Return the factor of every token: 0 if its sequence has a negative mean advantage and its mean log(μ/π) is
+        above δ, else 1."""
         drift_S = inputs.mean_S(log_ratio(inputs.log_mu_N, inputs.log_pi_N.detach()))
         blamed_S = inputs.mean_S(inputs.advantages_N) < 0
         return keep_sequences(inputs, ~(blamed_S & (drift_S > self.delta)))
@@ -133,22 +135,23 @@ class Opsm(CorrectionSection):
 class Outlier(CorrectionSection):
     """The rejection of sequences that contain a token with an extreme ratio.
 
-    0 for every token of a sequence in which any ρ = π_old/μ lies outside [low, high], else 1.
+    0 for every token of a sequence in which any ρ = π_old/μ is outside [low, high], else 1.
 
-    Such a ratio is a fault (a different tokenisation, a corrupt cache), not a drift. Source: PRIME-RL, outlier masking.
+    Such a ratio is a sign of an error (a different tokenisation, a corrupt cache), not of a changed policy. Source:
+    PRIME-RL, outlier masking.
     """
 
     kind: Literal["outlier"] = "outlier"
     """The name that selects this correction."""
     low: float = Field(default=1e-4, ge=0)
-    """The least ratio that a token may have."""
+    """The smallest ratio that a token may have."""
     high: float = Field(default=100.0, gt=0)
-    """The greatest ratio that a token may have."""
+    """The largest ratio that a token may have."""
     corrects: ClassVar[bool] = False
 
     @pydantic.model_validator(mode="after")
     def _has_a_band(self) -> Outlier:
-        """Refuse bounds between which no ratio lies."""
+        """Refuse bounds that no ratio satisfies."""
         refuse_crossed(self.kind, self.low, self.high)
         return self
 
@@ -160,11 +163,11 @@ class Outlier(CorrectionSection):
 
 
 class TrustRegion(CorrectionSection):
-    """A band for each token's ratio that narrows with its age.
+    """A band of allowed log-ratios that becomes narrower with the token's age.
 
     ρ where |log ρ| ≤ δ·γ^age, else 0; ρ = π_old/μ.
 
-    Tokens of older weights have to agree more closely to be trained on. γ = 1 is icepop with a symmetric band.
+    Tokens of older weights have to agree more closely. γ = 1 corresponds to icepop with a symmetric band of log ρ.
     """
 
     kind: Literal["trust_region"] = "trust_region"
@@ -191,17 +194,18 @@ class TrustRegion(CorrectionSection):
 class Age(CorrectionSection):
     """A weight that depends on a token's age only.
 
-    γ^age where age ≤ max_age, else 0. Tokens of one answer differ in age when weights changed under it.
+    γ^age where age ≤ max_age, else 0. Tokens of one answer have different ages if weights changed during the answer.
 
-    Not a correction of any ratio: it lets old tokens count less. Source: masked prefixes of partial rollouts (SLIME).
+    It does not correct any ratio, but reduces the weight of old tokens. Source: masked prefixes of partial rollouts
+    (SLIME).
     """
 
     kind: Literal["age"] = "age"
     """The name that selects this correction."""
     decay: float = Field(default=1.0, gt=0, le=1)
-    """γ, the factor by which a token's weight shrinks per version."""
+    """γ, the factor by which a token's weight decreases per version."""
     max_age: int | None = Field(default=None, ge=0)
-    """The greatest age that is trained on; unset: any."""
+    """The largest age of a token that is trained on; unset: any age."""
     corrects: ClassVar[bool] = False
 
     def columns(self) -> frozenset[Column]:
@@ -216,26 +220,26 @@ class Age(CorrectionSection):
 
 
 class TopEntropy(CorrectionSection):
-    """The selection of the tokens with the highest entropy, where the policy's choice matters most.
+    """The selection of the tokens with the highest entropy, where the policy's choice has the most influence.
 
-    1 for the fraction of the batch's tokens with the highest entropy, else 0. Equal entropies are kept together.
+    1 for the fraction of the batch's tokens with the highest entropy, else 0. Tokens of equal entropy are not divided.
 
-    The denominator stays that of all tokens. Source: Wang et al. ("Beyond the 80/20 rule"), arXiv 2506.01939, eq. 5.
+    The denominator remains that of all tokens. Source: Wang et al. ("Beyond the 80/20 rule"), arXiv 2506.01939, eq. 5.
     """
 
     kind: Literal["top_entropy"] = "top_entropy"
     """The name that selects this correction."""
     fraction: float = Field(default=0.2, gt=0, le=1)
-    """The fraction of the batch's tokens that is trained on; at least one token."""
+    """The fraction of the batch's tokens that is trained on; at least one token is."""
     corrects: ClassVar[bool] = False
 
     def columns(self) -> frozenset[Column]:
-        """Return the columns that the correction reads: entropies, and the tokens selected by them."""
+        """Return the columns that the correction reads: entropies, and the tokens that :meth:`select` selects."""
         return frozenset({"entropy", "selected"})
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask (N, bool) of the fraction of the batch's tokens with the highest entropy; tokens of equal
-        entropy are selected together."""
+        """Return the mask (N, bool) of the fraction of the batch's tokens with the highest entropy. Tokens with the
+        lowest selected entropy are all selected."""
         assert whole.entropy_N is not None
         entropies = whole.entropy_N[whole.mask_N]
         if not len(entropies):

@@ -1,5 +1,6 @@
-"""The common base of the settings of corrections, and functions that several of them use. A correction gives a factor
-for each token, which multiplies its loss. ρ = π_old/μ, where μ is the policy that sampled. N tokens, S samples."""
+"""The base class of corrections, and functions that several corrections use. A correction computes a factor for each
+token, which multiplies the token's loss. ρ = π_old/μ, where μ is the policy that sampled the token. N tokens, S
+samples."""
 
 from __future__ import annotations
 
@@ -17,26 +18,27 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 class CorrectionSection(Section):
-    """The base class of the corrections: the settings of one, with the properties of the usual one, which reads log μ
-    and log π_old. The class attributes are those of :class:`headrace.algo.base.Correction`."""
+    """The base class of the settings of a correction. Its class attributes, which are those of
+    :class:`headrace.algo.base.Correction`, and its columns describe the usual correction, which reads log μ and
+    log π_old."""
 
     weighs: ClassVar[bool] = False
     corrects: ClassVar[bool] = True
     replaces_old: ClassVar[bool] = False
 
     def columns(self) -> frozenset[Column]:
-        """Return the columns that the correction reads beyond those that every batch has."""
+        """Return the columns that the correction reads in addition to those that every batch has."""
         return frozenset({"log_old", "log_mu"})
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask (N, bool) of the tokens selected from the whole batch. Corrections that have ``"selected"``
-        among their columns define it; here it raises ``NotImplementedError``, since it is never called for others."""
+        """Return the mask (N, bool) of the tokens selected from the whole batch. A correction with ``"selected"`` among
+        its columns overrides this method. Raises ``NotImplementedError`` otherwise, where it is never called."""
         raise NotImplementedError(f"{type(self).__name__} selects no tokens")
 
 
 def refuse_crossed(kind: str, low: float, high: float) -> None:
-    """Raise :class:`ConfigError` if the band from ``low`` to ``high`` of the correction named ``kind`` contains no
-    value."""
+    """Raise :class:`ConfigError` if no value is between ``low`` and ``high``, the bounds of the correction named
+    ``kind``."""
     if low >= high:
         raise ConfigError(
             f"correction {kind!r} has low={low} and high={high}: it keeps nothing", remedy="set low < high"
@@ -44,8 +46,8 @@ def refuse_crossed(kind: str, low: float, high: float) -> None:
 
 
 def log_rho_at(level: Level, inputs: LossInputs) -> Tensor:
-    """Return log ρ for every token: its own, the sum over its sequence (clamped to ±20), or the mean over its
-    sequence."""
+    """Return log ρ for every token at the given level: its own, the sum over its sequence (clamped to ±20), or the mean
+    over its sequence."""
     log_rho_N = inputs.log_rho_N()
     match level:
         case "token":
@@ -57,6 +59,5 @@ def log_rho_at(level: Level, inputs: LossInputs) -> Tensor:
 
 
 def keep_sequences(inputs: LossInputs, keep_S: Tensor) -> Factor:
-    """Return the factor 1 for every token of the samples of which ``keep_S`` is true, and 0 for the tokens of the
-    others."""
+    """Return the factor 1 for every token of the samples where ``keep_S`` is true, and 0 for all other tokens."""
     return Factor(tokens_N=keep_S.to(inputs.log_pi_N.dtype)[inputs.samples_N])

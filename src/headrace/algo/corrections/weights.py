@@ -1,7 +1,7 @@
 """Corrections that multiply each token's loss by a truncated ratio, without gradient.
 
-A correction is a record of settings (``[[algo.correction]]``) that is called with the columns of a micro-batch. π is
-the policy in training, μ the one that sampled, ρ = π_old/μ; ``log_rho_N`` is log ρ. N tokens.
+A correction is a record of settings (``[[algo.correction]]``). It is called with the columns of a micro-batch. π is the
+policy in training, μ the policy that sampled the token, ρ = π_old/μ; ``log_rho_N`` is log ρ. N tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Tis(CorrectionSection):
     kind: Literal["tis"] = "tis"
     """The name that selects this correction."""
     cap: float = Field(default=2.0, gt=0)
-    """C, the greatest weight of a token."""
+    """C, the largest weight of a token."""
     weighs: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> Factor:
@@ -39,7 +39,7 @@ class SequenceTis(CorrectionSection):
 
     min(w, C), w = Πρ over the sequence, or its geometric mean (Πρ)^{1/T}; ρ = π_old/μ.
 
-    A product over a long answer is far from 1 for any mismatch at all; the geometric mean does not depend on length.
+    A product over a long answer is far from 1 even for a small mismatch; the geometric mean does not depend on length.
     Source: Liu et al. (2025), "When speed kills stability"; geometric form: Zheng et al., arXiv 2507.18071, eq. 7.
     """
 
@@ -48,22 +48,23 @@ class SequenceTis(CorrectionSection):
     level: Literal["sequence", "geometric"] = "sequence"
     """The weight of a sequence: ``"sequence"`` for the product, ``"geometric"`` for the geometric mean."""
     cap: float = Field(default=2.0, gt=0)
-    """C, the greatest weight of a sequence."""
+    """C, the largest weight of a sequence."""
     weighs: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor of every token, which is the same for a whole sequence: the product or the geometric mean
-        of its ratios ρ, at most ``cap``."""
+        """Return the factor of every token, which is the same for all tokens of a sequence: the product or the
+        geometric mean of the ratios ρ, at most ``cap``."""
         return Factor(tokens_N=log_rho_at(self.level, inputs).exp().clamp(max=self.cap))
 
 
 class Decoupled(CorrectionSection):
     """Decoupled PPO: the loss clips against a recent policy, and this weight corrects for the policy that sampled.
 
-    min(ρ, C), ρ = π_old/μ per token: tis with a wider bound, for a loss that clips π/π_old.
+    min(ρ, C), ρ = π_old/μ per token: tis with a larger bound, for a loss that clips π/π_old.
 
-    In a run π_old is the learner before this step, and a batch is one update: the ratio that the loss clips is 1 then,
-    and what remains is the weight. ``loglinear`` puts π_old between μ and π, ``algo.old = "engine"`` at μ: clips act.
+    In a run π_old is the learner before this step. If a batch is one update, the ratio that the loss clips is then 1,
+    and only the weight acts. With ``loglinear``, π_old is between μ and π, and with ``algo.old = "engine"`` it is μ:
+    the clips act then.
 
     Source: Hilton et al., arXiv 2110.00641, eq. 5; for language models: AReaL, arXiv 2505.24298, eq. 5.
     """
@@ -71,7 +72,7 @@ class Decoupled(CorrectionSection):
     kind: Literal["decoupled"] = "decoupled"
     """The name that selects this correction."""
     cap: float = Field(default=5.0, gt=0)
-    """C, the greatest weight of a token."""
+    """C, the largest weight of a token."""
     weighs: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> Factor:
@@ -91,7 +92,7 @@ class Loglinear(CorrectionSection):
     kind: Literal["loglinear"] = "loglinear"
     """The name that selects this correction."""
     cap: float = Field(default=5.0, gt=0)
-    """C, the greatest weight of a token."""
+    """C, the largest weight of a token."""
     weighs: ClassVar[bool] = True
     replaces_old: ClassVar[bool] = True
 
@@ -100,8 +101,8 @@ class Loglinear(CorrectionSection):
         return frozenset({"log_mu", "versions"})
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor of every token, π_old/μ at most ``cap``, and the interpolated log π_old, which the loss
-        uses in place of the one in ``inputs``."""
+        """Return the factor of every token, π_old/μ but at most ``cap``, and the interpolated log π_old, which replaces
+        that of ``inputs`` in the loss."""
         ages_N = inputs.ages_N().clamp(min=1).to(inputs.log_pi_N.dtype)
         step_N = (ages_N - 1) / ages_N * log_ratio(inputs.log_pi_N.detach(), inputs.log_mu_N)
         return Factor(tokens_N=step_N.exp().clamp(max=self.cap), log_old_N=inputs.log_mu_N + step_N)

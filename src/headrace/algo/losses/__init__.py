@@ -1,4 +1,4 @@
-"""The losses. A new loss is a class and a row of ``AnyLoss``."""
+"""The loss formulas. A new loss is a class and a row of ``AnyLoss``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AnyLoss = (
     | Custom
 )
 LOSSES = Kinds(AnyLoss, group="headrace.losses", setting="algo.loss", contract=LossSection)
-"""The registry of losses, those of installed packages included."""
+"""The registry of losses, including those of installed packages."""
 LossConfig = Annotated[AnyLoss, LOSSES]
 
 __all__ = ["AnyLoss", "Custom", "Dapo", "Grpo", "LossConfig"]

@@ -1,8 +1,8 @@
 """Losses with PPO's clipped surrogate, over the ratio of each token or of a whole sequence.
 
-A loss is a record of settings (``[algo.loss]``) that is called with the columns of a micro-batch and gives one value
-per token, to be minimised; a reduction sums them later. π is the policy in training, r = π/π_old, A the advantage;
-``log_ratio_N()`` is log r. N tokens, S samples (sequences).
+A loss is a record of settings (``[algo.loss]``). It is called with the columns of a micro-batch and returns one value
+per token, to be minimised; a reduction sums the values later. π is the policy in training, r = π/π_old, A the
+advantage; ``log_ratio_N()`` is log r. N tokens, S samples (sequences).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ClippedLoss(PolicyLoss):
-    """The settings of the clipped surrogate that PPO's descendants share, over a ratio of tokens or of sequences:
+    """The settings of the clipped surrogate that PPO and its variants share, over a ratio of tokens or of sequences:
     −min(min(r, δ)·A, clip(r, 1−ε, 1+ε_h)·A), δ = ``ratio_cap``."""
 
     clip_low: float = Field(default=0.2, ge=0, le=1)
@@ -30,12 +30,12 @@ class ClippedLoss(PolicyLoss):
     dual_clip: float | None = Field(default=None, gt=1)
     """c: where A < 0, the value of a token is at most −c·A (3 is usual); unset: no such bound."""
     ratio_cap: float | None = Field(default=None, gt=0)
-    """δ of two-sided clipping: the unclipped r is at most δ, for A < 0 too. There, a clipped r that is greater still
-    counts, so that a δ below 1 + ``clip_high`` only bounds A > 0; unset: no such bound."""
+    """δ of two-sided clipping: the unclipped r is at most δ, also where A < 0. If the clipped r is larger than δ there,
+    it is used, so that a δ below 1 + ``clip_high`` only bounds A > 0; unset: no such bound."""
 
     def surrogate(self, ratio_N: Tensor, advantages_N: Tensor) -> TokenLoss:
         """Return the clipped surrogate of every token, from its ratio ``ratio_N`` (of the token or of its sequence) and
-        its advantage, with the mask of the tokens that get no gradient because of a bound."""
+        its advantage, with the mask of the tokens whose gradient is 0 because of a bound."""
         up_N, down_N = advantages_N > 0, advantages_N < 0
         low, high = 1 - self.clip_low, 1 + self.clip_high
         cap = math.inf if self.ratio_cap is None else self.ratio_cap
@@ -49,7 +49,7 @@ class ClippedLoss(PolicyLoss):
 
 
 class Grpo(ClippedLoss):
-    """GRPO's loss: PPO's clipped surrogate, with advantages relative to the group in place of a critic.
+    """GRPO's loss: PPO's clipped surrogate, for advantages that are relative to the group and need no critic.
 
     −min(r·A, clip(r, 1−ε, 1+ε_h)·A), r = π/π_old per token; where A < 0 and a dual clip c is set, at most −c·A.
 
@@ -67,7 +67,7 @@ class Grpo(ClippedLoss):
 
 
 class Dapo(ClippedLoss):
-    """DAPO's loss: GRPO's with a higher upper clip, and the same weight for every token of the batch.
+    """DAPO's loss: GRPO's loss with a higher upper clip, and the same weight for every token of the batch.
 
     −min(r·A, clip(r, 1−ε, 1+ε_h)·A) with ε_h > ε, averaged over the tokens of the batch.
 
@@ -82,17 +82,18 @@ class Dapo(ClippedLoss):
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of every token: the clipped surrogate of its ratio π/π_old and its advantage. DAPO differs
-        from GRPO by the upper bound and by the reduction."""
+        from GRPO in the upper bound and in the reduction."""
         return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
 
 class DrGrpo(ClippedLoss):
-    """Dr. GRPO's loss: GRPO's without the two normalisations that favour short right answers and long wrong ones.
+    """Dr. GRPO's loss: GRPO's loss without the two normalisations that favour short correct answers and long wrong
+    ones.
 
     −min(r·A, clip(r, 1−ε, 1+ε_h)·A), summed over tokens and divided by a constant; its advantage is R − mean.
 
-    Set ``normalizer`` of the reduction to the longest answer allowed, in tokens: at its default of 1 the loss is a sum
-    over tokens, and its gradient grows with the answers.
+    Set ``normalizer`` of the reduction to the largest number of tokens of an answer. With its default of 1 the loss is
+    a sum over tokens, and its gradient grows with the length of the answers.
 
     Source: Liu et al., arXiv 2503.20783, section 3.2.
     """
@@ -103,16 +104,17 @@ class DrGrpo(ClippedLoss):
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of every token: the clipped surrogate of its ratio π/π_old and its advantage. Dr. GRPO
-        differs from GRPO by the reduction."""
+        differs from GRPO in the reduction."""
         return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
 
 class Luspo(ClippedLoss):
-    """LUSPO's loss: GSPO's with sequences weighted by their length, so that short answers are not favoured.
+    """LUSPO's loss: GSPO's loss with sequences weighted by their length, so that short answers are not favoured.
 
     −min(s·A, clip(s, 1−ε, 1+ε_h)·A)·|y|, s = exp(mean over the sequence of log r), r = π/π_old.
 
-    The factor |y| is the reduction's: the token sum of a value that all tokens of a sequence share.
+    The factor |y| results from the reduction: the sum over tokens of a value that is equal for all tokens of a
+    sequence.
     Source: LUSPO, arXiv 2602.05261.
     """
 
@@ -132,8 +134,8 @@ class Luspo(ClippedLoss):
 
 
 class Aspo(PolicyLoss):
-    """ASPO's loss: the importance ratio of tokens with a positive advantage is inverted, so that rare ones weigh
-    more.
+    """ASPO's loss: the importance ratio of tokens with a positive advantage is inverted, so that tokens that have
+    become less likely have a larger weight.
 
     A > 0: −sg(min(1/r, c))·A·π/sg(π), no gradient where r > 1+ε_h; A < 0: −clip(r, 1−ε, c)·A, the dual clip.
 
@@ -147,16 +149,17 @@ class Aspo(PolicyLoss):
     clip_high: float = Field(default=0.2, ge=0)
     """ε_h: where A > 0, a ratio above 1 + ``clip_high`` has no gradient."""
     dual_clip: float = Field(default=3.0, gt=1)
-    """c, the greatest weight of a token, inverted or not."""
+    """c, the largest weight of a token, inverted or not."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: for a positive advantage weighted by the inverse of its ratio, else by the
-        ratio, both bounded; with the mask of the tokens at a bound."""
+        """Return the loss of every token. The weight is the inverse of the ratio for a positive advantage, otherwise
+        the ratio, and both are bounded. The result includes the mask of the tokens at a bound."""
         log_r_N, advantages_N = inputs.log_ratio_N(), inputs.advantages_N
         ratio_N, inverse_N = log_r_N.exp(), (-log_r_N.detach()).exp()
         above_N, below_N = ratio_N > 1 + self.clip_high, ratio_N < 1 - self.clip_low
-        one_N = (log_r_N - log_r_N.detach()).exp().masked_fill(above_N, 1.0)
-        rise_N = -inverse_N.clamp(max=self.dual_clip) * one_N * advantages_N
+        # 1 in value, with the gradient of the ratio; constant above the clip, so that there is no gradient
+        unit_N = (log_r_N - log_r_N.detach()).exp().masked_fill(above_N, 1.0)
+        rise_N = -inverse_N.clamp(max=self.dual_clip) * unit_N * advantages_N
         fall_N = -ratio_N.clamp(1 - self.clip_low, self.dual_clip) * advantages_N
         up_N = advantages_N > 0
         cut_N = above_N.where(up_N, below_N | (ratio_N > self.dual_clip))
@@ -164,7 +167,7 @@ class Aspo(PolicyLoss):
 
 
 class Gspo(ClippedLoss):
-    """GSPO's loss: one length-normalised ratio per sequence, as there is one reward per sequence.
+    """GSPO's loss: one length-normalised ratio per sequence, since there is one reward per sequence.
 
     −min(s·A, clip(s, 1−ε, 1+ε_h)·A), s = exp(mean over the sequence of log r), r = π/π_old.
 
@@ -187,8 +190,8 @@ class Gspo(ClippedLoss):
 
 
 class GspoToken(ClippedLoss):
-    """GSPO-token: the value of the sequence ratio with each token's own gradient, for advantages that differ by
-    token.
+    """GSPO-token: the value of the sequence ratio with the gradient of each token's own ratio, for advantages that
+    differ between tokens.
 
     −min(s_t·A_t, clip(s_t, 1−ε, 1+ε_h)·A_t), s_t = sg(s)·π/sg(π), s = exp(mean over the sequence of log r).
 
@@ -204,15 +207,15 @@ class GspoToken(ClippedLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: the clipped surrogate with the value of its sequence's ratio and the gradient
-        of its own log π."""
+        """Return the loss of every token: the clipped surrogate of a ratio with the value of its sequence's ratio and
+        the gradient of the token's own log π."""
         log_s_S = inputs.mean_S(inputs.log_ratio_N().detach())
         one_N = (inputs.log_pi_N - inputs.log_pi_N.detach()).exp()
         return self.surrogate(log_s_S.exp()[inputs.samples_N] * one_N, inputs.advantages_N)
 
 
 class Gmpo(PolicyLoss):
-    """GMPO's loss: the geometric mean of clipped token ratios, which one extreme token cannot dominate.
+    """GMPO's loss: the geometric mean of clipped token ratios, which a single extreme token cannot dominate.
 
     −A·exp(mean over the sequence of l), l = log r, bounded above by ε_h where A > 0 and below by −ε where A < 0.
 
@@ -228,8 +231,8 @@ class Gmpo(PolicyLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token, which is the same for a whole sequence: the geometric mean of its clipped
-        token ratios times the mean advantage, negated; with the mask of the clipped tokens."""
+        """Return the loss of every token, which is the same for all tokens of a sequence: the geometric mean of the
+        clipped token ratios times the mean advantage, negated. The result includes the mask of the clipped tokens."""
         log_r_N = inputs.log_ratio_N()
         advantages_S = inputs.mean_S(inputs.advantages_N)
         up_N, down_N = (advantages_S > 0)[inputs.samples_N], (advantages_S < 0)[inputs.samples_N]

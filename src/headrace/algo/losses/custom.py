@@ -1,4 +1,5 @@
-"""A loss from the user's own file: a function that gets the columns of a micro-batch and gives one value per token."""
+"""A loss from a user's own file: a function that receives the columns of a micro-batch and returns one value per
+token."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Formula = Callable[..., Any]
-"""The user's function: it is called with :class:`LossInputs` and its options."""
+"""The type of the user's function, which is called with :class:`LossInputs` and its options."""
 
 
 class Custom(AnchoredLoss):
     """A loss that a function of the user computes: ``f(inputs: LossInputs, **options)``, which returns one value per
     token or a ``TokenLoss``.
 
-    Source: the file that ``ref`` names. ``headrace check loss`` tests whether the loss keeps the contract.
+    Source: the file that ``ref`` names. ``headrace check loss`` tests whether the loss satisfies the contract.
     """
 
     kind: Literal["custom"] = "custom"
@@ -36,18 +37,18 @@ class Custom(AnchoredLoss):
     """The function as ``"path/to/file.py:function"``. The path is relative to the run file, or to the working
     directory if there is none."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """The arguments that the function is called with, beside the inputs."""
+    """The arguments of the function, in addition to the inputs."""
     needs: tuple[Literal["log_ref", "entropy", "pairs", "top_k"], ...] = ()
-    """The optional columns that the function reads; those that are not named here may be ``None``. ``"pairs"``
+    """The optional columns that the function reads; optional columns that are not listed may be ``None``. ``"pairs"``
     stands for ``groups_S``, ``"top_k"`` for ``log_pi_NK`` and ``log_nu_NK``."""
     anchor: Anchor = "old"
-    """The policy in the denominator of the function's ratio. ``"mu"`` means that it needs no correction."""
+    """The policy in the denominator of the function's ratio. ``"mu"`` means that the loss needs no correction."""
     reduction: ClassVar[str] = "token_mean"
 
     @pydantic.field_validator("ref")
     @classmethod
     def _names_a_file(cls, ref: str) -> str:
-        """Refuse a reference that does not name a function in a Python file that exists."""
+        """Refuse a reference that does not name a function in an existing Python file."""
         path, colon, name = ref.rpartition(":")
         if not colon or not path.endswith(".py") or not name.isidentifier():
             raise ConfigError(f"algo.loss.ref={ref!r} names no function", remedy="write it as 'my_losses.py:my_loss'")
@@ -60,17 +61,17 @@ class Custom(AnchoredLoss):
     @pydantic.field_validator("needs", mode="before")
     @classmethod
     def _one_name_or_several(cls, needs: object) -> object:
-        """Return a single name as a tuple of one name, so that a run file may give either."""
+        """Return a single name as a tuple with one element, so that a run file may contain either form."""
         return (needs,) if isinstance(needs, str) else needs
 
     def formula_columns(self) -> frozenset[Column]:
-        """Return the columns that the function may read: log π_old, log μ and those that ``needs`` names."""
+        """Return the columns that the function may read: log π_old, log μ and the columns listed in ``needs``."""
         return frozenset({"log_old", "log_mu", *self.needs})
 
     @cached_property
     def formula(self) -> Formula:
-        """The user's function; its file is run at the first use. Raises :class:`ConfigError` for an invalid file,
-        function or option."""
+        """Return the user's function; its file is executed at the first use. Raises :class:`ConfigError` for an invalid
+        file, function or option."""
         path, _, name = self.ref.rpartition(":")
         module = vars(load_file(Path(path)))
         known = [key for key, value in module.items() if callable(value) and not key.startswith("_")]
@@ -80,15 +81,15 @@ class Custom(AnchoredLoss):
         try:
             inspect.signature(found).bind(None, **self.options)
         except TypeError as error:
-            taken = ", ".join(inspect.signature(found).parameters)
+            parameters = ", ".join(inspect.signature(found).parameters)
             raise ConfigError(
-                f"{self.ref} takes ({taken}), and is called with the inputs and options {self.options}: {error}",
+                f"{self.ref} takes ({parameters}), and is called with the inputs and options {self.options}: {error}",
                 remedy="give the options that it takes",
             ) from None
         return found
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Call the user's function with a micro-batch and the options, and return its loss of every token. Raises
+        """Call the user's function with a micro-batch and the options, and return the loss of every token. Raises
         :class:`DataError` if the function returns anything but one value per token or a ``TokenLoss``."""
         value = self.formula(inputs, **self.options)
         loss = value if isinstance(value, TokenLoss) else TokenLoss(tokens_N=value)
@@ -96,8 +97,8 @@ class Custom(AnchoredLoss):
         return loss
 
     def _refuse_other_shapes(self, tokens_N: Tensor, log_pi_N: Tensor) -> None:
-        """Raise :class:`~headrace.base.errors.DataError` unless ``tokens_N``, which the user's function has returned,
-        is a tensor with the shape of ``log_pi_N``: one value per token."""
+        """Raise :class:`~headrace.base.errors.DataError` unless ``tokens_N``, the result of the user's function, is a
+        tensor with the shape of ``log_pi_N``, which means one value per token."""
         if not isinstance(tokens_N, type(log_pi_N)):
             problem = f"{self.ref} returned a {type(tokens_N).__name__}"
         elif tokens_N.shape != log_pi_N.shape:

@@ -1,7 +1,7 @@
-"""Losses over pairs of answers, of which one is preferred to the other: they learn from the difference of the two.
+"""Losses over pairs of answers, one of which is preferred to the other. They depend on the difference between the two.
 
 In each group exactly one sample is chosen (advantages above 0) and one rejected (below 0). Every token of a pair has
-the value of the pair, so that the reduction ``prompt_mean`` gives the mean over pairs.
+the value of the pair, so that the reduction ``prompt_mean`` computes the mean over pairs.
 
 A loss is called with the columns of a micro-batch. π is the policy in training, π_ref a reference. Shape legend: N
 tokens, S samples, G pairs.
@@ -25,21 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """The samples of a micro-batch, paired by their groups: each pair has one chosen and one rejected sample."""
+    """The samples of a micro-batch in pairs, which are its groups: each pair has one chosen and one rejected sample."""
 
     inputs: LossInputs
+    """The columns of the micro-batch."""
     answer_N: Tensor
-    """bool; the tokens of an answer that carry loss. Tokens of the mask with an advantage of 0 belong to a prompt."""
+    """bool; the tokens of answers that carry loss. Tokens of the mask with an advantage of 0 belong to a prompt."""
     pairs_S: Tensor
     """The index of each sample's pair."""
     num_pairs: int
+    """The number of pairs G."""
     side_S: Tensor
-    """1 for a chosen sample, −1 for a rejected one."""
+    """1 for a chosen sample, −1 for a rejected sample."""
 
     @classmethod
     def of(cls, inputs: LossInputs) -> Pairs:
-        """Return the pairs of a micro-batch. Raises :class:`~headrace.base.errors.DataError` for a group that is not a
-        pair."""
+        """Return the pairs of a micro-batch. Raises :class:`~headrace.base.errors.DataError` if a group is not a pair
+        of one chosen and one rejected sample."""
         assert inputs.groups_S is not None
         groups, pairs_S = inputs.groups_S.unique(return_inverse=True)
         answer_N = inputs.mask_N & (inputs.advantages_N != 0)
@@ -54,21 +56,21 @@ class Pairs:
         return cls(inputs=inputs, answer_N=answer_N, pairs_S=pairs_S, num_pairs=len(groups), side_S=side_S)
 
     def sum_S(self, values_N: Tensor) -> Tensor:
-        """Return for each sample the sum of ``values_N`` over the tokens of its answer."""
+        """Return, for each sample, the sum of ``values_N`` over the tokens of its answer."""
         kept_N = values_N.masked_fill(~self.answer_N, 0.0)
         return values_N.new_zeros(self.inputs.num_samples).index_add(0, self.inputs.samples_N, kept_N)
 
     def mean_S(self, values_N: Tensor) -> Tensor:
-        """Return for each sample the mean of ``values_N`` over the tokens of its answer."""
+        """Return, for each sample, the mean of ``values_N`` over the tokens of its answer."""
         return self.sum_S(values_N) / self.sum_S(values_N.new_ones(values_N.shape)).clamp(min=1.0)
 
     def difference_G(self, values_S: Tensor) -> Tensor:
-        """Return for each pair the value of the chosen sample minus that of the rejected one."""
+        """Return, for each pair, the value of the chosen sample minus the value of the rejected sample."""
         return values_S.new_zeros(self.num_pairs).index_add(0, self.pairs_S, self.side_S * values_S)
 
     def loss(self, loss_G: Tensor, margin_G: Tensor) -> TokenLoss:
-        """Return the loss of every pair as the value of each of its tokens, with two metrics: the share of pairs whose
-        margin (chosen minus rejected) is above 0, and the mean margin."""
+        """Return the loss with the value ``loss_G`` for every token of a pair, and two metrics: the fraction of pairs
+        whose margin (chosen minus rejected) is above 0, and the mean margin."""
         accuracy = Ratio((margin_G.detach() > 0).sum(), float(self.num_pairs))
         margin = Ratio(margin_G.detach().sum(), float(self.num_pairs))
         return TokenLoss(
@@ -78,12 +80,12 @@ class Pairs:
 
 
 def minus_log_sigmoid(margin: Tensor) -> Tensor:
-    """Return −log σ(margin), exact for margins of any size."""
+    """Return −log σ(margin), without overflow for margins of any size."""
     return (-margin).logaddexp(margin.new_zeros(()))
 
 
 class PairLoss(LossSection):
-    """The base class of losses over pairs; their reduction gives the mean over pairs."""
+    """The base class of losses over pairs, whose reduction computes the mean over pairs."""
 
     reduction: ClassVar[str] = "prompt_mean"
 
@@ -93,7 +95,7 @@ class PairLoss(LossSection):
 
 
 class IdentityPo(PairLoss):
-    """IPO's loss: a square that brings the difference of the mean log-ratios to 1/(2β), however sure the preference.
+    """IPO's loss: a squared error that has its minimum where the difference of the mean log-ratios is 1/(2β).
 
     (Δ_chosen − Δ_rejected − 1/(2β))², Δ = mean over the answer of log π/π_ref.
 
@@ -103,15 +105,15 @@ class IdentityPo(PairLoss):
     kind: Literal["ipo"] = "ipo"
     """The name that selects this loss."""
     beta: float = Field(default=0.1, gt=0)
-    """β (τ in the paper), the strength of the pull to the reference."""
+    """β (τ in the paper), the strength of the regularisation towards the reference."""
 
     def columns(self) -> frozenset[Column]:
         """Return the columns that the formula reads: log π_ref, and the pairs of samples."""
         return frozenset({"log_ref", "pairs"})
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token, which is that of its pair: the square of the difference of the mean
-        log-ratios less 1/(2β)."""
+        """Return the loss of every token, which is the loss of its pair: the square of the difference of the mean
+        log-ratios minus 1/(2β)."""
         assert inputs.log_ref_N is not None
         pairs = Pairs.of(inputs)
         margin_G = pairs.difference_G(pairs.mean_S(inputs.log_pi_N - inputs.log_ref_N))
@@ -119,7 +121,7 @@ class IdentityPo(PairLoss):
 
 
 class SimPo(PairLoss):
-    """SimPO's loss: the mean log-probability itself is the reward, so that no reference is needed.
+    """SimPO's loss: the mean log-probability is the implicit reward, so that no reference is needed.
 
     −log σ(β·(l_chosen − l_rejected) − γ), l = mean over the answer of log π.
 
@@ -131,37 +133,37 @@ class SimPo(PairLoss):
     beta: float = Field(default=2.0, gt=0)
     """β, the scale of the difference."""
     gamma: float = Field(default=1.0, ge=0)
-    """γ, the margin by which the chosen answer should win."""
+    """γ, the margin by which the reward of the chosen answer should be larger."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token, which is that of its pair: −log σ of the scaled difference of the mean log π,
-        less the margin γ."""
+        """Return the loss of every token, which is the loss of its pair: −log σ of the scaled difference of the mean
+        log π minus the margin γ."""
         pairs = Pairs.of(inputs)
         margin_G = self.beta * pairs.difference_G(pairs.mean_S(inputs.log_pi_N))
         return pairs.loss(minus_log_sigmoid(margin_G - self.gamma), margin_G)
 
 
 class Orpo(PairLoss):
-    """ORPO's loss: likelihood of the chosen answer, and the odds of the chosen against the rejected one.
+    """ORPO's loss: the likelihood of the chosen answer, and the odds of the chosen answer against the rejected one.
 
     NLL − λ·log σ(log odds_chosen − log odds_rejected), odds = P/(1 − P), log P = mean over the answer of log π; NLL =
     −mean of log π over the chosen sample.
 
-    Source: Hong et al., arXiv 2403.07691, eq. 6 and 7. As in the authors' program, the likelihood is that of the prompt
-    too: those of its tokens that are in the mask (with advantage 0).
+    Source: Hong et al., arXiv 2403.07691, eq. 6 and 7. As in the authors' program, the likelihood includes the tokens
+    of the prompt that are in the mask (with advantage 0).
     """
 
     kind: Literal["orpo"] = "orpo"
     """The name that selects this loss."""
     beta: float = Field(default=0.1, gt=0)
-    """λ, the weight of the odds."""
+    """λ, the weight of the odds ratio."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token, which is that of its pair: the negative log-likelihood of the chosen sample
-        plus λ times the loss of the odds ratio."""
+        """Return the loss of every token, which is the loss of its pair: the negative log-likelihood of the chosen
+        sample plus λ times the loss of the odds ratio."""
         pairs = Pairs.of(inputs)
         log_p_S = pairs.mean_S(inputs.log_pi_N)
-        # 1 − P is taken of the exact P; the bound keeps the odds of a certain answer finite
+        # 1 − P is computed with the exact P; the bound keeps the odds finite if P is 1
         log_odds_S = log_p_S - (-log_p_S.clamp(max=-1e-7).exp()).log1p()
         margin_G = pairs.difference_G(log_odds_S)
         chosen_S = pairs.side_S > 0
@@ -171,7 +173,7 @@ class Orpo(PairLoss):
 
 
 class Kto(LossSection):
-    """KTO's loss: answers that are each good or bad, without pairs, against what the policy gives to any answer.
+    """KTO's loss: single answers that are good or bad, without pairs, relative to the policy's mean divergence.
 
     λ_D·(1 − σ(β·(Δ − z))) for a good answer, λ_U·(1 − σ(β·(z − Δ))) for a bad one, Δ = Σ over the answer of log
     π/π_ref, z = KL(π‖π_ref) of the batch, from answers to other prompts, without gradient.
@@ -182,7 +184,7 @@ class Kto(LossSection):
     kind: Literal["kto"] = "kto"
     """The name that selects this loss."""
     beta: float = Field(default=0.1, gt=0)
-    """β, the strength of the pull to the reference."""
+    """β, the strength of the regularisation towards the reference."""
     good: float = Field(default=1.0, gt=0)
     """λ_D, the weight of good answers."""
     bad: float = Field(default=1.0, gt=0)
@@ -190,12 +192,12 @@ class Kto(LossSection):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def columns(self) -> frozenset[Column]:
-        """Return the columns that the formula reads: log π_ref, and the divergence of the batch."""
+        """Return the columns that the formula reads: log π_ref, and the mean divergence of the batch."""
         return frozenset({"log_ref", "baseline"})
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token, which is that of its sample: a weighted sigmoid of its log-ratio to the
-        reference less the batch's divergence; with metrics of the rewards of good and bad answers."""
+        """Return the loss of every token, which is the loss of its sample: a weighted sigmoid of its log-ratio to the
+        reference minus the batch's divergence. The metrics are the rewards of good and bad answers."""
         assert inputs.log_ref_N is not None
         assert inputs.baseline is not None
         side_S = inputs.mean_S(inputs.advantages_N).sign()
@@ -213,4 +215,4 @@ class Kto(LossSection):
 
 
 AnyPreferenceLoss = Dpo | IdentityPo | Kto | SimPo | Orpo
-"""The losses of ``headrace dpo``, by their names in its run file."""
+"""The losses of ``headrace dpo``, by the names in its run file."""

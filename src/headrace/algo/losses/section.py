@@ -1,7 +1,8 @@
-"""The common base of the settings of losses: defaults of the contract, the KL and entropy terms, the anchor.
+"""The base classes of losses: the defaults of the contract, the KL and entropy terms, the anchor.
 
-A loss is called with the columns of a micro-batch and gives one value per token. π is the policy in training, μ the one
-that sampled, π_ref a reference; the *anchor* is the policy in the denominator of a loss's ratio, π_old or μ.
+A loss is called with the columns of a micro-batch and returns one value per token. π is the policy in training, μ the
+policy that sampled the token, π_ref a reference. The *anchor* is the policy in the denominator of a loss's ratio, π_old
+or μ.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def refuse_idle(section: Section, key: str, needed: str) -> None:
-    """Raise :class:`ConfigError` if the setting ``key`` was changed although it has no effect unless ``needed``
-    holds."""
+    """Raise :class:`ConfigError` if the setting ``key`` differs from its default although it has no effect, because the
+    condition ``needed`` is not satisfied."""
     value: object = section.model_dump()[key]
     if value != type(section).model_fields[key].default:
         raise ConfigError(
@@ -31,27 +32,28 @@ def refuse_idle(section: Section, key: str, needed: str) -> None:
 
 
 class LossSection(Section):
-    """The base class of the losses: the settings of one, with the properties of a loss that reads only log π, corrects
-    nothing and adds no penalty. ``reduction`` is the kind of the reduction that is used unless another one is set."""
+    """The base class of the settings of a loss. Its methods describe a loss that reads only log π, corrects nothing and
+    adds no penalty. ``reduction`` is the kind of the reduction that is used unless another one is set."""
 
     reduction: ClassVar[str] = "token_mean"
 
     def columns(self) -> frozenset[Column]:
-        """Return the columns that the loss reads beyond those that every batch has; none here."""
+        """Return the columns that the loss reads in addition to those that every batch has; none by default."""
         return frozenset()
 
     def corrects(self) -> bool:
-        """Return whether the loss's own ratio is taken against μ, the policy that sampled, so that it needs no
-        correction; ``False`` here."""
+        """Return whether the loss's own ratio is relative to μ, the policy that sampled, so that it needs no
+        correction; ``False`` by default."""
         return False
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask (N, bool) of the tokens selected from the whole batch. Losses that have ``"selected"`` among
-        their columns define it; here it raises ``NotImplementedError``, since it is never called for others."""
+        """Return the mask (N, bool) of the tokens selected from the whole batch. A loss with ``"selected"`` among its
+        columns overrides this method. Raises ``NotImplementedError`` otherwise, where it is never called."""
         raise NotImplementedError(f"{type(self).__name__} selects no tokens")
 
     def penalty(self, inputs: LossInputs) -> TokenLoss | None:
-        """Return the penalty that is added to every token's value after correction; ``None``: this loss has none."""
+        """Return the penalty that is added to every token's value after correction; ``None`` (no penalty) by
+        default."""
         return None
 
 
@@ -61,11 +63,11 @@ class PolicyLoss(LossSection):
     kl_coef: float = Field(default=0.0, ge=0)
     """The weight of KL(π‖π_ref), which is added to every token; 0 needs no reference policy."""
     kl: Estimator = "k3"
-    """The estimator of that KL, only with ``kl_coef`` above 0: k1 = −x, k2 = x²/2, k3 = eˣ−1−x, with x = log π_ref −
-    log π."""
+    """The estimator of that KL; it may be set only with ``kl_coef`` above 0: k1 = −x, k2 = x²/2, k3 = eˣ−1−x, with
+    x = log π_ref − log π."""
     unbiased_kl: bool = False
-    """Whether to multiply the estimator by π/π_old, which makes its gradient unbiased (DeepSeek-V3.2, eq. 7); only
-    with ``kl_coef`` above 0."""
+    """Whether to multiply the estimator by π/π_old, which makes its gradient unbiased (DeepSeek-V3.2, eq. 7). It may be
+    set only with ``kl_coef`` above 0."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """The weight of an entropy bonus, which is subtracted from every token; 0 needs no entropies."""
 
@@ -78,13 +80,13 @@ class PolicyLoss(LossSection):
         return self
 
     def formula_columns(self) -> frozenset[Column]:
-        """Return the columns that the formula itself reads, without those of the KL penalty and the entropy bonus; log
-        π_old here."""
+        """Return the columns that the formula itself reads, without the columns of the KL penalty and of the entropy
+        bonus; log π_old by default."""
         return frozenset({"log_old"})
 
     def columns(self) -> frozenset[Column]:
-        """Return the columns of the formula, and of the KL penalty and the entropy bonus as far as they are switched
-        on."""
+        """Return the columns of the formula, and those of the KL penalty and of the entropy bonus if their coefficients
+        are above 0."""
         columns = set(self.formula_columns())
         if self.kl_coef > 0:
             columns |= {"log_ref", "log_old"} if self.unbiased_kl else {"log_ref"}
@@ -114,16 +116,16 @@ class PolicyLoss(LossSection):
 
 
 class AnchoredLoss(PolicyLoss):
-    """A loss whose ratio may be taken against π_old or directly against μ."""
+    """The base class of losses whose ratio is relative to π_old or to μ, by choice."""
 
     anchor: Anchor = "old"
     """The policy in the denominator of the ratio. ``"old"``: r = π/π_old, and a correction accounts for π_old/μ.
-    ``"mu"``: r = π/μ, which needs no correction."""
+    ``"mu"``: r = π/μ, so that no correction is needed."""
 
     def formula_columns(self) -> frozenset[Column]:
         """Return the column of the policy in the denominator of the ratio: log π_old or log μ."""
         return frozenset({"log_old"}) if self.anchor == "old" else frozenset({"log_mu"})
 
     def corrects(self) -> bool:
-        """Return whether the ratio is taken against μ, which needs no correction."""
+        """Return whether the ratio is relative to μ, so that no correction is needed."""
         return self.anchor == "mu"

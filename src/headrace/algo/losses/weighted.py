@@ -1,8 +1,8 @@
 """Losses that multiply log π by a weight, or add a penalty on the ratio, instead of clipping a surrogate.
 
-A loss is a record of settings (``[algo.loss]``) that is called with the columns of a micro-batch and gives one value
-per token, to be minimised. π is the policy in training, μ the one that sampled, A the advantage; r is π/π_old or π/μ,
-as ``anchor`` says, and ``log_ratio_N(anchor)`` is log r. N tokens, S samples (sequences).
+A loss is a record of settings (``[algo.loss]``). It is called with the columns of a micro-batch and returns one value
+per token, to be minimised. π is the policy in training, μ the policy that sampled the token, A the advantage. r is
+π/π_old or π/μ, as ``anchor`` says, and ``log_ratio_N(anchor)`` is log r. N tokens, S samples (sequences).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Reinforce(AnchoredLoss):
     anchor: Anchor = "mu"
     """The policy in the denominator of r: π_old (``"old"``) or μ (``"mu"``)."""
     ratio_cap: float = Field(default=2.0, gt=0)
-    """C, the greatest weight of a token."""
+    """C, the largest weight of a token."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: −log π weighted by its advantage and its truncated ratio, which carries no
-        gradient; with the mask of the truncated tokens."""
+        """Return the loss of every token: −log π, weighted by its advantage and its truncated ratio, which carries no
+        gradient. The result includes the mask of the truncated tokens."""
         ratio_N = inputs.log_ratio_N(self.anchor).detach().exp()
         weights_N = ratio_N.clamp(max=self.ratio_cap)
         return TokenLoss(
@@ -42,7 +42,7 @@ class Reinforce(AnchoredLoss):
 
 
 class Cispo(AnchoredLoss):
-    """CISPO's loss: the clipped ratio is a weight only, so that every token keeps its gradient.
+    """CISPO's loss: the clipped ratio is only a weight, so that every token has a gradient.
 
     −sg(min(r, 1+ε_h))·A·log π; two-sided: −sg(clip(r, 1−ε, 1+ε_h))·A·log π.
 
@@ -56,20 +56,20 @@ class Cispo(AnchoredLoss):
     clip_high: float = Field(default=4.0, ge=0)
     """ε_h: the weight is at most 1 + ``clip_high``."""
     two_sided: bool = False
-    """Whether to keep the weight from falling below 1 − ``clip_low``, too."""
+    """Whether to bound the weight from below at 1 − ``clip_low``, too."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """ε: used only with ``two_sided``."""
+    """ε, the distance of the lower bound from 1; used only with ``two_sided``."""
 
     @pydantic.model_validator(mode="after")
     def _lower_bound_acts(self) -> Cispo:
-        """Refuse a ``clip_low`` that has no effect, because ``two_sided`` is not set."""
+        """Refuse a ``clip_low`` without effect, because ``two_sided`` is not set."""
         if not self.two_sided:
             refuse_idle(self, "clip_low", "two_sided = true")
         return self
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: −log π weighted by its advantage and its clipped ratio, which carries no
-        gradient; with the mask of the clipped tokens."""
+        """Return the loss of every token: −log π, weighted by its advantage and its clipped ratio, which carries no
+        gradient. The result includes the mask of the clipped tokens."""
         ratio_N = inputs.log_ratio_N(self.anchor).detach().exp()
         low = 1 - self.clip_low if self.two_sided else 0.0
         weights_N = ratio_N.clamp(low, 1 + self.clip_high)
@@ -77,7 +77,8 @@ class Cispo(AnchoredLoss):
 
 
 class Topr(AnchoredLoss):
-    """TOPR's loss: positive advantages have full weight; others have less, the less likely their answer has become.
+    """TOPR's loss: tokens with a positive advantage have full weight; others less if their answer has become less
+    likely.
 
     −A·log π where A > 0; −sg(min(Π r over the sequence, 1))·A·log π elsewhere, r = π/μ.
 
@@ -90,8 +91,8 @@ class Topr(AnchoredLoss):
     """The policy in the denominator of r: π_old (``"old"``) or μ (``"mu"``)."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: −log π weighted by its advantage and, where that is not positive, by the
-        ratio of the whole sequence, at most 1, without gradient."""
+        """Return the loss of every token: −log π, weighted by its advantage and, where the advantage is not positive,
+        by the ratio of the whole sequence, which is at most 1 and carries no gradient."""
         log_w_S = inputs.sum_S(inputs.log_ratio_N(self.anchor).detach())
         taper_N = log_w_S.clamp(-20.0, 0.0).exp()[inputs.samples_N]
         weights_N = taper_N.masked_fill(inputs.advantages_N > 0, 1.0)
@@ -99,7 +100,7 @@ class Topr(AnchoredLoss):
 
 
 class Sapo(PolicyLoss):
-    """SAPO's loss: a smooth gate in place of the clip, steeper where A < 0.
+    """SAPO's loss: a smooth gate instead of the clip, steeper where A < 0.
 
     −(4/τ)·σ(τ·(r − 1))·A, r = π/π_old, τ by the sign of A.
 
@@ -111,18 +112,18 @@ class Sapo(PolicyLoss):
     tau_pos: float = Field(default=1.0, gt=0)
     """τ where A > 0."""
     tau_neg: float = Field(default=1.05, gt=0)
-    """τ elsewhere."""
+    """τ where A ≤ 0."""
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: minus its advantage times a smooth gate of its ratio π/π_old."""
+        """Return the loss of every token: its advantage times a smooth gate of its ratio π/π_old, negated."""
         tau_N = inputs.advantages_N.new_full((), self.tau_pos).where(inputs.advantages_N > 0, self.tau_neg)
         gate_N = (tau_N * (inputs.log_ratio_N().exp() - 1)).sigmoid() * 4 / tau_N
         return TokenLoss(tokens_N=-gate_N * inputs.advantages_N)
 
 
 class Vespo(AnchoredLoss):
-    """VESPO's loss: a smooth weight of the whole sequence's ratio, which decreases on both sides of 1.
+    """VESPO's loss: a smooth weight that depends on the whole sequence's ratio and decreases on both sides of 1.
 
     −sg(φ(W))·A·log π, φ(W) = W^k·e^{λ(1−W)}, W = Π r over the sequence, r = π/μ; k and λ by the sign of A.
 
@@ -143,8 +144,8 @@ class Vespo(AnchoredLoss):
     """λ where A < 0."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: −log π weighted by its advantage and a smooth function of its sequence's
-        ratio, without gradient."""
+        """Return the loss of every token: −log π, weighted by its advantage and a smooth function of its sequence's
+        ratio, which carries no gradient."""
         log_w_S = inputs.sum_S(inputs.log_ratio_N(self.anchor).detach()).clamp(-20.0, 20.0)
         log_w_N = log_w_S[inputs.samples_N]
         up_N = inputs.advantages_N >= 0
@@ -156,7 +157,7 @@ class Vespo(AnchoredLoss):
 class Kimi(PolicyLoss):
     """The loss of Kimi k1.5: a plain policy gradient, with a penalty on the squared log-ratio to π_old.
 
-    −A·log π + τ/2·(log r)², r = π/π_old; in a run the pull is idle unless ``algo.old = "engine"`` makes π_old μ.
+    −A·log π + τ/2·(log r)², r = π/π_old; in a run the penalty has no effect unless ``algo.old = "engine"`` (π_old = μ).
 
     Source: Kimi k1.5, arXiv 2501.12599, eq. 3.
     """
@@ -164,7 +165,7 @@ class Kimi(PolicyLoss):
     kind: Literal["kimi"] = "kimi"
     """The name that selects this loss."""
     tau: float = Field(default=0.1, ge=0)
-    """τ, the weight of the square."""
+    """τ, the weight of the penalty."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of every token: −A·log π plus the weighted square of log π/π_old."""
@@ -174,20 +175,21 @@ class Kimi(PolicyLoss):
 class Dro(PolicyLoss):
     """The loss of DRO: direct reward optimisation with a quadratic penalty on the distance to π_old.
 
-    −(A·log π − β/2·(log r)²), r = π/π_old; in a run the pull is idle unless ``algo.old = "engine"`` makes π_old μ.
+    −(A·log π − β/2·(log r)²), r = π/π_old; in a run the penalty has no effect unless ``algo.old = "engine"`` (π_old =
+    μ).
 
-    Source: Richemond et al., arXiv 2405.19107, eq. 6, the value function replaced by the group's baseline.
+    Source: Richemond et al., arXiv 2405.19107, eq. 6, with the group's baseline instead of the value function.
     """
 
     kind: Literal["dro"] = "dro"
     """The name that selects this loss."""
     beta: float = Field(default=0.05, ge=0)
-    """β, the weight of the square."""
+    """β, the weight of the penalty."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of every token: −A·log π plus the weighted square of log π/π_old."""
-        pull_N = self.beta / 2 * inputs.log_ratio_N().square()
-        return TokenLoss(tokens_N=pull_N - inputs.advantages_N * inputs.log_pi_N)
+        penalty_N = self.beta / 2 * inputs.log_ratio_N().square()
+        return TokenLoss(tokens_N=penalty_N - inputs.advantages_N * inputs.log_pi_N)
 
 
 class Dppo(AnchoredLoss):
@@ -195,11 +197,11 @@ class Dppo(AnchoredLoss):
 
     −keep·A·sg(min(r, c))·log π + τ·(log π/μ)²; keep is 0 where A > 0 and π − μ > δ, or A < 0 and π − μ < −δ.
 
-    The square pulls every token to μ, a token whose gain is dropped too. With ``kl_tau = 1e-3``, ``anchor = "mu"`` and
-    a ``ratio_cap`` that never acts (1e9: log r is at most 20), its gradient is that of PRIME-RL's default loss.
+    The penalty applies to every token, also to a token whose gain is dropped. With ``kl_tau = 1e-3``, ``anchor = "mu"``
+    and a ``ratio_cap`` that never acts (1e9: log r is at most 20), its gradient is that of PRIME-RL's default loss.
 
     Source: "Rethinking the trust region in LLM reinforcement learning", arXiv 2602.04879 (total-variation form); the
-    square: Kimi K2.5, arXiv 2602.02276, as PRIME-RL has it.
+    penalty: Kimi K2.5, arXiv 2602.02276, as implemented in PRIME-RL.
     """
 
     kind: Literal["dppo"] = "dppo"
@@ -207,20 +209,20 @@ class Dppo(AnchoredLoss):
     anchor: Anchor = "old"
     """The policy in the denominator of r: π_old (``"old"``) or μ (``"mu"``)."""
     delta: float = Field(default=0.2, ge=0, le=1)
-    """δ, the greatest change of a token's probability from μ."""
+    """δ, the largest change of a token's probability from μ."""
     ratio_cap: float = Field(default=20.0, gt=0)
-    """c, the greatest weight of a token."""
+    """c, the largest weight of a token."""
     kl_tau: float = Field(default=0.0, ge=0)
-    """τ, the weight of the square; 1e-3 is PRIME-RL's."""
+    """τ, the weight of the penalty; 1e-3 is PRIME-RL's value."""
 
     def formula_columns(self) -> frozenset[Column]:
-        """Return the columns that the formula reads: that of the anchor, and log μ for the trust region."""
+        """Return the columns that the formula reads: the column of the anchor, and log μ for the trust region."""
         return super().formula_columns() | {"log_mu"}
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: −log π weighted by its advantage and its ratio, 0 where its probability has
-        moved from μ by more than δ in the direction of the advantage; plus the weighted square of log π/μ. The mask
-        marks the tokens whose first part is 0."""
+        """Return the loss of every token as a sum of two terms. The first is −log π, weighted by its advantage and its
+        ratio, but 0 where its probability has moved from μ by more than δ in the direction of the advantage. The second
+        is the weighted square of log π/μ. The result includes the mask of the tokens whose first term is 0."""
         moved_N = inputs.log_pi_N.detach().exp() - inputs.log_mu_N.exp()
         up_N, down_N = inputs.advantages_N > 0, inputs.advantages_N < 0
         cut_N = (up_N & (moved_N > self.delta)) | (down_N & (moved_N < -self.delta))
@@ -237,28 +239,28 @@ class Ipo(PolicyLoss):
 
     −keep·A·r + τ·(log r)², r = π/μ, keep where |π − μ| ≤ δ.
 
-    Source: PRIME-RL's loss of type "ipo" (its default is ``dppo`` with ``kl_tau``); the
-    trust region as in arXiv 2602.04879, on both sides whatever the sign of A.
+    Source: PRIME-RL's loss of type "ipo" (its default is ``dppo`` with ``kl_tau``); the trust region of
+    arXiv 2602.04879, on both sides, whatever the sign of A.
     """
 
     kind: Literal["ipo"] = "ipo"
     """The name that selects this loss."""
     delta: float = Field(default=0.1, ge=0, le=1)
-    """δ, the greatest change of a token's probability from μ."""
+    """δ, the largest change of a token's probability from μ."""
     tau: float = Field(default=1e-3, ge=0)
-    """τ, the weight of the square."""
+    """τ, the weight of the penalty."""
 
     def formula_columns(self) -> frozenset[Column]:
         """Return the column that the formula reads: log μ."""
         return frozenset({"log_mu"})
 
     def corrects(self) -> bool:
-        """Return ``True``: the ratio of this loss is taken against μ."""
+        """Return ``True``: the ratio of this loss is relative to μ."""
         return True
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: −A·π/μ, 0 where its probability has moved from μ by more than δ, plus the
-        weighted square of log π/μ; with the mask of the tokens whose first part is 0."""
+        """Return the loss of every token: −A·π/μ, or 0 where its probability has moved from μ by more than δ, plus the
+        weighted square of log π/μ. The result includes the mask of the tokens whose first term is 0."""
         log_r_N = inputs.log_ratio_N("mu")
         moved_N = inputs.log_pi_N.detach().exp() - inputs.log_mu_N.exp()
         cut_N = moved_N.abs() > self.delta

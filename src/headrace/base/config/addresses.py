@@ -1,4 +1,4 @@
-"""Addresses of machines, as settings name them."""
+"""Checks of the network addresses and URLs that settings contain."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def host_of(header: str) -> str:
 
 
 def secret_in(url: str) -> str:
-    """Return a description of the secret that a URL contains, or "" if none is recognised. Three things are secrets: a
-    password; the user name of a web address, which may be a token; and a query parameter whose name says that it is a
-    key. The user name of any other address is not a secret.
+    """Return a description of the secret that a URL contains, or "" if the URL contains none that is recognised. Three
+    parts count as secrets: a password; the user name of a web address, which may be a token; and a query parameter
+    whose name denotes a key, such as ``api_key``. The user name of any other address is not a secret.
 
     >>> secret_in("redis://:hush@10.0.0.9"), secret_in("https://x.org/v1?api_key=hush"), secret_in("redis://me@10.0.0.9")
     ('a password', 'a password or key (the parameter api_key)', '')
@@ -77,7 +77,7 @@ def secret_in(url: str) -> str:
     """
     try:
         parts = urlsplit(url)
-    except ValueError:  # not a URL: the caller that expects one reports it, with its text
+    except ValueError:  # not a URL: the caller that expects a URL reports the text
         return "what may be a password" if "@" in url else ""
     if parts.password:
         return "a password"
@@ -90,11 +90,11 @@ def secret_in(url: str) -> str:
 def refuse_secret(
     setting: str, url: str, remedy: str, *, reason: str = "the settings of a run stand in its files"
 ) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the URL in the setting named ``setting`` contains a secret.
-    ``remedy`` says where the secret belongs, and ``reason`` why it must not be there: both become parts of the message,
-    which does not show the URL."""
-    if held := secret_in(url):
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``url``, the value of the setting ``setting``, contains a
+    secret. The message does not show the URL. It contains ``remedy``, which says where the secret belongs, and
+    ``reason``, which says why a URL must not contain it."""
+    if found := secret_in(url):
         raise ConfigError(
-            f"{setting} holds {held}, and {reason}",
+            f"{setting} holds {found}, and {reason}",
             remedy=f"leave it out of the URL, and {remedy}",
         )

@@ -1,4 +1,4 @@
-"""The names that a text template contains in braces."""
+"""The names in braces that a text template contains, such as ``{prompt}``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from headrace.base.errors import ConfigError
 
 
 def template_fields(template: str, setting: str, known: str) -> set[str]:
-    """Return the names that stand in braces in ``template``. Raises :class:`~headrace.base.errors.ConfigError` for a
-    name that is not a plain identifier. Two arguments are for the error message only: ``setting`` says whose template
-    it is, and ``known`` lists the names that are always available.
+    """Return the names in braces that ``template`` contains. Raises :class:`~headrace.base.errors.ConfigError` for a
+    name that is not a plain identifier. ``setting``, which names the template, and ``known``, which lists the names
+    that are always available, are used in the error message only.
 
     >>> sorted(template_fields("{prompt} is {answer}, {{}}", "a prompt", "{prompt}"))
     ['answer', 'prompt']

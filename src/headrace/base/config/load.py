@@ -1,6 +1,6 @@
-"""Read a TOML file and ``--set`` overrides, and validate them as one record of settings.
+"""Load a TOML file and ``--set`` overrides, and validate them as one section, a record of settings.
 
-An error describes in words what a setting accepts.
+The functions here raise :class:`~headrace.base.errors.ConfigError`, which describes in words what a setting accepts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from headrace.base.config.addresses import refuse_secret
-from headrace.base.config.kinds import Kinds, NameOf, classes_of
+from headrace.base.config.kinds import Kinds, NameOf, classes_of, tags_of
 from headrace.base.config.section import Section
 from headrace.base.errors import ConfigError, nearest
 
@@ -45,9 +45,9 @@ def load_toml(path: Path, what: str = "run file") -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Return the text of a ``--set`` option, such as ``"learner.lr=1e-6"``, as nested dictionaries. The value is read
-    as TOML; a list or a table also as JSON; anything else is text. Raises :class:`ConfigError` if there is no ``=`` or
-    no key.
+    """Return the argument ``text`` of a ``--set`` option, such as ``"learner.lr=1e-6"``, as nested dictionaries. The
+    value is parsed as TOML; if that fails, a list or a table is parsed as JSON; any other value is a string. Raises
+    :class:`ConfigError` if there is no ``=`` or no key.
 
     >>> parse_override("learner.lr=1e-6"), parse_override("data.path=rows.jsonl")
     ({'learner': {'lr': 1e-06}}, {'data': {'path': 'rows.jsonl'}})
@@ -57,21 +57,21 @@ def parse_override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {text!r} has no '='", remedy="write --set section.key=value")
-    tree: Any = _read_value(value)
+    tree: Any = _parse_value(value)
     for part in reversed(key.strip().split(".")):
         tree = {part: tree}
     return dict(tree)
 
 
-def _read_value(value: str) -> Any:
-    """Return the value of an override, which the text ``value`` denotes: TOML, a JSON list or table, or else the text
-    itself."""
+def _parse_value(value: str) -> Any:
+    """Parse ``value``, the right side of an override: as TOML, as a JSON list or object, or else return the text itself
+    without surrounding spaces."""
     try:
         read = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         pass
     else:
-        # more than one key: the text holds a line break and further assignments, and is taken as text
+        # more than one key: the text contains a line break and further assignments, so it is a plain string
         return read["value"] if len(read) == 1 else value
     if value.strip().startswith(("[", "{")):
         with suppress(json.JSONDecodeError):
@@ -80,11 +80,11 @@ def _read_value(value: str) -> Any:
 
 
 def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any], whole_kinds: bool = False) -> dict[str, Any]:
-    """Return ``base`` with each override merged into it, table by table; a later override wins. A text is the ``kind``
-    of the table that is merged into it.
+    """Return ``base`` with each override merged into it, table by table; a later override wins. If a table is merged
+    into a string, the string becomes the ``kind`` of the table.
 
     With ``whole_kinds``, a table of the override replaces the table of ``base`` as a whole if their ``kind`` differs,
-    since the settings of one kind mean nothing to another.
+    since two kinds have different settings.
 
     >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
     {'a': {'x': 1, 'y': 3}}
@@ -96,21 +96,21 @@ def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any], whole_kinds: b
     merged = dict(base)
     for override in overrides:
         for key, value in override.items():
-            here = merged.get(key)
-            if isinstance(here, str) and isinstance(value, Mapping):
-                here = {"kind": here}
-            if not (isinstance(here, Mapping) and isinstance(value, Mapping)):
+            current = merged.get(key)
+            if isinstance(current, str) and isinstance(value, Mapping):
+                current = {"kind": current}
+            if not (isinstance(current, Mapping) and isinstance(value, Mapping)):
                 merged[key] = value
-            elif whole_kinds and "kind" in here and value.get("kind", here["kind"]) != here["kind"]:
+            elif whole_kinds and "kind" in current and value.get("kind", current["kind"]) != current["kind"]:
                 merged[key] = dict(value)
             else:
-                merged[key] = merge(here, value, whole_kinds=whole_kinds)
+                merged[key] = merge(current, value, whole_kinds=whole_kinds)
     return merged
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return every value of nested dictionaries that is not itself a dictionary, by its dotted name. ``above`` is put
-    before these names.
+    """Return all values of nested dictionaries that are not dictionaries themselves, by dotted name. Each name begins
+    with the prefix ``above``.
 
     >>> leaves({"flow": {"lead": 1, "policy": {"kind": "bounded"}}})
     {'flow.lead': 1, 'flow.policy.kind': 'bounded'}
@@ -139,9 +139,9 @@ def validate(kind: type[C], tree: Mapping[str, Any], above: str = "") -> C:
 
 
 def _refuse_secrets(value: Any, name: str) -> None:
-    """Raise :class:`ConfigError` if ``value``, or a value below it, is a URL that contains a secret. ``name`` is its
-    dotted name. This protects settings whose section does not check for secrets itself. A text with spaces is not a
-    URL."""
+    """Raise :class:`ConfigError` if ``value``, or a value nested in it, is a URL that contains a secret. ``name`` is
+    the dotted name of ``value``. This covers settings whose section does not check for secrets itself. A text that
+    contains spaces is not a URL."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             _refuse_secrets(below, f"{name}.{key}" if name else str(key))
@@ -153,15 +153,15 @@ def _refuse_secrets(value: Any, name: str) -> None:
 
 
 def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str, str]:
-    """Return the problem and the remedy for one of pydantic's errors, in terms of the run file. ``kind`` is the section
-    that was validated, ``table`` its dotted name."""
+    """Return the problem and the remedy for ``detail``, one of pydantic's errors, in terms of the run file. ``kind`` is
+    the section that was validated, ``table`` its dotted name."""
     original = detail.get("ctx", {}).get("error")
     if isinstance(original, ConfigError):
         return original.problem, original.remedy
-    place, above = _locate(kind, detail["loc"], table), _locate(kind, detail["loc"][:-1], table)
-    name, value = place.name, detail["input"]
-    if is_choice(place.form):  # pydantic reports one error per alternative: one line lists them all
-        return f"{name}={value!r}: expected {allowed(place.form)}", f"change {name}"
+    location, above = _locate(kind, detail["loc"], table), _locate(kind, detail["loc"][:-1], table)
+    name, value = location.name, detail["input"]
+    if is_choice(location.form):  # pydantic reports one error per alternative: one line lists them all
+        return f"{name}={value!r}: expected {allowed(location.form)}", f"change {name}"
     match detail["type"]:
         case "extra_forbidden":
             if name in kind.former_keys:
@@ -169,7 +169,7 @@ def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str
             known = {key for model in above.models for key in model.model_fields}
             return f"{name} is not a setting", nearest(str(detail["loc"][-1]), known)
         case "missing":
-            fields = [(key, f) for model in place.models for key, f in model.model_fields.items()]
+            fields = [(key, f) for model in location.models for key, f in model.model_fields.items()]
             required = [f"{name}.{key}" for key, f in fields if f.is_required()]
             return f"{name} is missing", f"set {' and '.join(required) or name}"
         case "union_tag_invalid":
@@ -179,7 +179,7 @@ def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str
         case "unknown_name":
             return f"{name}={value!r} does not exist", detail["ctx"]["remedy"]
         case "union_tag_not_found":
-            return f"{name} does not say its kind", _name_a_kind(place, above, str(detail["loc"][-1]))
+            return f"{name} does not say its kind", _name_a_kind(location, above, str(detail["loc"][-1]))
         case "model_type" | "model_attributes_type":
             return f"{name}={value!r} is not a table of settings", f"write [{name}] and its settings below"
         case "string_type":
@@ -189,19 +189,19 @@ def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeyLocation:
-    """A place in a run file that an error of validation refers to."""
+    """The location of a validation error in a run file."""
 
     name: str
-    """The dotted name, as a run file writes it."""
+    """The dotted name of the key, as in a run file."""
     models: list[type[pydantic.BaseModel]]
-    """The sections that the key can hold; empty for a plain value."""
+    """The section classes that the key accepts; empty for a plain value."""
     form: Any
     """The type annotation of the key."""
 
 
 def _name_a_kind(place: _KeyLocation, above: _KeyLocation, key: str) -> str:
-    """Return the remedy for a table at ``place`` that lacks ``kind``. ``key`` is the name of this table in the section
-    at ``above``, whose default, if it has one, gives the suggested kind. All other kinds are listed."""
+    """Return the remedy for a table at ``place`` that lacks ``kind``. ``key`` is the name of the table in the section
+    at ``above``. If that section has a default for the table, the remedy suggests its kind; all kinds are listed."""
     kinds = ", ".join(sorted({str(model.model_fields["kind"].default) for model in place.models}))
     defaults = [model.model_fields[key].default for model in above.models if key in model.model_fields]
     usual = next((dict(default)["kind"] for default in defaults if isinstance(default, Section)), None)
@@ -210,16 +210,16 @@ def _name_a_kind(place: _KeyLocation, above: _KeyLocation, key: str) -> str:
 
 
 def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) -> _KeyLocation:
-    """Return the place in the run file that ``location``, pydantic's path of an error in the section ``kind``, refers
-    to. ``table`` is the dotted name of that section.
+    """Return the location in the run file that corresponds to ``location``, pydantic's path of an error in the section
+    ``kind``. ``table`` is the dotted name of that section.
 
-    A location also contains tags of unions, which choose among the sections, and names of a union's alternatives, which
-    do not. Neither is part of the setting's name.
+    Pydantic's path also contains the tags of unions, which select one of the sections, and the names of a union's
+    alternatives. Neither is part of the setting's name.
     """
     name, form = table, cast(Any, kind)
     here: list[type[pydantic.BaseModel]] = [kind]
     for part in location:
-        tagged = [model for model in here if part in _tags(model)]
+        tagged = [model for model in here if part in tags_of(model)]
         if isinstance(part, int):
             name += f"[{part}]"
             form = next(iter(get_args(form)), None)
@@ -236,14 +236,9 @@ def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) ->
     return _KeyLocation(name=name, models=here, form=form)
 
 
-def _tags(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
-    """Return the values that the field ``kind`` of a section may have; empty if it has no such field."""
-    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
-
-
 def _form(field: FieldInfo) -> Any:
-    """Return the type annotation of a setting, together with its :class:`Kinds` registry if it is annotated with
-    one."""
+    """Return the type annotation of a setting, together with its :class:`Kinds` registry if the setting is annotated
+    with a registry."""
     notes = [note for note in field.metadata if isinstance(note, Kinds)]
     return Annotated[field.annotation, notes[0]] if notes else field.annotation
 
@@ -258,8 +253,8 @@ _KINDS: dict[Any, str] = {int: "an integer", float: "a number", str: "text", boo
 
 
 def is_choice(form: Any) -> bool:
-    """Return whether a setting with the type annotation ``form`` accepts several alternatives (``None`` not counted),
-    none of which is a section."""
+    """Return whether a setting with the type annotation ``form`` accepts one of several alternatives, ``None`` not
+    counted, none of which is a section."""
     forms = [part for part in get_args(form) if part is not types.NoneType]
     return get_origin(form) in (Union, types.UnionType) and len(forms) > 1 and not any(map(_is_section, forms))
 
@@ -296,7 +291,7 @@ def _is_section(form: Any) -> bool:
 
 
 def _bounds(note: Any) -> list[str]:
-    """Return the limits of a number that ``note``, one piece of an annotation's metadata, gives, such as ``>= 0``;
+    """Return the limits of a number, such as ``>= 0``, that ``note``, one element of an annotation's metadata, sets;
     empty for any other metadata."""
     match note:
         case FieldInfo():

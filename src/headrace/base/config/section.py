@@ -19,13 +19,13 @@ class Section(pydantic.BaseModel):
     # not use_attribute_docstrings: it parses the source of every section in every process that imports one
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
     former_keys: ClassVar[Mapping[str, str]] = {}
-    """Settings that were renamed, for error messages: the former dotted name and the present one. Only the section of a
-    whole run file has some."""
+    """Renamed settings: the former dotted name of each, mapped to the present name, for error messages. Only the
+    section of a whole run file has any."""
 
 
 def descriptions(kind: type[Section]) -> dict[str, str]:
-    """Return the docstring of each setting of the section ``kind`` by the setting's name, inherited ones included. They
-    are read from the source; a setting without a docstring is left out."""
+    """Return the docstring of each setting of the section ``kind``, inherited settings included, by the setting's name.
+    Docstrings are read from the source code; a setting without a docstring is omitted."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         if issubclass(each, Section) and each is not Section:

@@ -8,19 +8,19 @@ from headrace.base.errors import ConfigError
 
 
 def refuse_incomplete_tls(section: str, certificate: str, key: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if only one of ``certificate`` and ``key``, the paths of two PEM
-    files in the settings of ``section``, is given. An empty path means that the file is not given."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the settings of ``section`` contain only one of the paths
+    ``certificate`` and ``key`` of two PEM files. An empty path means that the file is not set."""
     if bool(certificate) != bool(key):
-        there, missing = ("tls_certificate", "tls_key") if certificate else ("tls_key", "tls_certificate")
-        raise ConfigError(f"{section}.{there} is set, {section}.{missing} is not", remedy="give both files, or none")
+        present, missing = ("tls_certificate", "tls_key") if certificate else ("tls_key", "tls_certificate")
+        raise ConfigError(f"{section}.{present} is set, {section}.{missing} is not", remedy="give both files, or none")
 
 
 def server_context(certificate: str, key: str) -> ssl.SSLContext:
-    """Return the TLS context of a server. ``certificate`` and ``key`` are paths of PEM files. Raises
-    :class:`~headrace.base.errors.ConfigError` if they cannot be used."""
+    """Return the TLS context of a server. ``certificate`` and ``key`` are the paths of PEM files. Raises
+    :class:`~headrace.base.errors.ConfigError` if the files cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(certificate, key, password="")  # a password of "" stops a prompt
+        context.load_cert_chain(certificate, key, password="")  # a password of "" prevents a prompt
     except OSError as error:
         raise ConfigError(
             f"TLS with the certificate {certificate} and the key {key}: {error.strerror or error}",
@@ -31,7 +31,7 @@ def server_context(certificate: str, key: str) -> ssl.SSLContext:
 
 
 def client_context(certificate: str) -> ssl.SSLContext:
-    """Return the TLS context of a client that trusts only the certificate in the PEM file ``certificate``, at any
+    """Return the TLS context of a client that trusts only the certificate in the PEM file ``certificate``, whatever the
     address of the server.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the file cannot be used.

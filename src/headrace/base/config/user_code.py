@@ -1,4 +1,4 @@
-"""Import of Python files that the user wrote, such as losses and rewards."""
+"""Import of Python files that the user wrote, such as losses and rewards, and checks of the files before that."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from types import CodeType, ModuleType
 from headrace.base.errors import ConfigError
 
 
-class _Source(importlib.machinery.SourceFileLoader):
-    """A loader of a module that always compiles the source. Cached bytecode could be stale: Python compares the file's
-    time in whole seconds only."""
+class _UncachedLoader(importlib.machinery.SourceFileLoader):
+    """A module loader that always compiles the source code. Cached bytecode could be outdated, since Python compares
+    modification times in whole seconds only."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return the code of the module, compiled from its source file without the bytecode cache."""
+        """Return the code of the module, compiled from the source file without the bytecode cache."""
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
         return code
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import the Python file ``path`` and return the module. The file runs once per process, and once more after it has
-    changed.
+    """Import the Python file ``path`` and return the module. The file is executed once per process, and again after it
+    has changed.
 
-    The file's folder is added to ``sys.path``, so that it can import its neighbours. The module is in ``sys.modules``,
-    as dataclasses and pickle need. Raises :class:`ConfigError` with file and line for any failure.
+    The file's folder is added to ``sys.path``, so that the file can import other files in this folder. The module is
+    registered in ``sys.modules``, as dataclasses and pickle require. Raises :class:`ConfigError` with file and line for
+    any failure.
     """
     try:
         state = path.stat()
@@ -45,7 +46,7 @@ def _load(path: Path, state: tuple[int, int]) -> ModuleType:
     """Import the file ``path`` and return the module. ``state``, the modification time in nanoseconds and the size in
     bytes, is part of the cache key, so that a changed file is imported again."""
     name = f"headrace_user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
-    loader = _Source(name, str(path))
+    loader = _UncachedLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -62,8 +63,8 @@ def _load(path: Path, state: tuple[int, int]) -> ModuleType:
 
 def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
     """Split ``reference``, in the form ``file.py:name``, into the path and the name, and check that the file defines
-    the name. The file is parsed, but not run. Raises :class:`ConfigError`, which names ``setting``, the setting whose
-    value is ``reference``."""
+    the name. The file is parsed, but not executed. Raises :class:`ConfigError`, which names ``setting``, the setting
+    with the value ``reference``."""
     file, colon, name = reference.rpartition(":")
     if not colon or not name.isidentifier():
         raise ConfigError(
@@ -114,41 +115,44 @@ _HARMLESS = frozenset(
         "scipy", "sympy", "torch", "transformers",
     }
 )  # fmt: skip
-"""Installed packages that, like the standard library, do not change where modules are found when they are imported."""
+"""Installed packages whose import, like that of the standard library, does not change where Python finds modules."""
 _PLAIN = (
     ast.Constant, ast.Name, ast.Attribute, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp,
     ast.unaryop, ast.operator, ast.expr_context,
 )  # fmt: skip
-"""The kinds of syntax nodes in a plain value: one that is computed without a call."""
+"""The types of syntax nodes that a plain value consists of: a value that is computed without a call."""
 
 
 def refuse_missing_imports(path: Path, setting: str) -> None:
-    """Raise :class:`ConfigError` for the first module that the file ``path`` imports and this Python does not have,
-    before the file runs. ``setting`` is the setting that names the file.
+    """Raise :class:`ConfigError` for the first module that the file ``path`` imports and that this Python does not
+    have, before the file is executed. ``setting`` is the setting that names the file.
 
-    Only an import that must certainly fail is refused. The check reads the top level of the file, and of the files
-    beside it that it imports, and stops at the first statement that could change where Python finds modules. Harmless,
-    and so passed over, are imports of the standard library, of a few well-known packages (:data:`_HARMLESS`) and of
-    files beside it that were read to their end, functions without decorators, and names that are set to plain values.
-    Any other import is the last one that is checked, since a package may add a folder or a finder when it is imported.
+    Only an import that must certainly fail is refused. The check parses the top level of the file, and of the files in
+    the same folder that it imports, and stops at the first statement that could change where Python finds modules. The
+    following statements cannot, and the check continues after them: imports of the standard library, of a few
+    well-known packages (:data:`_HARMLESS`) and of files in the same folder that were checked to their end; definitions
+    of functions without decorators; and assignments of plain values. Any other import is the last one that is checked,
+    since a package may add a folder or a finder when it is imported.
     """
     path = path.resolve()
-    _ImportReader(path.parent, setting).read(path)
+    _ImportChecker(path.parent, setting).check(path)
 
 
 @dataclass(frozen=True, slots=True)
-class _ImportReader:
-    """The reader of :func:`refuse_missing_imports`: it checks the imports of files in one ``folder``. ``setting`` names
-    the setting in errors; ``seen`` collects the files that were read."""
+class _ImportChecker:
+    """The checker of :func:`refuse_missing_imports` for the files in one folder."""
 
     folder: Path
+    """The folder of the files."""
     setting: str
+    """The setting that names the first file, for errors."""
     seen: set[Path] = field(default_factory=set)
+    """The files that have been checked, or are being checked."""
 
-    def read(self, path: Path) -> bool:
+    def check(self, path: Path) -> bool:
         """Raise :class:`ConfigError` at the first import of the file ``path`` that must fail. Return true if the whole
-        file was read and none of its statements can change where Python finds modules; false if reading stopped at a
-        statement that could."""
+        file was checked and none of its statements can change where Python finds modules; false if the check stopped at
+        a statement that could."""
         self.seen.add(path)
         for node in _parsed(path, self.setting).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -182,14 +186,14 @@ class _ImportReader:
                 )
             return known
         if known or first in sys.modules:
-            return False  # which of the two is imported depends on what the worker has imported before
-        # parts of a package that are imported with it are not read
-        return beside in self.seen or (self.read(beside) and beside.name != "__init__.py")
+            return False  # which of the two is imported depends on the modules that the worker has imported before
+        # the submodules that a package imports are not checked
+        return beside in self.seen or (self.check(beside) and beside.name != "__init__.py")
 
 
 def _parsed(path: Path, setting: str) -> ast.Module:
-    """Return the syntax tree of the file ``path``. It is parsed from bytes, since a file may declare its encoding.
-    Raises :class:`ConfigError`, which names ``setting``, if it cannot be read or parsed."""
+    """Return the syntax tree of the file ``path``, parsed from bytes, since a file may declare its encoding. Raises
+    :class:`ConfigError`, which names ``setting``, if the file cannot be read or parsed."""
     try:
         return ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
@@ -206,15 +210,15 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _beside(module: str, folder: Path) -> Path | None:
-    """Return the file in ``folder`` that ``import module`` would run: the ``__init__.py`` of a package, or else a
+    """Return the file in ``folder`` that ``import module`` would execute: the ``__init__.py`` of a package, or else a
     module file. Return ``None`` if there is neither."""
     files = (folder / module / "__init__.py", folder / f"{module}.py")
     return next((file for file in files if file.is_file()), None)
 
 
 def _is_plain(node: ast.stmt) -> bool:
-    """Return whether a statement runs no code from elsewhere: it is a constant, sets names to plain values, or defines
-    a function without decorators or calls in its signature."""
+    """Return whether the statement ``node`` executes no code from elsewhere: it is a constant, assigns plain values to
+    names, or defines a function without decorators or calls in its signature."""
     match node:
         case ast.Expr(value=ast.Constant()):
             return True
@@ -230,16 +234,16 @@ def _is_plain(node: ast.stmt) -> bool:
 
 
 def _is_found(module: str, folder: Path) -> bool:
-    """Return whether a worker process could import ``module``: from ``folder``, from the working directory, or from the
-    places where this process finds modules. The module itself is not imported."""
+    """Return whether a worker process could import ``module`` from ``folder``, from the working directory, or from the
+    locations where this process finds modules. The module itself is not imported."""
     if module in sys.modules or importlib.util.find_spec(module) is not None:
         return True
     return importlib.machinery.PathFinder.find_spec(module, [str(folder), str(Path.cwd())]) is not None
 
 
 def where(error: BaseException, source: str | None) -> str:
-    """Return an error as ``Kind: words at file.py:12``. The place is the deepest line of the file ``source`` in the
-    traceback; it is left out if ``source`` is ``None`` or does not occur there."""
+    """Return an error as ``Kind: message at file.py:12``. The location is the deepest line of the file ``source`` in
+    the traceback; it is omitted if ``source`` is ``None`` or does not occur in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if source is not None and Path(frame.filename) == Path(source)]
     place = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""

@@ -1,2 +1,2 @@
-"""The HTTP server that all HTTP interfaces of the library run in. It closes idle connections, and the oldest ones
-without a token first when it is full."""
+"""The HTTP server of all HTTP interfaces of the library, with authentication, error responses and limits on
+connections."""

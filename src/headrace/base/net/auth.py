@@ -1,8 +1,8 @@
 """Authentication of HTTP requests by a bearer token.
 
-With a token, a request to any path needs it, and gets nothing but status 401 without it. A server without a token
-listens on this machine only, and a request must also name this machine as its host: this refuses a web page that
-resolves a host name of its own to this machine (DNS rebinding).
+A server with a token answers any request without the token with status 401. A server without a token listens on this
+machine only, and a request must also name this machine as its host. This refuses requests of a web page that resolves
+its own host name to this machine (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from headrace.base.net.refusal import Refusal, shown
 
 
 class TokenAuth:
-    """An ASGI application that passes authenticated HTTP requests on to another application, and refuses all others."""
+    """An ASGI application that forwards authenticated HTTP requests to another application and refuses all others."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
-        """Protect ``app`` by ``token``. With an empty ``token``, requests need none but must be addressed to this
+        """Protect ``app`` by ``token``. With an empty ``token``, a request needs no token but must be addressed to this
         machine."""
         self._app = app
         self._token = token.encode(errors="surrogateescape")  # compared as bytes: a token need not be valid UTF-8
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse an HTTP request without the token; mark any other one as authorized and pass it on."""
+        """Refuse an HTTP request without the token; mark any other request as authorized and forward it."""
         if scope["type"] == "http":
             refusal = self._refusal(Headers(scope=scope))
             if refusal is not None:
@@ -38,7 +38,7 @@ class TokenAuth:
         await self._app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> Refusal | None:
-        """Return the error with which a request with these headers is refused; ``None`` if it may pass."""
+        """Return the error with which a request with these headers is refused; ``None`` if the request is accepted."""
         if not self._token:
             host = headers.get("host", "")
             if is_loopback(host_of(host)):
@@ -49,7 +49,7 @@ class TokenAuth:
                 status=403,
                 code="host_not_allowed",
             )
-        header = headers.get("authorization", "").encode("latin-1")  # as sent: a token may be any text
+        header = headers.get("authorization", "").encode("latin-1")  # the bytes as sent: a token may be any text
         kind, _, given = header.partition(b" ")
         is_right = hmac.compare_digest(given.strip(), self._token)
         if kind.lower() == b"bearer" and is_right:
@@ -63,8 +63,8 @@ class TokenAuth:
 
 
 def refuse_unprotected_host(host: str, token: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if ``host``, the address at which a server is to listen, can be
-    reached from other machines and ``token`` is empty."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``token`` is empty and other machines can connect to
+    ``host``, the address at which a server is to listen."""
     if not token and not is_loopback(host):
         raise ConfigError(
             f"serve.host={host!r} can be reached from other machines, and there is no token",

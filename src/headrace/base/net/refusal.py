@@ -16,29 +16,29 @@ _TYPES = {403: "permission_error", 404: "not_found_error", 429: "rate_limit_erro
 
 
 class Refusal(HeadraceError):
-    """An error that becomes the answer to one HTTP request. ``status`` is the HTTP status; ``param`` names the invalid
-    field of the request, and is ``None`` if there is none; ``code`` names the kind of mistake for programs."""
+    """An error that becomes the response to one HTTP request. ``status`` is the HTTP status; ``param`` is the name of
+    the invalid field of the request, or ``None``; ``code`` is a machine-readable name of the problem."""
 
     def __init__(
         self, problem: str, *, remedy: str, status: int = 400, param: str | None = None, code: str = "invalid_value"
     ) -> None:
-        """``status`` is the HTTP status, ``param`` the invalid field of the request or ``None``, and ``code`` the kind
-        of mistake, as in OpenAI's API."""
+        """Store ``status``, the HTTP status, ``param``, the invalid field of the request or ``None``, and ``code``, the
+        kind of problem, as in OpenAI's API."""
         super().__init__(problem, remedy=remedy)
         self.status = status
         self.param = param
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body of the answer, in the format of OpenAI's API."""
+        """Return the JSON body of the response, in the format of OpenAI's API."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         message = f"{self.problem}; {self.remedy}"
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, body: Mapping[str, Any] | None = None) -> Response:
-        """Return the error as an HTTP response. ``body`` replaces the JSON body of :meth:`body` if it is given. An
-        unauthenticated client (status 401) gets no body. A client of a full server (429, 503) learns when to try
-        again."""
+        """Return the error as an HTTP response. ``body`` replaces the JSON body of :meth:`body` if it is not ``None``.
+        A client without the token (status 401) receives no body. For status 429 and 503 the response says when the
+        client may try again."""
         if self.status == 401:
             return Response(status_code=401, headers={"www-authenticate": "Bearer"})
         headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
@@ -46,7 +46,7 @@ class Refusal(HeadraceError):
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """Return ``value``, which comes from a client, as printable ASCII of at most ``limit`` characters, for an error
+    """Return ``value``, which a client has sent, as printable ASCII of at most ``limit`` characters, for an error
     message."""
     text = ascii(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

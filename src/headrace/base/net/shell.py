@@ -1,5 +1,5 @@
-"""The HTTP server in which every ASGI application of the library runs (uvicorn, with its bounds set in one place), and
-the socket at which it listens."""
+"""The HTTP server, a uvicorn server, that runs every ASGI application of the library, with its limits and its listening
+socket."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from headrace.base.errors import ConfigError
 from headrace.base.net.connection import Connection
 
 _LOGGING = {**LOGGING_CONFIG, "loggers": {**LOGGING_CONFIG["loggers"], "asyncio": {"level": "ERROR"}}}
-"""uvicorn's logging without asyncio's warnings about writing to a client that has just disconnected: those are
-counted elsewhere."""
+"""uvicorn's logging without asyncio's warnings about writing to a client that has just disconnected, which are counted
+elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +30,13 @@ class ShellLimits:
     """The limits and the TLS files of an :class:`HttpServer`."""
 
     idle_timeout_s: int = 30
-    """Seconds within which a connection must finish its TLS handshake, send the head of a request, and read some of
-    its answer."""
+    """The number of seconds within which a client must finish its TLS handshake, send the head of a request, and read
+    some of the response."""
     max_connections: int = 256
     """The largest number of connections. It is reduced to half of the files that the process may open, since the
-    rest is needed elsewhere."""
+    process needs the other half for other purposes."""
     grace_s: int = 1
-    """Seconds that unfinished answers may still take after the server was stopped."""
+    """The number of seconds that unfinished responses may still take after the server was stopped."""
     tls_certificate: str = ""
     """The PEM file of the certificate; empty: no TLS."""
     tls_key: str = ""
@@ -44,8 +44,8 @@ class ShellLimits:
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server of an ASGI application, with limits on its connections. Setting its attribute ``should_exit``
-    stops it."""
+    """A uvicorn server of an ASGI application, with limits on its connections. Set the attribute ``should_exit`` to
+    stop the server."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """Serve ``app`` within ``limits``.
 
-        ``own_logging`` configures uvicorn's loggers. With ``takes_signals`` the server stops at Ctrl-C and SIGTERM,
-        without raising them again afterwards as uvicorn does; otherwise the program handles signals. ``ending`` is
-        called when the server begins to stop: it should make requests that would wait longer be answered.
+        ``own_logging`` configures uvicorn's loggers. With ``takes_signals`` the server stops at Ctrl-C and SIGTERM, and
+        does not raise the signal again afterwards as uvicorn does; otherwise the program handles signals. The server
+        calls ``ending`` when it starts to stop, so that the application can complete requests that would wait longer.
         """
         self._takes_signals, self._ending = takes_signals, ending
         settings: dict[str, Any] = {"log_config": _LOGGING if own_logging else None}
@@ -83,8 +83,8 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen at ``sockets``, which the caller has bound. Unlike uvicorn's method, this also limits the time of the
-        TLS handshake."""
+        """Listen at ``sockets``, which the caller has bound. Unlike uvicorn's method, this method also limits the time
+        of the TLS handshake."""
         assert sockets is not None, "the caller binds, so that a wrong address fails before the server starts"
         await super().startup(sockets=[])
         loop, tls = asyncio.get_running_loop(), self.config.ssl
@@ -97,17 +97,17 @@ class HttpServer(uvicorn.Server):
             )  # fmt: skip
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop the server: call ``ending``, let requests end, and close all connections."""
+        """Stop the server: call ``ending``, wait for open requests, and close all connections."""
         self._ending()
         await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle Ctrl-C and SIGTERM while the body runs, if the server was made with ``takes_signals`` and runs in the
-        main thread. This replaces uvicorn's own handling."""
+        """A context that handles Ctrl-C and SIGTERM, if the server was created with ``takes_signals`` and runs in the
+        main thread. It replaces uvicorn's own signal handling."""
         loop = asyncio.get_running_loop()
-        takes = self._takes_signals and threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGINT, signal.SIGTERM) if takes else ()
+        is_enabled = self._takes_signals and threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if is_enabled else ()
         for number in numbers:
             loop.add_signal_handler(number, self.handle_exit, number, None)
         try:
@@ -122,11 +122,11 @@ class HttpServer(uvicorn.Server):
 
 
 def listening_socket(host: str, port: int, *, setting: str, remedy: str) -> socket.socket:
-    """Return a socket that listens at ``host`` and ``port``; port 0 takes a free port. A connection that arrives before
-    the server runs waits in the backlog.
+    """Return a socket that listens at ``host`` and ``port``; port 0 selects a free port. A connection that arrives
+    before the server runs waits in the backlog.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be used. ``setting``, the address as the
-    user gave it, and ``remedy`` are for its message.
+    Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be used. Its message contains ``setting``,
+    the address as the user has set it, and ``remedy``.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

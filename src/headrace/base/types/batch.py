@@ -20,11 +20,11 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import oldest
 
 BYTES_PER_TOKEN = 17.0
-"""Bytes of a token in the columns that every batch has."""
+"""Bytes per token of the columns that every batch has."""
 BYTES_PER_SAMPLE = 12.0
-"""Bytes of a sample in the columns of samples."""
+"""Bytes per sample of the columns with one entry per sample."""
 REFERENCE_BYTES = 64.0
-"""Bytes of a reference to rows in a store, at most."""
+"""The largest size of a reference to stored rows, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +32,17 @@ class TrainSample:
     """One root-to-leaf path of turns of an episode, laid out as token-aligned arrays."""
 
     key: EpisodeKey
-    """The episode."""
+    """The identifier of the episode."""
     tokens: Tokens
     """All T tokens of the path, prompts included."""
     mask_T: npt.NDArray[np.bool_]
-    """The tokens that carry loss: sampled by the policy, and not already trained through another path."""
+    """Whether each token carries loss: the policy sampled it, and no other path of the episode trains it."""
     advantage: float | FloatColumn
-    """The advantage of the tokens in the mask: one number for all of them, or one number for each of the T tokens."""
+    """The advantage of the tokens that carry loss: one number for all of them, or one number for each of the T
+    tokens."""
     roles: tuple[tuple[str, int], ...] = ()
-    """The authors of the turns, in order: the role of each turn's author and the number of its tokens. It may be empty
-    unless agents with adapters of their own are trained."""
+    """The authors of the turns, in order: the role of each author and the number of tokens of its turn. It may be empty
+    unless agents with their own adapters are trained."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,14 +59,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     ids_N: IntColumn
     """The vocabulary id of each token, prompts included."""
     mask_N: npt.NDArray[np.bool_]
-    """Whether the token carries loss."""
+    """Whether each token carries loss."""
     logprobs_N: FloatColumn
     """log μ: the log-probability of each token under the distribution that it was really sampled from, as the engine
     recorded it; 0 for a token that was not sampled."""
     versions_N: IntColumn
     """The version of the weights that sampled each token; −1 for a token that no policy sampled."""
     advantages_N: FloatColumn
-    """The advantage of each token, which counts where the mask is true."""
+    """The advantage of each token. Only advantages of tokens that carry loss are used."""
     kept: KeptSets | None = None
     """The kept-set of each of the N tokens: the vocabulary entries that top-k, top-p and min-p left to draw from.
     ``None`` if no token has one."""
@@ -74,15 +75,16 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     teacher_scores: TeacherScores | None = None
     """A teacher's scores of the N tokens; ``None`` if no teacher scored any."""
     agents: tuple[str, ...] = ("",)
-    """The agents whose adapters are trained: first the policy, which has the empty name, then the agents with an
-    adapter of their own."""
+    """The agents whose adapters are trained. The first is the policy, which has the empty name; the others are agents
+    with their own adapters."""
     agents_N: IntColumn | None = None
-    """The index in ``agents`` of the adapter that each of the N tokens trains; ``None``: all train the policy's."""
+    """The index in ``agents`` of the adapter that each of the N tokens trains; ``None`` if all train the policy's
+    adapter."""
 
     @classmethod
     def collate(cls, step: int, samples: list[TrainSample], agents: Sequence[str] = ()) -> Batch:
-        """Return the batch of optimizer step ``step``: the columns of ``samples``, concatenated in the order given.
-        ``agents`` are the roles that train adapters of their own, beside the policy's."""
+        """Return the batch of optimizer step ``step``: the columns of ``samples``, concatenated in the given order.
+        ``agents`` are the roles that train their own adapters instead of the policy's adapter."""
         tokens = Tokens.concat([sample.tokens for sample in samples])
         groups: dict[int, int] = {}
         episodes: dict[EpisodeKey, int] = {}
@@ -103,14 +105,15 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             routing=tokens.routing,
             teacher_scores=tokens.teacher_scores,
             agents=("", *agents),
-            agents_N=_authors(samples, agents) if agents else None,
+            agents_N=_adapter_indices(samples, agents) if agents else None,
         )
 
     def divide(self, max_bytes: int) -> list[Batch]:
-        """Return the batch as parts of whole samples, in their order, each of which takes at most about ``max_bytes``
-        bytes; a larger sample is a part of its own. A batch without samples is one part. The columns of the parts are
-        views of this batch's columns, and the indices of groups and episodes are those in the whole batch."""
+        """Divide the batch into parts of at most about ``max_bytes`` bytes, and return them in order. A part consists
+        of whole samples; a sample that is larger is a part of its own. A batch without samples is one part. The columns
+        of the parts are views of this batch's columns, and the parts keep its indices of groups and episodes."""
         parts: list[Batch] = []
+        # both are running sums: the end of each sample in tokens, and in bytes
         ends_S, sizes_S = np.cumsum(self.lengths_S, dtype=np.int64), np.cumsum(self._bytes_S())
         first, before, sent = 0, 0, 0.0
         while first < len(ends_S):
@@ -121,7 +124,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def join(cls, parts: Sequence[Batch]) -> Batch:
-        """Return the batch that :meth:`divide` has divided into ``parts``."""
+        """Return the batch whose :meth:`divide` returned ``parts``."""
         if len(parts) == 1:
             return parts[0]
         kept = [part.kept for part in parts if part.kept is not None]
@@ -146,13 +149,16 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _bytes_S(self) -> npt.NDArray[np.float64]:
-        """Return the size of each sample with its columns, in bytes."""
+        """Return the size of each sample with all its columns, in bytes. It is an estimate for stored columns."""
         bytes_N = np.full(self.num_tokens, BYTES_PER_TOKEN)
         if self.kept is not None:
             bytes_N += self.kept.sizes_T.itemsize
-            bytes_N += _mean(self.kept.stored, self.num_tokens) or self.kept.ids_E.itemsize * self.kept.sizes_T
+            bytes_N += (
+                _reference_bytes_per_token(self.kept.stored, self.num_tokens)
+                or self.kept.ids_E.itemsize * self.kept.sizes_T
+            )
         if self.routing is not None:
-            bytes_N += self.routing.known_T.itemsize + _mean(self.routing.stored, self.num_tokens)
+            bytes_N += self.routing.known_T.itemsize + _reference_bytes_per_token(self.routing.stored, self.num_tokens)
             bytes_N[self.routing.known_T] += self.routing.experts_RLK[:1].nbytes
         if self.teacher_scores is not None:
             scores = self.teacher_scores[:1]
@@ -167,7 +173,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return bytes_S + BYTES_PER_SAMPLE
 
     def _part(self, samples: slice, tokens: slice) -> Batch:
-        """Return the samples and tokens in two slices, which belong together, as a batch."""
+        """Return the batch of the samples in the slice ``samples``, whose tokens are in the slice ``tokens``."""
         return msgspec.structs.replace(
             self,
             lengths_S=self.lengths_S[samples],
@@ -195,28 +201,27 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.mask_N.sum())
 
     def by_agent(self, mask_N: npt.NDArray[np.bool_]) -> list[tuple[str, npt.NDArray[np.bool_]]]:
-        """Split the tokens of ``mask_N`` by the adapter that they train. Return, for every agent with such tokens, its
-        name and the mask of its tokens."""
+        """Divide the tokens of ``mask_N`` by the adapter that they train. Return, for every agent whose adapter is
+        trained, its name and the mask of its tokens."""
         if self.agents_N is None:
             return [("", mask_N)]
-        parts = [(agent, mask_N & (self.agents_N == place)) for place, agent in enumerate(self.agents)]
+        parts = [(agent, mask_N & (self.agents_N == index)) for index, agent in enumerate(self.agents)]
         return [(agent, own_N) for agent, own_N in parts if own_N.any()]
 
     def ages(self) -> npt.NDArray[np.int32]:
-        """Return the age of every token that carries loss, in the order of the batch: the learner's version when it
-        trains (``step``), minus the version that sampled the token. For a token of mixed versions the older one
-        counts."""
+        """Return the age of every token that carries loss, in the order of the batch: the learner's version (``step``)
+        minus the version that sampled the token. For a token of mixed versions the older version counts."""
         return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)
 
 
-def _mean(stored: Stored, num_tokens: int) -> float:
-    """Return how many bytes of references to ``stored`` rows there are for each of ``num_tokens`` tokens."""
+def _reference_bytes_per_token(stored: Stored, num_tokens: int) -> float:
+    """Return the number of bytes per token of the references ``stored``, for a column of ``num_tokens`` tokens."""
     return REFERENCE_BYTES * len(stored) / max(1, num_tokens)
 
 
-def _authors(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:
-    """Return, for each token of ``samples``, the index of the adapter that it trains: 0 for the policy's, and from 1
-    the place of its author's role in ``agents``."""
+def _adapter_indices(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:
+    """Return, for each token of ``samples``, the index of the adapter that it trains: 0 for the policy's adapter,
+    otherwise 1 plus the index in ``agents`` of its author's role."""
     indices = {agent: index for index, agent in enumerate(agents, 1)}
     turns = [turn for sample in samples for turn in sample.roles]
     authors = np.array([indices.get(role, 0) for role, _ in turns], np.int32)

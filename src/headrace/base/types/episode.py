@@ -1,6 +1,6 @@
-"""The episode: the graph of turns of one attempt at a task, and its lifecycle.
+"""The data of an episode, one attempt at a task: its turns, their sampled tokens, and its status.
 
-A *turn* is a run of contiguous tokens by one author. Turns form a tree: a turn can have several continuations. A
+A *turn* is a run of contiguous tokens by one author. Turns form a tree, since a turn can have several continuations. A
 *version* is the integer that names one set of weights.
 """
 
@@ -20,7 +20,7 @@ from headrace.base.types.tokens import Tokens, versions_of
 
 
 class EpisodeKey(NamedTuple):
-    """The permanent identifier of an episode in a run: the number of its group and its index in the group."""
+    """The permanent identifier of an episode in a run: the number of its group and its index within the group."""
 
     group: int
     """The number of the group in the run."""
@@ -33,11 +33,11 @@ class EpisodeKey(NamedTuple):
 
 
 NO_EPISODE = EpisodeKey(-1, -1)
-"""The key that stands for an unknown episode."""
+"""The key of an unknown episode."""
 _KINDS = {kind.__name__: kind for kind in (RequestError, EngineFull, SequenceFailed)}
-"""The classes of error that a chunk can carry, by name."""
+"""The error classes that a chunk can contain, by name."""
 RESTARTED = "restarted"
-"""The value of ``TokenChunk.lost`` for a sequence that the engine has begun again from its prompt."""
+"""The value of ``TokenChunk.lost`` for a sequence that the engine has restarted from its prompt."""
 
 
 class StopReason(enum.StrEnum):
@@ -48,11 +48,11 @@ class StopReason(enum.StrEnum):
     LENGTH = "length"
     """The turn reached ``max_new_tokens``."""
     ABORTED = "aborted"
-    """The request was withdrawn by its sender."""
+    """The sender of the request has withdrawn it."""
     DEADLINE = "deadline"
     """The deadline of the request passed."""
     SPLIT = "split"
-    """Sampling did not end here: the turn was cut at this place afterwards, and continues in another turn."""
+    """Sampling did not end here: the turn was divided at this token afterwards, and continues in another turn."""
 
 
 class EpisodeStatus(enum.StrEnum):
@@ -69,9 +69,9 @@ class EpisodeStatus(enum.StrEnum):
     SCORED = "scored"
     FAILED = "failed"
     LEFT_OUT = "left_out"
-    """The episode is valid and is not trained: it was withdrawn, or a filter left it out of its group."""
+    """The episode is valid but not trained: it was withdrawn, or a filter left it out of its group."""
     MASKED = "masked"
-    """The reward counts in the baseline of the group; the tokens carry no loss."""
+    """The reward of the episode counts in the baseline of the group; its tokens carry no loss."""
 
     @property
     def ended(self) -> bool:
@@ -81,26 +81,27 @@ class EpisodeStatus(enum.StrEnum):
 
     @property
     def untrained(self) -> bool:
-        """Return whether the episode has ended and none of its tokens will carry loss. The field ``cause`` of the
-        episode says why."""
+        """Return whether the episode has ended and none of its tokens will carry loss. Its field ``cause`` contains the
+        reason."""
         return self in (EpisodeStatus.FAILED, EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
 
 
 class AttemptKind(enum.StrEnum):
-    """The part that an attempt has among the attempts at one episode."""
+    """Whether an episode shares its beginning with other attempts at the same task."""
 
     ALONE = "alone"
-    """No attempt will begin as this one did."""
+    """No other attempt shares the beginning of this attempt."""
     ORIGIN = "origin"
-    """Branches may leave it when it has ended: attempts with the same task and seed, in which the model gives the same
-    answers up to some token. An environment that can resume its world keeps what that takes."""
+    """Branches may be created from this attempt after it has ended. A branch is an attempt with the same task and seed
+    that repeats the model's answers up to some token. An environment that can resume its world stores the necessary
+    snapshots."""
     BRANCH = "branch"
-    """It repeats an ``ORIGIN`` of the same task and seed up to some token, and continues otherwise. An environment may
-    resume the world of that moment, in place of making it again."""
+    """The attempt repeats an ``ORIGIN`` of the same task and seed up to some token, and then continues on its own. An
+    environment may resume its world from a snapshot instead of creating it again."""
 
 
 def role_of(agent: str) -> str:
-    """Return the role of an agent: its name up to a slash. Agents of one role share policy and baseline.
+    """Return the role of an agent: its name up to the first slash. Agents of one role share policy and baseline.
 
     >>> role_of("solver/2"), role_of("proposer")
     ('solver', 'proposer')
@@ -110,26 +111,25 @@ def role_of(agent: str) -> str:
 
 class Branch(NamedTuple):
     """The branch that a turn belongs to. A branch is a continuation that was sampled again from a *pivot*, an earlier
-    place of the same episode."""
+    token of the same episode."""
 
     pivot: int
-    """The number of the pivot where the branch leaves the episode. Branches of one pivot are compared with each
-    other."""
+    """The number of the pivot from which the branch continues. Branches of one pivot are compared with each other."""
     number: int
-    """The number of the branch among those of its pivot."""
+    """The number of the branch among the branches of its pivot."""
     reward: float | None
-    """The reward of the whole branch; ``None`` if it has none and carries no loss."""
+    """The reward of the whole branch; ``None`` if it has no reward and therefore carries no loss."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of an episode: contiguous tokens by one author. It is a node of the episode's graph, below the turn that
-    it continues."""
+    """One turn of an episode: contiguous tokens by one author. It is a node of the episode's tree; its parent is the
+    turn that it continues."""
 
     author: str
     """The author: ``"task"`` for a given prompt; otherwise the policy, tool or agent that wrote the turn."""
     tokens: Tokens
     parent: int | None = None
-    """The index of the turn that this one continues; ``None`` for a root."""
+    """The index of the turn that this turn continues; ``None`` for a root."""
     stop_reason: StopReason | None = None
     """Why sampling ended; ``None`` for a turn that was not sampled."""
     context_routing: Routing | None = None
@@ -137,25 +137,26 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool = False
     """Whether the turn is the answer of a tool that reports an error."""
     untrained: str = ""
-    """The reason why its sampled tokens carry no loss; empty if they carry loss."""
+    """The reason why the turn's sampled tokens carry no loss; empty if they carry loss."""
     reward: float | None = None
-    """The part of the episode's reward that was earned in this turn; ``None`` if it is unknown. The last turn earns
-    what the turns do not account for."""
+    """The part of the episode's reward that was earned in this turn; ``None`` if it is unknown. The last turn receives
+    the part of the reward that no turn accounts for."""
     process: float | None = None
     """The process reward of a segment, in addition to the episode's reward; ``None`` if there is none."""
     branch: Branch | None = None
     """The branch of a resampled turn; ``None`` for a turn of the episode itself."""
     teacher: str = ""
-    """The name of the teacher that scored its tokens, if there are several; empty otherwise."""
+    """The name of the teacher that scored the turn's tokens, if there are several teachers; empty otherwise."""
     extra: dict[str, Any] = {}
     """The columns that reward functions logged about the turn with ``log_extra``: numbers and short texts."""
 
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A piece of one sampled sequence: the tokens since its last chunk, or all of them after chunks were joined.
+    """A part of one sampled sequence: the tokens since the sequence's previous chunk, or all tokens after
+    :meth:`joined`.
 
-    The engine makes it, the controller receives it unchanged, the rollout sets ``key``, ``turn`` and ``prompt`` to say
-    which turn of which episode it belongs to, and the ledger stores it.
+    The engine creates the chunk, and the controller receives it unchanged. The rollout then sets ``key``, ``turn`` and
+    ``prompt``, which identify the turn of the episode, and the ledger stores the chunk.
 
     >>> span = Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.1], versions_T=[3, 3])
     >>> chunk = TokenChunk(tokens=span, stop_reason=StopReason.LENGTH)
@@ -169,25 +170,26 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why sampling ended; set on the last chunk only, and not if the sequence ended with an ``error``."""
     request_id: int = -1
     """The engine's number of the sequence, for a later :class:`~headrace.base.types.messages.engine.ForkRequest`; −1
-    if no engine has sampled it since the run was last started."""
+    if no engine has sampled the sequence since the run was last started."""
     top: TopScores | None = None
     """The model's likeliest entries at each token of the chunk, if the request records them (``Sampling.record_top``);
     else ``None``."""
     prompt_routing: Routing | None = None
     """The experts of every token before the sequence, on its first chunk; ``None`` if they were not recorded."""
     lost: str = ""
-    """Why the chunks of this sequence before this one are void: ``RESTARTED``, or another reason under which the ledger
-    counts their tokens; empty if they are valid."""
+    """Why earlier chunks of this sequence are void: ``RESTARTED``, or another reason under which the ledger counts
+    their tokens; empty if they are valid."""
     error: str = ""
-    """Why the request was refused or failed, as ``problem; remedy``; set on the last chunk only."""
+    """Why the request was refused or failed, as ``problem; remedy``; set on the last chunk only, otherwise empty."""
     error_kind: str = ""
     """The name of the error's class in :mod:`headrace.base.errors`; empty without an error."""
     key: EpisodeKey = NO_EPISODE
-    """The episode that the sequence is a turn of; ``NO_EPISODE`` in an engine, which does not know it."""
+    """The episode that the sequence belongs to; ``NO_EPISODE`` in an engine, which has no information about
+    episodes."""
     turn: int = 0
-    """The index of the turn among the sampled turns of its episode, from 0, in the order they were begun."""
+    """The index of the turn among the sampled turns of its episode, from 0, in the order in which they were started."""
     prompt: str = ""
-    """A digest of the tokens before the turn. A stored turn is continued only after the same tokens."""
+    """A digest of the tokens before the turn. A stored turn is reused only if the tokens before it are the same."""
 
     @property
     def ended(self) -> bool:
@@ -195,12 +197,12 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.stop_reason is not None or bool(self.error)
 
     def failed(self, error: RequestError) -> TokenChunk:
-        """Return this chunk as the last one of its sequence, which ended with ``error``."""
+        """Return this chunk as the last chunk of its sequence, which ended with ``error``."""
         return msgspec.structs.replace(self, error=f"{error.problem}; {error.remedy}", error_kind=type(error).__name__)
 
     def raise_error(self) -> None:
-        """Raise the :class:`~headrace.base.errors.RequestError` that the sequence ended with; do nothing if there was
-        none."""
+        """Raise the :class:`~headrace.base.errors.RequestError` with which the sequence ended; do nothing if there was
+        no error."""
         if self.error:
             problem, _, remedy = self.error.partition("; ")
             kind = _KINDS.get(self.error_kind, SequenceFailed)
@@ -208,8 +210,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def joined(cls, chunks: Sequence[TokenChunk]) -> TokenChunk:
-        """Return consecutive chunks of one sequence, of which there is at least one, as one chunk with all their
-        tokens."""
+        """Return consecutive chunks of one sequence as one chunk with all their tokens. ``chunks`` must not be
+        empty."""
         first, last = chunks[0], chunks[-1]
         if first is last:
             return first
@@ -224,27 +226,27 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeGraph:
-    """The graph of turns of one attempt at a task, and its rewards. It grows while the episode runs, and is read-only
+    """The tree of turns of one attempt at a task, and its rewards. It grows while the episode runs, and does not change
     afterwards."""
 
     key: EpisodeKey
     turns: list[Turn] = field(default_factory=list)
-    """Every turn, parents before children. A turn names its parent by its index in this list."""
+    """All turns, parents before children. A turn refers to its parent by the index in this list."""
     status: EpisodeStatus = EpisodeStatus.RUNNING
     reward: float | None = None
     """The reward of the episode; ``None`` until it is scored."""
     cause: str = ""
-    """Why it failed, was left out or was masked: ``reason`` or ``reason: words``; empty otherwise."""
+    """Why the episode failed, was left out or was masked: ``reason`` or ``reason: words``; empty otherwise."""
     parts: dict[str, float] = field(default_factory=dict)
-    """The components of its reward by name, clamped and not weighted; empty if the reward has one component."""
+    """The components of the reward by name, clamped and not weighted; empty if the reward has one component."""
     agent_rewards: dict[str, float] = field(default_factory=dict)
     """The reward of each agent; empty if all agents share the episode's reward."""
     ended_s: float | None = field(default=None, compare=False)
-    """When the episode ended, on the clock; ``None`` if that was before the run was last started."""
+    """The time when the episode ended, on the clock; ``None`` if it ended before the run was last started."""
 
     @property
     def length(self) -> int:
-        """Return the number of tokens that the policy or another agent sampled in the episode itself, without those of
+        """Return the number of tokens that the policy or another agent sampled in the episode, without the tokens of
         branches."""
         return sum(turn.tokens.num_sampled for turn in self.turns if turn.branch is None)
 
@@ -255,15 +257,15 @@ class EpisodeGraph:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return the reward of each agent by its name, without the agents that answered but none of whose answers
-        carries loss. Empty if all agents share the episode's reward."""
+        """Return the reward of each agent by its name. Agents are left out if they answered but none of their answers
+        carries loss. The result is empty if all agents share the episode's reward."""
         answers = [turn for turn in self.turns if turn.stop_reason is not None]
         idle = {turn.author for turn in answers} - {turn.author for turn in answers if not turn.untrained}
         return {agent: reward for agent, reward in self.agent_rewards.items() if agent not in idle}
 
     @property
     def is_chain(self) -> bool:
-        """Return whether each turn continues the one before it, so that there is one path through all of them."""
+        """Return whether each turn continues the previous turn, so that one path contains all turns."""
         return [turn.parent for turn in self.turns[:1]] == [None] and all(
             turn.parent == index for index, turn in enumerate(self.turns[1:])
         )
@@ -283,11 +285,11 @@ class EpisodeGraph:
         return indices[::-1]
 
     def path_tokens(self, path: Sequence[int]) -> Tokens:
-        """Return the concatenated tokens of the turns with the indices ``path``, from the root on.
+        """Return the concatenated tokens of the turns with the indices ``path``, which begins at the root.
 
-        The routing (the experts of a mixture-of-experts model) that the last sampled turn recorded of its context fills
-        in what the turns before it lack: the experts of given tokens, and of the last token of a turn, which are known
-        only after another turn continues it.
+        The routing (the experts of a mixture-of-experts model) is completed from the record of the last sampled turn,
+        which also contains the experts of its context. Without it, the experts are missing for given tokens, and for
+        the last token of each turn, which becomes known only after another turn continues it.
         """
         tokens = Tokens.concat([self.turns[index].tokens for index in path])
         before = 0

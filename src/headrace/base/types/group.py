@@ -1,10 +1,10 @@
-"""The life of a group: the episodes that share a baseline.
+"""The states of a group, the set of episodes that share a baseline.
 
 SUBMITTED ─▶ ADMITTED ─▶ RUNNING ─▶ SCORED ─▶ READY ─▶ TAKEN(step) ─▶ TRAINED ─▶ RELEASED
     └────────────┴──────────┴──────────┴────────┴──────────┴──▶ DROPPED(reason)
 
-after a crash   ADMITTED, RUNNING, SCORED ─▶ SUBMITTED   finished turns are kept, the rest is generated again
-                TAKEN, TRAINED, RELEASED ─▶ READY        if the checkpoint is older than their step
+after a crash   ADMITTED, RUNNING, SCORED ─▶ SUBMITTED   completed turns are kept, others are generated again
+                TAKEN, TRAINED, RELEASED ─▶ READY        if the checkpoint is older than the group's step
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import enum
 
 
 class GroupState(enum.StrEnum):
-    """The state of a group. Its slot, the right to be in flight, is charged at ADMITTED and freed at RELEASED or
-    DROPPED."""
+    """The state of a group. The slot of a group, the right to be in flight, is charged at ADMITTED and freed at
+    RELEASED or DROPPED."""
 
     SUBMITTED = "submitted"
-    """The group exists: it has a task and a number, and waits to be admitted."""
+    """The group exists: it has a task and a number, and waits for admission."""
     ADMITTED = "admitted"
-    """The group holds a slot: the staleness bound will hold for it."""
+    """The group occupies a slot: no token of the group will exceed the staleness bound."""
     RUNNING = "running"
     """Its episodes are being generated and scored."""
     SCORED = "scored"
     """Every episode has a reward or a cause of failure."""
     READY = "ready"
-    """Enough of its episodes have a reward: it may be trained."""
+    """Enough episodes of the group have a reward, so that it may be trained."""
     TAKEN = "taken"
     """The group is in the batch of a step."""
     TRAINED = "trained"
-    """The optimizer has stepped on the group; the new weights are not in use yet."""
+    """The optimizer has made its step on the group; the engines do not use the new weights yet."""
     RELEASED = "released"
-    """The weights that the group helped to make are committed."""
+    """The new weights, to which the group has contributed, are committed."""
     DROPPED = "dropped"
     """The group left the flow without being trained, for a counted reason."""
 
     @property
     def holds_slot(self) -> bool:
-        """Return whether the group holds a slot and so counts against the capacity of the flow: it is admitted, and
+        """Return whether the group occupies a slot, and so counts against the capacity of the flow: it is admitted, and
         neither released nor dropped."""
         return self in _HOLDS_SLOT
 
@@ -47,8 +47,8 @@ class GroupState(enum.StrEnum):
         return self in _IN_FLIGHT
 
     def may_become(self, new: GroupState) -> bool:
-        """Return whether a group may go from this state to ``new``: whether the picture at the top of the file has that
-        arrow, those after a crash excluded."""
+        """Return whether a group may change from this state to ``new``: whether the picture at the top of the file has
+        this arrow. Transitions after a crash are not included."""
         return new in _NEXT[self]
 
 

@@ -1,8 +1,8 @@
-"""The metrics that a run reports: the name, the unit, the meaning and the aggregation of each.
+"""The registry of the metrics that a run reports: the name, the unit, the meaning and the aggregation of each.
 
-Writers, charts, alarms and documents read these rows, and a test compares what runs report with them. A name may
-contain one part in braces, as in ``env/{env}/reward_mean``, which stands for a label: an environment, an agent, a
-reason. Metrics of a user's own loss keep the names that the loss gives them.
+Metric writers, charts, alarms and documents use these entries, and a test compares them with the metrics that runs
+report. A name may contain one label in braces, such as an environment, an agent or a reason: ``env/{env}/reward_mean``.
+Metrics of a user's own loss keep the names that the loss gives them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from functools import lru_cache
 
 
 class Aggregation(enum.StrEnum):
-    """The way in which the values of a metric in several steps become one value."""
+    """The function that combines the values of a metric in several steps into one value."""
 
     MEAN = "mean"
     SUM = "sum"
     MAX = "max"
     LAST = "last"
-    """The latest value, for a running total or a present state."""
+    """The latest value, for a running total or a state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One metric: its name, unit, aggregation and meaning."""
+    """The description of one metric."""
 
     name: str
     unit: str
     """The unit; empty for a plain number, ``frac`` for a number between 0 and 1."""
     how: Aggregation
-    """How the values of several steps become one."""
+    """How the values of several steps are combined into one value."""
     what: str
     """The meaning, as a phrase for charts and documents."""
 
@@ -44,8 +44,8 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """Return the name of the label, which stands in braces in the metric's name: ``env``. Empty for a metric
-        without a label."""
+        """Return the name of the label, such as ``env`` for ``env/{env}/reward_mean``; empty for a metric without a
+        label."""
         braces = re.search(r"\{(\w+)\}", self.name)
         return braces[1] if braces else ""
 
@@ -54,7 +54,7 @@ MEAN, SUM, MAX, LAST = Aggregation.MEAN, Aggregation.SUM, Aggregation.MAX, Aggre
 
 
 def _rows(*rows: tuple[str, str, Aggregation, str]) -> tuple[Metric, ...]:
-    """Return the metrics of a table whose rows give name, unit, aggregation and meaning."""
+    """Return the metrics for a table whose rows contain name, unit, aggregation and meaning."""
     return tuple(Metric(name=name, unit=unit, how=how, what=what) for name, unit, how, what in rows)
 
 
@@ -252,15 +252,17 @@ REGISTRY: tuple[Metric, ...] = (*_OUTCOME, *_SHAPE, *_LABELLED, *_FLOW, *_TIME, 
 """Every metric, in the order of the documentation."""
 
 _PLAIN = {row.name: row for row in REGISTRY if not row.label}
+"""The metrics without a label, by name."""
 _PATTERNS = [
     (re.compile(re.escape(row.name).replace(rf"\{{{row.label}\}}", "([^/]+)")), row) for row in REGISTRY if row.label
 ]
+"""The metrics with a label, each with a pattern of its names whose group is the value of the label."""
 
 
 @lru_cache(maxsize=4096)
 def find(name: str) -> tuple[Metric, str] | None:
-    """Return the metric called ``name`` and the value of its label ("" if it has none); ``None`` for a metric of a
-    user's own loss.
+    """Return the metric called ``name`` and the value of its label ("" if the metric has none); ``None`` if there is no
+    such metric, as for a metric of a user's own loss.
 
     >>> row, label = find("env/maths/reward_p90")
     >>> row.stem, row.label, label
@@ -275,8 +277,8 @@ def find(name: str) -> tuple[Metric, str] | None:
 
 
 def as_label(text: str) -> str:
-    """Return a text that comes from data or from a model, such as the name of an environment, as a valid label of a
-    metric.
+    """Return ``text``, such as the name of an environment, as a valid label of a metric. The text may come from data or
+    from a model, and be empty.
 
     >>> as_label("GSM8K (train)/easy"), as_label("")
     ('GSM8K_train_easy', 'none')
@@ -285,8 +287,8 @@ def as_label(text: str) -> str:
 
 
 def combine(name: str, values: Sequence[float]) -> float:
-    """Return one number for the values of the metric ``name`` in several steps, by the aggregation of that metric; an
-    unknown metric is averaged. ``values`` has at least one element, in the order of the steps.
+    """Combine the values of the metric ``name`` in several steps into one number, by the aggregation of the metric; an
+    unknown metric is averaged. ``values`` must not be empty, and is in the order of the steps.
 
     >>> combine("trained_tokens", [2.0, 3.0]), combine("reward_mean", [0.0, 1.0]), combine("lr", [2.0, 1.0])
     (5.0, 0.5, 1.0)
@@ -304,8 +306,8 @@ def combine(name: str, values: Sequence[float]) -> float:
 
 
 def last_tenth(rewards: Sequence[float]) -> float | None:
-    """Return the mean of the last tenth of ``rewards``, the mean rewards of a run's steps in order: where training
-    ended up. At least one value counts; ``None`` for an empty sequence.
+    """Return the mean of the last tenth of ``rewards``, the mean rewards of a run's steps in order, as the final reward
+    of the run. At least one value is used; the result is ``None`` for an empty sequence.
 
     >>> last_tenth([0.0, 0.5, 1.0]), last_tenth([])
     (1.0, None)
@@ -315,8 +317,8 @@ def last_tenth(rewards: Sequence[float]) -> float | None:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the quantile ``share`` (0 to 1) of ``ordered``, values in ascending order of which there is at least one:
-    the smallest value that at least this fraction of them do not exceed.
+    """Return the quantile ``share`` (0 to 1) of ``ordered``, a sequence in ascending order that must not be empty: the
+    smallest element that is not less than this fraction of the elements.
 
     >>> quantile([1, 2, 3, 4], 0.5), quantile([1, 2, 3, 4], 0.9)
     (2, 4)

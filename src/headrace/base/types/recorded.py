@@ -1,6 +1,6 @@
 """The records of a sampled token that an exact loss needs beyond its log-probability: the vocabulary entries that could
-have been drawn, and the experts that computed it. They take most of a token's bytes, so their rows may lie in a store
-in place of memory (:mod:`headrace.base.types.stored`); code that computes with them reads them first.
+have been drawn, and the experts that computed it. They are the largest columns of a token, so their rows may be in a
+file store instead of memory (:mod:`headrace.base.types.stored`). Code that computes with stored rows reads them first.
 
 Shape legend: T tokens of one span, E entries of all kept-sets, R tokens whose routing is known, L mixture-of-experts
 layers, K experts per token and layer.
@@ -24,7 +24,7 @@ Experts = npt.NDArray[np.unsignedinteger[Any]]
 
 class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
     """The kept-set of each of T tokens: the vocabulary entries that survived top-p, top-k and min-p and could have been
-    drawn. They are stored as ragged columns: all sets one after the other, and their sizes.
+    drawn. The sets are ragged columns: the concatenated ids of all sets, and the size of each set.
 
     A token with an empty kept-set was drawn from the whole vocabulary, or was not drawn at all.
 
@@ -38,16 +38,17 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
     sizes_T: IntColumn
     """The size of each token's kept-set; the sum is E."""
     stored: Stored = ()
-    """Where the E ids lie in a store; ``ids_E`` is empty then. Empty if the ids are in memory."""
+    """The references to the E ids in a store, if they are stored; ``ids_E`` is empty then. Empty if the ids are in
+    memory."""
 
     @classmethod
     def none(cls, count: int) -> KeptSets:
-        """Return the record of ``count`` tokens of which none has a kept-set."""
+        """Return the record of ``count`` tokens without kept-sets."""
         return cls(ids_E=np.zeros(0, np.int32), sizes_T=np.zeros(count, np.int32))
 
     @classmethod
     def of(cls, spans: Sequence[Sequence[int]]) -> KeptSets:
-        """Return the record of one token per element of ``spans``, which holds the ids of that token's kept-set."""
+        """Return the record of one token per element of ``spans``, which contains the ids of the token's kept-set."""
         flat = [token for span in spans for token in span]
         return cls(ids_E=np.array(flat, np.int32), sizes_T=np.array([len(span) for span in spans], np.int32))
 
@@ -60,7 +61,7 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         return cls(ids_E=ids_E, sizes_T=np.concatenate([part.sizes_T for part in parts]), stored=stored)
 
     def spans(self) -> list[IntColumn]:
-        """Return one array per token: the ids of its kept-set."""
+        """Return one array per token with the ids of its kept-set."""
         assert not self.stored, "the kept-sets were not read from their store"
         return np.split(self.ids_E, np.cumsum(self.sizes_T)[:-1]) if len(self) else []
 
@@ -70,13 +71,14 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         sizes = self.sizes_T[places].astype(np.int64)
         starts = (np.cumsum(self.sizes_T) - self.sizes_T)[places]
         ends = np.cumsum(sizes)
+        # the indices into ids_E: a running number, moved from the set's place in the result to its place in ids_E
         inside = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
         return KeptSets(ids_E=self.ids_E[inside], sizes_T=self.sizes_T[places])
 
     def problem(self, ids_T: IntColumn) -> str:
         """Return why these cannot be the kept-sets of the tokens ``ids_T``, in words: a wrong number of tokens, or a
-        set that does not contain the sampled token. Empty if they can. Ids in a store were compared before they were
-        written, and are compared again when they have been read."""
+        set without the sampled token. Empty if they can. Stored ids are not checked here: they were checked before they
+        were written, and are checked again after they were read."""
         if len(self) != len(ids_T):
             return f"kept-sets of {len(self)} tokens for {len(ids_T)} tokens"
         num_ids = num_rows(self.ids_E, self.stored)
@@ -86,7 +88,7 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
             return ""
         owner_E = np.repeat(np.arange(len(self)), self.sizes_T)
         found = np.zeros(len(self), bool)
-        found[owner_E[self.ids_E == ids_T[owner_E]]] = True
+        found[owner_E[self.ids_E == ids_T[owner_E]]] = True  # tokens whose kept-set contains their sampled id
         missing = np.flatnonzero((self.sizes_T > 0) & ~found)
         return (
             f"the kept-set of token {missing[0]} does not hold the sampled id {ids_T[missing[0]]}"
@@ -99,7 +101,7 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.sizes_T)
 
     def __getitem__(self, span: slice) -> KeptSets:
-        """Return the kept-sets of the tokens in the slice ``span``, which has no step, without a copy."""
+        """Return the kept-sets of the tokens in the slice ``span``, which must have no step, without a copy."""
         sizes_T = self.sizes_T[span]
         first = int(self.sizes_T[: span.indices(len(self))[0]].sum())
         ids_E, stored = cut(self.ids_E, self.stored, first, first + int(sizes_T.sum()))
@@ -107,8 +109,8 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts of a mixture-of-experts model that computed each of T tokens, where they were recorded. For other
-    tokens a learner uses its own router.
+    """The experts of a mixture-of-experts model that computed each of T tokens, as far as they were recorded. For a
+    token without a record, the learner uses its own router.
 
     >>> routing = Routing.unknown(2, num_layers=1, top_k=2) + Routing(
     ...     known_T=np.array([True]), experts_RLK=np.array([[[3, 1]]], np.uint8))
@@ -117,11 +119,12 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     known_T: npt.NDArray[np.bool_]
-    """Whether the token's routing was recorded; R of them are true."""
+    """Whether the routing of each token was recorded; R of the entries are true."""
     experts_RLK: Experts
     """The experts of the known tokens only, in the order of their rank; uint8, or uint16 above 256 experts."""
     stored: Stored = ()
-    """Where the R rows lie in a store; ``experts_RLK`` has no row then. Empty if the rows are in memory."""
+    """The references to the R rows in a store, if they are stored; ``experts_RLK`` has no rows then. Empty if the rows
+    are in memory."""
 
     @classmethod
     def unknown(cls, count: int, *, num_layers: int, top_k: int, dtype: npt.DTypeLike = np.uint8) -> Routing:
@@ -141,7 +144,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
         """Return the routing of the tokens at the indices ``places``, in that order."""
         assert not self.stored, "the experts were not read from their store"
         known = self.known_T[places]
-        rows = (np.cumsum(self.known_T) - 1)[places[known]]
+        rows = (np.cumsum(self.known_T) - 1)[places[known]]  # rows of experts_RLK exist for known tokens only
         return Routing(known_T=known, experts_RLK=self.experts_RLK[rows])
 
     def problem(self, count: int) -> str:
@@ -158,7 +161,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.known_T)
 
     def __getitem__(self, span: slice) -> Routing:
-        """Return the routing of the tokens in the slice ``span``, which has no step, without a copy."""
+        """Return the routing of the tokens in the slice ``span``, which must have no step, without a copy."""
         known_T = self.known_T[span]
         first = int(np.count_nonzero(self.known_T[: span.indices(len(self))[0]]))
         last = first + int(np.count_nonzero(known_T))

@@ -1,4 +1,4 @@
-"""Groups all of whose episodes have ended, and the train samples made from them.
+"""Scored groups, whose episodes have all ended, the train samples made from them, and the step's results per token.
 
 Shape legend: T tokens of one path, E trained episodes of a step, L their tokens that carry loss, N tokens of a batch.
 """
@@ -21,7 +21,7 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, versions_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """The episodes of one group after all of them have ended. The group is the unit that shares a baseline."""
+    """The episodes of one group after all of them have ended. The episodes of a group share a baseline."""
 
     number: int
     """The number of the group in the run."""
@@ -30,13 +30,13 @@ class ScoredGroup:
 
     @property
     def scored(self) -> list[EpisodeGraph]:
-        """Return the episodes of the group that are trained: they have a reward, and nothing excludes them."""
+        """Return the episodes of the group that are trained: they have a reward and are not excluded."""
         return [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
 
     @property
     def counted(self) -> list[EpisodeGraph]:
-        """Return the episodes whose rewards count in the baseline of the group: the trained ones, and the masked ones,
-        whose tokens carry no loss."""
+        """Return the episodes whose rewards count in the baseline of the group: the trained episodes, and the masked
+        episodes, whose tokens carry no loss."""
         counted = (EpisodeStatus.SCORED, EpisodeStatus.MASKED)
         return [episode for episode in self.episodes if episode.status in counted]
 
@@ -57,28 +57,27 @@ Credit = float | Sequence[float]
 
 def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
     """Return one train sample for each root-to-leaf path of turns of ``episode``. ``advantage`` is one number for all
-    tokens, or one per turn.
+    tokens, or one number per turn.
 
-    A turn that two paths share carries loss in the first of them only. A path without a token that carries loss makes
-    no sample; if no path has such a token, the first one makes a sample.
+    A turn that belongs to several paths carries loss only in the first of them. A path without a token that carries
+    loss makes no sample; but if no path has such a token, the first path makes a sample.
     """
     if episode.is_chain:
-        return [_whole(episode, advantage)]
+        return [_single_path_sample(episode, advantage)]
     return [
         TrainSample(
             key=episode.key,
             tokens=episode.path_tokens(path),
             mask_T=np.concatenate(masks),
-            advantage=advantage if isinstance(advantage, float) else _by_token(episode, path, advantage),
+            advantage=advantage if isinstance(advantage, float) else _advantages_by_token(episode, path, advantage),
             roles=tuple((role_of(episode.turns[index].author), len(episode.turns[index].tokens)) for index in path),
         )
         for path, masks in _masked_paths(episode)
     ]
 
 
-def _whole(episode: EpisodeGraph, advantage: Credit) -> TrainSample:
-    """Return the train sample of an episode whose turns form one path, as :func:`paths` makes it. Most episodes are of
-    this kind."""
+def _single_path_sample(episode: EpisodeGraph, advantage: Credit) -> TrainSample:
+    """Return the only train sample of :func:`paths` for an episode whose turns form one path, as in most episodes."""
     path = range(len(episode.turns))
     tokens = episode.path_tokens(path)
     mask_T = tokens.sampled_T
@@ -91,7 +90,7 @@ def _whole(episode: EpisodeGraph, advantage: Credit) -> TrainSample:
         key=episode.key,
         tokens=tokens,
         mask_T=mask_T,
-        advantage=advantage if isinstance(advantage, float) else _by_token(episode, path, advantage),
+        advantage=advantage if isinstance(advantage, float) else _advantages_by_token(episode, path, advantage),
         roles=tuple([(role_of(turn.author), len(turn.tokens.ids_T)) for turn in episode.turns]),
     )
 
@@ -108,26 +107,26 @@ def loss_places(episode: EpisodeGraph) -> list[tuple[int, npt.NDArray[np.int64]]
 
 
 def _masked_paths(episode: EpisodeGraph) -> list[tuple[list[int], list[npt.NDArray[np.bool_]]]]:
-    """Return every path of ``episode`` that makes a train sample: the indices of its turns, and the loss mask of each
-    of these turns."""
-    trained = {index for index, turn in enumerate(episode.turns) if turn.untrained}
+    """Return the paths of ``episode`` that make a train sample: for each path, the indices of its turns, and the loss
+    mask of each turn."""
+    no_loss = {index for index, turn in enumerate(episode.turns) if turn.untrained}
     found = []
-    # ``trained`` holds the turns that carry no loss in a further path: excluded ones, and those of earlier paths
+    # ``no_loss`` contains the turns that carry no loss in the next path: excluded turns, and turns of earlier paths
     for leaf in episode.leaves():
         path = episode.path(leaf)
         turns = [episode.turns[index].tokens for index in path]
         masks = [
-            turn.sampled_T if index not in trained else np.zeros(len(turn), bool)
+            turn.sampled_T if index not in no_loss else np.zeros(len(turn), bool)
             for index, turn in zip(path, turns, strict=True)
         ]
-        trained.update(path)
+        no_loss.update(path)
         found.append((path, masks))
     return [(path, masks) for path, masks in found if any(mask_T.any() for mask_T in masks)] or found[:1]
 
 
 class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of an optimizer step for each token that carried loss, episode after episode, each in the order of
-    :func:`loss_places`. The ledger stores them."""
+    """The results of an optimizer step for each token that carried loss, ordered by episode, and within an episode as
+    :func:`loss_places` orders them. The ledger stores these records."""
 
     groups_E: IntColumn
     """The number of each episode's group in the run."""
@@ -148,9 +147,9 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
         log_pi_N: FloatColumn,
         teacher_scores_N: TeacherScores | None = None,
     ) -> TokenResults:
-        """Return the results of the tokens of ``batch`` that carry loss. ``keys`` are the keys of its episodes, in the
-        order in which the batch numbers them; ``log_pi_N`` (log π before the step) and ``teacher_scores_N`` have one
-        entry for each token of the batch."""
+        """Return the results for the tokens of ``batch`` that carry loss. ``keys`` are the keys of the batch's
+        episodes, in the order in which the batch numbers them. ``log_pi_N`` (log π before the step) and
+        ``teacher_scores_N`` have one entry for each token of the batch."""
         episodes_N = np.repeat(batch.episodes_S, batch.lengths_S)
         return cls(
             groups_E=np.array([key.group for key in keys], np.int32),
@@ -161,8 +160,8 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def gaps(self, episode: EpisodeGraph) -> dict[int, FloatColumn]:
-        """Return log π − log μ, the learner's log-probability minus the engine's, for the turns of ``episode`` that
-        carried loss: for the index of each such turn, one number per token, NaN where a token carried no loss."""
+        """Return log π − log μ, the learner's log-probability minus the engine's, for each turn of ``episode`` that
+        carried loss: by the index of the turn, one number per token, NaN for a token without loss."""
         found: dict[int, FloatColumn] = {}
         for turn, places, span in self._spans(episode):
             log_mu_T = episode.turns[turn].tokens.logprobs_T
@@ -183,7 +182,7 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
 
     def _spans(self, episode: EpisodeGraph) -> Iterator[tuple[int, npt.NDArray[np.int64], slice]]:
         """Yield, for each turn of ``episode`` that carried loss: its index, the indices of its tokens with loss, and
-        their slice of the L tokens. Yield nothing for an episode that was not in the batch."""
+        their slice of the L tokens. For an episode that was not in the batch, yield nothing."""
         here = (self.groups_E == episode.key.group) & (self.places_E == episode.key.place)
         if not here.any():
             return
@@ -193,16 +192,16 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
             begin += len(places)
 
 
-def _by_token(episode: EpisodeGraph, path: Sequence[int], advantages: Sequence[float]) -> FloatColumn:
-    """Return the advantage of each token of a path: the advantage of its turn. ``path`` holds the indices of the turns,
-    ``advantages`` one number for each turn of the episode."""
+def _advantages_by_token(episode: EpisodeGraph, path: Sequence[int], advantages: Sequence[float]) -> FloatColumn:
+    """Return the advantage of each token of a path, which is the advantage of its turn. ``path`` contains the indices
+    of the path's turns, and ``advantages`` has one number for each turn of the episode."""
     lengths = [len(episode.turns[index].tokens) for index in path]
     return np.repeat(np.array([advantages[index] for index in path], np.float32), lengths)
 
 
 def num_untrained(groups: Iterable[ScoredGroup]) -> dict[str, int]:
-    """Return the number of sampled tokens in turns that carry no loss, of the scored episodes of ``groups``, by the
-    reason why the turn carries none."""
+    """Return the number of sampled tokens that carry no loss, in the scored episodes of ``groups``, by the reason why
+    their turn carries no loss."""
     counts: Counter[str] = Counter()
     for turn in (turn for group in groups for episode in group.scored for turn in episode.turns):
         if turn.untrained:

@@ -1,5 +1,5 @@
-"""Rows of a column that lie in a file in place of memory. A process that only passes tokens on, such as the controller,
-then handles a short reference in place of the rows; :mod:`headrace.base.store` writes and reads them.
+"""References to rows of a column that are stored in a file instead of memory. A process that only forwards tokens, such
+as the controller, then handles short references; :mod:`headrace.base.store` writes and reads the rows.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ import numpy as np
 import numpy.typing as npt
 
 Rows = npt.NDArray[Any]
-"""Rows of a column in memory: the first dimension counts them."""
+"""Rows of a column in memory; the first dimension is the row."""
 
 
 class StoredRows(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive rows of a part of a store, or rows in memory between such rows. A *part* is what was written at once:
-    contiguous bytes of one file, with a checksum."""
+    """A reference to consecutive rows in a part of a store, or a piece of rows in memory between such references. A
+    *part* is the data of one write: contiguous bytes of one file, with a checksum."""
 
     file: str
     """The name of the file in the directory of the store; empty for rows in memory."""
     start: int
-    """The offset in the file of the whole part, in bytes."""
+    """The offset of the whole part in the file, in bytes."""
     num_bytes: int
     """The size of the whole part in bytes."""
     checksum: int
-    """The XXH3 hash of the whole part, as a number of 64 bits."""
+    """The 64-bit XXH3 hash of the whole part."""
     first: int
-    """The index, within the part, of the first row that is meant."""
+    """The index, within the part, of the first row of the reference."""
     count: int
-    """The number of rows that are meant."""
+    """The number of rows of the reference."""
     rows: Rows | None = None
     """The rows, if they are in memory; ``None`` if they are in the file."""
 
 
 Stored = tuple[StoredRows, ...]
-"""The rows of a column, one piece after the other."""
+"""References to all rows of a column, in order; empty if the column is in memory."""
 
 
 def num_rows(rows: Rows, stored: Stored) -> int:
-    """Return the number of rows of a column that is either in memory, as ``rows``, or ``stored``."""
+    """Return the number of rows of a column that is either in memory, as ``rows``, or in a store, as ``stored``."""
     return sum([piece.count for piece in stored]) if stored else len(rows)
 
 
 def cut(rows: Rows, stored: Stored, first: int, last: int) -> tuple[Rows, Stored]:
-    """Return the rows from index ``first`` to index ``last``, which is not included, of a column, without reading
-    them."""
+    """Return the rows of a column from index ``first`` to index ``last`` (exclusive), in memory or as references.
+    Stored rows are not read."""
     if not stored:
         return rows[first:last], ()
     pieces, before = [], 0
@@ -59,8 +59,8 @@ def cut(rows: Rows, stored: Stored, first: int, last: int) -> tuple[Rows, Stored
 
 
 def joined(columns: Sequence[tuple[Rows, Stored]]) -> tuple[Rows, Stored]:
-    """Return one column with the rows of all ``columns``, one after the other, without reading stored ones; there is at
-    least one. Raises ``ValueError`` if stored rows would join rows of another type or shape."""
+    """Return one column with the rows of all ``columns``, which must not be empty, in order. Stored rows are not read.
+    Raises ``ValueError`` if one of the columns is stored and their dtypes or row shapes differ."""
     if not any(stored for _, stored in columns):
         return np.concatenate([rows for rows, _ in columns]), ()
     pieces: list[StoredRows] = []
@@ -73,7 +73,7 @@ def joined(columns: Sequence[tuple[Rows, Stored]]) -> tuple[Rows, Stored]:
 
 
 def _part_of(piece: StoredRows, left: int, right: int) -> StoredRows:
-    """Return the rows of ``piece`` from index ``left`` to index ``right``, which is not included."""
+    """Return the reference to the rows of ``piece`` from index ``left`` to index ``right`` (exclusive)."""
     if (left, right) == (0, piece.count):
         return piece
     rows = None if piece.rows is None else piece.rows[left:right]

@@ -1,4 +1,4 @@
-"""The task: one row of the dataset, with its prompt."""
+"""The task of an episode: one row of the dataset, with its prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Prompt = str | list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A row of the dataset, ready to be attempted."""
+    """A row of the dataset with its tokenized prompt, for episodes to attempt."""
 
     row_index: int
     """The index of the row in the dataset, from 0."""
@@ -21,4 +21,4 @@ class Task:
     """Every column of the row, the prompt included."""
     prompt: Prompt
     prompt_ids_T: IntColumn
-    """The prompt as the model reads it, chat template applied."""
+    """The prompt as token ids, after the chat template was applied."""

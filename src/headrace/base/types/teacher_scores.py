@@ -1,4 +1,4 @@
-"""The scores of a teacher: its log-probabilities of tokens that another model sampled. ν is the teacher's distribution.
+"""The scores of a teacher: the log-probabilities that it assigns to tokens of another model. ν is its distribution.
 
 Shape legend: T tokens of one span, K entries of a teacher's distribution (its likeliest vocabulary entries).
 """
@@ -16,11 +16,11 @@ from headrace.base.types.versions import NOT_SAMPLED
 
 
 class TopScores(msgspec.Struct, frozen=True, kw_only=True):
-    """The log-probabilities that a model gives to T tokens of any origin, and its own K likeliest vocabulary entries at
-    each of them."""
+    """The log-probabilities that a model assigns to T tokens of any origin, and the K likeliest vocabulary entries of
+    the model at the position of each token."""
 
     logprobs_T: FloatColumn
-    """The log-probability of each token; 0 for the first token of a sequence, which nothing precedes."""
+    """The log-probability of each token; 0 for the first token of a sequence, which has no context."""
     ids_TK: npt.NDArray[np.int32]
     """The likeliest entries at the position of each token, the likeliest first; 0 for the first token of a sequence."""
     logs_TK: npt.NDArray[np.float32]
@@ -28,8 +28,7 @@ class TopScores(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def concat(cls, parts: Sequence[TopScores]) -> TopScores:
-        """Return the concatenation of ``parts``, of which there is at least one; all have the same number of entries
-        K."""
+        """Return the concatenation of ``parts``, which must not be empty and must have the same number of entries K."""
         return cls(
             logprobs_T=np.concatenate([part.logprobs_T for part in parts]),
             ids_TK=np.concatenate([part.ids_TK for part in parts]),
@@ -46,7 +45,7 @@ class TopScores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):
-    """A teacher's log-probabilities of a span of tokens, one entry for each token.
+    """The log-probabilities that a teacher assigns to the tokens of a span, with one entry for each token.
 
     >>> scores = TeacherScores.none(1, 2) + TeacherScores(
     ...     logprobs_T=np.array([-0.5], np.float32), versions_T=np.array([0], np.int32),
@@ -69,7 +68,7 @@ class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def none(cls, count: int, num_entries: int) -> TeacherScores:
-        """Return the record of ``count`` tokens that no teacher scored, with ``num_entries`` entries K for each."""
+        """Return the record of ``count`` tokens without scores, with ``num_entries`` entries K for each."""
         return cls(
             logprobs_T=np.full(count, np.nan, np.float32),
             versions_T=np.full(count, NOT_SAMPLED, np.int32),
@@ -79,9 +78,9 @@ class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def concat(cls, parts: Sequence[TeacherScores]) -> TeacherScores:
-        """Return the scores of the tokens of all ``parts``, one part after the other; there is at least one part. The
-        number of entries K becomes the least among the parts that have some; a part without entries then counts as one
-        without scores."""
+        """Return the scores of the tokens of all ``parts``, in order; ``parts`` must not be empty. K becomes the
+        smallest number of entries among the parts with entries. A part without entries then counts as a part without
+        scores."""
         num = min((each.ids_TK.shape[1] for each in parts if each.ids_TK.shape[1]), default=0)
         alike = [each if each.ids_TK.shape[1] >= num else cls.none(len(each), num) for each in parts]
         return cls(
@@ -92,7 +91,7 @@ class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def scatter(self, positions: npt.NDArray[np.int64], count: int) -> TeacherScores:
-        """Return a record of ``count`` tokens that has these scores at the indices ``positions``, and no scores
+        """Return a record of ``count`` tokens with these scores at the indices ``positions``, and without scores
         elsewhere."""
         whole = TeacherScores.none(count, self.ids_TK.shape[1])
         whole.logprobs_T[positions], whole.versions_T[positions] = self.logprobs_T, self.versions_T

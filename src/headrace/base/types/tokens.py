@@ -1,6 +1,6 @@
-"""Spans of tokens with their recorded columns.
+"""Spans of tokens with the columns that were recorded for them.
 
-Shape legend: T tokens of one span, N of several.
+Shape legend: T tokens of one span.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A contiguous span of tokens with everything that was recorded about each. All columns have the same length, which
-    is checked when a span is made or decoded.
+    """A contiguous span of tokens with all columns that were recorded for them. All columns have the same length, which
+    is checked when a span is created or decoded.
 
     >>> span = Tokens.observed([5, 6]) + Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3])
     >>> len(span), span.sampled_T.tolist(), span.versions_T.tolist()
@@ -32,26 +32,26 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     ids_T: IntColumn
-    """Vocabulary ids, exactly as sampled or as given; int32."""
+    """The vocabulary ids, exactly as sampled or as received; int32."""
     logprobs_T: FloatColumn
-    """The log-probability under the distribution that was really sampled from (log μ); 0 for a token that was not
-    sampled. A value that is not finite is kept: the loss drops and counts that token."""
+    """log μ: the log-probability of each token under the distribution from which it was sampled; 0 for a token that was
+    not sampled. A value that is not finite is kept; the loss drops and counts such a token."""
     versions_T: IntColumn
-    """The version of the weights that sampled each token; ``NOT_SAMPLED`` if no policy did, ``FROZEN`` for weights
-    that are not trained, a number below ``NOT_SAMPLED`` for :func:`~headrace.base.types.versions.mixed` versions."""
+    """The version of the weights that sampled each token: ``NOT_SAMPLED`` if no policy did, ``FROZEN`` for weights that
+    are not trained, a number below ``NOT_SAMPLED`` for :func:`~headrace.base.types.versions.mixed` versions."""
     kept: KeptSets | None = None
     """The kept-set that each token was drawn from; ``None`` if none was recorded."""
     routing: Routing | None = None
-    """The experts that computed each token as input; ``None`` if none were recorded."""
+    """The experts that computed each token as an input; ``None`` if none were recorded."""
     entropies_T: FloatColumn | None = None
-    """The entropy of the distribution that each token was drawn from, in nats: after the temperature, before
-    truncation. It is 0 for a token without a record; ``None`` if no token has one."""
+    """The entropy of the distribution from which each token was drawn, in nats, after the temperature and before
+    truncation; 0 for a token without a record. ``None`` if no token has a record."""
     teacher_scores: TeacherScores | None = msgspec.field(default=None, name="taught")  # its name in stored runs
     """A teacher's scores of the tokens; ``None`` if no teacher scored any."""
 
     def __post_init__(self) -> None:
-        """Convert the columns to their types, and raise ``ValueError`` if one of them does not fit the tokens: a wrong
-        length, or a kept-set without the sampled token."""
+        """Convert the columns to their dtypes. Raises ``ValueError`` if a column does not match the tokens: it has a
+        wrong length, or a kept-set does not contain the sampled token."""
         for name, given, dtype in (
             ("ids_T", self.ids_T, _INT),
             ("logprobs_T", self.logprobs_T, _FLOAT),
@@ -61,7 +61,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if given is None:
                 continue
             column: Any = given
-            # nearly all columns come from an engine with the right type: those are not copied
+            # nearly all columns come from an engine with the right dtype, and are not copied
             if type(given) is not np.ndarray or given.dtype != dtype or not given.flags.c_contiguous:
                 column = np.ascontiguousarray(given, dtype)
                 msgspec.structs.force_setattr(self, name, column)
@@ -77,7 +77,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def observed(cls, ids: Sequence[int] | IntColumn) -> Tokens:
-        """Return the span of ``ids``, tokens that were given and not sampled by a policy, such as a prompt."""
+        """Return the span of ``ids``, tokens that no policy has sampled, such as a prompt."""
         ids_T = np.asarray(ids, np.int32)
         if len(ids_T) > len(_NO_VERSIONS):
             return cls(
@@ -85,12 +85,12 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 logprobs_T=np.zeros(len(ids_T), np.float32),
                 versions_T=np.full(len(ids_T), NOT_SAMPLED, np.int32),
             )
-        # every episode begins with a given prompt: short ones share their constant columns
+        # every episode begins with a prompt: short prompts share their constant columns
         return cls(ids_T=ids_T, logprobs_T=_NO_LOGPROBS[: len(ids_T)], versions_T=_NO_VERSIONS[: len(ids_T)])
 
     @classmethod
     def concat(cls, parts: Sequence[Tokens]) -> Tokens:
-        """Return the tokens of all ``parts``, one part after the other, with all their columns."""
+        """Return the tokens of all ``parts`` in order, with all their columns."""
         if not parts:
             return NO_TOKENS
         if len(parts) == 1:
@@ -140,11 +140,12 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def __add__(self, other: Tokens) -> Tokens:
-        """Return these tokens followed by those of ``other``."""
+        """Return these tokens followed by the tokens of ``other``."""
         return Tokens.concat([self, other])
 
 
 _NO_LOGPROBS, _NO_VERSIONS = np.zeros(4096, np.float32), np.full(4096, NOT_SAMPLED, np.int32)
+"""The constant columns of prompts of up to 4096 tokens, read-only."""
 for _column in (_NO_LOGPROBS, _NO_VERSIONS):
     _column.flags.writeable = False
 NO_TOKENS = Tokens.observed([])
@@ -152,8 +153,8 @@ NO_TOKENS = Tokens.observed([])
 
 
 def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:
-    """Return the oldest and newest version of the policy that sampled a token of ``spans``; ``None`` if it sampled
-    none.
+    """Return the oldest and newest version of the policy that sampled a token of ``spans``; ``None`` if the policy
+    sampled none of them.
 
     >>> versions_of([Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.5], versions_T=[3, 4]), Tokens.observed([5])])
     (3, 4)
@@ -164,7 +165,7 @@ def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:
 
 def _versions_in(versions_T: IntColumn) -> tuple[int, int] | None:
     """Return the oldest and newest version of the policy among ``versions_T``; ``None`` if the policy sampled none of
-    these tokens. The common cases, all tokens sampled or none, take two reductions."""
+    these tokens. In the common cases, where all or none of the tokens are sampled, this takes two reductions."""
     if not len(versions_T):
         return None
     least, most = int(np.minimum.reduce(versions_T)), int(np.maximum.reduce(versions_T))
@@ -177,7 +178,7 @@ def _versions_in(versions_T: IntColumn) -> tuple[int, int] | None:
 
 
 def _concat_kept(parts: Sequence[Tokens]) -> KeptSets | None:
-    """Return the kept-sets of consecutive parts, empty for a part without them; ``None`` if no part has any."""
+    """Return the kept-sets of consecutive parts, empty for a part without kept-sets; ``None`` if no part has any."""
     if all(part.kept is None for part in parts):
         return None
     return KeptSets.concat([KeptSets.none(len(part)) if part.kept is None else part.kept for part in parts])
@@ -192,8 +193,8 @@ def _concat_entropies(parts: Sequence[Tokens]) -> FloatColumn | None:
 
 
 def _concat_teacher_scores(parts: Sequence[Tokens]) -> TeacherScores | None:
-    """Return the teacher's scores of consecutive parts, with no scores for a part without them; ``None`` if no part has
-    any."""
+    """Return the teacher's scores of consecutive parts, with no scores for a part that has none; ``None`` if no part
+    has scores."""
     if all(part.teacher_scores is None for part in parts):
         return None
     return TeacherScores.concat(
@@ -202,16 +203,16 @@ def _concat_teacher_scores(parts: Sequence[Tokens]) -> TeacherScores | None:
 
 
 def _concat_routing(parts: Sequence[Tokens]) -> Routing | None:
-    """Return the routing of consecutive parts, unknown for a part without it; ``None`` if no part has any."""
-    shape = next((part.routing.experts_RLK for part in parts if part.routing is not None), None)
-    if shape is None:
+    """Return the routing of consecutive parts, unknown for a part without routing; ``None`` if no part has routing."""
+    experts = next((part.routing.experts_RLK for part in parts if part.routing is not None), None)
+    if experts is None:
         return None
-    _, num_layers, top_k = shape.shape
+    _, num_layers, top_k = experts.shape
     return Routing.concat(
         [
             part.routing
             if part.routing is not None
-            else Routing.unknown(len(part), num_layers=num_layers, top_k=top_k, dtype=shape.dtype)
+            else Routing.unknown(len(part), num_layers=num_layers, top_k=top_k, dtype=experts.dtype)
             for part in parts
         ]
     )

@@ -1,4 +1,5 @@
-"""The four loops of the controller, one file each."""
+"""The four loops of the controller, one file each: rollout, scoring, learning and syncing. ``feeding`` is a part of the
+learning loop."""
 
 from headrace.control.loops.learning import LearningLoop
 from headrace.control.loops.rollout import RolloutLoop

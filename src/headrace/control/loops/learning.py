@@ -1,5 +1,5 @@
-"""The loop that completes the learner's steps, passes the snapshots of its weights on, and tunes the limits of the flow
-(the state machine of groups that feeds the learner)."""
+"""The learner loop of the controller. It completes the learner's steps, sends snapshots of the new weights to the sync
+loop, and tunes the limits of the flow (the state machine of groups that provides batches)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOK_S = 1.0
 
 
 class LearningLoop:
-    """The controller's learner loop: it takes batches of scored groups, and produces new versions of the weights."""
+    """The controller's learner loop. It consumes batches of scored groups and produces new versions of the weights."""
 
     contract = LoopContract(
         name="learner",
@@ -37,8 +37,9 @@ class LearningLoop:
     )
 
     def __init__(self, state: RunState, sync: SyncLoop, saver: Saver, *, has_teachers: bool) -> None:
-        """Train for the run ``state``. ``sync`` receives the new weights, ``saver`` writes checkpoints.
-        ``has_teachers`` says whether a teacher gives a training signal even where all rewards are equal."""
+        """Create the loop. ``state`` is the state of the run, ``sync`` receives the new weights, and ``saver`` writes
+        checkpoints. ``has_teachers`` says whether a teacher provides a training signal even where all rewards are
+        equal."""
         self._state = state
         self._has_teachers = has_teachers
         self._sync = sync
@@ -46,13 +47,15 @@ class LearningLoop:
         self._tuning = Tuning(state)
         self._feeder = Feeder(state, sync, saver)
         self._free_since_s = 0.0
+        """The time since which the learner has been free for the next step, in seconds on the clock."""
         self._without_signal = 0
+        """Number of steps in a row without a training signal."""
         self._completing: asyncio.Task[None] | None = None
         """The task that completes the newest checkpoint; ``None`` before the first."""
 
     async def run(self) -> None:
-        """Train until the last step, until the rows are used up, or until the run is to stop. All versions are
-        committed, and a checkpoint is written, when this returns."""
+        """Train until the last step, until no rows are left, or until the run is requested to stop. Then wait until all
+        versions are committed, and write a checkpoint."""
         state = self._state
         self._free_since_s = state.parts.clock.now()
         async with asyncio.TaskGroup() as group:
@@ -64,17 +67,17 @@ class LearningLoop:
                     ordered = await self._feeder.next()
                 if ordered is None:
                     break
-                await self._finish(ordered)
+                await self._complete_step(ordered)
                 if ordered.saving is not None:
-                    await self._save(ordered.saving, group)
+                    await self._continue_checkpoint(ordered.saving, group)
                 self._feeder.done()
             watching.cancel()
         await self._sync.drained()
         await self._saver.save_if_new(state.flow.state.version)
 
-    async def _finish(self, ordered: OrderedStep) -> None:
-        """Wait until the learner has carried out one ordered step, pass its weights on to the engines, and record the
-        step in ledger, metrics and trace."""
+    async def _complete_step(self, ordered: OrderedStep) -> None:
+        """Wait until the learner has done an ordered step, publish the new weights, and record the step in the ledger,
+        the metrics and the trace."""
         state = self._state
         clock = state.parts.clock
         state.board.working("learner", f"step {ordered.step}")
@@ -91,7 +94,7 @@ class LearningLoop:
         learned = TokenResults.of(keys, ordered.batch, report.log_pi_N, report.teacher_scores_N)
         state.flow.record_trained(ordered.groups, report, ordered.ages, learned)
         state.board.progress()
-        # The copy of the weights was ordered with the step, so the learner makes it without waiting for this loop.
+        # The copy of the weights was ordered together with the step, so the learner does not wait for this loop.
         publication = await ordered.snapshot
         self._sync.publish(publication)
         blocked_s = max(0.0, ordered.slot_s - trained_s)
@@ -112,9 +115,9 @@ class LearningLoop:
         state.observers.step(state.metrics.step_done(done))
         self._stop_without_signal(ordered.groups)
 
-    async def _save(self, saving: Saving, group: asyncio.TaskGroup) -> None:
-        """Wait until the learner can train on after its copy for a checkpoint, and let the checkpoint be completed
-        meanwhile, as a task of ``group``. The checkpoint before is completed first."""
+    async def _continue_checkpoint(self, saving: Saving, group: asyncio.TaskGroup) -> None:
+        """Wait until the learner has copied its state for the checkpoint ``saving`` and can continue to train; then
+        complete the checkpoint in a task of ``group``. Before that, wait until the previous checkpoint is complete."""
         if self._completing is not None:
             with self._state.board.requesting("learner", "the checkpoint before", provider="the disk"):
                 await self._completing
@@ -123,8 +126,8 @@ class LearningLoop:
         self._completing = group.create_task(self._saver.complete(saving, memory))
 
     def _trace_wait(self, ordered: OrderedStep) -> None:
-        """Add the learner's wait for the batch to the trace, in two parts: until the last episode of the batch had
-        ended it waited for episodes, and then for rewards and the batch itself."""
+        """Add the learner's wait for the batch to the trace as two spans: the wait for episodes, until the last episode
+        of the batch had ended, and then the wait for rewards and for the batch itself."""
         since_s = self._free_since_s
         last_s = min(max(ordered.stats.ends_s, default=since_s), ordered.ordered_s)
         if last_s > since_s:
@@ -133,8 +136,8 @@ class LearningLoop:
             self._state.span("learner", "wait rewards", max(since_s, last_s), ordered.step, end_s=ordered.ordered_s)
 
     def _stop_without_signal(self, groups: list[ScoredGroup]) -> None:
-        """Warn of steps that give no training signal, since all rewards are equal or every answer is masked. Raises
-        :class:`~headrace.base.errors.NothingToLearn` after too many of them in a row."""
+        """Warn if a step trained on ``groups`` had no training signal, because all rewards were equal or every answer
+        was masked. Raises :class:`~headrace.base.errors.NothingToLearn` after too many such steps in a row."""
         state = self._state
         masked = not any(group.scored for group in groups)
         has_signal = have_signal(groups) or (self._has_teachers and not masked)
@@ -150,31 +153,31 @@ class LearningLoop:
         if masked:
             state.warn("flow.filters have masked every answer of a batch: its step changes no weight")
             return
-        whole = "batch" if state.flow_config.group_size == 1 else "group"
+        unit = "batch" if state.flow_config.group_size == 1 else "group"
         if self._without_signal >= state.flow_config.max_idle_batches:
             reward = next(episode.reward for group in groups for episode in group.scored)
             raise NothingToLearn(
-                f"in {self._without_signal} steps in a row all episodes of a {whole} got the same reward (the last: "
+                f"in {self._without_signal} steps in a row all episodes of a {unit} got the same reward (the last: "
                 f"{reward:g}): there is nothing to prefer",
                 remedy="look at completions and reward; make tasks easier or harder, raise flow.group_size or "
                 "engine.temperature, or raise flow.max_idle_batches; then --resume",
             )
         if self._without_signal >= max(2, state.flow_config.max_idle_batches // 2):
-            state.warn(f"the rewards of a {whole} are all equal, for many steps in a row: there is nothing to prefer")
+            state.warn(f"the rewards of a {unit} are all equal, for many steps in a row: there is nothing to prefer")
 
 
 class Tuning:
-    """Sets ``flow.max_age`` and ``flow.capacity`` from measurements, where they are ``"auto"``, and reports the
-    reason."""
+    """The automatic tuning of ``flow.max_age`` and ``flow.capacity``, where these settings are ``"auto"``. It changes
+    the limits of the flow and reports each change as an event."""
 
     def __init__(self, state: RunState) -> None:
-        """Tune the limits of the flow of ``state``."""
+        """Create the tuning. ``state`` contains the flow whose limits are tuned."""
         self._state = state
         self._tuner: AgeTuner | None = None
 
     def after_step(self, report: StepReport, ages: Mapping[int, int]) -> None:
-        """Change the staleness bound if the metrics of a step call for it and ``flow.max_age`` is ``"auto"``. ``ages``
-        is the number of tokens that the step trained, by age."""
+        """Adapt the staleness bound to the metrics of a step, if ``flow.max_age`` is ``"auto"``. ``ages`` is the number
+        of tokens that the step trained, by age in versions."""
         flow = self._state.flow
         if flow.config.max_age != "auto":
             return
@@ -185,13 +188,13 @@ class Tuning:
             self._state.event(why)
 
     async def watch_engine(self) -> None:
-        """Change the capacity whenever the engine's counters call for it, until cancelled. Return at once unless
+        """Adapt the capacity to the engine's statistics at regular intervals, until cancelled. Return at once unless
         ``flow.capacity`` is ``"auto"``."""
         state, flow = self._state, self._state.flow
         if flow.config.capacity != "auto":
             return
         floor = flow.config.groups_per_step
-        # It starts at the smallest capacity that can fill a batch, and grows while the engine has room.
+        # The capacity starts at one batch, the smallest possible value, and grows while the engine has room.
         cap = Concurrency(floor=floor, capacity=floor, last_stats=state.parts.engine.stats())
         while True:
             await asyncio.sleep(LOOK_S)

@@ -1,5 +1,7 @@
-"""The loop that scores finished episodes and closes their groups. A group is *closed* when all of its episodes have
-ended: the filters then decide whether it is trained or dropped."""
+"""The scoring loop of the controller. It scores finished episodes and closes their groups.
+
+A group is *closed* when all of its episodes have ended: the filters then decide whether it is trained or dropped.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from headrace.rollout.scoring import Graded, ScoringContext
 
 
 class ScoringLoop:
-    """The controller's scoring loop: it takes finished episodes, and produces scored groups."""
+    """The controller's scoring loop. It consumes finished episodes and produces scored groups."""
 
     contract = LoopContract(
         name="scoring",
@@ -41,7 +43,8 @@ class ScoringLoop:
     )
 
     def __init__(self, state: RunState, finished: FinishedEpisodes) -> None:
-        """Score the episodes that arrive in the queue ``finished``, with their group."""
+        """Create the loop. ``state`` is the state of the run, and ``finished`` the queue in which episodes arrive with
+        their group."""
         self._state = state
         self._finished = finished
         self._failed_in_a_row = 0
@@ -60,7 +63,7 @@ class ScoringLoop:
         self._context = FilterContext(decode=state.parts.decode, seed=state.run.seed)
 
     async def run(self) -> None:
-        """Score episodes until cancelled; the learning loop decides when the run is over."""
+        """Score episodes until cancelled. The controller cancels this loop when the learner loop has ended."""
         state = self._state
         async with asyncio.TaskGroup() as scorings:
             if state.parts.teachers is not None:
@@ -77,7 +80,7 @@ class ScoringLoop:
 
     @contextmanager
     def _show_turn_scoring(self) -> Iterator[None]:
-        """Show in the table of loops and in the trace that a turn is being scored, while the body runs."""
+        """Report the scoring of a turn, which the body does, to the table of loops and the trace."""
         state = self._state
         start_s = state.parts.clock.now()
         with state.board.requesting("scoring", "a process reward", provider="scoring workers"):
@@ -86,31 +89,31 @@ class ScoringLoop:
 
     @contextmanager
     def _show_teacher_call(self) -> Iterator[None]:
-        """Show in the table of loops and in the trace that a teacher scores an answer, while the body runs."""
+        """Report the call of a teacher, which the body makes, to the table of loops and the trace."""
         with self._state.board.requesting("scoring", "what a teacher says", provider="teachers"), self._teacher_lane:
             yield
 
     def restore_pivots(self, ledger: Ledger, step: int) -> None:
-        """Restore the statistics of pivots, by which further ones are chosen, from the ledger, up to the checkpoint at
-        ``step``; do nothing if the run samples no branches."""
+        """Restore the outcomes of pivots from the ledger, up to the checkpoint of ``step``. Further pivots are chosen
+        by them. Do nothing if the run samples no branches."""
         if self._pivots is not None:
             self._pivots.restore(ledger, step)
 
     def tokens_arrived(self, part: TokenChunk) -> None:
-        """Note tokens of a turn that have arrived. They are kept while the episode runs, in case branches are sampled
+        """Receive tokens of a running turn. They are stored until the episode ends, because branches may be sampled
         from it."""
         if self._pivots is not None:
             self._pivots.sampled_turns.add(part)
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
-        """Begin to give a turn of the episode ``key`` its process reward, if turns are scored. The turn was sampled
-        after ``prompt_ids_T``; its episode may continue."""
+        """Start to score a turn of the episode ``key``, if the run has process rewards. The prompt of the turn is
+        ``prompt_ids_T``; its episode may continue."""
         if self._turns is not None:
             self._turns.turn_ended(key, task, prompt_ids_T, turn)
 
     def _handle_episodes(self, group: OpenGroup, episodes: Sequence[EpisodeGraph], scorings: asyncio.TaskGroup) -> None:
-        """Begin to score episodes of one group that have come to their end together, as tasks of ``scorings``. If the
-        scorer needs whole groups, they wait until their group is complete. An episode that has failed or was withdrawn
+        """Start to score episodes of one group that have ended together, as tasks in ``scorings``. If the scorer needs
+        whole groups, the episodes are stored until their group is complete. An episode that has failed or was cancelled
         is recorded without a score."""
         by_group = self._state.parts.scorer.by_group
         unscored = []
@@ -121,7 +124,7 @@ class ScoringLoop:
                 if self._turns is not None:
                     self._turns.forget(episode.key)
                 self._finish_episodes(group, [episode])
-            elif episode.reward is not None:  # the environment has given the reward
+            elif episode.reward is not None:  # the environment has returned the reward
                 scorings.create_task(self._finish_with_reward(group, episode, Graded(reward=episode.reward)))
             elif by_group:
                 group.episodes[episode.key.place] = episode
@@ -133,14 +136,14 @@ class ScoringLoop:
             scorings.create_task(self._score(group, unscored))
 
     async def _score(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
-        """Score episodes of one group, add branches to those that have failed, and record them."""
+        """Score episodes of one group, add branches to the episodes that have failed, and record the episodes."""
         await self._score_answers(group, episodes)
         await self._add_branches(group, episodes)
         self._finish_episodes(group, episodes)
 
     async def _add_branches(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
-        """Sample branches from within those of ``episodes`` whose reward says that they failed, if the run resamples
-        from pivots."""
+        """Sample branches from the episodes among ``episodes`` whose reward says that they have failed. Do nothing if
+        the run samples no branches."""
         if self._pivots is None:
             return
         async with asyncio.TaskGroup() as tasks:
@@ -148,7 +151,7 @@ class ScoringLoop:
                 tasks.create_task(self._pivots.add_branches(group, episode))
 
     async def _score_branches(self, group: OpenGroup, attempts: Sequence[EpisodeGraph]) -> None:
-        """Score the attempts at branches of one pivot that have come to their end."""
+        """Score the finished episodes among ``attempts``, the attempts at one pivot."""
         finished = [attempt for attempt in attempts if attempt.status is EpisodeStatus.FINISHED]
         for attempt in attempts:
             if self._turns is not None and attempt.status is not EpisodeStatus.FINISHED:
@@ -163,7 +166,7 @@ class ScoringLoop:
             await self._score_answers(group, unscored)
 
     async def _score_answers(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
-        """Score episodes of one group together, and give each of them its reward."""
+        """Score episodes of one group together, and set the reward of each episode."""
         state = self._state
         texts = tuple(completion_text(state.parts, episode) for episode in episodes)
         with state.board.requesting("scoring", "a reward", provider="scoring workers"), self._scoring_lane:
@@ -174,27 +177,27 @@ class ScoringLoop:
 
     def _context_of(self, episodes: Sequence[EpisodeGraph]) -> ScoringContext:
         """Return the context that reward functions may request in addition to task and text. Its step is the version
-        under which the group was admitted, so that it is the same whenever and however often the group is scored."""
+        under which the group was admitted, so it does not depend on when the group is scored."""
         ids = tuple(completion_ids(episode) for episode in episodes)
         return ScoringContext(completion_ids=ids, trainer=self._trainer(episodes[0].key))
 
     def _trainer(self, key: EpisodeKey) -> TrainerState:
-        """Return the trainer state for rewards of the episode ``key``: that of the version under which its group was
-        admitted."""
+        """Return the trainer state for reward functions of the episode ``key``. Its step is the version under which the
+        episode's group was admitted."""
         group = self._state.flow.state.groups.get(key.group)
         version = None if group is None else group.oldest_version
         return trainer_state(self._state, version or 0)
 
     async def _finish_with_reward(self, group: OpenGroup, episode: EpisodeGraph, graded: Graded) -> None:
-        """Give an episode the reward that its environment has returned, add branches if it has failed, and record
-        it."""
+        """Set the reward of an episode to ``graded``, which its environment has returned; add branches if the episode
+        has failed; and record the episode."""
         await self._grade(episode, graded)
         await self._add_branches(group, [episode])
         self._finish_episodes(group, [episode])
 
     async def _grade(self, episode: EpisodeGraph, graded: Graded) -> None:
-        """Give an episode its final reward: that of the whole episode in ``graded``, combined with those of its turns.
-        Wait for the scores of its teacher; if the teacher failed, the episode fails."""
+        """Set the final reward of an episode: the reward in ``graded``, combined with the process rewards of its turns.
+        Before that, wait for the scores of its teacher; if the teacher failed, the episode fails."""
         failure = "" if self._teaching is None else await self._teaching.finish(episode)
         if self._turns is not None:
             graded = await self._turns.add(episode, graded)
@@ -202,8 +205,7 @@ class ScoringLoop:
         assign_reward(episode, msgspec.structs.replace(graded, reward=None, failure=failure) if failure else graded)
 
     def _finish_episodes(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
-        """Record episodes of one group that have ended, scored or not, and close the group when all of its episodes
-        have ended."""
+        """Record ended episodes of one group, scored or not, and close the group if all of its episodes have ended."""
         state = self._state
         for episode in episodes:
             group.episodes[episode.key.place] = episode
@@ -213,16 +215,15 @@ class ScoringLoop:
             state.metrics.episode_scored(episode)
             if episode.status is EpisodeStatus.FAILED:
                 self._last_cause = episode.cause
-                sort = ": ".join(
-                    episode.cause.split(": ")[:2]
-                )  # the cause starts with the reason and the kind of error
-                state.warn(f"episodes fail: {episode.cause}", kind=f"episodes fail: {sort}")
+                # the cause starts with the reason and the kind of error
+                reason_and_error = ": ".join(episode.cause.split(": ")[:2])
+                state.warn(f"episodes fail: {episode.cause}", kind=f"episodes fail: {reason_and_error}")
         if group.complete and all(episode.status.ended for episode in group.episodes.values()):
             self._close_group(group)
 
     def _close_group(self, group: OpenGroup) -> None:
-        """Apply the filters to a complete group, then add it to the flow's buffer of ready groups, or drop it. Too many
-        dropped groups in a row end the run."""
+        """Apply the filters to a complete group, then add it to the flow's buffer of ready groups, or drop it. Raises
+        an error that ends the run after too many dropped groups in a row."""
         state = self._state
         state.observe(group.number, group.task.row_index, rewards_of(group.in_order))
         closed = close_group(
@@ -251,9 +252,9 @@ class ScoringLoop:
             state.warn(f"{self._zero_signal.in_words()}; after {self._zero_signal.most} in a row the run ends")
 
     def _record_set_aside(self, closed: ClosedGroup) -> None:
-        """Record in ledger and metrics which episodes of a kept group the filters have left out or masked."""
-        fates = dict.fromkeys((episode.status, episode.cause) for episode in closed.changed)
-        for status, reason in fates:
+        """Record in the ledger and the metrics which episodes of a kept group the filters have left out or masked."""
+        new_statuses = dict.fromkeys((episode.status, episode.cause) for episode in closed.changed)
+        for status, reason in new_statuses:
             places = [e.key.place for e in closed.changed if (e.status, e.cause) == (status, reason)]
             self._state.flow.drop_episodes(closed.group.number, places, status=status, reason=reason)
         for episode in closed.changed:
@@ -261,7 +262,7 @@ class ScoringLoop:
 
     def _stop_if_all_fail(self) -> None:
         """Count a group that was dropped because its episodes failed. Raises :class:`~headrace.base.errors.EnvError`
-        after ``flow.max_failed_groups`` of them in a row."""
+        after ``flow.max_failed_groups`` such groups in a row."""
         self._failed_in_a_row += 1
         if self._failed_in_a_row < self._state.flow_config.max_failed_groups:
             return

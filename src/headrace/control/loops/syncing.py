@@ -1,9 +1,10 @@
-"""The loop that follows each published version of the weights until every engine uses it. An engine *stages* a version
-when it brings the weights next to its model and verifies them, and *commits* it when it uses them from then on.
+"""The sync loop of the controller. It delivers each published version of the weights to the engines, until every engine
+uses it. An engine *stages* a version when it loads and verifies the weights while it still uses older ones, and
+*commits* the version when it uses the new weights from then on.
 
-The learner announces a version to the engines of its machine itself. They stage it while they decode, and commit it
-between two of their steps, at once or in turn. This loop records these commits, orders what has not been announced, and
-delivers the newest version to engines that join late.
+The learner itself announces a version to the engines on its machine. They stage it while they decode, and commit it
+between two of their steps, all at once or one after the other. This loop orders the stages and commits that the
+announcement has not started, records the commits, and delivers the newest version to engines that join late.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from headrace.flow.flow import Signal
 from headrace.learner.base import Publication
 
 MAX_SENDS = 4
-"""Greatest number of times that one version is sent before the run ends, since engines may die or join while it is
-sent."""
+"""Greatest number of times that one version is sent; after that the run ends. Engines may die or join while a version
+is sent."""
 RESEND_DELAY_S = 1.0
-"""Seconds before a version is sent again. After that time, the death of an engine that was not reached is known."""
+"""Seconds before a version is sent again. After that time, the death of an engine that could not be reached has been
+detected."""
 
 
 class SyncLoop:
-    """The controller's sync loop: it takes publications (snapshots of the learner's weights), and turns each into a
-    committed version. A version is committed when every present engine uses it.
+    """The controller's sync loop. It consumes publications (snapshots of the learner's weights) and turns each into a
+    committed version. A version is committed when every connected engine uses it.
 
-    There are two buffers, numbered slots: the engines read the one that they committed last, and the learner fills the
-    other.
+    There are two weight buffers, called slots and numbered from 0: the engines read the buffer of the last committed
+    version, and the learner writes to the other.
     """
 
     contract = LoopContract(
@@ -42,26 +44,30 @@ class SyncLoop:
     )
 
     def __init__(self, state: RunState) -> None:
-        """Begin with all buffers free and no version published."""
+        """Create the loop with all buffers free and no published version."""
         self._state = state
         self._published: asyncio.Queue[Publication] = asyncio.Queue(maxsize=NUM_SLOTS)
-        self._free = set(range(NUM_SLOTS))
+        self._free_slots = set(range(NUM_SLOTS))
+        """The buffers that no engine reads and that are not reserved."""
         self._committed_slot: int | None = None
+        """The buffer of the last committed version, which the engines read; ``None`` before the first commit."""
         self._newest: tuple[Publication, WeightUpdate] | None = None
+        """The newest committed version; ``None`` before the first."""
         self._late_engine_skipped = False
-        self._freed = Signal()
+        """Whether a late engine waits for the next version, because the newest could not be sent to it."""
+        self._slot_freed = Signal()
         self.earlier_checksums: dict[int, str] = {}
-        """The hash of the weights of each version that an earlier life of the run committed, by version, to compare
-        with."""
+        """The hashes of the weights that an earlier life of the run committed, by version. A version that is made again
+        is compared with its hash."""
 
     async def free_slot(self) -> int:
-        """Wait for a buffer that no engine reads, reserve it for the learner's next snapshot, and return its index."""
-        while not self._free:
-            await self._freed.wait()
-        return self._free.pop()
+        """Wait for a free weight buffer, reserve it for the learner's next snapshot, and return its index."""
+        while not self._free_slots:
+            await self._slot_freed.wait()
+        return self._free_slots.pop()
 
     def publish(self, publication: Publication) -> None:
-        """Queue a snapshot that the learner has made, so that the loop delivers it to the engines."""
+        """Add a snapshot of the learner's weights to the queue of versions that this loop delivers to the engines."""
         self._published.put_nowait(publication)
 
     async def drained(self) -> None:
@@ -69,7 +75,7 @@ class SyncLoop:
         await self._published.join()
 
     async def run(self) -> None:
-        """Deliver each published version to the engines, and the newest one to engines that join late, until
+        """Deliver each published version to the engines, and the newest version to engines that join late, until
         cancelled."""
         state = self._state
         while True:
@@ -82,8 +88,8 @@ class SyncLoop:
             self._published.task_done()
 
     async def deliver(self, publication: Publication) -> None:
-        """Follow one version from its snapshot until all engines have committed it, and then free the groups' slots and
-        the buffer that the version before it used."""
+        """Wait until one version is announced, staged and committed on all engines; then free the slots of its groups
+        and the buffer of the previous version."""
         state = self._state
         clock = state.parts.clock
         version = publication.version
@@ -93,9 +99,9 @@ class SyncLoop:
         state.span("sync", "publish", start_s, version)
         update, report = await self._stage_and_commit_everywhere(publication, update)
         state.metrics.version_committed(update, report)
-        # A late engine that was skipped gets this version like all others.
+        # A late engine that was skipped has received this version like all other engines.
         self._newest, self._late_engine_skipped = (publication, update), False
-        self._release(publication.slot)
+        self._mark_committed(publication.slot)
         checksum = version_checksum(update)
         self._compare_with_earlier_life(version, checksum)
         state.flow.record_commit(version, checksum)
@@ -103,7 +109,7 @@ class SyncLoop:
 
     async def _next_publication(self) -> Publication | None:
         """Wait for the next publication and return it; return ``None`` if an engine that lacks the newest version joins
-        before it comes."""
+        earlier."""
         engine_set = self._state.parts.engine_set
         if engine_set is None or self._late_engine_skipped:
             return await self._published.get()
@@ -117,7 +123,7 @@ class SyncLoop:
 
     async def _wait_for_announcement(self, publication: Publication) -> WeightUpdate:
         """Wait until the learner has hashed and announced the version, and return the update. If the version could not
-        be sent because engines have ended, let the learner send it again to the present engines."""
+        be sent because engines have died, let the learner send it again to the remaining engines."""
         try:
             return await self._state.parts.learner.published(publication)
         except WeightsError as error:
@@ -129,11 +135,12 @@ class SyncLoop:
     async def _resend(
         self, publication: Publication, why: WeightsError, before: WeightUpdate | None = None
     ) -> WeightUpdate:
-        """Let the learner send the full weights of the version again to the present engines that lack it, and return
-        the new update. ``why`` is the error that makes this necessary. ``before`` is the update that other engines have
-        staged; these continue without the engines that the version still does not reach, and ``before`` is returned."""
+        """Let the learner send the full weights of the version again to the engines that lack it, and return the new
+        update. ``why`` is the error that makes this necessary. ``before`` is the update that other engines have staged;
+        if the version still cannot be sent, the engines that lack it are dropped and ``before`` is returned. Raises the
+        last error after :data:`MAX_SENDS` failures, or the first error if there is only one engine."""
         engine_set = self._state.parts.engine_set
-        for left in reversed(range(MAX_SENDS)):
+        for num_left in reversed(range(MAX_SENDS)):
             self._state.warn(f"weights sent again, whole: {why.problem}", kind="weights sent again")
             if engine_set is not None:
                 await engine_set.wait_for_any()
@@ -142,21 +149,21 @@ class SyncLoop:
             except WeightsError as error:
                 if before is not None and self._drop_lagging(publication.version, error):
                     return before
-                if engine_set is None or not left:
+                if engine_set is None or not num_left:
                     raise
                 why = error
             await asyncio.sleep(RESEND_DELAY_S)
         raise AssertionError("the last error is raised")
 
     async def _catch_up(self) -> None:
-        """Bring the newest version to an engine that has joined late. If the version must be sent again while no buffer
-        is free, the engine waits for the next version instead."""
+        """Deliver the newest version to an engine that has joined late. If the version would have to be sent again
+        while no buffer is free, the engine waits for the next version instead."""
         assert self._newest is not None
         publication, update = self._newest
         try:
             await self._stage_and_commit(update)
         except NeedsFull as refusal:
-            if not self._free:
+            if not self._free_slots:
                 self._late_engine_skipped = True
                 return
             await self._stage_and_commit_everywhere(
@@ -166,7 +173,7 @@ class SyncLoop:
     async def _stage_and_commit_everywhere(
         self, publication: Publication, update: WeightUpdate, *, sent_again: bool = False
     ) -> tuple[WeightUpdate, SwapReport]:
-        """Stage and commit an update on all engines. Return the update that was used, and the costs of the commit.
+        """Stage and commit an update on all engines. Return the update that was used, and the report on the commit.
 
         If an engine cannot apply the update, the full weights are sent again. An engine that cannot apply these either
         (``sent_again`` says that they were sent already) is dropped from this version, if other engines can apply it.
@@ -185,14 +192,14 @@ class SyncLoop:
             update, sent_again, tries = await self._resend(publication, why, update), True, tries + 1
 
     def _drop_lagging(self, version: int, why: WeightsError) -> bool:
-        """Let the engines that have staged ``version`` continue without those that have not. Return whether this was
-        possible: not if no engine has staged it, or there is only one engine."""
+        """Let the engines that have staged ``version`` continue without the engines that have not. Return whether this
+        was possible; false if no engine has staged the version, or if there is only one engine."""
         engine_set = self._state.parts.engine_set
         return engine_set is not None and engine_set.drop_lagging(version, why.problem)
 
     async def _stage_and_commit(self, update: WeightUpdate) -> SwapReport:
-        """Stage an update on the engines and commit it, one time each, and return the costs of the commit. The error of
-        a missed deadline says what engine and learner last reported."""
+        """Stage an update on the engines and commit it, without retries, and return the report on the commit. The error
+        of a missed deadline contains the last known state of engine and learner."""
         state, version = self._state, update.version
         clock, engine = state.parts.clock, state.parts.engine
         start_s = clock.now()
@@ -206,9 +213,8 @@ class SyncLoop:
             with state.board.waiting("sync", f"the commit of version {version}", on="engine"):
                 report = await engine.commit(version, state.parts.interrupt)
             if state.parts.interrupt is Interrupt.SLEEP and state.flow.state.next_step > version:
-                await engine.pause(
-                    release=True
-                )  # the engine woke for the commit, and the learner has another step to make
+                # the engine woke up for the commit, and the learner still has a step to train
+                await engine.pause(release=True)
         except DeadlineError as late:
             raise DeadlineError(f"{late.problem}; {self._last_known_state(update)}", remedy=late.remedy) from None
         state.span("sync", "commit", start_s, version)
@@ -224,20 +230,19 @@ class SyncLoop:
             f"{engine.running} sequences running"
         )
 
-    def _release(self, slot: int) -> None:
-        """Note that the buffer ``slot`` is the committed one, and free the one that was committed before it, which no
-        engine reads any more."""
-        # Engines read the committed buffer until the next commit; only the one before it is free.
+    def _mark_committed(self, slot: int) -> None:
+        """Record that ``slot`` is the buffer of the committed version, and free the buffer of the version before it."""
+        # Engines read a committed buffer until the next commit.
         if self._committed_slot is not None:
-            self._free.add(self._committed_slot)
+            self._free_slots.add(self._committed_slot)
         self._committed_slot = slot
-        self._freed.notify()
+        self._slot_freed.notify()
 
     def _compare_with_earlier_life(self, version: int, checksum: str) -> None:
-        """Warn if ``version``, which is made again after a restart, has other weights than in the earlier life of the
-        run. ``checksum`` is the hash of its weights now."""
-        before = self.earlier_checksums.pop(version, checksum)
-        if before != checksum:
+        """Warn if ``version`` was committed in an earlier life of the run with other weights. ``checksum`` is the hash
+        of its weights in this life."""
+        earlier_checksum = self.earlier_checksums.pop(version, checksum)
+        if earlier_checksum != checksum:
             self._state.warn(
                 f"version {version} has other weights than before the restart: settings, threads or software changed; "
                 "tokens that the earlier weights sampled keep the logprobs they were sampled with"
@@ -245,7 +250,7 @@ class SyncLoop:
 
 
 def version_checksum(update: WeightUpdate) -> str:
-    """Return one hash of the whole version, as hexadecimal text: the hash of the hashes of all tensors."""
+    """Return one hash of all weights of the version, as hexadecimal text: the hash of the hashes of all tensors."""
     digest = hashlib.blake2b(digest_size=16)
     for checksum in update.checksums:
         digest.update(checksum.to_bytes(8, "big"))

@@ -1,4 +1,5 @@
-"""The metrics that the controller counts. One object, :class:`RunMetrics`, receives events and makes the reports.
+"""The metrics that the controller counts. The loops report events to one object, :class:`RunMetrics`, which creates the
+records of steps, the live state and the summary.
 
     loop      event (method of RunMetrics)          counter                   metrics.jsonl
     rollout   group_started                         attempts                  env/{env}/...
@@ -21,10 +22,10 @@
     sync      version_committed                     totals.commit_gaps_s      commit_gap_s
     run       evaluated                             totals.evals              eval_accuracy, eval_version
 
-Not counted here but read when a step is recorded: the engine's counters (engine_*, generated_*, cache_*, prefill_frac,
-preempted, draft_accepted_frac, passes_by_token, trained_tok_s, cost_s_per_episode), the flow (queue/...,
-dropped_groups, max_age, capacity), the processes (``system``: memory/{part}, cpu/{part}, cpu_*, disk_free_bytes), and
-what the learner reports of its step, loss and optimizer.
+Some metrics are not counted here but read when a step is recorded: the engine's counters (engine_*, generated_*,
+cache_*, prefill_frac, preempted, draft_accepted_frac, passes_by_token, trained_tok_s, cost_s_per_episode), the flow
+(queue/..., dropped_groups, max_age, capacity), the processes (``system``: memory/{part}, cpu/{part}, cpu_*,
+disk_free_bytes), and what the learner reports of its step, loss and optimizer.
 
     summary.json                                         comes from
     eval_before, eval_after                              evaluated, before the first step and after the last
@@ -42,9 +43,10 @@ what the learner reports of its step, loss and optimizer.
     warnings, status, stopped_by, cause, run_dir         the controller
     verdict, versions_agree                              the session: its accountant, and a replay's comparison
 
-To add a number to ``metrics.jsonl``, call ``state.metrics.count("name", by)`` where it happens and give ``name`` a row
-in :mod:`headrace.base.types.metrics`: sums of a step need nothing else. A number of a batch is a line in
-:mod:`~headrace.control.metrics.batch`, one of the summary a field in :mod:`~headrace.control.metrics.summary`.
+To add a sum to ``metrics.jsonl``, call ``state.metrics.count("name", by)`` where the event happens, and add a row for
+``name`` in :mod:`headrace.base.types.metrics`. A metric of a batch is computed in
+:mod:`~headrace.control.metrics.batch`, and an entry of the summary is a field in
+:mod:`~headrace.control.metrics.summary`.
 """
 
 from headrace.control.metrics.batch import BatchStats

@@ -2,9 +2,9 @@
 
     groups of a batch ──batch_stats──▶ BatchStats ──episode_metrics, group_metrics, reward_part_means, ...──▶ metrics
 
-Every metric name is a row of :mod:`headrace.base.types.metrics`. A group holds the attempts (episodes) at one task. An
-episode consists of turns: a turn is *sampled* if a model wrote it; prompts and tool results are turns that were not. A
-*branch* is a continuation that was sampled again from within a failed episode.
+Every metric name has a row in :mod:`headrace.base.types.metrics`. A group holds the attempts (episodes) at one task. An
+episode consists of turns. A turn is *sampled* if a model wrote it; prompts and tool results are turns that are not
+sampled. A *branch* is a continuation that was sampled from a position within a failed episode.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from headrace.base.types.tokens import IntColumn
 from headrace.flow.filters import comparable_rewards, rewards_of
 
 MOST_LABELS = 32
-"""Number of environments and of agents that have metrics of their own; the others are counted together as ``other``."""
+"""Greatest number of environments, and of agents, with separate metrics; all further ones are combined as ``other``."""
 NUM_READ = 8
 """Number of episodes of a batch that are searched for repetitions."""
 MOST_READ = 4096
-"""Number of tokens of each such episode that are searched: the last ones, where an answer that does not end repeats
-itself."""
+"""Greatest number of tokens that are searched in each of these episodes. They are the last tokens, where an answer that
+does not end repeats itself."""
 GRAM = 4
-"""Number of tokens in the n-grams that are compared."""
+"""Number of tokens in an n-gram."""
 TAIL = 0.9
-"""Share of a batch's episodes; those that end after this share has ended count as stragglers."""
+"""Fraction of a batch's episodes; episodes that end after this fraction has ended are stragglers."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeColumns:
-    """Columns of numbers about some episodes, or about one agent's turns in them, from which metrics are computed."""
+    """Columns of numbers about a set of episodes, or about one agent's turns in them, from which metrics are
+    computed."""
 
     lengths: list[int] = field(default_factory=list)
     """Number of sampled tokens of each episode."""
     turns: list[int] = field(default_factory=list)
     """Number of sampled turns of each episode."""
     rewards: list[float] = field(default_factory=list)
-    """The rewards of the episodes that have one."""
+    """The rewards of the episodes that have a reward."""
 
     def add(self, others: EpisodeColumns) -> None:
-        """Append the columns of other episodes."""
+        """Append the columns ``others`` of other episodes."""
         self.lengths += others.lengths
         self.turns += others.turns
         self.rewards += others.rewards
@@ -55,8 +56,8 @@ class EpisodeColumns:
 class BatchStats:
     """Statistics of the trained episodes of a batch, without their branches.
 
-    Each episode is read once, right after its batch was built, while it is in the processor's caches: to read it later
-    would cost more than all computations with it.
+    The statistics are computed right after the batch was built, while the episodes are in the processor's caches;
+    reading them from memory later would cost more than the computation.
     """
 
     episodes: list[EpisodeGraph] = field(default_factory=list)
@@ -64,9 +65,10 @@ class BatchStats:
     columns: EpisodeColumns = field(default_factory=EpisodeColumns)
     """Lengths, turns and rewards of these episodes."""
     sizes: list[int] = field(default_factory=list)
-    """Number of these episodes in each group."""
+    """Number of trained episodes in each group."""
     ends_s: list[float] = field(default_factory=list)
-    """The time, on the clock, at which each episode ended in this life of the run, whether it is trained or not."""
+    """The time at which each episode of the groups ended, trained or not, in seconds on the clock. Episodes that ended
+    in an earlier life of the run are left out."""
     equal: list[bool] = field(default_factory=list)
     """For each group of several episodes, whether all rewards that are compared with each other are equal."""
     truncated: int = 0
@@ -74,75 +76,76 @@ class BatchStats:
     authors: set[str] = field(default_factory=set)
     """The names of the agents whose turns were sampled."""
     parts: list[dict[str, float]] = field(default_factory=list)
-    """The components of the reward by name, one dictionary for each episode that has several."""
+    """The components of the reward by name, one dictionary for each episode whose reward has components."""
 
 
 def batch_stats(groups: Iterable[ScoredGroup]) -> BatchStats:  # gate: nesting - calls take longer than turns
-    """Return the statistics of the trained episodes in the groups of a batch."""
+    """Return the statistics of the trained episodes in ``groups``, the groups of a batch."""
     stats = BatchStats()
     columns, authors = stats.columns, stats.authors
     rewards, lengths, num_turns = columns.rewards, columns.lengths, columns.turns
     scored, too_long = EpisodeStatus.SCORED, StopReason.LENGTH
     for group in groups:
-        first, first_reward, apart = len(lengths), len(rewards), False
+        first, first_reward, must_compare = len(lengths), len(rewards), False
         for episode in group.episodes:
             if episode.ended_s is not None:
                 stats.ends_s.append(episode.ended_s)
             if episode.status is not scored:
-                apart = True
+                must_compare = True
                 continue
             stats.episodes.append(episode)
             if episode.reward is not None:
                 rewards.append(episode.reward)
             if episode.agent_rewards:
-                apart = True
+                must_compare = True
             if episode.parts:
                 stats.parts.append(episode.parts)
-            length = turns = cut = 0
+            length = turns = truncated = 0
             for turn in episode.turns:
                 reason = turn.stop_reason
                 if reason is not None and turn.branch is None:
                     length += len(turn.tokens.ids_T)
                     turns += 1
-                    cut |= reason is too_long
+                    truncated |= reason is too_long
                     authors.add(turn.author)
             lengths.append(length)
             num_turns.append(turns)
-            stats.truncated += cut
+            stats.truncated += truncated
         stats.sizes.append(len(lengths) - first)
         if len(group.episodes) > 1:
-            alike = comparable_rewards(group.counted) if apart else [rewards[first_reward:]]
-            stats.equal.append(all(len(set(of_role)) <= 1 for of_role in alike))
+            compared = comparable_rewards(group.counted) if must_compare else [rewards[first_reward:]]
+            stats.equal.append(all(len(set(rewards_of_role)) <= 1 for rewards_of_role in compared))
     return stats
 
 
 def episode_metrics(stats: BatchStats, envs: Sequence[str]) -> dict[str, float]:
-    """Return metrics of rewards, lengths and turns by name: over all trained episodes, by environment and, if several
-    agents answered, by agent. ``envs`` has the environment of each group of the batch, empty if its task names none."""
+    """Return metrics of rewards, lengths and turns by name: over all trained episodes, for each environment and, if
+    several agents wrote turns, for each agent. ``envs`` contains the environment of each group of the batch; an empty
+    name means that the task names no environment."""
     if not stats.episodes:
         return {}
     lengths = stats.columns.lengths
     mean = {"length_mean": statistics.fmean(lengths), "truncated_frac": stats.truncated / len(lengths)}
-    metrics = {**mean, **_over_all(stats.columns), **_labelled("env", _by_env(stats, envs))}
+    metrics = {**mean, **_distribution_metrics(stats.columns), **_labelled_metrics("env", _columns_by_env(stats, envs))}
     if len(stats.authors) > 1:
-        metrics |= _labelled("agent", _by_agent(stats.episodes))
+        metrics |= _labelled_metrics("agent", _columns_by_agent(stats.episodes))
     return metrics
 
 
-def _by_env(stats: BatchStats, envs: Sequence[str]) -> dict[str, EpisodeColumns]:
-    """Return the columns of a batch's episodes by the name of their environment; episodes without one are left out.
-    ``envs`` has the environment of each group, in the order of the batch."""
-    of_env: dict[str, EpisodeColumns] = {}
+def _columns_by_env(stats: BatchStats, envs: Sequence[str]) -> dict[str, EpisodeColumns]:
+    """Return the columns of a batch's episodes by the name of their environment, without episodes that have no
+    environment. ``envs`` contains the environment of each group, in the order of the batch."""
+    by_env: dict[str, EpisodeColumns] = {}
     begin = 0
     for env, size in zip(envs, stats.sizes, strict=True):
         end = begin + size
         if env:
-            columns = of_env.setdefault(env, EpisodeColumns())
+            columns = by_env.setdefault(env, EpisodeColumns())
             columns.lengths += stats.columns.lengths[begin:end]
             columns.turns += stats.columns.turns[begin:end]
             columns.rewards += rewards_of(stats.episodes[begin:end])
         begin = end
-    return of_env
+    return by_env
 
 
 def own_turns(episode: EpisodeGraph) -> list[Turn]:
@@ -151,19 +154,18 @@ def own_turns(episode: EpisodeGraph) -> list[Turn]:
 
 
 def own_length(episode: EpisodeGraph) -> int:
-    """Return the number of sampled tokens of the episode, without those of branches."""
+    """Return the number of sampled tokens of the episode, without the tokens of branches."""
     return sum(len(turn.tokens) for turn in own_turns(episode))
 
 
 def sampled_length(episode: EpisodeGraph) -> int:
-    """Return the number of sampled tokens of the episode, including those of branches."""
+    """Return the number of sampled tokens of the episode, including the tokens of branches."""
     return sum(len(turn.tokens) for turn in episode.turns if turn.stop_reason is not None)
 
 
-def _by_agent(episodes: Iterable[EpisodeGraph]) -> dict[str, EpisodeColumns]:
-    """Return the columns of each agent's turns by the role of the agent; agents with the same role are counted
-    together."""
-    of_agent: dict[str, EpisodeColumns] = {}
+def _columns_by_agent(episodes: Iterable[EpisodeGraph]) -> dict[str, EpisodeColumns]:
+    """Return the columns of the agents' turns by role; agents with the same role are combined."""
+    by_agent: dict[str, EpisodeColumns] = {}
     for episode in episodes:
         shares: dict[str, list[Turn]] = {}
         for turn in own_turns(episode):
@@ -173,11 +175,11 @@ def _by_agent(episodes: Iterable[EpisodeGraph]) -> dict[str, EpisodeColumns]:
             reward = episode.agent_rewards.get(author, sum(earned) if earned else episode.reward)
             share = EpisodeColumns(lengths=[sum(len(turn.tokens) for turn in turns)], turns=[len(turns)])
             share.rewards = [] if reward is None else [reward]
-            of_agent.setdefault(role_of(author), EpisodeColumns()).add(share)
-    return of_agent
+            by_agent.setdefault(role_of(author), EpisodeColumns()).add(share)
+    return by_agent
 
 
-def _over_all(columns: EpisodeColumns) -> dict[str, float]:
+def _distribution_metrics(columns: EpisodeColumns) -> dict[str, float]:
     """Return quantiles of rewards and lengths, and the mean and greatest number of turns, over all episodes of
     ``columns``, by the name of the metric."""
     rewards, lengths = sorted(columns.rewards), sorted(columns.lengths)
@@ -193,38 +195,38 @@ def _over_all(columns: EpisodeColumns) -> dict[str, float]:
     return metrics
 
 
-def _labelled(of: str, columns: Mapping[str, EpisodeColumns]) -> dict[str, float]:
-    """Return metrics of each label, such as an environment, under names like ``env/maths/reward_mean``. ``of`` is the
-    first part of the names, and ``columns`` has the episodes by label. Only the most frequent labels keep their names;
-    the others become ``other``."""
+def _labelled_metrics(of: str, columns: Mapping[str, EpisodeColumns]) -> dict[str, float]:
+    """Return metrics for each label (an environment or an agent) under names like ``env/maths/reward_mean``. ``of`` is
+    the first part of the names, and ``columns`` are the columns of episodes by label. Only the :data:`MOST_LABELS` most
+    frequent labels have separate metrics; the others are combined as ``other``."""
     merged: dict[str, EpisodeColumns] = {}
     for rank, (name, each) in enumerate(sorted(columns.items(), key=lambda item: -len(item[1].lengths))):
         merged.setdefault(as_label(name) if rank < MOST_LABELS else "other", EpisodeColumns()).add(each)
     metrics: dict[str, float] = {}
-    for label, some in merged.items():
+    for label, stats in merged.items():
         name = f"{of}/{label}"
-        metrics[f"{name}/episodes"] = float(len(some.lengths))
-        metrics[f"{name}/length_mean"] = statistics.fmean(some.lengths)
-        metrics |= {f"{name}/{key}": value for key, value in _over_all(some).items() if key != "turns_max"}
-        if some.rewards:
-            metrics[f"{name}/reward_mean"] = statistics.fmean(some.rewards)
-            metrics[f"{name}/reward_max"] = max(some.rewards)
+        metrics[f"{name}/episodes"] = float(len(stats.lengths))
+        metrics[f"{name}/length_mean"] = statistics.fmean(stats.lengths)
+        metrics |= {f"{name}/{key}": value for key, value in _distribution_metrics(stats).items() if key != "turns_max"}
+        if stats.rewards:
+            metrics[f"{name}/reward_mean"] = statistics.fmean(stats.rewards)
+            metrics[f"{name}/reward_max"] = max(stats.rewards)
     return metrics
 
 
 def group_metrics(stats: BatchStats) -> dict[str, float]:
     """Return two metrics by name: the fraction of groups whose rewards are all equal, and the mean fraction of repeated
-    4-grams in some of the episodes."""
+    4-grams over a sample of the episodes."""
     metrics = {"zero_variance_frac": sum(stats.equal) / len(stats.equal)} if stats.equal else {}
     episodes = stats.episodes
-    read = episodes[:: max(1, len(episodes) // NUM_READ)][:NUM_READ]
-    shares = [share for episode in read if (share := _repeats(episode)) is not None]
+    searched = episodes[:: max(1, len(episodes) // NUM_READ)][:NUM_READ]
+    shares = [share for episode in searched if (share := _repeated_frac(episode)) is not None]
     if shares:
         metrics["repetition"] = statistics.fmean(shares)
     return metrics
 
 
-def _repeats(episode: EpisodeGraph) -> float | None:
+def _repeated_frac(episode: EpisodeGraph) -> float | None:
     """Return the fraction of repeated 4-grams at the end of the longest sampled turn of an episode; ``None`` if every
     turn is too short."""
     sampled = [turn.tokens.ids_T for turn in own_turns(episode) if len(turn.tokens.ids_T) > GRAM]
@@ -232,8 +234,8 @@ def _repeats(episode: EpisodeGraph) -> float | None:
 
 
 def repetition(ids_T: IntColumn) -> float | None:
-    """Return the fraction of the 4-grams in ``ids_T`` that are repetitions of an earlier one; ``None`` for fewer than
-    two 4-grams.
+    """Return the fraction of the 4-grams in ``ids_T`` that occur earlier in ``ids_T``; ``None`` for fewer than two
+    4-grams.
 
     >>> import numpy as np
     >>> repetition(np.arange(100)), round(repetition(np.arange(100) % 5), 2)
@@ -246,8 +248,8 @@ def repetition(ids_T: IntColumn) -> float | None:
 
 def age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
     """Return metrics of the ages of a batch's tokens by name: the spread of their versions (newest − oldest), the
-    standard deviation, and the age that the oldest tenth of the tokens have at least. ``ages`` is the number of tokens
-    that carry loss, by age in versions.
+    standard deviation, and the 90th percentile of the age. ``ages`` is the number of tokens that carry loss, by age in
+    versions.
 
     >>> age_metrics({0: 80, 2: 20})
     {'version_spread': 2.0, 'version_std': 0.8, 'age_p90': 2.0}
@@ -275,8 +277,9 @@ def reward_part_means(stats: BatchStats) -> dict[str, float]:
 
 
 def straggler_s(ends_s: Iterable[float], waited: tuple[float, float]) -> float:
-    """Return the seconds, within the interval ``waited`` (its start and end on the clock), in which nine in ten of a
-    batch's episodes had ended and others had not. ``ends_s`` are the times at which the episodes ended.
+    """Return for how many seconds of the interval ``waited`` nine in ten of a batch's episodes had ended and the others
+    had not. The interval is (start, end); it and ``ends_s``, the times at which the episodes ended, are in seconds on
+    the clock.
 
     >>> straggler_s([1.0] * 9 + [8.0], (0.0, 9.0))
     7.0
@@ -284,5 +287,5 @@ def straggler_s(ends_s: Iterable[float], waited: tuple[float, float]) -> float:
     ends_s = sorted(ends_s)
     if len(ends_s) < 2:
         return 0.0
-    most_s = ends_s[min(math.ceil(TAIL * len(ends_s)), len(ends_s) - 1) - 1]
-    return max(0.0, min(ends_s[-1], waited[1]) - max(most_s, waited[0]))
+    tail_start_s = ends_s[min(math.ceil(TAIL * len(ends_s)), len(ends_s) - 1) - 1]
+    return max(0.0, min(ends_s[-1], waited[1]) - max(tail_start_s, waited[0]))

@@ -1,6 +1,9 @@
-"""The metrics of a run: one object to which the loops report events, and which makes the three reports of a run: a
-record per step, the live state, and the summary. Times ending in ``_s`` are seconds; moments are on the run's clock. A
-*life* of a run is the time from one start or resumption to its end."""
+"""The metrics of a run: one object to which the loops report events, and which creates the three reports of a run: a
+record for each step, the live state, and the summary.
+
+Names that end in ``_s`` are seconds; points in time are seconds on the run's clock. A *life* of a run is the time from
+one start or resumption to its end.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +45,19 @@ from headrace.rollout.scoring import Graded
 WINDOW_S = 10.0
 """Seconds over which live throughputs are averaged."""
 MAX_RECOVERIES = 100
-"""Number of recoveries that are kept for the summary."""
+"""Greatest number of recoveries in the summary; older ones are removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """The measurements of one step of the learner, which the learner loop reports."""
+    """The measurements of one step, which the learner loop reports."""
 
     groups: list[ScoredGroup]
     """The groups that the step trained."""
     stats: BatchStats
     """Statistics of the episodes in these groups."""
     ordered_s: float
-    """The time at which the batch was given to the learner, on the clock."""
+    """The time at which the batch was sent to the learner, in seconds on the clock."""
     report: StepReport
     """The learner's report on the step."""
     ages: dict[int, int]
@@ -62,28 +65,26 @@ class StepDone:
     waited_s: float
     """Seconds that the learner waited for the batch."""
     copied_s: float
-    """Seconds for which the learner stood still to copy its weights after the step."""
+    """Seconds for which the learner paused to copy its weights after the step."""
     exposed_s: float
     """Seconds in which the learner waited for the weight sync after the step: for the copy, and for a free buffer."""
 
 
 class RunMetrics:
-    """Counts the events of one life of a run.
-
-    The first part has a method for each event, which the loops call. The second part makes the reports.
-    """
+    """The metrics of one life of a run. The loops call a method for each event; further methods create the reports."""
 
     def __init__(self, parts: Components, flow: Flow, *, num_steps: int, env_column: str) -> None:
-        """Count for the components ``parts`` and the flow ``flow``. ``num_steps`` is the number of steps of the whole
-        run; ``env_column`` is the column of a dataset row that names its environment."""
+        """Create the counters. ``parts`` are the components of the run and ``flow`` is its flow, from which counters
+        are read. ``num_steps`` is the number of steps of the whole run; ``env_column`` is the column of a dataset row
+        that contains the name of its environment."""
         self._parts = parts
         self._flow = flow
         self._num_steps = num_steps
         self._started_s = parts.clock.now()
-        self._began: CounterSnapshot | None = None
-        """The counters when the first rollout began; ``None`` before."""
-        self._ended: CounterSnapshot | None = None
-        """The counters when the loops had ended; ``None`` before."""
+        self._at_start: CounterSnapshot | None = None
+        """The counters when the first rollout began; ``None`` before that."""
+        self._at_end: CounterSnapshot | None = None
+        """The counters when the loops had ended; ``None`` before that."""
         self._last_step = CounterSnapshot(clock_s=self._started_s)
         """The counters at the end of the last step, or when training began."""
         self.totals = RunTotals()
@@ -94,19 +95,19 @@ class RunMetrics:
         self.num_engines: int | None = None
         """The number of engines that are ready, as last looked at; ``None`` before."""
         self.system: dict[str, float] = {}
-        """Memory and processor time of the run's processes, as last measured, under the names of metrics."""
+        """The last measurement of memory and processor time of the run's processes, by the name of the metric."""
 
     # -- events: the run as a whole ----------------------------------------------------------------------------------
 
     def resumed(self, step: int, *, eval_before: float | None, reward_first: float | None) -> None:
-        """Restore the counters of a resumed run: ``step`` steps are done. The two rewards were measured when the run
-        first began: the held-out mean reward before training, and the mean reward of the first batch; ``None`` if they
-        were not."""
+        """Restore the counters of a resumed run, of which ``step`` steps are done. The two rewards were measured in the
+        first life of the run: the held-out mean reward before training, and the mean reward of the first batch;
+        ``None`` if they were not measured."""
         totals = self.totals
         totals.steps_done, totals.eval_before, totals.reward_first = step, eval_before, reward_first
 
     def first_weights_committed(self) -> None:
-        """Forget the gap of the first commit, which says nothing: no sequence was running that could have waited."""
+        """Remove the gap of the first commit from the counters: no sequence was running that could have waited."""
         self.totals.commit_gaps_s.clear()
 
     def compared(self, gap: Gap) -> None:
@@ -114,38 +115,39 @@ class RunMetrics:
         self.totals.mismatch_kl, self.totals.mismatch_abs = gap.kl, gap.mean_abs
 
     def training_began(self) -> None:
-        """Note the time and the engine's counters before the first rollout."""
-        self._began = self._last_step = CounterSnapshot(
+        """Store the time and the engine's counters before the first rollout."""
+        self._at_start = self._last_step = CounterSnapshot(
             clock_s=self._parts.clock.now(), engine=self._parts.engine.stats()
         )
         self.totals.recent.clear()  # earlier values include the tokens of evaluation and comparison
 
     def training_ended(self) -> None:
-        """Note the time and the engine's counters when the loops have ended."""
-        self._ended = CounterSnapshot(clock_s=self._parts.clock.now(), engine=self._parts.engine.stats())
+        """Store the time and the engine's counters after the loops have ended."""
+        self._at_end = CounterSnapshot(clock_s=self._parts.clock.now(), engine=self._parts.engine.stats())
 
     def evaluated(self, version: int, reward: float, *, training: bool) -> None:
-        """Record ``reward``, the mean held-out reward of an evaluation that began at ``version``. If it ended while
-        ``training`` continues, the record of the next step reports it."""
+        """Record ``reward``, the mean held-out reward of an evaluation that began at ``version``. If ``training``
+        continues, the record of the next step contains it."""
         self.totals.evals[version] = reward
         self.since.eval_version = version if training else None
 
     def eval_sampled(self, tokens: int) -> None:
-        """Count tokens that the engine sampled for an evaluation while training continued."""
+        """Count ``tokens`` tokens that the engine sampled for an evaluation during training."""
         self.totals.eval_tokens += tokens
 
     def recovered(self, recovery: Recovery) -> None:
-        """Record that a part died and serves again."""
+        """Record that a part of the run that had died is available again."""
         self.totals.recoveries = [*self.totals.recoveries, recovery][-MAX_RECOVERIES:]
 
     def count(self, name: str, by: float) -> None:
-        """Add ``by`` to the sum that the next step reports as the metric ``name``, a row of the registry of metrics."""
+        """Add ``by`` to the metric ``name`` of the next step's record, which is a sum. ``name`` must have a row in the
+        registry of metrics."""
         self.since.sums[name] = self.since.sums.get(name, 0.0) + by
 
     # -- events: rollout and scoring ---------------------------------------------------------------------------------
 
     def group_started(self, number: int, row: Mapping[str, Any]) -> None:
-        """Note that the group ``number`` starts, for the task of the dataset row ``row``."""
+        """Record that the group ``number`` starts. ``row`` is the dataset row of its task."""
         self.attempts.begin(number, row)
 
     def held_back(self, seconds: float) -> None:
@@ -153,7 +155,7 @@ class RunMetrics:
         self.since.held_back_s += seconds
 
     def episode_ended(self, episode: EpisodeGraph, start_s: float, end_s: float) -> None:
-        """Note the start and the end, on the clock, of an episode that ran in this life, scored or not."""
+        """Record the start and the end, in seconds on the clock, of an episode that ran in this life of the run."""
         self.attempts.ended(episode, start_s, end_s)
 
     def answer_graded(self, graded: Graded, warn: Callable[[str, str], None]) -> None:
@@ -162,11 +164,11 @@ class RunMetrics:
         self.rewards.add(graded, warn)
 
     def answer_scored(self, text: str, reward: float | None) -> None:
-        """Store the latest completion and its reward (``None`` if it has none), for the live view."""
+        """Store the latest scored completion and its reward (``None`` if it has none) for the live view."""
         self.totals.last_sample, self.totals.last_sample_reward = text, reward
 
     def episode_scored(self, episode: EpisodeGraph) -> None:
-        """Count an episode that has ended and been through scoring, with a reward or without."""
+        """Count an episode after its scoring, with or without a reward."""
         self.since.lengths.append(own_length(episode))
         if episode.status is EpisodeStatus.LEFT_OUT:
             self.totals.set_aside[episode.cause] += 1
@@ -176,24 +178,24 @@ class RunMetrics:
             self.since.rewards.append(episode.reward)
 
     def episode_set_aside(self, episode: EpisodeGraph) -> None:
-        """Count an episode that a filter left out of a group that is kept, or masked."""
+        """Count an episode of a kept group that a filter left out or masked."""
         self.totals.set_aside[episode.cause] += 1
         self.totals.wasted_tokens[reason_of(episode.cause)] += sampled_length(episode)
 
     def group_dropped(self, reason: str, episodes: Iterable[EpisodeGraph]) -> None:
-        """Count the tokens of a group that is dropped for ``reason`` as wasted, except for those of episodes that were
-        counted as untrained before."""
+        """Count the sampled tokens of a group that is dropped for ``reason`` as wasted. Episodes that are untrained for
+        a reason of their own are skipped, because their tokens were counted before."""
         sampled = [sampled_length(episode) for episode in episodes if not episode.status.untrained]
         self.totals.wasted_tokens[reason] += sum(sampled)
 
     # -- events: learner and sync ------------------------------------------------------------------------------------
 
     def snapshot_saved(self, seconds: float) -> None:
-        """Count the seconds that the learner took to write a checkpoint."""
+        """Count the seconds for which a checkpoint kept the learner busy."""
         self.totals.learner_busy_s += seconds
 
     def version_committed(self, update: WeightUpdate, report: SwapReport) -> None:
-        """Count one commit of the version that ``update`` published; ``report`` gives its costs."""
+        """Count the commit of the version that ``update`` published; ``report`` contains its costs."""
         self.totals.versions.append(update.version)
         self.totals.commit_gaps_s.append(report.gap_s)
         self.totals.restarted += report.restarted
@@ -204,7 +206,8 @@ class RunMetrics:
         self.count("sync/wait_s", report.waited_s)
 
     def step_done(self, done: StepDone) -> StepRecord:
-        """Count a step of the learner, and return its record, which becomes a line of ``metrics.jsonl``."""
+        """Add a step of the learner to the counters, and return its record, which becomes a line of
+        ``metrics.jsonl``."""
         totals, report = self.totals, done.report
         totals.steps_done = report.step + 1
         totals.tokens_trained += report.trained_tokens
@@ -223,7 +226,7 @@ class RunMetrics:
     # -- report: a line of metrics.jsonl -----------------------------------------------------------------------------
 
     def _record(self, done: StepDone) -> StepRecord:
-        """Return the record of a finished step, and begin to count the next interval."""
+        """Return the record of a finished step, and reset the counts since the last step."""
         report, totals, stats = done.report, self.totals, done.stats
         since, self.since = self.since, SinceStep()
         rewards = stats.columns.rewards
@@ -246,15 +249,15 @@ class RunMetrics:
             metrics={
                 **report.metrics,
                 **age_metrics(done.ages),
-                **self._turns(),
-                **self._limits(),
+                **self._synchronous_time_metrics(),
+                **self._tuned_limits(),
                 **since.sums,
                 **reward_part_means(stats),
                 **self.rewards.metrics(),
                 **of_episodes,
                 **group_metrics(stats),
                 **self._part_metrics(len(stats.episodes)),
-                **_submitted_lengths(since.lengths),
+                **_submitted_length_metrics(since.lengths),
                 **self.system,
             },
             trained_tokens=report.trained_tokens,
@@ -273,14 +276,14 @@ class RunMetrics:
             wasted_tokens=self._wasted_tokens(),
         )
 
-    def _turns(self) -> dict[str, float]:
-        """Return two metrics by name, the bounds of the time that the step would have taken if generation and training
-        took turns; empty if it is not known."""
-        turns = self._flow.synchronous_time
-        return {} if turns is None else {"turns_s": turns.most_s, "turns_least_s": turns.least_s}
+    def _synchronous_time_metrics(self) -> dict[str, float]:
+        """Return two metrics by name: the upper and the lower bound of the time that the step would have taken if
+        generation and training alternated; empty if they are not known."""
+        bounds = self._flow.synchronous_time
+        return {} if bounds is None else {"turns_s": bounds.most_s, "turns_least_s": bounds.least_s}
 
-    def _limits(self) -> dict[str, float]:
-        """Return the present values of those limits of the flow that the run tunes by itself, by the name of the
+    def _tuned_limits(self) -> dict[str, float]:
+        """Return the current values of the limits of the flow that are tuned automatically, by the name of the
         metric."""
         config, limits = self._flow.config, self._flow.state.limits
         tuned: dict[str, float] = {"max_age": limits.max_age} if config.max_age == "auto" else {}
@@ -289,21 +292,21 @@ class RunMetrics:
         return tuned
 
     def _part_metrics(self, num_episodes: int) -> dict[str, float]:
-        """Return metrics of the work of engine and learner since the last step, and of the engine's present load, by
+        """Return metrics of the work of engine and learner since the last step, and of the engine's current load, by
         name. ``num_episodes`` is the number of episodes that the step trained."""
-        then, totals = self._last_step, self.totals
-        now = self._last_step = CounterSnapshot(
+        last, totals = self._last_step, self.totals
+        current = self._last_step = CounterSnapshot(
             clock_s=self._parts.clock.now(),
             engine=self._parts.engine.stats(),
             learner_busy_s=totals.learner_busy_s,
             tokens_trained=totals.tokens_trained,
         )
-        stats, before = now.engine, then.engine
-        wall_s = max(now.clock_s - then.clock_s, 1e-9)
+        stats, before = current.engine, last.engine
+        wall_s = max(current.clock_s - last.clock_s, 1e-9)
         busy_s = min(stats.busy_s - before.busy_s, wall_s)
-        learner_s = now.learner_busy_s - then.learner_busy_s
+        learner_s = current.learner_busy_s - last.learner_busy_s
         metrics = {
-            "trained_tok_s": (now.tokens_trained - then.tokens_trained) / wall_s,
+            "trained_tok_s": (current.tokens_trained - last.tokens_trained) / wall_s,
             "generated_tok_s": (stats.generated_tokens - before.generated_tokens) / wall_s,
             "engine_busy_frac": max(0.0, busy_s / wall_s),
             "learner_busy_frac": min(1.0, learner_s / wall_s),
@@ -333,14 +336,14 @@ class RunMetrics:
         return metrics
 
     def _wasted_tokens(self) -> dict[str, int]:
-        """Return the number of tokens sampled in this life of the run that will not be trained, by reason."""
+        """Return the number of sampled tokens of this life of the run that will not be trained, by reason."""
         wasted = self.totals.wasted_tokens + self.totals.dropped_tokens + self._flow.wasted_tokens
-        thrown_away = self._engine.wasted_tokens - self._engine_before.wasted_tokens
-        if thrown_away > 0:
-            wasted["weight_update"] += thrown_away
+        discarded = self._engine.wasted_tokens - self._engine_before.wasted_tokens
+        if discarded > 0:
+            wasted["weight_update"] += discarded
         return dict(wasted)
 
-    # -- report: the present moment ----------------------------------------------------------------------------------
+    # -- report: the live state --------------------------------------------------------------------------------------
 
     @property
     def wall_s(self) -> float:
@@ -349,27 +352,27 @@ class RunMetrics:
 
     @property
     def _engine_before(self) -> EngineStats:
-        """Return the engine's counters when the first rollout began; zeros before that."""
-        return EngineStats() if self._began is None else self._began.engine
+        """Return the engine's counters at the start of the first rollout; zeros before that."""
+        return EngineStats() if self._at_start is None else self._at_start.engine
 
     @property
     def _engine(self) -> EngineStats:
-        """Return the engine's counters now or, if the loops have ended, at that moment."""
-        return self._parts.engine.stats() if self._ended is None else self._ended.engine
+        """Return the current counters of the engine or, if the loops have ended, its counters at their end."""
+        return self._parts.engine.stats() if self._at_end is None else self._at_end.engine
 
     @property
     def _tokens_generated(self) -> int:
-        """Return the number of tokens sampled since the first rollout, without those of evaluations."""
+        """Return the number of tokens sampled since the first rollout, without the tokens of evaluations."""
         return self._engine.generated_tokens - self._engine_before.generated_tokens - self.totals.eval_tokens
 
     @property
     def _training_s(self) -> float:
-        """Return the seconds from the first rollout until now or, if the loops have ended, until then; 0 before the
-        first rollout."""
-        if self._began is None:
+        """Return the seconds from the start of the first rollout to the end of the loops, or until now if they have not
+        ended; 0 before the first rollout."""
+        if self._at_start is None:
             return 0.0
-        until_s = self._parts.clock.now() if self._ended is None else self._ended.clock_s
-        return until_s - self._began.clock_s
+        until_s = self._parts.clock.now() if self._at_end is None else self._at_end.clock_s
+        return until_s - self._at_start.clock_s
 
     @property
     def _queue(self) -> QueueCounts:
@@ -379,9 +382,9 @@ class RunMetrics:
         return QueueCounts(submitted=submitted, running=state.num_running, ready=len(state.ready))
 
     def account(self) -> Account | None:
-        """Return how the time of the training phase was spent, by the counters of the parts, without the causes of
-        waits; ``None`` before the first rollout."""
-        if self._began is None:
+        """Return how the time of the training phase was spent, computed from the counters of engine and learner;
+        ``None`` before the first rollout."""
+        if self._at_start is None:
             return None
         return Account(
             seconds=self._training_s,
@@ -393,7 +396,7 @@ class RunMetrics:
         )
 
     def live(self, *, phase: str, waits: Sequence[Wait], warnings: Sequence[str]) -> LiveState:
-        """Return the present state of the run, for a view that calls this about once a second. ``phase`` is the phase
+        """Return the current state of the run for a view, which calls this about once a second. ``phase`` is the phase
         in words, ``waits`` the table of loops, and ``warnings`` the warnings so far."""
         now_s, totals = self._parts.clock.now(), self.totals
         totals.recent.append((now_s, self._tokens_generated, totals.tokens_trained))
@@ -402,14 +405,14 @@ class RunMetrics:
         (then_s, generated_then, trained_then), (_, generated, trained) = totals.recent[0], totals.recent[-1]
         window_s = max(now_s - then_s, 1e-9)
         done = len(totals.rewards)
-        left = self._num_steps - totals.steps_done
+        num_left = self._num_steps - totals.steps_done
         return LiveState(
             steps_done=totals.steps_done,
             steps_total=self._num_steps,
             title=str(self._parts.run_dir),
             phase=phase,
             wall_s=self.wall_s,
-            eta_s=self._training_s / done * left if done else None,
+            eta_s=self._training_s / done * num_left if done else None,
             learner_version=totals.steps_done,
             engine_version=self._parts.engine.stats().version,
             rewards=tuple(totals.rewards),
@@ -438,8 +441,9 @@ class RunMetrics:
         warnings: Sequence[str],
     ) -> Summary:
         """Return the summary of this life of the run. ``books`` are the ledger's counts; ``status`` is ``finished``,
-        ``stopped`` or ``failed``; ``cause`` is why the run failed or finished early; ``stopped_by`` is the signal that
-        stopped it; ``eval_after`` is the held-out mean reward at its end, ``None`` without one."""
+        ``stopped`` or ``failed``; ``cause`` is the reason why the run failed or finished early; ``stopped_by`` is the
+        signal that stopped it; ``eval_after`` is the held-out mean reward after training, ``None`` if it was not
+        measured."""
         totals = self.totals
         gaps_ms = np.array(totals.commit_gaps_s or [0.0]) * 1e3
         return Summary(
@@ -470,7 +474,8 @@ class RunMetrics:
 
 
 def reason_of(cause: str) -> str:
-    """Return the reason with which the cause of an untrained episode begins, without the words that follow it.
+    """Return the reason at the beginning of ``cause``, the cause of an untrained episode, without the details after the
+    colon.
 
     >>> reason_of("env_timeout: it was not over after 20 s")
     'env_timeout'
@@ -479,15 +484,14 @@ def reason_of(cause: str) -> str:
 
 
 def _std(values: Sequence[float]) -> float:
-    """Return the standard deviation of ``values``, of which there is at least one, as a population: divided by their
-    number."""
+    """Return the population standard deviation of ``values``, which must not be empty."""
     mean = statistics.fmean(values)
     return math.dist(values, [mean] * len(values)) / math.sqrt(len(values))
 
 
-def _submitted_lengths(lengths: Sequence[int]) -> dict[str, float]:
-    """Return metrics by name for ``lengths``, the number of sampled tokens of each episode that ended since the last
-    step, trained or not; empty if there are none."""
+def _submitted_length_metrics(lengths: Sequence[int]) -> dict[str, float]:
+    """Return metrics by name of ``lengths``, the number of sampled tokens of each episode that ended since the last
+    step, trained or not; empty if no episode ended."""
     if not lengths:
         return {}
     return {

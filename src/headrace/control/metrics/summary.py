@@ -1,4 +1,5 @@
-"""The summary of a run: the keys of ``summary.json``."""
+"""The summary of a run: the record that is written to ``summary.json``. A *life* of a run is the time from one start or
+resumption to its end."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from headrace.flow.ledger.base import Conservation, UnitCounts
 
 
 class UnitFates(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of all units of one kind (groups, episodes or tokens), as counts: submitted = trained + dropped + in
+    """The number of units of one kind (groups, episodes or tokens) by outcome: submitted = trained + dropped + in
     flight."""
 
     submitted: int
@@ -21,7 +22,7 @@ class UnitFates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The conservation table of the ledger: what became of all groups, episodes and tokens of the run."""
+    """The conservation table of the ledger: the number of all groups, episodes and tokens of the run by outcome."""
 
     groups: UnitFates
     episodes: UnitFates
@@ -29,7 +30,7 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommitGap(msgspec.Struct, frozen=True, kw_only=True):
-    """The time for which the engine stood still for a commit, in milliseconds: the median ``p50`` and the 99th
+    """The time for which the engine's step loop paused for a commit, in milliseconds: the median ``p50`` and the 99th
     percentile ``p99``."""
 
     p50: float
@@ -37,28 +38,28 @@ class CommitGap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of ``summary.json``. Times (``_s``) are in seconds, and times and fractions are of the training
-    phase: from the first rollout to the end of the last step of this life of the run. The ledger is that of all its
+    """The content of ``summary.json``. Times (``_s``) are in seconds. Times and fractions refer to the training phase
+    of this life of the run, from the first rollout to the end of the last step; the counts in ``ledger`` refer to all
     lives."""
 
     status: str
     """``finished``, ``stopped`` (by a signal or an alarm) or ``failed``."""
     stopped_by: str = ""
     """The signal that stopped the run: ``SIGINT`` (Ctrl-C), ``SIGTERM`` or ``SIGHUP`` (its terminal was closed); empty
-    if none did."""
+    if no signal did."""
     cause: str = ""
     """The reason why the run failed, or finished before its last step; empty otherwise."""
     eval_before: float | None
     """Mean reward on the held-out rows before the run's first step; ``None`` without such rows."""
     eval_after: float | None
-    """Mean reward on the held-out rows after training; ``None`` without such rows, or if the run did not get that
-    far."""
+    """Mean reward on the held-out rows after training; ``None`` without such rows, or if the run ended before this
+    evaluation."""
     reward_first: float | None
-    """Mean reward of the run's first batch; ``None`` if it had none."""
+    """Mean reward of the run's first batch; ``None`` if this batch had no rewards."""
     reward_last: float | None
     """Mean reward over the last tenth of the steps (at least one); ``None`` without rewards."""
     steps: int
-    """Number of optimizer steps behind the weights, including those of earlier lives of the run."""
+    """Number of optimizer steps behind the weights, including steps of earlier lives of the run."""
     tokens_generated: int
     """Number of tokens sampled for training in this life."""
     tokens_trained: int
@@ -70,14 +71,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trained_tok_s: float
     """Tokens that carried loss per second."""
     engine_idle_frac: float
-    """Fraction of the time in which the engine had nothing to do."""
+    """Fraction of the time in which the engine was idle."""
     learner_idle_frac: float
     """Fraction of the time in which the learner neither trained, copied its weights nor saved them."""
     commit_gap_ms: CommitGap
     exposed_sync_frac: float
     """Fraction of the time in which the learner waited for the weight sync: to copy, or for a free buffer."""
     sequences_restarted: int
-    """Number of sequences that began again because of a weight update."""
+    """Number of sequences that restarted because of a weight update."""
     max_token_age: int
     """Greatest age at which a token was trained, in versions."""
     age_histogram: dict[int, int]
@@ -91,35 +92,37 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The greatest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` where no
     step had such tokens."""
     versions_agree: int | None = None
-    """For a replay, the number of versions whose weights are equal to those of the recorded run, bit for bit, which is
-    the number that it committed; ``None`` for any other run."""
+    """For a replay, the number of committed versions, whose weights are all equal to the recorded run's, bit for bit;
+    ``None`` for any other run."""
     ledger: LedgerSummary
-    """What became of all groups, episodes and tokens of the run."""
+    """The number of groups, episodes and tokens of the run by outcome."""
     versions: list[int]
-    """The first and the last version that were committed in this life; empty if none was."""
+    """The first and the last version that were committed in this life; empty if no version was."""
     reward_failures: dict[str, RewardFailures] = {}
-    """The components of the reward that have failed in this life, by name: number of failures and of calls, and the
-    first cause."""
+    """The components of the reward that have failed in this life, by name, with the number of failures and of calls and
+    the first cause."""
     warnings: list[str]
     """The warnings of this life, one for each kind."""
     recoveries: list[str] = []
-    """The parts that died and were started again in this life, in words."""
+    """The parts of the run that died and were restarted in this life, in words."""
     verdict: str
     """What limited the speed of the run, in words."""
     account: Account | None = None
-    """How the time was spent, in numbers, from which the verdict and the fractions above are computed; ``None`` before
-    the end of the first step."""
+    """The numbers on how the time was spent, from which the verdict and the fractions above are computed; ``None``
+    before the end of the first step."""
     run_dir: str
     """The run's directory."""
 
 
 def ledger_summary(books: Conservation) -> LedgerSummary:
-    """Return the ledger's conservation counts in the form in which they are written to files."""
-    return LedgerSummary(groups=_unit(books.groups), episodes=_unit(books.episodes), tokens=_unit(books.tokens))
+    """Return the conservation counts of the ledger as the record that ``summary.json`` contains."""
+    return LedgerSummary(
+        groups=_unit_fates(books.groups), episodes=_unit_fates(books.episodes), tokens=_unit_fates(books.tokens)
+    )
 
 
-def _unit(fates: UnitCounts) -> UnitFates:
-    """Return the counts of one kind of unit in the form in which they are written to files."""
+def _unit_fates(fates: UnitCounts) -> UnitFates:
+    """Return the counts of one kind of unit as the record that ``summary.json`` contains."""
     return UnitFates(
         submitted=fates.submitted, trained=fates.trained, dropped=dict(fates.dropped), in_flight=fates.in_flight
     )

@@ -1,5 +1,5 @@
-"""Several engines behind the interface of one: routing of requests, and what happens when engines join, leave and
-commit."""
+"""A fleet: several engines behind the interface of one engine. It routes requests and handles engines that join, leave
+and commit new weights."""
 
 from headrace.engine.config import FleetConfig
 from headrace.engine.fleet.fleet import Fleet

@@ -69,9 +69,10 @@ class Fleet:
         self._changed = asyncio.Event()
         self._on_member: Callable[[str], None] = lambda _: None
         self._mirrored = False
-        """Whether other processes ask the engines, too, so that the counters of the engines say what they have."""
+        """Whether other processes send requests to the engines, too. The load of an engine is then read from its
+        counters."""
         self.version = NOT_SAMPLED
-        """The newest version that every engine uses, except those that have missed it."""
+        """The newest version that all engines use, except engines that have missed it."""
 
     # -- membership -------------------------------------------------------------------------------------------------
 
@@ -88,9 +89,8 @@ class Fleet:
         self._notify()
 
     def follow(self, on_member: Callable[[str], None]) -> None:
-        """Call ``on_member`` from now on with the name of an engine whenever it has joined, has left, or has changed
-        in a way that matters to the choice of an engine (:meth:`seen`). The caller keeps copies of this fleet in other
-        processes, which send requests to the engines, too."""
+        """Call ``on_member`` from now on with the name of an engine whenever the engine has joined, has left, or its
+        state (:meth:`seen`) has changed. The caller updates copies of this fleet in other processes."""
         self._on_member, self._mirrored = on_member, True
 
     def seen(self, name: str) -> tuple[EngineState, int, bool] | None:
@@ -100,8 +100,8 @@ class Fleet:
         return None if state is None else (state, self._members[name].version, self._paused is not None)
 
     def mirror(self, name: str, state: EngineState, version: int, *, paused: bool) -> None:
-        """Give the engine ``name`` the state that it has in another fleet, which commits versions to it and may pause
-        it. Nothing happens if the engine is absent."""
+        """Copy to the engine ``name`` the state that it has in another fleet, which commits versions to it and may
+        pause it. Nothing happens if the engine is absent."""
         member = self._members.get(name)
         if member is None:
             return
@@ -129,8 +129,9 @@ class Fleet:
         self._notify()
 
     def leave(self, name: str) -> int:
-        """Remove an engine whose process has ended, and return how many sequences it had; 0 for an unknown name. They
-        continue on other engines once its streams have ended with :class:`~headrace.base.errors.ComponentDied`."""
+        """Remove an engine whose process has ended, and return how many sequences it had; 0 for an unknown name. The
+        sequences continue on other engines once its streams have ended with
+        :class:`~headrace.base.errors.ComponentDied`."""
         member = self._members.get(name)
         if member is not None:
             self._drop(member)
@@ -142,27 +143,27 @@ class Fleet:
         return tuple(self._members)
 
     def addresses(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the addresses to which weights are sent of the engines ``names``; engines that fetch their weights
-        have none and are left out."""
+        """Return the addresses to which the weights of the engines ``names`` are sent. Engines that fetch their weights
+        have no address and are left out."""
         return tuple(address for name in names if (address := self._members[name].address))
 
     async def wait_until_serving(self, name: str) -> None:
-        """Wait until the engine ``name`` has weights and can be given requests."""
+        """Wait until the engine ``name`` has weights and accepts requests."""
         await self._wait_until(lambda: self.serves(name))
 
     async def wait_until_settled(self, name: str) -> str:
-        """Wait until the engine ``name`` can be given requests, or has missed the newest version. Return the reason why
-        it missed it; empty where it serves."""
-        await self._wait_until(lambda: self.serves(name) or self._misses(name))
+        """Wait until the engine ``name`` accepts requests, or has missed the newest version. Return the reason why it
+        missed the version; empty if it serves."""
+        await self._wait_until(lambda: self.serves(name) or self._has_missed(name))
         return self._members[name].missed
 
     async def wait_until_missed(self, name: str) -> None:
         """Wait until the engine ``name`` has missed a version, which could not reach it."""
-        await self._wait_until(lambda: self._misses(name))
+        await self._wait_until(lambda: self._has_missed(name))
 
     def load(self, name: str) -> int:
-        """Return the number of sequences that the engine ``name`` serves now. Where other processes ask it, too, it is
-        the number that the engine has reported."""
+        """Return the number of sequences that the engine ``name`` serves now. With requests of other processes, it is
+        at least the number that the engine has reported."""
         load = self._router.load(name)
         if not self._mirrored or name not in self._members:
             return load
@@ -202,8 +203,8 @@ class Fleet:
 
     def drop_lagging(self, version: int, why: str) -> bool:
         """Mark the engines that lack ``version`` as having missed it for the reason ``why``, if another engine has
-        staged it. Return whether one has."""
-        if not self._any_staged(version):
+        staged it. Return whether another engine has."""
+        if not self._is_staged_anywhere(version):
             return False
         for name in self.lacking(version):
             self._mark_missed(self._members[name], why)
@@ -219,11 +220,11 @@ class Fleet:
                 load = 0 if self._paused is not None else self.load(member.name)
                 member.check_silence(load)
                 if member.silent_s >= silence_s:
-                    self._give_up(member, member.silence_error(load))
+                    self._remove_silent(member, member.silence_error(load))
 
-    def _give_up(self, member: Member, error: DeadlineError) -> None:
-        """Remove an engine that has been silent for too long, and have the launcher end its process for the reason that
-        ``error`` gives. Without a launcher (``end`` is ``None``), raise ``error``."""
+    def _remove_silent(self, member: Member, error: DeadlineError) -> None:
+        """Remove an engine that has been silent for too long, and let the launcher end its process, with the text of
+        ``error`` as the reason. Without a launcher (``end`` is ``None``), raise ``error``."""
         if self._end is None:
             raise error
         if self._members.get(member.name) is member:  # and not a successor of the same name
@@ -231,7 +232,7 @@ class Fleet:
             self._end(member.name, error.problem)
 
     def _drop(self, member: Member) -> None:
-        """Remove a member that has died: requests are routed to it no more, and its counters stay in the fleet's
+        """Remove a member that has died: no more requests are routed to it, and its counters stay in the fleet's
         statistics. Nothing happens if it has been removed before, even if a successor has its name."""
         if self._members.get(member.name) is not member:
             return
@@ -245,14 +246,14 @@ class Fleet:
         self._notify()
 
     def serves(self, name: str) -> bool:
-        """Return whether the engine ``name`` is present and has weights, so that it can be given requests."""
+        """Return whether the engine ``name`` is present and has weights, so that it accepts requests."""
         return self._router.takes_sequences(name)
 
-    def _misses(self, name: str) -> bool:
+    def _has_missed(self, name: str) -> bool:
         """Return whether the engine ``name`` is present and the newest version cannot reach it."""
         return name in self._members and bool(self._members[name].missed)
 
-    def _any_staged(self, version: int) -> bool:
+    def _is_staged_anywhere(self, version: int) -> bool:
         """Return whether any engine has staged ``version``."""
         return any(member.staged >= version for member in self._members.values())
 
@@ -279,43 +280,42 @@ class Fleet:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample an answer on one of the engines. If the engine dies, another one continues; the reader of the stream
-        sees one answer."""
-        async with aclosing(self._stream(self._routed(prompt_ids_T, sampling, options))) as stream:
+        """Sample an answer on one of the engines. If the engine dies, another one continues; the caller gets one
+        uninterrupted answer."""
+        async with aclosing(self._stream(self._new_request(prompt_ids_T, sampling, options))) as stream:
             async for chunk in stream:
                 yield chunk
 
     async def generate_siblings(
         self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
     ) -> None:
-        """Sample several answers to one prompt; see :class:`~headrace.engine.SiblingSource`. Each engine gets those
-        that are routed to it together. If it dies, its siblings continue one by one on other engines."""
-        routed = [self._routed(prompt_ids_T, sampling, options) for sampling, options in siblings]
+        """Sample several answers to one prompt; see :class:`~headrace.engine.SiblingSource`. The siblings that are
+        routed to one engine are sent to it in one call. If the engine dies, its siblings continue one by one on other
+        engines."""
+        routed = [self._new_request(prompt_ids_T, sampling, options) for sampling, options in siblings]
         try:
             parts: dict[Member, list[int]] = {}
             for index, each in enumerate(routed):
                 parts.setdefault(await self._assign(each), []).append(index)
             if len(parts) == 1:
-                await self._siblings_of_one(next(iter(parts)), dict(enumerate(routed)), on_chunks)
+                await self._siblings_on(next(iter(parts)), dict(enumerate(routed)), on_chunks)
                 return
             async with asyncio.TaskGroup() as group:
                 for member, places in parts.items():
                     part = {index: routed[index] for index in places}
-                    group.create_task(self._siblings_of_one(member, part, on_chunks))
+                    group.create_task(self._siblings_on(member, part, on_chunks))
         finally:
             for each in routed:
                 self._router.end(each.number)
 
-    async def _siblings_of_one(
-        self, member: Member, routed: dict[int, RoutedRequest], on_chunks: OnSiblingChunks
-    ) -> None:
-        """Sample the siblings ``routed``, by their indices, on the engine ``member``, to which they are assigned; those
-        that it does not end, because it cannot sample siblings together, is full or dies, one by one."""
+    async def _siblings_on(self, member: Member, routed: dict[int, RoutedRequest], on_chunks: OnSiblingChunks) -> None:
+        """Sample the siblings ``routed``, given by their indices, on the engine ``member``, to which they are assigned.
+        If it cannot sample siblings together, is full or dies, the unfinished siblings are sampled one by one."""
         places = list(routed)
 
         async def pass_on(arrived: Sequence[tuple[int, TokenChunk]]) -> None:
-            """Record chunks of the engine, and pass them on with the indices of the caller. A request that the full
-            engine has refused is kept, to be made elsewhere."""
+            """Record chunks of the engine, and pass them on with the indices of the caller. A request that the engine
+            refused because it is full is not reported: it is sent to another engine later."""
             passed_on = []
             for at, chunk in arrived:
                 index = places[at]
@@ -335,7 +335,7 @@ class Fleet:
                 self._drop(member)
                 death = error
             except EngineFull:
-                pass  # one by one, some may find room, there or elsewhere
+                pass  # sent one by one, some may fit, on this engine or another
         left = {index: each for index, each in routed.items() if not each.ended}
         if left:
             async with asyncio.TaskGroup() as group:
@@ -352,9 +352,9 @@ class Fleet:
         *,
         removed: bool,
     ) -> None:
-        """Sample the sibling ``index`` to its end by a request of its own. ``death`` is the end of the engine that had
-        it, which was ``removed`` on purpose; ``None`` if it had none. An error of the request becomes its last
-        chunk."""
+        """Sample the sibling ``index`` to its end by a request of its own. ``death`` is the error of the engine that
+        served it before and died, or was
+        ``removed``; ``None`` if none did. An error of the request becomes its last chunk."""
         self._router.end(routed.number)
         try:
             if death is not None:
@@ -365,8 +365,8 @@ class Fleet:
         except RequestError as error:
             await on_chunks([(index, TokenChunk(request_id=routed.number, tokens=NO_TOKENS).failed(error))])
 
-    def _routed(self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions) -> RoutedRequest:
-        """Return the record of a new request, which no engine has yet."""
+    def _new_request(self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions) -> RoutedRequest:
+        """Return the record of a new request, which is not assigned to an engine yet."""
         return RoutedRequest(
             number=next(self._numbers),
             prompt_ids_T=prompt_ids_T,
@@ -376,7 +376,7 @@ class Fleet:
         )
 
     async def _stream(self, routed: RoutedRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of the request to its end, from one engine after the other where engines die."""
+        """Yield the chunks of the request to its end. If its engine dies, another engine continues it."""
         part: Any = None
         try:
             while not routed.ended:
@@ -389,13 +389,13 @@ class Fleet:
             self._router.end(routed.number)
 
     async def _stream_from_one(self, routed: RoutedRequest) -> AsyncIterator[TokenChunk]:
-        """Yield the chunks that one engine gives for the request: all of them, or those until the engine dies. If it
+        """Yield the chunks that one engine returns for the request, until the request ends or the engine dies. If it
         dies or is full, the request is prepared for another engine, and the caller tries again. Raises
         :class:`~headrace.base.errors.EngineFull` if every engine that could serve the request is full."""
         fork = routed.options.fork
         parent_engine, fork = (None, None) if fork is None else self._routes.find_parent(fork)
         member = await self._assign(routed, parent_engine)
-        stream: Any = member.engine.generate(  # an async generator, as the contract says
+        stream: Any = member.engine.generate(  # the contract requires an async generator
             routed.prompt_ids_T, routed.sampling, routed.next_options(self._clock.now(), fork)
         )
         try:
@@ -413,8 +413,8 @@ class Fleet:
                 raise
 
     def _on_chunk(self, routed: RoutedRequest, member: Member, chunk: TokenChunk) -> TokenChunk:
-        """Record a chunk that ``member`` sent for a request, and return it as the reader of the fleet gets it. When the
-        request has ended, the router is notified."""
+        """Record a chunk that ``member`` sent for a request, and return the chunk that the caller of the fleet
+        receives. When the request has ended, the router is notified."""
         self._routes.record(routed.number, member, chunk.request_id)
         passed_on = routed.on_chunk(chunk)
         if routed.ended:
@@ -427,7 +427,7 @@ class Fleet:
         avoids, because they refused it as full, it avoids them no more. Raises
         :class:`~headrace.base.errors.SequenceFailed` for a request that is bound to weights or to an engine that no
         serving engine has any more."""
-        # the keys of a long prompt cost as much as the rest of its way, and its session's engine has its beginning
+        # hashing a long prompt is slow, and the engine of the request's session has its prefix in the cache anyway
         by_prefix = len(self._members) > 1 and not self._router.has_session(routed.options.session)
         route = routed.route_request("" if parent_engine is None else parent_engine.name, by_prefix=by_prefix)
         while (name := self._router.assign(routed.number, route, routed.avoid)) is None:
@@ -440,14 +440,14 @@ class Fleet:
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
         """Return the logprob of each of ``tokens`` under the weights in use, computed by one of the engines; 0 for the
         first token."""
-        return await self._scored(lambda engine: engine.score(tokens, temperature=temperature))
+        return await self._score_on_any(lambda engine: engine.score(tokens, temperature=temperature))
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
         """Return the logprobs of ``tokens`` and the ``num`` likeliest entries with ids below ``below`` (0: all) at each
         position, computed by one of the engines."""
-        return await self._scored(lambda one: one.top_scores(tokens, num, below=below, temperature=temperature))
+        return await self._score_on_any(lambda one: one.top_scores(tokens, num, below=below, temperature=temperature))
 
-    async def _scored(self, score: Callable[[Engine], Awaitable[A]]) -> A:
+    async def _score_on_any(self, score: Callable[[Engine], Awaitable[A]]) -> A:
         """Call ``score`` on one engine and return its result. If the engine dies, try another, up to
         ``MAX_DEATHS_WITHOUT_TOKEN`` engines in all; the last death is raised."""
         for left in itertools.count(MAX_DEATHS_WITHOUT_TOKEN - 1, -1):
@@ -473,7 +473,7 @@ class Fleet:
         have staged this one keep it."""
         self._set_newest(update)
         start_s = self._clock.now()
-        while self.lacking(update.version) or not self._any_staged(update.version):
+        while self.lacking(update.version) or not self._is_staged_anywhere(update.version):
             await self._wait_until(lambda: bool(self.lacking(update.version)))
             lacking = [self._members[name] for name in self.lacking(update.version)]
             for refusal in await all_of(self._stage_on(member, update) for member in lacking):
@@ -483,13 +483,13 @@ class Fleet:
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
         """Commit ``version`` on every engine that has staged it, some at a time, and return one report for all. If all
-        of those have died, stage it on others first."""
+        engines that had staged it have died, stage it on other engines first."""
         done: list[SwapReport] = []
         if mode is Interrupt.SLEEP:  # this commit wakes each engine
             self._set_paused(None)
         while True:
             able = [member for member in self._members.values() if member.version < version == member.staged]
-            gate = asyncio.Semaphore(self._at_once(mode))
+            gate = asyncio.Semaphore(self._max_parallel_commits(mode))
             reports = await all_of(self._commit_on(member, version, mode, gate) for member in able)
             done += [report for report in reports if report is not None]
             if any(member.version == version for member in self._members.values()):
@@ -503,8 +503,8 @@ class Fleet:
         return combined(version, mode, done)
 
     async def pause(self, *, release: bool = False) -> None:
-        """Stop all engines between two steps, also those that join later; with ``release``, they free the memory of
-        their caches."""
+        """Stop all engines between two steps; with ``release``, they free the memory of their caches. Engines that join
+        later are paused as well."""
         self._set_paused(release)
         await all_of(self._pause_or_resume(each, release) for each in self._members.values())
 
@@ -514,13 +514,13 @@ class Fleet:
         await all_of(self._pause_or_resume(each, None) for each in self._members.values())
 
     def stats(self) -> EngineStats:
-        """Return the counters of all engines together, those that have left included."""
+        """Return the counters of all engines together, including engines that have left."""
         here = (member.engine.stats() for member in self._members.values())
         return self._counters.total(here, self.version)
 
     def _set_newest(self, update: WeightUpdate) -> None:
-        """Record ``update`` as the newest version. An engine that missed the version before may be reached by a later
-        one, so it counts as having missed it only if ``update`` says so."""
+        """Record ``update`` as the newest version. A later version may reach an engine that missed the version before,
+        so only the engines named in ``update.missed`` count as having missed this one."""
         is_new = self._update is None or self._update.version < update.version
         self._update = update
         for member in self._members.values():
@@ -529,13 +529,14 @@ class Fleet:
                 self._mark_missed(member, why)
 
     def _set_paused(self, paused: bool | None) -> None:
-        """Note that the engines are paused, with the memory of their caches released or not, or (``None``) resumed."""
+        """Record that the engines are paused, with (true) or without (false) the memory of their caches released;
+        ``None``: they are resumed."""
         self._paused = paused
         for name in self._members:
             self._on_member(name)
 
-    def _at_once(self, mode: Interrupt) -> int:
-        """Return how many engines may commit at the same time in ``mode``: as many as ``rolling`` says; unset, all if
+    def _max_parallel_commits(self, mode: Interrupt) -> int:
+        """Return how many engines may commit at the same time in ``mode``: as many as ``rolling`` sets; unset, all if
         the mode does not stop generation, else one."""
         if self._rolling is not None:
             return self._rolling
@@ -543,18 +544,18 @@ class Fleet:
 
     @contextmanager
     def _tolerating_loss(self, member: Member) -> Iterator[None]:
-        """Within this context, let the death or the silence of ``member`` remove that engine from the fleet, instead of
-        being raised."""
+        """Return a context in which the death or the silence of ``member`` removes the engine from the fleet and raises
+        no error."""
         try:
             yield
         except ComponentDied:
             self._drop(member)
         except DeadlineError as late:
-            self._give_up(member, late)
+            self._remove_silent(member, late)
 
     async def _pause_or_resume(self, member: Member, release: bool | None) -> None:
         """Pause an engine, which frees its memory if ``release`` is true; or resume it if ``release`` is ``None``. An
-        engine that dies meanwhile is only lost."""
+        engine that dies meanwhile is removed without an error."""
         with self._tolerating_loss(member):
             await (member.engine.resume() if release is None else member.engine.pause(release=release))
 

@@ -23,7 +23,7 @@ A = TypeVar("A")
 TICK_S = 1.0
 """The interval at which the engines are checked for silence, in seconds."""
 MAX_ROUTES = 65_536
-"""The number of requests whose engine is remembered, for forks."""
+"""The number of newest requests whose engine is recorded, so that they can be forked."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -37,17 +37,17 @@ class Member:
     version: int = NOT_SAMPLED
     """The version in use."""
     staged: int = NOT_SAMPLED
-    """The newest version that it has staged."""
+    """The newest version that the engine has staged."""
     missed: str = ""
-    """The reason why the newest version cannot reach it; empty if the version has reached it or still may."""
+    """The reason why the newest version cannot reach the engine; empty if the version has reached it or still may."""
     gone: bool = False
     """Whether the engine has left the fleet."""
     leaving: bool = False
     """Whether the engine is being removed: it gets no new requests, and commits new weights as the others do."""
     last_stats: EngineStats = field(default_factory=EngineStats)
-    """The statistics that it reported last."""
+    """The statistics that the engine reported last."""
     silent_s: float = 0.0
-    """The seconds since that report, counted in ticks, while the engine had sequences."""
+    """The seconds since the last report, counted in ticks, while the engine had sequences."""
 
     def check_silence(self, load: int) -> None:
         """Update ``silent_s``: for how long the engine, while it has sequences, has reported no new statistics. Called
@@ -79,9 +79,9 @@ class StickyRoutes:
             self._routes.popitem(last=False)
 
     def find_parent(self, fork: ForkRequest) -> tuple[Member, ForkRequest]:
-        """Return the engine that served the parent of ``fork``, which alone can serve the fork, and the fork with the
-        parent's number on that engine. Raises :class:`~headrace.base.errors.RequestError` if the parent is not
-        remembered, or its engine is gone or lacks the newest weights."""
+        """Return the engine that served the parent of ``fork``, the only one that can serve the fork, and the fork with
+        the parent's number on that engine. Raises :class:`~headrace.base.errors.RequestError` if the parent is not
+        recorded any more, or its engine has left or lacks the newest weights."""
         member, parent = self._routes.get(fork.parent, (None, -1))
         if member is None:
             where = "is not among the last requests of this fleet"
@@ -101,11 +101,12 @@ GAUGES = frozenset({
     *("running", "waiting", "cache_blocks", "cache_blocks_used"),
     *("cache_bytes", "routing_bytes", "pinned_bytes"),
 })  # fmt: skip
-"""The fields that describe the present moment. The others are counters, which are kept when their engine leaves."""
+"""The fields of the statistics that describe the present moment. All other fields are counters: the fleet keeps their
+values when the engine leaves."""
 
 
 def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, size: int) -> EngineStats:
-    """Return the statistics of a whole fleet, as the fleet of ``version``: the sums over the ``present`` engines and,
+    """Return the statistics of a whole fleet whose version is ``version``: the sums over the ``present`` engines and,
     for counters, over ``gone``, the sums of the engines that have left. ``busy_s`` and ``prefill_s``, in seconds, are
     means over ``size`` engines.
 

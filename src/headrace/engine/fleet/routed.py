@@ -18,20 +18,20 @@ from headrace.engine.fleet.router import RouteRequest, prefix_keys
 
 MAX_DEATHS_WITHOUT_TOKEN = 5
 """The number of engines that may die one after the other with a request, without a token from any of them, before the
-request itself is taken for the cause."""
+request itself is regarded as the cause and fails."""
 
 MIN_DEADLINE_S = 1e-3
-"""The time that a request is given if its deadline has passed while it was moved to another engine. It then ends at
-once, with the tokens that it has."""
+"""The remaining time of a request, in seconds, if its deadline passed while it was moved to another engine. The request
+then ends at once, with the tokens that it has."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RoutedRequest:
-    """A request and its progress through the engines of a fleet. Its *reader* is the caller of the fleet, who sees one
-    stream of chunks."""
+    """A request and its progress through the engines of a fleet. Its *reader* is the caller of the fleet, which gets
+    one stream of chunks."""
 
     number: int
-    """The number by which the reader knows it, whichever engine serves it."""
+    """The number of the request in the fleet, whichever engine serves it."""
     prompt_ids_T: IntColumn
     sampling: Sampling
     options: RequestOptions
@@ -43,7 +43,7 @@ class RoutedRequest:
     _streamed: list[IntColumn] = field(default_factory=list)
     """The tokens that its reader has received since it began or was restarted."""
     _restarted: bool = False
-    """Whether an engine has restarted it, so that all tokens before, also those of ``options.answer_ids_T``, are
+    """Whether an engine has restarted the request, so that all earlier tokens, also ``options.answer_ids_T``, are
     void."""
     _version: int = NOT_SAMPLED
     """The version of its newest token."""
@@ -67,9 +67,9 @@ class RoutedRequest:
         )
 
     def next_options(self, now_s: float, fork: ForkRequest | None) -> RequestOptions:
-        """Return the options with which the next engine is asked: with the tokens that the answer has so far, and what
-        is left of its deadline at ``now_s``. ``fork`` has the parent's number on that engine; ``None`` if the request
-        is not a fork."""
+        """Return the options that are sent to the next engine: with the tokens that the answer has so far, and the time
+        that remains until its deadline at ``now_s``. ``fork`` has the parent's number on that engine; ``None`` if the
+        request is not a fork."""
         if not self._moved and fork is None:
             return self.options
         answer = list(self._streamed)
@@ -84,8 +84,8 @@ class RoutedRequest:
         )
 
     def on_chunk(self, chunk: TokenChunk) -> TokenChunk:
-        """Record a chunk that an engine sent, and return it as the reader gets it: with the fleet's request number, and
-        with the routing of the prompt only once."""
+        """Record a chunk that an engine sent, and return the chunk that the reader receives: with the fleet's request
+        number, and with the routing of the prompt only once."""
         if chunk.lost:
             self._streamed.clear()
             self._restarted, self._sent_routing = True, False
@@ -98,7 +98,7 @@ class RoutedRequest:
         return msgspec.structs.replace(chunk, request_id=self.number, prompt_routing=routing)
 
     def on_engine_death(self, death: ComponentDied, *, removed: bool = False) -> None:
-        """Prepare to continue on another engine after its engine has died, or was removed on purpose (``removed``),
+        """Prepare the request to continue on another engine after its engine has died, or was ``removed`` on purpose,
         which is not the fault of the request. Raises :class:`~headrace.base.errors.SequenceFailed` if no other engine
         can continue it."""
         self._moved = True

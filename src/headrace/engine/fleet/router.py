@@ -7,12 +7,13 @@
                 │                                 ▼
                 └──────────── leave ◀───────── LEAVING    its sequences are assigned again
 
-A sequence goes to the engine that served its session before; else to the engine that computed the longest beginning of
-its prompt under the weights it still has; else, or if that one has clearly more to do, to the least loaded. An engine
-that is held, because a commit stops it, gets new sequences only if there is no other. An engine that misses new weights
-keeps its sequences: they began with weights that it still uses. An engine that is leaving keeps its sequences, too, and
-gets no new ones whatever happens. A *sequence* here is the caller's number of one
-request; a *session* is a name that related requests share; a prompt is known by the hashes of its beginnings.
+A sequence is assigned to the engine that served its session before; else to the engine that computed the longest
+beginning of its prompt under the weights that the engine still uses; else to the least loaded engine, which also
+replaces a preferred engine that has clearly more sequences. An engine that is *held*, because a commit stops it, gets
+new sequences only if no other engine can serve them. An engine that misses new weights keeps its sequences, because it
+still uses the weights with which they began. An engine that is leaving keeps its sequences, too, and never gets new
+ones. Here a *sequence* is the caller's number of one request; a *session* is a
+name that related requests share; a prompt is identified by the hashes of its beginnings.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ cache."""
 LOAD_MARGIN_SHARE = 0.25
 """A further allowance, as a share of the load of the least loaded engine; it is added to ``LOAD_MARGIN``."""
 MEMORY = 65_536
-"""The number of sessions, and of beginnings of prompts, whose engine is remembered."""
+"""The number of sessions, and of beginnings of prompts, whose engine is recorded."""
 _PREFIX_INTERVALS = ((32, 1024), (256, 8192), (2048, 1 << 62))
 """Pairs of tokens (interval, limit): up to each limit, the beginnings of a prompt are distinguished at that interval,
 which grows with the length."""
@@ -52,7 +53,7 @@ class EngineState(enum.Enum):
     """The state of an engine in the router."""
 
     JOINING = enum.auto()
-    """The engine lacks the weights that the others have, and gets no new sequences."""
+    """The engine lacks the weights that the other engines have, and gets no new sequences."""
     SERVING = enum.auto()
     """The engine gets new sequences."""
     HELD = enum.auto()
@@ -74,11 +75,11 @@ class RouteRequest:
     session: str = ""
     """The name that sequences of one session share; empty: no session."""
     prefixes: tuple[int, ...] = ()
-    """The keys of the beginnings of its prompt, as :func:`prefix_keys` returns them."""
+    """The keys of the beginnings of the sequence's prompt, as :func:`prefix_keys` returns them."""
     only: str = ""
-    """The one engine that can serve it; empty: any."""
+    """The only engine that can serve the sequence; empty: any."""
     version: int | None = None
-    """The version that has to compute it; ``None``: the version that the engine uses."""
+    """The version that has to compute the sequence; ``None``: the version that the engine uses."""
 
 
 ANY_ENGINE = RouteRequest()
@@ -94,21 +95,21 @@ class EngineLoad:
     """The number of its joining, which breaks ties between engines that have no sequence yet."""
     state: EngineState = EngineState.JOINING
     version: int = NOT_SAMPLED
-    """The version that it uses."""
+    """The version that the engine uses."""
     sequences: dict[int, None] = field(default_factory=dict)
-    """The sequences that it serves, in the order of their assignment."""
+    """The sequences that the engine serves, in the order of their assignment."""
     last_choice: int = 0
     """The number of its latest assignment, which breaks ties between equal loads."""
 
     @property
     def load(self) -> int:
-        """The number of sequences that it serves."""
+        """The number of sequences that the engine serves."""
         return len(self.sequences)
 
     @property
     def rank(self) -> Rank:
-        """The key by which engines are ordered: the least loaded first; of those with the same load, the one whose
-        latest assignment is the oldest."""
+        """The key by which engines are ordered: the least loaded first; among engines with the same load, the engine
+        whose latest assignment is the oldest."""
         return len(self.sequences), self.last_choice, self.joined, self.name
 
 
@@ -117,8 +118,8 @@ class Router:
     engine for each new sequence. The caller numbers the sequences."""
 
     def __init__(self) -> None:
-        """Make a router without engines. It remembers for each sequence its engine, and for sessions and prefixes of
-        prompts the engine that served them last."""
+        """Make a router without engines. It records the engine of each sequence, and the engine that served each
+        session and each prefix of a prompt last."""
         self._engines: dict[str, EngineLoad] = {}
         self._ranks: list[Rank] = []  # of all engines, ascending
         self._assigned: dict[int, EngineLoad] = {}
@@ -156,7 +157,7 @@ class Router:
 
     @property
     def serves(self) -> bool:
-        """Whether any engine can be given a sequence."""
+        """Whether any engine accepts sequences."""
         return any(engine.state.takes_sequences for engine in self._engines.values())
 
     def join(self, name: str) -> None:
@@ -177,32 +178,34 @@ class Router:
         return unassigned
 
     def use(self, name: str, version: int) -> None:
-        """Record that the engine uses ``version`` from now on, which makes an engine that is joining serve. Prompts
-        that it computed with other weights no longer attract sequences."""
+        """Record that the engine uses ``version`` from now on. An engine that was joining starts to serve. Prompts that
+        it computed with other weights no longer count in the choice of an engine."""
         engine = self._engines[name]
         engine.version = version
         if engine.state is EngineState.JOINING:
             engine.state = EngineState.SERVING
 
     def set_aside(self, name: str) -> None:
-        """Give the engine no new sequences until :meth:`use` says that it uses newer weights, because it has missed a
-        version. It keeps those that it has."""
+        """Assign no new sequences to the engine until :meth:`use` records newer weights, because it has missed a
+        version. It keeps the sequences that it has."""
         engine = self._engines[name]
         if engine.state is not EngineState.LEAVING:
             engine.state = EngineState.JOINING
 
     def retire(self, name: str) -> None:
-        """Give the engine no new sequences any more, because it is about to leave. It keeps those that it has."""
+        """Assign no new sequences to the engine any more, because it is about to leave. It keeps the sequences that it
+        has."""
         self._engines[name].state = EngineState.LEAVING
 
     def hold(self, name: str) -> None:
-        """Give the engine no new sequences while other engines can take them, because a commit is about to stop it."""
+        """Assign no new sequences to the engine while other engines can serve them, because a commit is about to stop
+        it."""
         engine = self._engines[name]
         if engine.state is EngineState.SERVING:
             engine.state = EngineState.HELD
 
     def release(self, name: str) -> None:
-        """End :meth:`hold`. An engine that is absent or was not held is left as it is."""
+        """End :meth:`hold`. Nothing happens if the engine is absent or was not held."""
         engine = self._engines.get(name)
         if engine is not None and engine.state is EngineState.HELD:
             engine.state = EngineState.SERVING
@@ -216,8 +219,8 @@ class Router:
         least = self._least_loaded(request, avoid)
         if least is None:
             return None
-        known = self._known(request, avoid, least.state)
-        choice = known if known is not None and known.load <= allowed_load(least.load) else least
+        preferred = self._preferred(request, avoid, least.state)
+        choice = preferred if preferred is not None and preferred.load <= allowed_load(least.load) else least
         self._remove_rank(choice)
         choice.last_choice = next(self._choices)
         choice.sequences[sequence] = None
@@ -239,11 +242,11 @@ class Router:
         del self._ranks[bisect_left(self._ranks, engine.rank)]
 
     def _least_loaded(self, request: RouteRequest, avoid: Collection[str]) -> EngineLoad | None:
-        """Return the least loaded engine that can serve the request and is not in ``avoid``: one that serves, else one
-        that is held; ``None`` if there is none."""
+        """Return the least loaded engine that can serve the request and is not in ``avoid``; ``None`` if there is none.
+        An engine that is held is returned only if no serving engine qualifies."""
         held = None
         for engine in self._candidates(request):
-            if not _able(engine, request) or engine.name in avoid:
+            if not _meets_constraints(engine, request) or engine.name in avoid:
                 continue
             if engine.state is EngineState.SERVING:
                 return engine
@@ -251,7 +254,8 @@ class Router:
         return held
 
     def _candidates(self, request: RouteRequest) -> Iterator[EngineLoad]:
-        """Yield the one engine that the request needs, if it is there; the least loaded first if it may be any."""
+        """Yield the engines that may serve the request, the least loaded first; only the required engine, if it is
+        present, for a request that names one."""
         if request.only:
             if request.only in self._engines:
                 yield self._engines[request.only]
@@ -259,15 +263,15 @@ class Router:
         for *_, name in self._ranks:
             yield self._engines[name]
 
-    def _known(self, request: RouteRequest, avoid: Collection[str], state: EngineState) -> EngineLoad | None:
-        """Return the engine that served the request's session before, or else the one that has computed the longest
-        beginning of its prompt with the weights that it still uses; ``None`` if there is none that can serve the
-        request, is in ``state`` and is not in ``avoid``."""
+    def _preferred(self, request: RouteRequest, avoid: Collection[str], state: EngineState) -> EngineLoad | None:
+        """Return the engine that served the request's session before, or else the engine that computed the longest
+        beginning of its prompt with the weights that it still uses. Only engines that can serve the request, are in
+        ``state`` and are not in ``avoid`` are considered; ``None`` if there is none."""
 
         def usable(name: str) -> EngineLoad | None:
             """Return the engine ``name`` if it may be chosen, else ``None``."""
             engine = self._engines.get(name)
-            if engine is None or engine.state is not state or name in avoid or not _able(engine, request):
+            if engine is None or engine.state is not state or name in avoid or not _meets_constraints(engine, request):
                 return None
             return engine
 
@@ -283,14 +287,14 @@ class Router:
     def _remember(self, request: RouteRequest, engine: EngineLoad) -> None:
         """Record which engine has the request's session and prefixes in its cache."""
         if request.session:
-            _put(self._sessions, request.session, engine.name)
+            _store_newest(self._sessions, request.session, engine.name)
         for key in request.prefixes:
-            _put(self._prefixes, key, (engine.name, engine.version))
+            _store_newest(self._prefixes, key, (engine.name, engine.version))
 
 
-def _able(engine: EngineLoad, request: RouteRequest) -> bool:
-    """Return whether the engine has weights and meets the constraints of the request: the one engine, and the version,
-    that it needs."""
+def _meets_constraints(engine: EngineLoad, request: RouteRequest) -> bool:
+    """Return whether the engine has weights and meets the constraints of the request: its required engine and its
+    required version."""
     return (
         engine.state.takes_sequences
         and request.only in ("", engine.name)
@@ -298,8 +302,8 @@ def _able(engine: EngineLoad, request: RouteRequest) -> bool:
     )  # fmt: skip
 
 
-def _put(memory: OrderedDict[K, V], key: K, value: V) -> None:
-    """Store an entry as the newest, and drop the oldest one if there are more than ``MEMORY``."""
+def _store_newest(memory: OrderedDict[K, V], key: K, value: V) -> None:
+    """Store an entry as the newest of ``memory``, and remove the oldest entry if there are more than ``MEMORY``."""
     memory[key] = value
     memory.move_to_end(key)
     if len(memory) > MEMORY:

@@ -1,6 +1,7 @@
 """The blocks of the paged cache: allocation, sharing and the prefix cache.
 
-The pool is bookkeeping only and has no tensors. A block is in one state:
+The pool only records the state of each block; the tensors are in :class:`~headrace.models.paged.base.PagedCache`. A
+block is in one of these states:
 
                    allocate                  register (full blocks)
         free ───────────────▶ held (refs ≥ 1) ───────────────▶ held and cached
@@ -10,11 +11,12 @@ The pool is bookkeeping only and has no tensors. A block is in one state:
           ├────────────────── evicted, forgotten ─────────────────┘
           └──── pop_dirty ◀──── dirty ◀──── release (last holder) of a tainted block
 
-A cached block is found by a chain of digests: of the weights' version, a salt, and all token ids up to its end. In a
-pass all writes precede all attention, so a block may be registered when it is *scheduled*, before it is filled:
-siblings that join in one step share their prompt. A block that is registered and then not computed must be tainted.
+A cached block is found by a digest (hash) of the weights' version, a salt, and all token ids up to the block's end. In
+a pass, keys and values are written before attention reads them. A block may therefore be registered when it is
+*scheduled*, before it is filled, so that siblings that join in one step share their prompt. A block that is registered
+and then not computed must be tainted.
 
-How an engine uses it, per sequence (``table`` is its list of blocks, ``chain`` its :class:`Chain`)::
+An engine uses the pool as follows for each sequence (``table`` is its list of blocks, ``chain`` its :class:`Chain`)::
 
     chain = Chain(version, salt)
     table = pool.match(chain, prompt_T)               # whole blocks another sequence has computed
@@ -38,12 +40,12 @@ import xxhash
 from headrace.base.types.columns import IntColumn
 from headrace.models.paged.base import BLOCK
 
-_WIDTH = BLOCK * 4
-"""Bytes of a block's token ids as 32-bit integers."""
+_BLOCK_ID_BYTES = BLOCK * 4
+"""The number of bytes of a block's token ids as 32-bit integers."""
 
 
 def blocks_for(num_tokens: int) -> int:
-    """Return how many blocks hold this many tokens.
+    """Return the number of blocks that ``num_tokens`` tokens need.
 
     >>> blocks_for(16), blocks_for(17)
     (1, 2)
@@ -65,20 +67,21 @@ class KnownStates(Protocol):
 @dataclass(slots=True)
 class Chain:
     """The part of a sequence that the prefix cache has processed: its first ``length`` blocks, and their digest. Each
-    sequence has one; :class:`BlockPool` moves it on.
+    sequence has one chain, which :class:`BlockPool` advances.
 
-    A chain belongs to the version that computes all of the sequence's context. After a commit that keeps a sequence's
-    cache, the old chain registers nothing any more. A sequence whose context is recomputed under the new version gets a
+    A chain belongs to one version, which computes the sequence's whole context. After a commit that keeps a sequence's
+    cache, its old chain registers no more blocks. A sequence whose context is recomputed under the new version gets a
     new chain.
     """
 
     version: int
     salt: int = 0
-    """A number for everything else that the cached values depend on, besides weights and tokens; 0 for nothing."""
+    """A number that identifies all other conditions on which the cached values depend, besides weights and tokens; 0 if
+    there are none."""
     length: int = 0
     """The number of blocks matched or registered so far."""
     digest: bytes = field(default=b"", repr=False)
-    """The digest of everything up to there; empty at first."""
+    """The digest of the version, the salt and the tokens of the first ``length`` blocks; empty at first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,20 +89,20 @@ class ForkedBlocks:
     """The blocks of a fork: a sequence that continues another one from an earlier token, and shares its cache."""
 
     table: list[int]
-    """The blocks; the fork owns one reference to each."""
+    """The blocks of the fork, which owns one reference to each."""
     copy: tuple[int, int] | None
-    """(source, target) of a last block that is filled in part and must be copied before the next pass; ``None`` for
-    none."""
+    """The pair (source, target) of a partly filled last block, which must be copied before the next pass; ``None`` if
+    there is none."""
 
 
 class BlockPool:
-    """The blocks ``0 .. num_blocks - 1`` of one paged key-value cache: which are free, held by sequences or cached for
-    later sequences with the same beginning. A block has the keys and values of ``BLOCK`` tokens. ``version`` is that of
-    the weights in use.
+    """The allocation of the blocks ``0 .. num_blocks - 1`` of one paged key-value cache: which blocks are free, held by
+    sequences, or cached for later sequences with the same beginning. A block stores the keys and values of ``BLOCK``
+    tokens. ``version`` is the version of the weights in use.
 
-    ``secret``, of 64 bits, is part of every digest: without it nobody can construct two prefixes of the same digest.
-    ``states`` is for a model with recurrent layers: a prefix is matched only up to a digest in it. ``None``: the model
-    has none.
+    ``secret``, of 64 bits, is the seed of every digest, so that no caller can construct two prefixes with the same
+    digest. ``states`` contains the prefixes for which the states of recurrent layers are kept: only such a prefix can
+    be matched. ``None``: the model has no recurrent layers.
 
     >>> pool = BlockPool(4)
     >>> ids_T = np.arange(40, dtype=np.int32)
@@ -115,17 +118,17 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._states = states
         self._secret = secret
-        self._era = 0  # counts the calls of forget
-        self._eras = [0] * num_blocks  # in which each block was registered
+        self._era = 0  # the number of calls of forget
+        self._eras = [0] * num_blocks  # the era in which each block was registered
         self.version = version
         """The only version whose blocks are cached."""
         self._refs = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is the next one taken
-        self._idle: dict[int, None] = {}  # cached and held by none, the one to evict first first
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block that was freed last is allocated first
+        self._idle: dict[int, None] = {}  # cached blocks without a holder, in the order of eviction
         self._by_digest: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
-        self._tainted: set[int] = set()  # held, and not to be used again before they are cleared
-        self._dirty: list[int] = []  # such blocks, held no more
+        self._tainted: set[int] = set()  # held blocks that must be cleared before they are used again
+        self._dirty: list[int] = []  # tainted blocks without a holder
 
     @property
     def available(self) -> int:
@@ -133,8 +136,8 @@ class BlockPool:
         return len(self._free) + len(self._idle)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocate blocks, each with one reference; the oldest cached blocks are evicted if needed. ``None``, with
-        nothing changed, if there are not enough."""
+        """Allocate ``count`` blocks, each with one reference, and return them; the oldest cached blocks are evicted if
+        needed. If there are not enough blocks, return ``None`` and change nothing."""
         if count > self.available:
             return None
         while len(self._free) < count:
@@ -156,8 +159,8 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one reference from each block of a sequence's table, because it ends or is preempted. A block without
-        references stays cached if it can be matched, and is free otherwise. The last blocks become the first to be
-        evicted, since no other cached block depends on them."""
+        references stays cached if it can be matched, and is free otherwise. The last blocks of the table are evicted
+        first, since no other cached block depends on them."""
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} is released more often than it was taken"
             self._refs[block] -= 1
@@ -176,16 +179,16 @@ class BlockPool:
 
     def match(self, chain: Chain, ids_T: IntColumn) -> list[int]:
         """Return the blocks of the longest cached prefix of ``ids_T``, and add a reference to each. The new ``chain``
-        is moved to their end. The last token is never matched: it has to be computed, so that there are logits."""
-        blocks = self._find(chain, ids_T)
+        is advanced to their end. The last token is never matched, because it has to be computed to get logits."""
+        blocks = self._find_prefix(chain, ids_T)
         self.share(blocks)
         return blocks
 
     def claim(self, chain: Chain, ids_T: IntColumn, count: int) -> tuple[list[int], int] | None:
-        """Return the table of ``count`` blocks for a sequence with the tokens ``ids_T``, and how many of them were
-        matched: first come the cached blocks, as :meth:`match` finds them, then fresh ones. ``None``, with nothing
-        changed but the new ``chain``, if there is no room."""
-        blocks = self._find(chain, ids_T)
+        """Return a table of ``count`` blocks for a sequence with the tokens ``ids_T``, and the number of matched
+        blocks: the table begins with the cached blocks that :meth:`match` would return, followed by newly allocated
+        ones. If there are not enough blocks, return ``None`` and change nothing but the new ``chain``."""
+        blocks = self._find_prefix(chain, ids_T)
         num_idle = sum(not self._refs[block] for block in blocks)
         if count - len(blocks) > self.available - num_idle:
             return None
@@ -195,22 +198,22 @@ class BlockPool:
         return blocks + fresh, len(blocks)
 
     def register(self, chain: Chain, table: Sequence[int], ids_T: IntColumn) -> None:
-        """Make the full blocks of ``ids_T`` available for matching, as far as the chain has not registered them.
-        ``ids_T`` are the sequence's tokens up to the end of this pass. Contents that are cached in another block stay
-        there. A chain of another version registers nothing."""
+        """Make the full blocks of ``ids_T`` that the chain has not registered yet available for matching. ``ids_T`` are
+        the sequence's tokens up to the end of this pass. If another block with the same contents is cached already,
+        that block stays the cached one. A chain of another version registers nothing."""
         end = len(ids_T) // BLOCK
         if chain.version != self.version or end <= chain.length:
             return
-        data, digest = _bytes(ids_T[chain.length * BLOCK : end * BLOCK]), chain.digest or self._seed(chain)
-        for place, start in enumerate(range(0, len(data), _WIDTH), start=chain.length):
-            digest = self._digest(digest, data[start : start + _WIDTH])
-            self._note(digest, table[place])
+        data, digest = _bytes(ids_T[chain.length * BLOCK : end * BLOCK]), chain.digest or self._root_digest(chain)
+        for place, start in enumerate(range(0, len(data), _BLOCK_ID_BYTES), start=chain.length):
+            digest = self._extend_digest(digest, data[start : start + _BLOCK_ID_BYTES])
+            self._cache_block(digest, table[place])
         chain.length, chain.digest = end, digest
 
     def fork(self, table: Sequence[int], num_tokens: int) -> ForkedBlocks | None:
-        """Return a second table with the first ``num_tokens`` computed tokens of ``table``. Full blocks are shared; a
-        last block that is filled in part gets a block of its own to be copied to. ``None``, with nothing changed, if
-        there is no room."""
+        """Return a second table for the first ``num_tokens`` computed tokens of ``table``. Full blocks are shared. For
+        a partly filled last block, a new block is allocated, to which the caller must copy it. If no block is
+        available, return ``None`` and change nothing."""
         full = num_tokens // BLOCK
         if not num_tokens % BLOCK:
             self.share(table[:full])
@@ -222,12 +225,13 @@ class BlockPool:
         return ForkedBlocks(table=[*table[:full], *fresh], copy=(table[full], fresh[0]))
 
     def held_once(self, block: int) -> bool:
-        """Return whether a block has one holder, so that no other sequence can be filling it in this pass."""
+        """Return whether exactly one sequence holds ``block``, so that no other sequence can be filling it in this
+        pass."""
         return self._refs[block] == 1
 
     def taint(self, blocks: Iterable[int]) -> None:
-        """Mark held blocks whose contents must not be used, because they were not computed or are not finite. They can
-        no longer be matched; after the last holder has released one, :meth:`pop_dirty` returns it."""
+        """Mark held blocks whose contents must not be used, because they were not computed or are not finite. A tainted
+        block cannot be matched. After its last holder has released it, :meth:`pop_dirty` returns it."""
         for block in blocks:
             assert self._refs[block] > 0, f"block {block} is tainted but held by none"
             self._tainted.add(block)
@@ -235,8 +239,8 @@ class BlockPool:
                 del self._by_digest[self._digests.pop(block)]
 
     def pop_dirty(self) -> list[int]:
-        """Return the tainted blocks that have been released. They count as free from now on and must be cleared before
-        the next pass."""
+        """Return the tainted blocks that have been released. They are free from now on, and the caller must clear them
+        before the next pass."""
         dirty, self._dirty = self._dirty, []
         self._free.extend(dirty)
         return dirty
@@ -247,7 +251,7 @@ class BlockPool:
         self.version = version
         if self._states is not None:
             self._states.clear()
-        self._era += 1  # what is older is not found; the idle ones of it stand first, so that they make room first
+        self._era += 1  # blocks of older eras no longer match; the idle ones among them are evicted first
 
     @property
     def used(self) -> int:
@@ -256,7 +260,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """The number of blocks without a holder that can be matched. It scans all blocks, for tests."""
+        """The number of blocks without a holder that can be matched. Used by tests, because it scans all blocks."""
         return sum(self._eras[block] == self._era for block in self._idle)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
@@ -275,17 +279,17 @@ class BlockPool:
         assert self._idle.keys() <= self._digests.keys() <= held | self._idle.keys()
         assert self._tainted <= held - self._digests.keys()
 
-    def _find(self, chain: Chain, ids_T: IntColumn) -> list[int]:
-        """Return the blocks of the longest cached prefix of ``ids_T``, without adding references, and move the new
+    def _find_prefix(self, chain: Chain, ids_T: IntColumn) -> list[int]:
+        """Return the blocks of the longest cached prefix of ``ids_T``, without adding references, and advance the new
         ``chain`` to their end."""
         assert chain.length == 0
         blocks: list[int] = []
         digests: list[bytes] = []
         if chain.version != self.version:
             return blocks
-        data, digest = _bytes(ids_T), self._seed(chain)
-        for start in range(0, (len(ids_T) - 1) // BLOCK * _WIDTH, _WIDTH):
-            digest = self._digest(digest, data[start : start + _WIDTH])
+        data, digest = _bytes(ids_T), self._root_digest(chain)
+        for start in range(0, (len(ids_T) - 1) // BLOCK * _BLOCK_ID_BYTES, _BLOCK_ID_BYTES):
+            digest = self._extend_digest(digest, data[start : start + _BLOCK_ID_BYTES])
             block = self._by_digest.get(digest)
             if block is None or self._eras[block] != self._era:
                 break
@@ -296,7 +300,7 @@ class BlockPool:
         chain.length, chain.digest = len(blocks), digests[-1] if digests else b""
         return blocks
 
-    def _note(self, digest: bytes, block: int) -> None:
+    def _cache_block(self, digest: bytes, block: int) -> None:
         """Make ``block``, which a sequence holds, available for matching under ``digest``, unless it is tainted or
         another block with these contents is cached already."""
         if block in self._tainted:
@@ -308,7 +312,7 @@ class BlockPool:
         if block in self._digests:
             assert self._eras[block] != self._era, f"block {block} is registered with other contents"
             self._uncache(block)
-        if digest in self._by_digest:  # of an earlier era
+        if digest in self._by_digest:  # cached in an earlier era
             known = self._by_digest[digest]
             self._uncache(known)
             if known in self._idle:
@@ -320,16 +324,16 @@ class BlockPool:
         """Remove a cached block from the prefix cache, so that it can no longer be matched."""
         del self._by_digest[self._digests.pop(block)]
 
-    def _seed(self, chain: Chain) -> bytes:
-        """Return the digest that stands before the first block: that of the chain's version and salt."""
+    def _root_digest(self, chain: Chain) -> bytes:
+        """Return the digest before the first block, which is computed from the chain's version and salt."""
         return xxhash.xxh3_128_digest(b"%d %d" % (chain.version, chain.salt), seed=self._secret)
 
-    def _digest(self, before: bytes, data: bytes) -> bytes:
-        """Return the digest up to the end of a block, from the digest ``before`` it and ``data``, its token ids as
-        bytes."""
+    def _extend_digest(self, before: bytes, data: bytes) -> bytes:
+        """Return the digest of a prefix that is one block longer: from ``before``, the digest of the shorter prefix,
+        and ``data``, the token ids of the block as bytes."""
         return xxhash.xxh3_128_digest(before + data, seed=self._secret)
 
 
 def _bytes(ids_T: IntColumn) -> bytes:
-    """Return the token ids as 32-bit integers in bytes, which are hashed."""
+    """Return the token ids as the bytes of 32-bit integers, for hashing."""
     return np.ascontiguousarray(ids_T, np.int32).tobytes()

@@ -1,7 +1,7 @@
-"""The validation of every number of a request before any other code uses it: numbers that pass fit every column.
+"""The validation of all numbers of a request, before any other code of the engine uses them.
 
-Requests come from other processes and programs, so nothing is assumed: neither the width of an integer nor that a value
-is a number.
+Requests are sent by other processes and programs, so the checks assume neither that an integer has 32 bits nor that a
+float is finite. Numbers that pass fit the dtypes of the engine's arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Checked:
 
 def check_ids(name: str, ids: Sequence[int] | npt.NDArray[np.generic], vocab_size: int) -> Checked:
     """Return token ids of any integer type as a column of int32, or the problem with them: a wrong shape or type, or an
-    id outside the vocabulary of ``vocab_size`` tokens. ``name`` says in the error what the ids are.
+    id outside the vocabulary of ``vocab_size`` tokens. ``name`` names the ids in the problem.
 
     >>> check_ids("prompt", [3, 2**40], 100).problem
     'prompt holds token 1099511627776, outside the vocabulary of 100'
@@ -76,7 +76,7 @@ def refuse_long(max_context: int, limit: ContextLimit | None) -> None:
 
 
 def request_problem(request: GenerateRequest, vocab_size: int) -> str:
-    """Return the reason why ``request`` cannot be served, without a look at its prompt; an empty string if it can."""
+    """Return the reason why ``request`` cannot be served; an empty string if it can. The prompt is not checked."""
     if abs(request.priority) > _LARGEST_INT:
         return f"priority={request.priority} is not within ±{_LARGEST_INT}"
     if request.deadline_s is not None and not (math.isfinite(request.deadline_s) and request.deadline_s > 0):
@@ -91,12 +91,12 @@ def sampling_problem(sampling: Sampling, vocab_size: int) -> str:
     >>> sampling_problem(Sampling(max_new_tokens=8, top_p=0.0), 100)
     'top_p=0.0 is not in (0, 1]'
     """
-    return next(_problems(sampling, vocab_size), "")
+    return next(_sampling_problems(sampling, vocab_size), "")
 
 
 def score_problem(request: ScoreTokens, vocab_size: int) -> str:
-    """Return the reason why the tokens of ``request`` cannot be scored, without a look at its routing; an empty string
-    if they can."""
+    """Return the reason why the tokens of ``request`` cannot be scored; an empty string if they can. The routing is not
+    checked."""
     checked = check_ids("ids_T", request.ids_T, vocab_size)
     if checked.problem:
         return checked.problem
@@ -119,12 +119,12 @@ def _kept_problem(kept: KeptSets, ids_T: IntColumn, vocab_size: int) -> str:
     return check_ids("a kept-set", kept.ids_E, vocab_size).problem or kept.problem(ids_T)
 
 
-def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
+def _sampling_problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
     """Yield each problem of the sampling options in words, such as ``top_p=0.0 is not in (0, 1]``."""
     if sampling.max_new_tokens < 1:
         yield f"max_new_tokens={sampling.max_new_tokens} is not at least 1"
     for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        if not _fits(getattr(sampling, name)):
+        if not _fits_float32(getattr(sampling, name)):
             yield f"{name}={getattr(sampling, name)} is not a finite number of 32 bits"
     if sampling.temperature < 0:
         yield f"temperature={sampling.temperature} is not >= 0 (0 takes the most likely token)"
@@ -144,14 +144,14 @@ def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
         outside = [token for token in ids if not 0 <= token < vocab_size]
         if outside:
             yield f"{name} holds token {outside[0]}, outside the vocabulary of {vocab_size}"
-    unsound = [token for token, bias in sampling.logit_bias.items() if not _fits(bias)]
+    unsound = [token for token, bias in sampling.logit_bias.items() if not _fits_float32(bias)]
     if unsound:
         yield f"logit_bias of token {unsound[0]} is {sampling.logit_bias[unsound[0]]}, not a finite number of 32 bits"
     yield from _stop_problems(sampling)
 
 
 def _stop_problems(sampling: Sampling) -> Iterator[str]:
-    """Yield every problem of the stop strings and stop tokens."""
+    """Yield each problem of the stop strings and stop ids in words."""
     if "" in sampling.stop:
         yield "stop holds an empty string"
     if len(sampling.stop) > MAX_STOP_STRINGS:
@@ -160,6 +160,6 @@ def _stop_problems(sampling: Sampling) -> Iterator[str]:
         yield f"stop_ids holds {len(sampling.stop_ids)} ids, more than {MAX_STOP_IDS}"
 
 
-def _fits(number: float) -> bool:
+def _fits_float32(number: float) -> bool:
     """Return whether ``number`` is finite and within the range of a 32-bit float."""
     return math.isfinite(number) and abs(number) <= _LARGEST

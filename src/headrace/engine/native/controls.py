@@ -1,16 +1,17 @@
-"""The sampling parameters of each running sequence: columns of numbers, one row per sequence, without gaps between
-rows.
+"""The sampling parameters of the running sequences, stored as arrays with one row per sequence, and the sampling with
+them.
 
-The order, per row: ``logit_bias`` is added; then the repetition penalty (tokens of prompt or answer), then frequency
-and presence penalties (tokens of the answer); then the mask of a structure (:mod:`.masks`); then division by the
-temperature; then truncation by ``top_k``, ``top_p`` and ``min_p`` (see
-:func:`~headrace.engine.native.sampler.find_support`); the rest is renormalised and sampled. The recorded logprob is
-that of this last distribution. Greedy rows (temperature 0) take the first most likely token after bias and penalties:
-it is certain, so its logprob is 0 and its kept-set is itself.
+The logits of each row are changed in this order: ``logit_bias`` is added; then the repetition penalty (tokens of prompt
+or answer) is applied, then the frequency and presence penalties (tokens of the answer); then the mask of a structure
+(:mod:`.masks`); then division by the temperature; then truncation by ``top_k``, ``top_p`` and ``min_p`` (see
+:func:`~headrace.engine.native.sampler.find_support`). The tokens that remain are renormalised and sampled. The recorded
+logprob is computed from this last distribution. Greedy rows (temperature 0) choose the most likely token after bias and
+penalties, the lowest id among equals. This token is certain, so its logprob is 0 and its kept-set contains only itself.
 
-A batch whose rows set nothing but a temperature takes a faster path.
+A batch whose rows set only a temperature is sampled on a faster path.
 
-Shape legend: R rows, V vocabulary, D rows that draw in this step, U ids whose logits a row changes, A rows that do.
+Shape legend: R rows, V vocabulary, D rows that draw in this step, U ids whose logits a row changes, A rows that change
+logits.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _FEWEST_COLUMNS = 64
 
 
 class Controls:
-    """The sampling parameters of all rows, and the sampling with them. Rows ``0 .. count - 1`` are in use; ``join`` and
-    ``move`` maintain that as sequences enter and leave the batch. ``log_softmax``, where given, computes the logprobs
-    (the same function as the learner's, so that both get the same bits). ``masks``, where given, are the masks of
-    structured answers."""
+    """The sampling parameters of all rows, and the sampling with them. Rows ``0 .. count - 1`` are in use; :meth:`join`
+    and :meth:`move` are called as sequences enter and leave the batch. ``log_softmax`` computes the logprobs, if it is
+    passed: the learner's function, so that both get the same bits. ``masks`` are the masks of structured answers;
+    ``None``: there are none."""
 
     def __init__(
         self,
@@ -56,8 +57,8 @@ class Controls:
         log_softmax: LogSoftmax | None = None,
         masks: Masks | None = None,
     ) -> None:
-        """Allocate the columns for ``num_rows`` rows; the tensors of the changes are on ``device``. The other arguments
-        are described at the class."""
+        """Allocate the arrays for ``num_rows`` rows; the tensors of :class:`Changes` are on ``device``. The other
+        arguments are described at the class."""
         self._device = device
         self._log_softmax = log_softmax
         self._count = 0
@@ -75,18 +76,18 @@ class Controls:
         """The temperatures of the requests, which the entropy uses."""
         self._changes = Changes(num_rows, device)
         self._masks = masks
-        self._plain = True
+        self._only_temperatures = True
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up ``row``, the first unused one, for a new sequence. ``answer_ids_T`` are the tokens that it has sampled
-        before (a fork, or a preempted sequence)."""
+        """Set up ``row``, the first unused one, for a new sequence. ``answer_ids_T`` are the tokens that the sequence
+        has sampled already, if it is a fork or was preempted."""
         greedy = sampling.temperature == 0
         certain = greedy and sampling.record_kept
         self._keys_R[row] = seed_key(sampling.seed)
-        # a greedy row whose kept-set is asked for is one with a single survivor
+        # a greedy row that records its kept-set is sampled as a truncated row with a single survivor
         self._temperatures_R[row] = 1.0 if certain else sampling.temperature
         self._top_k_R[row] = 1 if certain else sampling.top_k
-        # top_k keeps every token that equals the first; a top_p of 0 leaves one of them, of the lowest id
+        # top_k = 1 keeps all tokens as likely as the first; top_p = 0 then keeps one of them, with the lowest id
         self._top_p_R[row] = float(not certain) if greedy else sampling.top_p
         self._min_p_R[row] = 0.0 if greedy else sampling.min_p
         self._truncated_R[row] = certain or (sampling.truncated and not greedy)
@@ -100,7 +101,8 @@ class Controls:
         self._resize(row + 1)
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
-        """Move the rows ``sources`` to the places ``targets``, after rows have left; ``count`` rows are in use now."""
+        """Move the rows ``sources`` to the indices ``targets``, after other rows have left; ``count`` rows are in use
+        now."""
         for column in (
             self._temperatures_R, self._keys_R, self._top_k_R, self._top_p_R, self._min_p_R, self._truncated_R,
             self._records_kept_R, self._records_entropy_R, self._num_top_R, self._requested_temperatures_R,
@@ -112,18 +114,18 @@ class Controls:
         self._resize(count)
 
     def draw(self, logits_DV: Tensor, positions_D: Index, rows_D: Index | None = None) -> Draw:
-        """Sample one token for each of ``rows_D`` (unset: all rows in use, in order) from its logits ``logits_DV``.
-        ``positions_D`` is the position of the new token in its sequence, which, with the request's seed, determines the
-        random number. Call :meth:`append` afterwards."""
+        """Sample one token for each of ``rows_D`` (``None``: all rows in use, in order) from the logits ``logits_DV``.
+        ``positions_D`` are the positions of the new tokens in their sequences; position and seed of the request
+        determine the random number. The caller must call :meth:`append` afterwards."""
         rows = np.arange(self._count) if rows_D is None else rows_D
-        draws_D = self._tensor(uniforms(self._keys_R[rows], positions_D))
+        uniforms_D = self._tensor(uniforms(self._keys_R[rows], positions_D))
         temperatures_D = self._tensor(self._temperatures_R[rows])
-        if self._plain:
-            return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
+        if self._only_temperatures:
+            return sample(logits_DV, temperatures_D, uniforms_D, self._log_softmax)
         changed_DV = self._changes.apply(logits_DV, rows)
         if self._masks is not None:
             changed_DV = self._masks.apply(changed_DV, rows)
-        draw = self._draw(changed_DV, temperatures_D, draws_D, rows)
+        draw = self._draw(changed_DV, temperatures_D, uniforms_D, rows)
         if num_top := int(self._num_top_R[rows].max(initial=0)):
             draw = dataclasses.replace(draw, top=likeliest(logits_DV, draw.ids_R, num_top))
         if not self._records_entropy_R[rows].any():
@@ -131,40 +133,43 @@ class Controls:
         requested_D = self._tensor(self._requested_temperatures_R[rows])
         return dataclasses.replace(draw, entropies_R=entropies(changed_DV, requested_D))
 
-    def _draw(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
-        """Sample one token for each of ``rows`` from its logits after bias, penalties and mask. ``draws_D`` are uniform
-        numbers in [0, 1). Rows with and without truncation are sampled apart and put back in order."""
-        cut = np.flatnonzero(self._truncated_R[rows])
-        if not len(cut):
-            return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
-        if len(cut) == len(rows):
-            return self._draw_truncated(logits_DV, temperatures_D, draws_D, rows)
-        places = self._tensor(cut)
-        truncated = self._draw_truncated(logits_DV[places], temperatures_D[places], draws_D[places], rows[cut])
-        rest = np.flatnonzero(~self._truncated_R[rows])
-        others_at = self._tensor(rest)
-        others = sample(logits_DV[others_at], temperatures_D[others_at], draws_D[others_at], self._log_softmax)
-        return _interleave(truncated, others, np.concatenate([cut, rest]))
+    def _draw(self, logits_DV: Tensor, temperatures_D: Tensor, uniforms_D: Tensor, rows: Index) -> Draw:
+        """Sample one token for each of ``rows`` from its logits after bias, penalties and mask. ``uniforms_D`` are
+        random numbers in [0, 1). Rows with and without truncation are sampled separately, and their results are merged
+        in order."""
+        truncated_at = np.flatnonzero(self._truncated_R[rows])
+        if not len(truncated_at):
+            return sample(logits_DV, temperatures_D, uniforms_D, self._log_softmax)
+        if len(truncated_at) == len(rows):
+            return self._draw_truncated(logits_DV, temperatures_D, uniforms_D, rows)
+        places = self._tensor(truncated_at)
+        truncated = self._draw_truncated(
+            logits_DV[places], temperatures_D[places], uniforms_D[places], rows[truncated_at]
+        )
+        untruncated_at = np.flatnonzero(~self._truncated_R[rows])
+        others_at = self._tensor(untruncated_at)
+        others = sample(logits_DV[others_at], temperatures_D[others_at], uniforms_D[others_at], self._log_softmax)
+        return _interleave(truncated, others, np.concatenate([truncated_at, untruncated_at]))
 
     def depends_on_answer(self, rows_D: Index) -> npt.NDArray[np.bool_]:
-        """Return for each of ``rows_D`` whether a penalty or a mask changes its logits with each token of its answer:
+        """Return for each of ``rows_D`` whether its logits depend on its sampled tokens, through a penalty or a mask.
         :meth:`append` must then be called between two draws."""
         grows: npt.NDArray[np.bool_] = self._changes.grows(rows_D)
         return grows if self._masks is None else grows | self._masks.has(rows_D)
 
     def append(self, ids_D: Tensor, rows_D: Index | None = None) -> None:
-        """Record ``ids_D``, the tokens just sampled for ``rows_D`` (unset: all rows in use), for the penalties and
-        masks of the next draw."""
-        if self._plain:
+        """Record ``ids_D``, the tokens just sampled for ``rows_D`` (``None``: all rows in use), so that penalties and
+        masks of the next draw include them."""
+        if self._only_temperatures:
             return
         rows = np.arange(self._count) if rows_D is None else rows_D
         self._changes.append(ids_D, rows)
         if self._masks is not None:
             self._masks.append(ids_D, rows)
 
-    def _draw_truncated(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
+    def _draw_truncated(self, logits_DV: Tensor, temperatures_D: Tensor, uniforms_D: Tensor, rows: Index) -> Draw:
         """Sample one token for each of ``rows`` under top-k, top-p and min-p, and record the kept-sets (the ids that
-        survive the truncation) of the rows that request them. ``draws_D`` are uniform numbers in [0, 1)."""
+        survive the truncation) of the rows that request them. ``uniforms_D`` are uniform numbers in [0, 1)."""
         scaled_DV = logits_DV.float() / temperatures_D[:, None]
         limits = TruncationLimits(
             top_k_R=self._tensor(self._top_k_R[rows]),
@@ -172,7 +177,7 @@ class Controls:
             min_p_R=self._tensor(self._min_p_R[rows]),
         )
         support = find_support(scaled_DV, limits)
-        draw = sample_from(scaled_DV, support, draws_D, self._log_softmax)
+        draw = sample_from(scaled_DV, support, uniforms_D, self._log_softmax)
         recorded_D = self._records_kept_R[rows]
         if not recorded_D.any():
             return draw
@@ -185,10 +190,10 @@ class Controls:
         return dataclasses.replace(draw, kept=kept)
 
     def _resize(self, count: int) -> None:
-        """Set the number of rows in use, and note whether all of them set nothing but a temperature, so that
-        :meth:`draw` can take its faster path."""
+        """Set the number of rows in use, and record whether all of them set only a temperature, so that :meth:`draw`
+        can use its faster path."""
         self._count = count
-        self._plain = not (
+        self._only_temperatures = not (
             self._truncated_R[:count].any()
             or self._records_entropy_R[:count].any()
             or self._num_top_R[:count].any()
@@ -202,23 +207,23 @@ class Controls:
 
 
 class Changes:
-    """The changes that bias and penalties make to each row's logits. A row has one column for each token id that it
-    changes: the ids of the bias and, if it has penalties, those of prompt and answer, each once. The columns grow as
-    tokens are sampled."""
+    """The changes that bias and penalties make to the logits of each row. A row uses one column for each token id whose
+    logit it changes: the ids of the bias and, if it has penalties, the distinct ids of prompt and answer. Sampled
+    tokens add columns."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         """Allocate the changes of ``num_rows`` rows on ``device``; none of them changes a logit yet."""
         self._changing_R = np.zeros(num_rows, bool)
         self._growing_R = np.zeros(num_rows, bool)
-        self._most_R = np.zeros(num_rows, np.int64)
-        """An upper bound of the columns in use, known without synchronising with the device."""
+        self._max_used_R = np.zeros(num_rows, np.int64)
+        """An upper bound of the columns that each row uses, which can be read without synchronising with the device."""
         self._used_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._repetition_R = torch.ones(num_rows, device=device)
         self._presence_R = torch.zeros(num_rows, device=device)
         self._frequency_R = torch.zeros(num_rows, device=device)
         self._ids_RU = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         self._bias_RU = torch.zeros(num_rows, 0, device=device)
-        self._seen_RU = torch.zeros(num_rows, 0, dtype=torch.bool, device=device)
+        self._present_RU = torch.zeros(num_rows, 0, dtype=torch.bool, device=device)
         """Whether each id is in the prompt or the answer."""
         self._counts_RU = torch.zeros(num_rows, 0, device=device)
         """How often each id is in the answer."""
@@ -228,13 +233,13 @@ class Changes:
         return bool(self._changing_R[:count].any())
 
     def grows(self, rows: Index) -> npt.NDArray[np.bool_]:
-        """Return for each of ``rows`` whether it has penalties, which depend on its answer."""
+        """Return for each of ``rows`` whether it has penalties, so that its changes depend on its sampled tokens."""
         growing: npt.NDArray[np.bool_] = self._growing_R[rows]
         return growing
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up ``row`` for a new sequence: its bias, and its penalties with the tokens of the prompt and of the
-        answer so far that they apply to."""
+        """Set up ``row`` for a new sequence: its bias, its penalties, and the tokens of prompt and answer to which the
+        penalties apply."""
         penalised = _penalised(sampling)
         self._growing_R[row] = penalised
         self._changing_R[row] = penalised or bool(sampling.logit_bias)
@@ -255,9 +260,9 @@ class Changes:
         used = len(ids_U)
         self._ids_RU[row, :used] = torch.from_numpy(ids_U)
         self._bias_RU[row, :used] = torch.from_numpy(bias_U)
-        self._seen_RU[row, :used] = torch.from_numpy(np.isin(ids_U, penalised_ids))
+        self._present_RU[row, :used] = torch.from_numpy(np.isin(ids_U, penalised_ids))
         self._counts_RU[row, :used] = torch.from_numpy(counts_U)
-        self._used_R[row] = self._most_R[row] = used
+        self._used_R[row] = self._max_used_R[row] = used
 
     def move(self, sources: Index, targets: Index) -> None:
         """Copy the changes of the rows ``sources`` to the rows ``targets``, after rows have left the batch."""
@@ -265,11 +270,11 @@ class Changes:
             return
         self._changing_R[targets] = self._changing_R[sources]
         self._growing_R[targets] = self._growing_R[sources]
-        self._most_R[targets] = self._most_R[sources]
+        self._max_used_R[targets] = self._max_used_R[sources]
         source, target = self._index(sources), self._index(targets)
         for column in (
             self._used_R, self._repetition_R, self._presence_R, self._frequency_R, self._ids_RU, self._bias_RU,
-            self._seen_RU, self._counts_RU,
+            self._present_RU, self._counts_RU,
         ):  # fmt: skip
             column[target] = column[source]
 
@@ -280,15 +285,15 @@ class Changes:
             return logits_DV
         at, rows_A = self._index(places), self._index(rows[places])
         ids_AU = self._ids_RU[rows_A]
-        counts_AU, seen_AU = self._counts_RU[rows_A], self._seen_RU[rows_A]
+        counts_AU, present_AU = self._counts_RU[rows_A], self._present_RU[rows_A]
         changed_DV = logits_DV.float() if logits_DV.dtype != torch.float32 else logits_DV.clone()
         values_AU = changed_DV[at[:, None], ids_AU] + self._bias_RU[rows_A]
         penalty_A1 = self._repetition_R[rows_A, None]
         repeated_AU = torch.where(values_AU > 0, values_AU / penalty_A1, values_AU * penalty_A1)
-        values_AU = torch.where(seen_AU, repeated_AU, values_AU)
+        values_AU = torch.where(present_AU, repeated_AU, values_AU)
         values_AU -= counts_AU * self._frequency_R[rows_A, None]
         values_AU -= (counts_AU > 0) * self._presence_R[rows_A, None]
-        # unused columns write what the first column writes
+        # an unused column writes the same value to the same place as the first column
         unused_AU = self._columns() >= self._used_R[rows_A, None]
         ids_AU = torch.where(unused_AU, ids_AU[:, :1], ids_AU)
         values_AU = torch.where(unused_AU, values_AU[:, :1], values_AU)
@@ -300,9 +305,9 @@ class Changes:
         places = np.flatnonzero(self._growing_R[rows])
         if not len(places):
             return
-        if int(self._most_R[rows[places]].max()) == self._ids_RU.shape[1]:
+        if int(self._max_used_R[rows[places]].max()) == self._ids_RU.shape[1]:
             self._widen(self._ids_RU.shape[1] + 1)
-        self._most_R[rows[places]] += 1
+        self._max_used_R[rows[places]] += 1
         rows_A, new_A = self._index(rows[places]), ids_D[self._index(places)]
         used_A = self._used_R[rows_A]
         columns = self._columns()
@@ -310,29 +315,29 @@ class Changes:
         known_A = same_AU.any(dim=1)
         column_A = torch.where(known_A, same_AU.int().argmax(dim=1), used_A)
         self._ids_RU[rows_A, column_A] = new_A
-        self._seen_RU[rows_A, column_A] = True
-        # not a product: what an earlier sequence has left there may be infinite
+        self._present_RU[rows_A, column_A] = True
+        # not a product: an earlier sequence may have left an infinite value there, and inf * 0 is NaN
         self._bias_RU[rows_A, column_A] = torch.where(known_A, self._bias_RU[rows_A, column_A], 0.0)
         self._counts_RU[rows_A, column_A] = torch.where(known_A, self._counts_RU[rows_A, column_A], 0.0) + 1
         self._used_R[rows_A] = used_A + ~known_A
 
-    @torch.inference_mode(False)  # widened within a pass, they are written to outside of one, too
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of a pass
     def _widen(self, width: int) -> None:
-        """Make room for at least ``width`` changed tokens in each row."""
+        """Widen the arrays to at least ``width`` columns."""
         missing = width - self._ids_RU.shape[1]
         if missing <= 0:
             return
         more = (0, max(missing, _FEWEST_COLUMNS, self._ids_RU.shape[1]))
         pad = torch.nn.functional.pad
         self._ids_RU, self._bias_RU = pad(self._ids_RU, more), pad(self._bias_RU, more)
-        self._seen_RU, self._counts_RU = pad(self._seen_RU, more), pad(self._counts_RU, more)
+        self._present_RU, self._counts_RU = pad(self._present_RU, more), pad(self._counts_RU, more)
 
     def _columns(self) -> Tensor:
         """Return the indices of the columns, for comparison with the number of columns that each row uses."""
         return torch.arange(self._ids_RU.shape[1], device=self._ids_RU.device)
 
     def _index(self, places: Index) -> Tensor:
-        """Return row numbers as a tensor on the device, to index its tensors with."""
+        """Return the indices ``places`` as a tensor on the device of the changes."""
         return torch.from_numpy(places).to(self._ids_RU.device)
 
 
@@ -342,8 +347,8 @@ def _penalised(sampling: Sampling) -> bool:
 
 
 def _interleave(first: Draw, second: Draw, places_D: Index) -> Draw:
-    """Merge two draws into one, in the order of their places in the batch. ``places_D`` gives the places of the tokens
-    of ``first``, then those of ``second``, which has no kept-sets."""
+    """Merge two draws into one, in the order of the batch. ``places_D`` are the indices in the batch of the rows of
+    ``first``, followed by those of the rows of ``second``, which has no kept-sets."""
     order = np.argsort(places_D)
     back = torch.from_numpy(order).to(first.ids_R.device)
     kept = first.kept

@@ -6,11 +6,11 @@
              or leave, and    decoding rows and pieces of     rows that ended leave;
              their tokens     prompts; sample; append         a commit that waited for that happens
 
-:mod:`.scheduler` decides, :mod:`.blocks` manages the blocks of the cache, :mod:`.rows` holds the state of each
-sequence, :mod:`.swaps` owns the weights' version, :mod:`.packing` packs weights for the kernels while they are staged.
-A commit changes which memory the parameters point to, and the next pass uses it. A *row* is the place of a running
-sequence in the batch. Shape legend: R rows, N tokens of a pass, D rows that draw a token, V vocabulary, C columns, B
-blocks.
+:mod:`.scheduler` chooses the tokens of a pass, :mod:`.blocks` allocates the blocks of the cache, :mod:`.rows` stores
+the state of each sequence, :mod:`.swaps` commits versions of the weights, and :mod:`.packing` packs staged weights for
+the kernels. A commit makes the parameters point to other memory, which the next pass reads. A *row* is the place of a
+running sequence in the batch. Shape legend: R rows, N tokens of a pass, D rows that draw a token, V vocabulary, C
+columns, B blocks.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ Decode = Callable[[list[int]], str]
 class NativeEngine:
     """An :class:`~headrace.engine.base.EngineCore` over a model of :func:`headrace.models.load_model`.
 
-    ``max_context`` is the most tokens of a prompt and its completion together, and ``receiver`` brings new weights.
-    ``decode`` returns the text of ids, for stop strings; without it, requests with stop strings are refused.
-    ``adapters`` are those that requests may choose; by default, those that the model was loaded with. ``masks`` reads
-    the structures of answers; without it, requests with one are refused. ``history`` is the file of the answers that
-    drafts are taken from, if ``config`` asks for drafts; without it, they are kept in memory. The same calls in the
+    ``max_context`` is the most tokens of a prompt and its completion together. ``receiver`` receives new weights.
+    ``decode`` returns the text of token ids, for stop strings; ``None``: requests with stop strings are refused.
+    ``adapters`` are the adapters that requests may choose; ``None``: the adapters that the model was loaded with.
+    ``masks`` makes the masks of structured answers; ``None``: requests with a structure are refused. ``history`` is the
+    file in which answers are kept for drafts, if ``config`` enables drafts; ``None``: in memory. The same calls in the
     same order give the same tokens and logprobs, bit for bit; a draw does not depend on the other sequences of the
     batch.
     """
 
     _paused_s: float | None = None
-    """The time since which the engine is paused; ``None``: it is not."""
+    """The time at which the engine was paused, in seconds of its clock; ``None``: it is not paused."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class NativeEngine:
         masks: MaskMaker | None = None,
         history: Path | None = None,
     ) -> None:
-        """Connect the parts of the engine. Raises :class:`~headrace.base.errors.ConfigError` or
-        :class:`~headrace.base.errors.ModelError` if it cannot serve the model."""
+        """Allocate the cache and construct the parts of the engine. Raises :class:`~headrace.base.errors.ConfigError`
+        or :class:`~headrace.base.errors.ModelError` if the engine cannot serve the model."""
         refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock, self._device = model, config, clock, model.device
         self._vocab_size = vocabulary_of(model)
         exact = invariant_log_softmax if is_deterministic(model) else None
-        kernels, shapes = _kernels(model, config), cache_shapes(model)
+        kernels, shapes = _fuse_kernels(model, config), cache_shapes(model)
         self._weights = PackedWeightReceiver(receiver, model)
         attention, self._maker = choose(model.dtype, self._device)
         refuse_unequal(model, shapes, self._maker, max_context, state_kernels(model, config))
@@ -116,8 +116,8 @@ class NativeEngine:
         self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64), states=snapshots)
         self._controls = Controls(config.max_sequences, self._device, exact, None if masks is None else Masks(masks))
         stops = None if decode is None else StopsFollower(Stops(decode))
-        followers = [each for each in (self._controls, stops, self._states) if each]
-        self._rows = Rows(config.max_sequences, max_context, followers)
+        listeners = [each for each in (self._controls, stops, self._states) if each]
+        self._rows = Rows(config.max_sequences, max_context, listeners)
         self._speculation = make_speculation(config, self._rows, self._pool, self._vocab_size, file=history)
         self._drawer = TokenDrawer(self._rows, self._controls, stops, self._speculation)
         self._routes = RoutingStore(model, self._cache.num_blocks)
@@ -126,7 +126,7 @@ class NativeEngine:
         self._pins = Pins(weight_tensors(model).values(), config.max_pinned_versions)
         self._scheduler = Scheduler(
             self._rows, self._pool, max_step_tokens=config.max_step_tokens, states=self._states,
-            before_change=self._outbox.before_change, may_pin=self._may_pin,
+            before_change=self._outbox.before_change, may_pin=self._can_pin,
         )  # fmt: skip
         self._swaps = Swaps(self._weights, self._scheduler, self._rows, self._pool, clock)
         self._scorer = PrefillScorer(model, self._cache, self._maker, exact, self._states)
@@ -136,15 +136,15 @@ class NativeEngine:
         )  # fmt: skip
         self._intake = Intake(bounds, self._rows, config.fork_memory)
         self._deadlines = Deadlines(self._intake.known)
-        self._forks_checked_at = self._swaps.stamp  # what the forks that wait have last been held against
+        self._forks_checked_version = self._swaps.stamp  # the version for which waiting forks were checked last
         self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
-        self._names = {"attention": attention, "kernels": kernels, **_torch_parts(model, config)}
+        self._implementations = {"attention": attention, "kernels": kernels, **_names_of_torch_parts(model, config)}
 
     def facts(self) -> dict[str, str | int | float]:
-        """Return facts for the record of the run, by name: which implementations of attention and kernels are in use,
-        and how many bytes the cache and the other stores take."""
+        """Return facts for the record of the run, by name: the implementations of attention and kernels, and the sizes
+        of the cache and other stores in bytes."""
         return {
-            **self._names,
+            **self._implementations,
             "cache_blocks": self._cache.num_blocks,
             "cache_bytes": self._cache.num_bytes,
             "routing_bytes": self._routes.num_bytes,
@@ -171,8 +171,8 @@ class NativeEngine:
         self._deadlines.add(sequence)
 
     def abort(self, request_ids: Several[int]) -> list[TokenChunk]:
-        """End the requests with these ids before they are complete, and return all chunks that are due, their last ones
-        among them. Unknown ids are ignored."""
+        """End the requests with these ids before they are complete. Return all chunks that are due, including the last
+        chunks of these requests. Unknown ids are ignored."""
         known = self._intake.known
         self._end([known[one] for one in dict.fromkeys(request_ids) if one in known], StopReason.ABORTED)
         self._swaps.settle()
@@ -186,8 +186,8 @@ class NativeEngine:
         return self._deadlines.has_expired(self._clock.now())
 
     def step(self) -> list[TokenChunk]:
-        """Compute one pass of the model: schedule the rows, sample a token for each that is complete, and return the
-        chunks that are due. A paused engine only ends the requests whose deadline has passed."""
+        """Run one step: schedule the rows, run the model, sample a token for each row whose context is complete, and
+        return the chunks that are due. A paused engine only ends the requests whose deadline has passed."""
         if not self.has_work():
             return []
         started_s = self._clock.now()
@@ -210,13 +210,14 @@ class NativeEngine:
         return self.top_scores(request).logprobs_T
 
     def top_scores(self, request: ScoreTokens) -> TopScores:
-        """Score given tokens under the weights in use, in blocks borrowed from the cache. Raises
-        :class:`~headrace.base.errors.RequestError` before the first weights and while the cache is released."""
+        """Return the logprobs of given tokens and the most likely entries at each position, under the weights in use.
+        The computation uses blocks borrowed from the cache. Raises :class:`~headrace.base.errors.RequestError` if no
+        weights have been committed yet, and while the cache is released."""
         count = self._scorer.blocks(request, self._vocab_size)
         if self._swaps.stamp == NOT_SAMPLED or not self._cache.allocated:
             missing = "the cache, which was given back" if not self._cache.allocated else "the first weights"
             raise RequestError(f"tokens to score came without {missing}", remedy="score after a commit, or a resume")
-        self._swaps.finish()  # a score of half-exchanged weights is that of no version
+        self._swaps.finish()  # half-exchanged weights belong to no version
         table = self._scheduler.borrow(count)
         self._clear_dirty()
         try:
@@ -225,11 +226,11 @@ class NativeEngine:
             self._scheduler.return_blocks(table)
 
     def stage(self, update: WeightUpdate) -> None:
-        """Bring the version ``update`` into memory and verify it, while steps continue; called in another thread."""
+        """Load the version ``update`` into memory and verify it, while steps continue; called in another thread."""
         self._weights.stage(update)
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
-        """Begin to use the staged ``version`` in ``mode``; its report comes from :meth:`take_swaps`. A commit with
+        """Begin to use the staged ``version`` in ``mode``; :meth:`take_swaps` returns the report. A commit with
         ``Interrupt.SLEEP`` also wakes the paused engine."""
         self._swaps.begin(version, mode, self._config.stream_steps, self._paused_s)
         if mode is Interrupt.SLEEP:
@@ -240,8 +241,8 @@ class NativeEngine:
         return self._swaps.pop_reports()
 
     def pause(self, *, release: bool = False) -> None:
-        """Stop sampling until :meth:`resume`. With ``release``, the sequences go back to the queue with the tokens that
-        they have, and the memory of the cache is given back."""
+        """Stop sampling until :meth:`resume`. With ``release``, the running sequences return to the queue with their
+        tokens, and the memory of the cache is freed."""
         if self._paused_s is None:
             self._paused_s = self._clock.now()
         if release and self._cache.allocated:
@@ -253,7 +254,7 @@ class NativeEngine:
                 self._states.release()
             self._pins.move(torch.device("cpu"))
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # else this process keeps it
+                torch.cuda.empty_cache()  # else torch would keep the memory for this process
 
     def resume(self) -> None:
         """Continue to sample; a released cache is allocated again."""
@@ -290,9 +291,9 @@ class NativeEngine:
         )
 
     def _run(self, schedule: Schedule) -> list[Drawn]:
-        """Run one forward pass for each set of weights that the scheduled rows use, and return which rows sampled a
-        token in each pass. Almost always there is one set; rows pinned to an older version need another, and so may
-        rows with different adapters."""
+        """Run one forward pass for each set of weights that the scheduled rows use, and return the tokens drawn in each
+        pass. Usually there is one set. Rows pinned to an older version need a pass of their own, and rows with another
+        adapter may need one."""
         for sequence in schedule.joined:
             if sequence.pin is not None:
                 self._pins.hold(sequence.pin, sequence.arrival)
@@ -321,14 +322,14 @@ class NativeEngine:
             self._states.restore(list(schedule.restores))
 
     def _clear_dirty(self) -> None:
-        """Set the cache's blocks to zero that may hold NaN or infinity, before they are used again."""
+        """Set the blocks of the cache that may contain NaN or infinity to zero, before they are used again."""
         if dirty := self._scheduler.pop_dirty():
             self._cache.clear(dirty)
 
     @torch.inference_mode()
     def _forward_pass(self, schedule: Schedule, stamp: int) -> Drawn:
-        """Compute the schedule's tokens in one pass, and sample a token for each row whose context is complete.
-        ``stamp`` is the version that the sampled tokens carry."""
+        """Compute the schedule's tokens in one forward pass, and sample tokens for the rows whose context is complete.
+        ``stamp`` is the version with which the sampled tokens are recorded."""
         rows, rows_R, counts_R = self._rows, schedule.rows_R, schedule.counts_R
         starts_R = rows.computed_R[rows_R]
         geometry = Geometry(
@@ -340,7 +341,7 @@ class NativeEngine:
         states = None if self._states is None else self._states.of_rows(rows_R)
         plan = PagedPlan(self._cache, geometry, self._maker, self._device, states)
         drafts_R, drafts_D = schedule.drafts_R, None
-        if schedule.num_decode == len(rows_R):  # every row's only new token completes it
+        if schedule.num_decode == len(rows_R):  # every row has one new token, which completes its context
             ids_N, rows_D, keep_P = rows.ids_RC[rows_R, starts_R], rows_R, None
             num_logits_R = np.ones(len(rows_R), np.int64)
         else:
@@ -360,8 +361,9 @@ class NativeEngine:
         return self._draw(logits_PV, rows_D, drafts_D, stamps)
 
     def _draw(self, logits_PV: Tensor, rows_D: Index, drafts_D: Index | None, stamps: int | Index) -> Drawn:
-        """Sample the next tokens of ``rows_D``, of which each has ``drafts_D`` drafted tokens in the pass (``None``: no
-        row has any), and account for those drafted tokens that were drawn."""
+        """Sample the next tokens of ``rows_D``. ``drafts_D`` is the number of drafted tokens of each row in the pass
+        (``None``: no row has any). Blocks that accepted drafts have filled are registered, and invalid keys and values
+        are cleared."""
         rows, before_D = self._rows, self._rows.computed_R[rows_D]
         drawn = self._drawer.draw(logits_PV, rows_D, drafts_D, stamps)
         self._generated_tokens += drawn.num_tokens
@@ -378,8 +380,8 @@ class NativeEngine:
         return drawn
 
     def _postprocess(self, drawn: list[Drawn]) -> None:
-        """End the rows that have stopped, are full or have invalid logits, and make chunks of the other rows that have
-        enough tokens to send. ``drawn`` are the rows that sampled a token in this step."""
+        """End the rows that have stopped, are full or have invalid logits, and make chunks for the other rows that have
+        enough tokens to send. ``drawn`` are the draws of this step, one for each pass."""
         if not drawn:
             return
         rows = self._rows
@@ -405,8 +407,8 @@ class NativeEngine:
         self._scheduler.leave(rows_D[ended])
 
     def _end_broken(self, row: int) -> None:
-        """End a row whose last token was drawn from logits that are not finite, as a failed sequence and without that
-        token; its cache blocks are not used again before they are cleared."""
+        """End a row whose last token was drawn from logits that are not finite: remove that token, report the sequence
+        as failed, and mark its cache blocks to be cleared before they are used again."""
         rows = self._rows
         pin, length = int(rows.pin_R[row]), int(rows.length_R[row]) - 1
         version = self._swaps.version if pin == NO_ROW else pin
@@ -421,37 +423,37 @@ class NativeEngine:
         self._outbox.end(rows.sequences[row], None, error)
 
     def _refuse_stale_forks(self) -> None:
-        """Refuse waiting forks that require the weights of their parent's cache, if other weights have come into
-        use."""
+        """Refuse waiting forks that require the weights of their parent's cache, if other weights have been committed
+        since the last check."""
         version = self._swaps.stamp
-        if version == self._forks_checked_at:
+        if version == self._forks_checked_version:
             return
-        self._forks_checked_at = version
+        self._forks_checked_version = version
         stale = [sequence for sequence in self._scheduler.waiting() if sequence.required_version not in (None, version)]
         for sequence in stale:
             self._outbox.end(sequence, None, RequestError(stale_fork(sequence.request, version), remedy=STALE_REMEDY))
         self._withdraw(stale)
 
     def _end(self, sequences: list[Sequence], reason: StopReason) -> None:
-        """End these sequences before they are complete, with a last chunk that has the stop ``reason``."""
+        """End ``sequences`` before they are complete, each with a last chunk that contains the stop ``reason``."""
         for sequence in sequences:
             self._outbox.end(sequence, reason)
         self._withdraw(sequences)
 
     def _withdraw(self, sequences: list[Sequence]) -> None:
-        """Remove sequences whose last chunk is made from the engine, whether they run or wait."""
+        """Remove from the engine ``sequences``, which run or wait, after their last chunks have been made."""
         for sequence in sequences:
             self._forget(sequence)
         self._scheduler.withdraw(sequences)
 
-    def _may_pin(self) -> bool:
-        """Return whether a sequence can be pinned to the weights in use now: they are not being exchanged part by
-        part, and there is room for a copy of them."""
+    def _can_pin(self) -> bool:
+        """Return whether a sequence can be pinned to the weights in use now: no exchange part by part is in progress,
+        and there is memory for a copy."""
         return not self._swaps.streaming and self._pins.may_hold(self._swaps.version)
 
     def _forget(self, sequence: Sequence) -> None:
         """Remove the engine's records of a sequence that ends, except the tokens kept for forks, and release the older
-        weights that it was pinned to."""
+        weights to which it was pinned."""
         self._intake.ended(sequence)
         if self._speculation is not None and sequence.row != NO_ROW:
             self._speculation.learn(sequence.row)
@@ -459,7 +461,7 @@ class NativeEngine:
             self._pins.drop(sequence.pin, sequence.arrival)
 
     def _open_routes(self, request_id: int) -> None:
-        """Allocate the store of routing (the experts chosen per token), when the first request asks for it. Raises
+        """Allocate the store of routing (the experts chosen per token) for the first request that records it. Raises
         :class:`~headrace.base.errors.RequestError` if the routing of this model cannot be recorded."""
         try:
             problem = self._routes.open()
@@ -476,7 +478,8 @@ class NativeEngine:
 
 
 def _last_places(counts_R: Index, num_R: Index) -> Index:
-    """Return the places in a pass of the last ``num_R`` of each row's ``counts_R`` tokens, in order.
+    """Return the indices, among all tokens of a pass, of the last ``num_R`` of each row's ``counts_R`` tokens, in
+    order.
 
     >>> _last_places(np.array([1, 3, 2]), np.array([1, 2, 0])).tolist()
     [0, 2, 3]
@@ -486,18 +489,18 @@ def _last_places(counts_R: Index, num_R: Index) -> Index:
     return places
 
 
-def _torch_parts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
-    """Return which parts run on torch: sparse attention under the name ``indexed_attention``, if the model has any; and
-    under ``fallback`` the reason why the compiled kernels are missing on this machine, if they would speed up this
-    model and are not switched off."""
+def _names_of_torch_parts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
+    """Return facts about the parts that run on plain torch: ``indexed_attention``, if the model has sparse attention;
+    and ``fallback``, the reason why the compiled kernels are missing on this machine, if they would speed up this model
+    and are not switched off."""
     indexed = {"indexed_attention": "torch"} if is_indexed(model) else {}
     loaded = compiled_kernels() if config.kernels == "auto" and fits(model) else None
     return indexed | ({"fallback": str(loaded)} if isinstance(loaded, Unavailable) else {})
 
 
-def _kernels(model: PreTrainedModel, config: EngineConfig) -> str:
-    """Replace modules of the model by fused kernels, if the settings allow it, and return what was done in words, for
-    the record of the run. A deterministic model keeps its own kernels."""
+def _fuse_kernels(model: PreTrainedModel, config: EngineConfig) -> str:
+    """Replace modules of the model by fused kernels, if the settings allow it, and return a description of the kernels
+    in use for the record of the run. A deterministic model keeps its own kernels."""
     if is_deterministic(model):
         return "deterministic"
     return str(fuse(model)) if config.kernels == "auto" else "off"

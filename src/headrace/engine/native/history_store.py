@@ -1,11 +1,11 @@
 """The arrays of an engine's history of answers: in memory, or in a file that outlives the engine's process.
 
-A file is mapped into memory, so that each entry is kept from the moment it is made, whatever ends the process. Nothing
-in it has to be right (:mod:`~headrace.engine.native.history`): what cannot be an entry is counted and left out when the
-file is opened, and a file of another form is begun anew. Its blocks are reserved at once, since a full disk would kill
-a process that writes to a mapped file.
+A file is mapped into memory, so that each entry survives the end of the process from the moment it is written. Wrong
+entries are harmless (:mod:`~headrace.engine.native.history`): invalid entries are counted and removed when the file is
+opened, and a file of another format is started anew. The disk space of the file is reserved when it is created, since a
+full disk would kill a process that writes to a mapped file.
 
-Shape legend: P places of the ring, S slots of the table, K prompts that can be known.
+Shape legend: P places of the ring, S slots of the table, K slots of prompts.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ import numpy.typing as npt
 from headrace.base.types.columns import FloatColumn, IntColumn
 
 END = -1
-"""The id after the last token of an answer, and before the first of a short context."""
-_FORM = b"headrace-answers1"
-"""What a file begins with: its form."""
+"""The id that is stored after the last token of an answer, and as padding in front of a short context."""
+_FORMAT = b"headrace-answers1"
+"""The first bytes of a file, which identify its format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryStore:
-    """The arrays of a history, and what was found in their file."""
+    """The arrays of a history, and the counts of entries found when their file was opened."""
 
     head_1: npt.NDArray[np.int64]
-    """The place in the ring that is written next; one entry."""
+    """The index into the ring at which the next token is written; one entry."""
     ids_P: IntColumn
     """The ring of tokens."""
     chances_P: FloatColumn
     """The probability with which each token of the ring was drawn; 0 for a token of a context."""
     places_S: npt.NDArray[np.int32]
-    """The table of places in the ring."""
+    """The table from the slot of a run of tokens to the index into the ring of the token that followed it."""
     keys_K: npt.NDArray[np.uint64]
-    """The prompts that are known, by their slots."""
+    """The hash of the last prompt in each slot; 0 for none."""
     num_found: int = 0
-    """The number of tokens that the file held when it was opened."""
+    """The number of valid tokens in the file when it was opened."""
     num_damaged: int = 0
-    """The number of entries of it that could not be right, and were left out."""
+    """The number of invalid entries in the file, which were removed."""
 
     def facts(self) -> dict[str, int]:
-        """Return facts for the record of the run, by name: the size of the arrays in bytes, and what the file held."""
+        """Return facts for the record of the run, by name: the size of the arrays in bytes, and the counts of tokens
+        and damaged entries found in the file."""
         arrays = (self.ids_P, self.chances_P, self.places_S, self.keys_K)
         return {
             "history_bytes": sum(array.nbytes for array in arrays),
@@ -56,9 +57,9 @@ class HistoryStore:
 
 
 def open_store(path: Path | None, *, num_tokens: int, num_slots: int, num_keys: int, vocab_size: int) -> HistoryStore:
-    """Return the arrays with these numbers of places, slots and prompts, for token ids below ``vocab_size``: those of
-    the file ``path``, which is made if it is not there, or empty ones in memory for ``None``. Raises ``OSError`` if the
-    file cannot be made, such as on a full disk."""
+    """Open the arrays of the file ``path``, which is created if it does not exist; ``None``: return empty arrays in
+    memory. ``num_tokens``, ``num_slots`` and ``num_keys`` are the sizes P, S and K; token ids are below ``vocab_size``.
+    Raises ``OSError`` if the file cannot be created, such as on a full disk."""
     form = np.dtype(
         [
             ("form", "S24"),
@@ -74,37 +75,37 @@ def open_store(path: Path | None, *, num_tokens: int, num_slots: int, num_keys: 
     if not _has_size(path, form.itemsize):
         _reserve(path, form.itemsize)
     record = np.memmap(path, form, "r+", shape=(1,))
-    if record["form"][0] != _FORM:
-        record["form"], record["head"], record["places"], record["keys"], record["chances"] = _FORM, 0, 0, 0, 0.0
+    if record["form"][0] != _FORMAT:
+        record["form"], record["head"], record["places"], record["keys"], record["chances"] = _FORMAT, 0, 0, 0, 0.0
         return _empty(record)
     return _checked(record, vocab_size)
 
 
 def _empty(record: npt.NDArray[Any]) -> HistoryStore:
-    """Return the arrays of ``record``, which hold nothing yet."""
+    """Return the arrays of ``record``, a new or reset file, without entries."""
     record["ids"] = END
     return HistoryStore(**_arrays(record))
 
 
 def _checked(record: npt.NDArray[Any], vocab_size: int) -> HistoryStore:
-    """Return the arrays of ``record``, after everything in them that cannot be an entry is removed."""
+    """Return the arrays of ``record``, an existing file, after invalid entries have been removed."""
     arrays = _arrays(record)
     head_1, ids_P, chances_P, places_S = (arrays[name] for name in ("head_1", "ids_P", "chances_P", "places_S"))
     size = len(ids_P)
     wrong_P = (ids_P < END) | (ids_P >= vocab_size)
-    improbable_P = ~((chances_P >= 0) & (chances_P <= 1))  # also what is not a number
-    astray_S = (places_S < 0) | (places_S >= size)
-    astray_1 = (head_1 < 0) | (head_1 >= size)
+    improbable_P = ~((chances_P >= 0) & (chances_P <= 1))  # true for NaN, too
+    outside_S = (places_S < 0) | (places_S >= size)
+    outside_1 = (head_1 < 0) | (head_1 >= size)
     ids_P[wrong_P] = END
     chances_P[improbable_P | wrong_P] = 0.0
-    places_S[astray_S] = 0
-    head_1[astray_1] = 0
-    damaged = sum(int(np.count_nonzero(each)) for each in (wrong_P, improbable_P, astray_S, astray_1))
+    places_S[outside_S] = 0
+    head_1[outside_1] = 0
+    damaged = sum(int(np.count_nonzero(each)) for each in (wrong_P, improbable_P, outside_S, outside_1))
     return HistoryStore(**arrays, num_found=int(np.count_nonzero(chances_P)), num_damaged=damaged)
 
 
 def _arrays(record: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return the arrays of a store in ``record``, by name."""
+    """Return the arrays in ``record``, by the names of the fields of :class:`HistoryStore`."""
     names = {"head_1": "head", "ids_P": "ids", "chances_P": "chances", "places_S": "places", "keys_K": "keys"}
     return {name: record[column][0] for name, column in names.items()}
 
@@ -115,7 +116,8 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Make ``path`` an empty file with ``size`` bytes of the disk. Raises ``OSError`` if there are not as many."""
+    """Create the file ``path`` with ``size`` zero bytes, reserved on the disk. Raises ``OSError`` if the disk is
+    full."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:

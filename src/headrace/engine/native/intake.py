@@ -1,7 +1,7 @@
-"""The admission of requests: checks against the engine's limits, and the first state of each sequence.
+"""The admission of requests to the embedded engine: checks against its limits, and the record of each new sequence.
 
 A *fork* is a request that continues an earlier one, its *parent*, from one of its tokens; it is *stale* if the parent's
-cache was computed with other weights than those in use. *Given* tokens are those that a sequence begins with.
+cache was computed with other weights than those in use. *Given* tokens are the tokens with which a sequence begins.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ STALE_REMEDY = "set stale to 'recompute' or 'reuse'"
 
 
 def stale_fork(request: GenerateRequest, version: int) -> str:
-    """Return the error text for the fork ``request``, whose parent's cache was computed with other weights than those
-    of ``version``, which is in use."""
+    """Return the error text for the fork ``request``, whose parent's cache was computed with other weights than
+    ``version``, the version in use."""
     assert request.fork is not None
     weights = "the mixed weights" if version < NOT_SAMPLED else f"version {version}"
     return (
@@ -40,22 +40,22 @@ def stale_fork(request: GenerateRequest, version: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The limits that every request has to respect, and what the engine can do for requests."""
+    """The limits of an engine and its optional capabilities, against which every request is checked."""
 
     vocab_size: int
-    """The number of token ids: every id of a request is below it."""
+    """The number of token ids: every id of a request must be smaller."""
     max_context: int
     """The most tokens of a prompt and its answer together."""
     num_blocks: int
-    """The blocks of the whole cache."""
+    """The number of blocks of the whole cache."""
     max_waiting: int
     """The most requests in the queue."""
     stop_strings: bool
     """Whether the engine can decode tokens to text, which stop strings need."""
     masks: MaskMaker | None
-    """The maker of masks, which structured answers need; ``None``: requests with a structure are refused."""
+    """The function that makes the masks of structured answers; ``None``: requests with a structure are refused."""
     adapters: EngineAdapters
-    """The adapters among which requests choose."""
+    """The adapters that requests can choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +64,19 @@ class _ForkSource:
 
     ids_T: IntColumn
     num_given: int
-    """How many of these tokens the sequence began with."""
+    """The number of these tokens with which the sequence began."""
     num_prompt: int
-    """How many of these tokens are a prompt, which no engine sampled."""
+    """The number of these tokens that belong to the prompt, which no engine sampled."""
     version: int
     """The version of its cached context; ``NOT_SAMPLED`` if there is none."""
 
 
 class Intake:
-    """The admission of requests to an engine with the limits ``bounds`` and the batch ``rows``. The tokens of the last
-    ``fork_memory`` ended sequences are kept, for forks."""
+    """The admission of requests to an engine with the limits ``bounds`` and the batch ``rows``. It records all
+    sequences that have not ended, and keeps the tokens of the last ``fork_memory`` ended ones for forks."""
 
     def __init__(self, bounds: Bounds, rows: Rows, fork_memory: int) -> None:
+        """Create the record without any sequence. The arguments are described at the class."""
         self._bounds = bounds
         self._rows = rows
         self._fork_memory = fork_memory
@@ -85,7 +86,7 @@ class Intake:
         """Every sequence that has not ended, by its request id."""
 
     def admit(self, request: GenerateRequest, *, version: int, num_waiting: int, now_s: float) -> Sequence:
-        """Return a new sequence for ``request``, ready for the queue. ``version`` is that of the weights in use
+        """Return a new sequence for ``request``, ready for the queue. ``version`` is the version in use
         (``NOT_SAMPLED`` before the first), ``num_waiting`` the length of the queue, ``now_s`` the time on the engine's
         clock. Raises :class:`~headrace.base.errors.RequestError` for a request that cannot be served; nothing has
         changed then."""
@@ -110,8 +111,8 @@ class Intake:
         return sequence
 
     def ended(self, sequence: Sequence) -> None:
-        """Record that ``sequence`` ends, and keep its tokens for forks. Called before its row is freed, while the
-        tokens can still be read."""
+        """Record the end of ``sequence``, and keep its tokens for forks. It must be called before the sequence's row is
+        freed, while the tokens can still be read."""
         del self.known[sequence.request.request_id]
         if self._fork_memory:
             self._ended[sequence.request.request_id] = self._fork_source(sequence)
@@ -121,7 +122,7 @@ class Intake:
 
     def _sequence(self, request: GenerateRequest, name: str, version: int, now_s: float) -> Sequence:
         """Check ``request`` and return its sequence, with the tokens of its parent if it is a fork. ``name`` is the
-        request's in errors; ``version`` and ``now_s`` are as in :meth:`admit`."""
+        name of the request in errors; ``version`` and ``now_s`` are as in :meth:`admit`."""
         prompt_ids_T, fork = self._check(request, name), request.fork
         if fork is None:
             given = prompt_ids_T
@@ -147,8 +148,8 @@ class Intake:
         )
 
     def _adapter(self, request: GenerateRequest, name: str) -> int:
-        """Return the index of the adapter of the request's agent. Raises :class:`~headrace.base.errors.RequestError`
-        if the agent has none. ``name`` is the request's in errors."""
+        """Return the index of the adapter of the request's agent. Raises :class:`~headrace.base.errors.RequestError` if
+        the agent has none. ``name`` is the name of the request in errors."""
         adapters = self._bounds.adapters
         place = adapters.find(request.agent)
         if place is None:
@@ -159,31 +160,31 @@ class Intake:
         return place
 
     def _answer(self, request: GenerateRequest, name: str) -> FinishedSequence | None:
-        """Return the tokens of an answer that another engine has begun, in the form that a sequence preempted here
-        has; ``None`` for a request without any. All count as sent. Raises :class:`~headrace.base.errors.RequestError`
-        for an answer that cannot be continued."""
+        """Return the answer tokens that another engine has sampled for this request, in the form that a preempted
+        sequence has; ``None`` for a request without such tokens. All of them count as sent. Raises
+        :class:`~headrace.base.errors.RequestError` for an answer that cannot be continued."""
         if request.answer_ids_T is None:
             return None
         checked = check_ids("answer", request.answer_ids_T, self._bounds.vocab_size)
         count, most = len(checked.ids_T), request.sampling.max_new_tokens
-        wrong = checked.problem
+        problem = checked.problem
         if request.fork is not None:
-            wrong = "a fork has the answer of its parent, and none of its own"
+            problem = "a fork has the answer of its parent, and none of its own"
         elif count >= most:
-            wrong = f"an answer of {count} tokens has reached max_new_tokens={most}"
-        if wrong:
-            raise RequestError(f"{name}: {wrong}", remedy="continue only what has not ended, with its own ids")
-        # the reader has their logprobs and versions: these columns are never sent
+            problem = f"an answer of {count} tokens has reached max_new_tokens={most}"
+        if problem:
+            raise RequestError(f"{name}: {problem}", remedy="continue only what has not ended, with its own ids")
+        # the caller already has the logprobs and versions of these tokens, so these columns are never sent
         none, zero = np.zeros(count, np.int32), np.zeros(count, np.float32)
-        begun = Tokens(ids_T=checked.ids_T, logprobs_T=zero, versions_T=none)
-        return FinishedSequence(tokens=begun, num_flushed=count)
+        earlier = Tokens(ids_T=checked.ids_T, logprobs_T=zero, versions_T=none)
+        return FinishedSequence(tokens=earlier, num_flushed=count)
 
     def _check(self, request: GenerateRequest, name: str) -> IntColumn:
-        """Check every number of the request, and return its prompt as a column. Raises
-        :class:`~headrace.base.errors.RequestError`, which begins with ``name``, for what is invalid."""
-        wrong = request_problem(request, self._bounds.vocab_size)
-        if wrong:
-            raise RequestError(f"{name}: {wrong}", remedy="correct its sampling")
+        """Check every number of the request, and return the ids of its prompt as int32. Raises
+        :class:`~headrace.base.errors.RequestError`, which begins with ``name``, for an invalid number."""
+        problem = request_problem(request, self._bounds.vocab_size)
+        if problem:
+            raise RequestError(f"{name}: {problem}", remedy="correct its sampling")
         checked = check_ids("prompt", request.prompt_ids_T, self._bounds.vocab_size)
         if checked.problem:
             raise RequestError(
@@ -192,9 +193,9 @@ class Intake:
         return checked.ids_T
 
     def _find_fork_source(self, request: GenerateRequest, fork: ForkRequest, name: str, version: int) -> _ForkSource:
-        """Return the running or recently ended sequence that a fork continues. ``name`` is the request's in errors, and
-        ``version`` the one in use. Raises :class:`~headrace.base.errors.RequestError` if there is no such sequence, or
-        if it cannot be forked at that token."""
+        """Return the tokens of the running or recently ended sequence that a fork continues. ``name`` is the name of
+        the request in errors; ``version`` is the version in use. Raises :class:`~headrace.base.errors.RequestError` if
+        there is no such sequence, or if it cannot be forked at the token ``fork.at``."""
         live = self.known.get(fork.parent)
         source = self._ended.get(fork.parent) if live is None else self._fork_source(live)
         if source is None:
@@ -220,18 +221,18 @@ class Intake:
 
     def _fork_source(self, sequence: Sequence) -> _ForkSource:
         """Return the tokens from which ``sequence`` can be forked, and the version of its cached keys and values."""
-        waits = sequence.row == NO_ROW
+        is_waiting = sequence.row == NO_ROW
         return _ForkSource(
-            ids_T=sequence.ids() if waits else self._rows.ids_of(sequence.row).copy(),
+            ids_T=sequence.ids() if is_waiting else self._rows.ids_of(sequence.row).copy(),
             num_given=len(sequence.given_ids_T),
             num_prompt=sequence.num_prompt,
-            version=NOT_SAMPLED if waits else sequence.chain.version,
+            version=NOT_SAMPLED if is_waiting else sequence.chain.version,
         )
 
     def _refuse_if_unfit(self, name: str, sequence: Sequence) -> None:
         """Raise :class:`~headrace.base.errors.RequestError` for a sequence that this engine can never serve: with an
         empty prompt, with stop strings or a structure that it cannot follow, or with more tokens than the context or
-        the cache holds. ``name`` is the request's in the error."""
+        the cache holds. ``name`` is the name of the request in the error."""
         length, sampling, bounds = len(sequence.given_ids_T), sequence.request.sampling, self._bounds
         if length == 0:
             raise RequestError(f"{name} has an empty prompt", remedy="give at least one token")
@@ -246,7 +247,7 @@ class Intake:
                 remedy="leave structure out, or give the engine a maker of masks",
             )
         if sampling.structure and bounds.masks is not None:
-            bounds.masks(sampling.structure)  # raises for what it cannot read, before the sequence joins
+            bounds.masks(sampling.structure)  # raises for an invalid structure, before the sequence joins the batch
         if sequence.max_length > bounds.max_context:
             raise RequestError(
                 f"{name}: prompt of {length} tokens + max_new_tokens={sampling.max_new_tokens} "

@@ -1,10 +1,10 @@
-"""The structure of answers (a JSON schema or a regular expression, for example): which tokens may come next in each row
-whose request asks for a structure. A row is the place of one running sequence in the batch.
+"""The masks of structured answers: the tokens that may come next in each row whose request has a structure (a JSON
+schema or a regular expression, for example). A row is the index of a running sequence in the batch.
 
-The engine does not interpret structures: a request carries the description of its structure as a text, and the maker
-that the engine was given turns it into a mask that follows the answer token by token. Tokens that the mask excludes get
-the logit −inf after bias and penalties, before temperature and truncation, so that logprobs, kept-sets and entropies
-are those of the masked distribution.
+The engine does not interpret structures: a request contains the description of its structure as a text, and the
+engine's :data:`MaskMaker` converts it to a mask, which is updated with each token of the answer. Tokens that the mask
+excludes get the logit −inf after bias and penalties, before temperature and truncation. Logprobs, kept-sets and
+entropies are therefore computed from the masked distribution.
 
 Shape legend: V vocabulary, D rows that draw in this step.
 """
@@ -24,20 +24,20 @@ from headrace.base.types.sampling import Sampling
 
 
 class TokenMask(Protocol):
-    """The mask of one answer: it says which tokens may come next, and receives each token that was sampled."""
+    """The mask of one answer: it returns which tokens may come next, and is updated with each sampled token."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return for each id from 0 whether it may come next; ids beyond the end of the array may not."""
+        """Return for each token id, from 0, whether it may come next; ids beyond the end of the array may not."""
         ...
 
     def accept(self, token: int) -> None:
-        """Move on by one sampled token, which was allowed."""
+        """Update the mask with the sampled ``token``, which was allowed."""
         ...
 
 
 MaskMaker = Callable[[str], TokenMask]
-"""Makes the mask of a new answer from the description of its structure. Raises
-:class:`~headrace.base.errors.RequestError` for one that it cannot read."""
+"""A function that makes the mask of a new answer from the description of its structure. Raises
+:class:`~headrace.base.errors.RequestError` for an invalid description."""
 
 
 class Masks:
@@ -49,7 +49,7 @@ class Masks:
         self._rows: dict[int, TokenMask] = {}
 
     def any(self) -> bool:
-        """Return whether a row has a mask."""
+        """Return whether any row has a mask."""
         return bool(self._rows)
 
     def has(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -57,7 +57,7 @@ class Masks:
         return np.array([row in self._rows for row in rows.tolist()], bool)
 
     def join(self, row: int, sampling: Sampling, answer_ids_T: IntColumn) -> None:
-        """Set up ``row`` for a new sequence that has sampled ``answer_ids_T`` before."""
+        """Set up ``row`` for a new sequence that has sampled ``answer_ids_T`` already."""
         self._rows.pop(row, None)
         if sampling.structure:
             mask = self._rows[row] = self._make(sampling.structure)
@@ -65,7 +65,8 @@ class Masks:
                 mask.accept(token)
 
     def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], count: int) -> None:
-        """Move the rows ``sources`` to the places ``targets``, after rows have left; ``count`` rows are in use now."""
+        """Move the rows ``sources`` to the indices ``targets``, after other rows have left; ``count`` rows are in use
+        now."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             moved = self._rows.pop(source, None)
             self._rows.pop(target, None)
@@ -88,7 +89,7 @@ class Masks:
         return logits_DV.masked_fill(torch.from_numpy(excluded_DV).to(logits_DV.device), -torch.inf)
 
     def append(self, ids_D: Tensor, rows: npt.NDArray[np.int64]) -> None:
-        """Pass ``ids_D``, the tokens just sampled for ``rows``, on to the masks of these rows."""
+        """Update the masks of ``rows`` with ``ids_D``, the tokens just sampled for them."""
         if any(row in self._rows for row in rows.tolist()):
             for row, token in zip(rows.tolist(), ids_D.tolist(), strict=True):
                 if row in self._rows:

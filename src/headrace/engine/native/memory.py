@@ -1,4 +1,5 @@
-"""The size of an engine's key-value cache, from the memory that is free when the engine starts."""
+"""The allocation of an engine's key-value cache, whose size depends on the memory that is free when the engine
+starts."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from headrace.models.paged.base import BLOCK, LayerShape, PagedCache
 def make_cache(
     config: EngineConfig, max_context: int, shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
-    """Allocate and return the key-value cache, of ``config.cache_tokens`` tokens, or, where that is not set, of as many
-    as all sequences of ``max_context`` tokens could need, within ``config.cache_share`` of the free memory. ``shapes``
-    are the shapes of keys and values in each layer.
+    """Allocate and return the key-value cache, for ``config.cache_tokens`` tokens. If that is not set, the cache is
+    large enough for ``config.max_sequences`` sequences of ``max_context`` tokens, but takes at most the share
+    ``config.cache_share`` of the free memory. ``shapes`` are the shapes of keys and values in each layer.
 
     Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory.
     """
@@ -28,13 +29,13 @@ def make_cache(
     if config.cache_tokens is not None:
         num_blocks = blocks_for(config.cache_tokens)
     else:
-        wanted = config.max_sequences * blocks_for(max_context)
-        num_blocks = max(1, min(wanted, int(share * free_bytes) // max(1, block_bytes)))
+        max_blocks = config.max_sequences * blocks_for(max_context)
+        num_blocks = max(1, min(max_blocks, int(share * free_bytes) // max(1, block_bytes)))
     why = f"{free_bytes} are free"
     try:
         if num_blocks * block_bytes <= free_bytes:
             return PagedCache(shapes, num_blocks, dtype=dtype, device=device)
-    except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
+    except (MemoryError, RuntimeError) as error:  # torch's allocator raises RuntimeError
         why = str(error)
     raise ConfigError(
         f"engine.cache_tokens={num_blocks * BLOCK} needs {num_blocks * block_bytes} bytes of memory on {device}: {why}",
@@ -43,7 +44,7 @@ def make_cache(
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the free memory of the GPU, or of the machine where the device is the processor, in bytes."""
+    """Return the free memory of ``device`` in bytes: of the GPU, or of the machine if the device is the processor."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

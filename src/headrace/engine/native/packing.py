@@ -28,9 +28,9 @@ same, but slower."""
 
 
 class PackedWeightReceiver:
-    """A :class:`~headrace.engine.native.swaps.WeightReceiver` for a model whose modules run on kernels: it stages with
-    ``receiver``, and packs what that receiver has staged. Without such modules, or without enough memory, it only
-    passes the calls on."""
+    """A :class:`~headrace.engine.native.swaps.WeightReceiver` for a model whose modules run on kernels: it stages an
+    update with ``receiver``, and then packs the staged weights. If there are no such modules or there is not enough
+    memory, it only forwards the calls to ``receiver``."""
 
     def __init__(self, receiver: WeightReceiver, model: nn.Module) -> None:
         """Find the products of ``model`` that run on kernels, allocate the buffers of packed weights if there is enough
@@ -50,26 +50,28 @@ class PackedWeightReceiver:
         self._memory = [
             [torch.from_numpy(zeros(size)).view(torch.float32) for size in each] for each in (sizes, new_sizes)
         ]
-        self._used = 0
-        self._prepared = False
-        """Whether the other buffer holds the version that comes into use next."""
+        self._active = 0
+        self._is_prepared = False
+        """Whether the buffer that is not in use contains the next version, completely packed."""
         self._staging, self._lock = False, threading.Lock()
-        self._pack(self._used, [each.linear.weight.data for _, each in self._products], torch.get_num_threads())
+        self._pack(self._active, [each.linear.weight.data for _, each in self._products], torch.get_num_threads())
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all packed weights in bytes: of one version until a second one has been staged, then of two."""
+        """The memory of all packed weights in bytes: one version until the first :meth:`stage`, two versions
+        afterwards."""
         return sum(self._bytes[: self._num_versions])
 
     def stage(self, update: WeightUpdate) -> None:
-        """Stage ``update`` and pack it, in any thread. An update that is packed only in part cannot be committed."""
+        """Stage ``update`` and pack its weights; may be called in any thread. An update that is only partly packed
+        cannot be committed."""
         with self._lock:
             self._staging = True
         try:
             self._receiver.stage(update)
-            staged, self._num_versions, self._prepared = self._receiver.staged(), 2, False
-            self._pack(1 - self._used, [staged.get(name) if name else None for name, _ in self._products], 1)
-            self._prepared = True
+            staged, self._num_versions, self._is_prepared = self._receiver.staged(), 2, False
+            self._pack(1 - self._active, [staged.get(name) if name else None for name, _ in self._products], 1)
+            self._is_prepared = True
         finally:
             self._staging = False
 
@@ -82,20 +84,20 @@ class PackedWeightReceiver:
         ``next``. After the last part, the buffer that was in use is free for the next version. Raises
         :class:`~headrace.base.errors.WeightsError` if no version is completely staged."""
         with self._lock:
-            if self._staging or (self._num_versions == 2 and not self._prepared):
+            if self._staging or (self._num_versions == 2 and not self._is_prepared):
                 words = "the next is still on its way" if self._staging else "nothing is staged"
                 raise WeightsError(f"commit of version {version}, but {words}", remedy="stage it first")
             return self._switch_buffers(self._receiver.commit_parts(version, parts))
 
     def _switch_buffers(self, parts: Iterator[None]) -> Iterator[None]:
-        """Yield once for each of ``parts``, then make the buffer of the committed version the one in use."""
+        """Yield once for each of ``parts``; after the last part, put the buffer of the committed version into use."""
         yield from parts
-        if self._prepared:
-            self._used, self._prepared = 1 - self._used, False
+        if self._is_prepared:
+            self._active, self._is_prepared = 1 - self._active, False
 
     def _pack(self, buffer: int, weights: Sequence[Tensor | None], threads: int) -> None:
-        """Pack ``weights``, those of the products in their order, into the buffer with index ``buffer``, using
-        ``threads`` threads. A weight that is ``None`` skips its product."""
+        """Pack ``weights``, one for each product in their order, into the buffer with index ``buffer``, with
+        ``threads`` threads. A product whose weight is ``None`` is skipped."""
         chosen = [
             (product, Packed(weight, weight.data_ptr(), memory, product.linear.weight._version))
             for (_, product), weight, memory in zip(self._products, weights, self._memory[buffer], strict=True)

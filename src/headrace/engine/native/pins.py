@@ -1,7 +1,7 @@
 """Copies of older weights for pinned sequences: one copy per version, kept while a sequence needs it.
 
-A sequence is *pinned* if its request asks for one version of the weights for all its tokens, whatever is committed
-meanwhile. A *holder* is such a sequence, by its number.
+A sequence is *pinned* if its request requires one version of the weights for all its tokens, whichever versions are
+committed meanwhile. A *holder* is the number of a pinned sequence.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch import Tensor
 
 
 class Pins:
-    """At most ``most`` copies of the model's weights.
+    """The copies of older versions of the model's weights, at most ``most`` of them.
 
-    ``tensors`` are the model's parameters. During a pass under older weights they point to a copy.
+    ``tensors`` are the model's parameters. In a pass under older weights, they point to the memory of a copy.
     """
 
     def __init__(self, tensors: Iterable[Tensor], most: int) -> None:
+        """Create the record without any copy. The arguments are described at the class."""
         self._most = most
         self._tensors = list(tensors)
         self._copies: dict[int, list[Tensor]] = {}
@@ -32,8 +33,8 @@ class Pins:
         return each * len(self._copies)
 
     def may_hold(self, version: int) -> bool:
-        """Return whether a sequence may be pinned to ``version`` now: it has a copy already, or there is room for one
-        more."""
+        """Return whether a sequence may be pinned to ``version`` now: the version has a copy already, or one more copy
+        is allowed."""
         return version in self._copies or len(self._copies) < self._most
 
     def move(self, device: torch.device) -> None:
@@ -43,14 +44,14 @@ class Pins:
             self._copies[version] = [tensor.to(device) for tensor in tensors]
 
     def hold(self, version: int, holder: int) -> None:
-        """Keep ``version`` for ``holder``. The first call for a version copies the weights that the model has at that
-        time, so ``version`` must be the one in use then."""
+        """Keep the weights of ``version`` for ``holder``. The first call for a version copies the model's present
+        weights, so ``version`` must be in use at that time."""
         if version not in self._copies:
             self._copies[version] = [tensor.detach().clone() for tensor in self._tensors]
         self._holders.setdefault(version, set()).add(holder)
 
     def drop(self, version: int, holder: int) -> None:
-        """End the use of ``version`` by ``holder``. When its last holder has dropped it, the copy is freed."""
+        """End the use of ``version`` by ``holder``. The copy is freed when its last holder has dropped it."""
         holders = self._holders[version]
         holders.discard(holder)
         if not holders:
@@ -58,7 +59,8 @@ class Pins:
 
     @contextmanager
     def weights(self, version: int) -> Iterator[None]:
-        """Give the model the weights of ``version`` within the context; a negative version stands for those in use."""
+        """Return a context in which the model has the weights of ``version``; for a negative version, the weights in
+        use."""
         if version < 0:
             yield
             return
@@ -70,6 +72,6 @@ class Pins:
             self._point(current)
 
     def _point(self, targets: list[Tensor]) -> None:
-        """Let the model's parameters use the memory of ``targets``, in the order of the parameters."""
+        """Point the model's parameters to the memory of ``targets``, in the order of the parameters."""
         for tensor, target in zip(self._tensors, targets, strict=True):
             tensor.data = target

@@ -1,9 +1,9 @@
 """The routing of cached tokens (the experts that each mixture-of-experts layer chose for them), stored beside their
 keys and values.
 
-The routing of a token is stored at its position in its block, so it is shared wherever the block is shared: with a
-prompt of several siblings, or with the prefix of a fork. Requests that record their routing match only blocks that have
-it, since their chains have a salt of their own.
+The routing of a token is stored at its position in its block, so sequences that share a block (siblings with one
+prompt, or a fork and its parent) share its routing, too. Requests that record their routing use another salt in their
+digests, so they match only blocks whose routing is stored.
 
 Shape legend: N tokens of a pass, P blocks, S positions of a block, L mixture-of-experts layers, K experts per token, R
 tokens whose routing is known.
@@ -26,6 +26,7 @@ class RoutingStore:
     is allocated before :meth:`open`."""
 
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
+        """Prepare the store for ``model`` and a cache of ``num_blocks`` blocks."""
         self._model = model
         self._num_blocks = num_blocks
         self._recorder: RoutingRecorder | None = None
@@ -37,8 +38,8 @@ class RoutingStore:
         return self._experts_PSLK.nbytes
 
     def open(self) -> str:
-        """Install the recorder and allocate the store, unless that is done. Return the reason if routing cannot be
-        recorded; else the empty string.
+        """Install the recorder and allocate the store, at the first call. Return the reason why the routing cannot be
+        recorded; the empty string if it can.
 
         Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts whose architecture is not supported.
         """
@@ -57,8 +58,8 @@ class RoutingStore:
             self._recorder.on = wanted
 
     def store(self, geometry: Geometry) -> None:
-        """Store the experts of the pass that has just run, at the blocks and positions of its tokens, which
-        ``geometry`` gives."""
+        """Store the experts of the pass that has just run, at the blocks and positions of its tokens, which are in
+        ``geometry``."""
         if self._recorder is None or not self._recorder.on:
             return
         positions_N = geometry.positions_N()
@@ -67,7 +68,8 @@ class RoutingStore:
         self._experts_PSLK[blocks_N, positions_N % BLOCK] = self._recorder.take()
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the routing of whole blocks, as the cache copies their keys and values for a fork."""
+        """Copy the routing of the blocks ``sources`` to the blocks ``targets``, as the cache copies their keys and
+        values."""
         if self._recorder is not None:
             self._experts_PSLK[targets] = self._experts_PSLK[sources]
 

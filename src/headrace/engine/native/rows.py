@@ -1,9 +1,9 @@
-"""The state of the sequences in the batch (columns of numbers, one row per sequence, without gaps between rows), and
-the chunks that leave the engine: the tokens of each sequence since its last chunk, with everything recorded of them.
+"""The state of the running sequences, stored as arrays with one row per sequence, and the chunks that the engine
+returns: the new tokens of a sequence with their logprobs, versions and other records.
 
-A sequence that joins takes the first unused row; when sequences leave, the last ones move into their rows. Every query
-about the batch is therefore one operation on slices ``[:count]``. A sampled token is stored at its position in the
-sequence, after the prompt. To *flush* tokens is to put them in a chunk, which the engine sends.
+A sequence that joins the batch gets the first unused row. When sequences leave, the last rows move into the gaps, so
+the rows in use are always ``[:count]``. A sampled token is stored at its position in the sequence, after the prompt. To
+*flush* tokens is to put them into a chunk; flushed tokens count as *sent*.
 
 Shape legend: R rows, C columns (the longest context), B blocks of the longest context, S stop ids of one request, D
 rows that have just sampled.
@@ -37,7 +37,8 @@ _NO_IDS = np.zeros(0, np.int32)
 
 def gather(kept: Several[Kept]) -> KeptSets:
     """Return the kept-sets of several tokens (for each, the vocabulary entries that survived truncation) as one record.
-    ``kept`` has for each token the ids of its whole step, and the start and end of its own ids among them."""
+    ``kept`` has for each token the kept ids of all rows of its step, and the start and end of the token's own ids among
+    them."""
     return KeptSets(
         ids_E=np.concatenate([_NO_IDS, *[ids_E[start:end] for ids_E, start, end in kept]]),
         sizes_T=np.array([end - start for _, start, end in kept], np.int32),
@@ -45,24 +46,25 @@ def gather(kept: Several[Kept]) -> KeptSets:
 
 
 class Follower(Protocol):
-    """An object that keeps columns of its own over the same rows, such as sampling parameters. :class:`Rows` tells it
-    how the rows change."""
+    """An object that has arrays of its own for the same rows, such as sampling parameters. :class:`Rows` notifies it
+    when sequences join or move."""
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up ``row``, the first unused one, for a new sequence that has sampled ``answer_ids_T`` before."""
+        """Set up ``row``, the first unused one, for a new sequence that has sampled ``answer_ids_T`` already."""
         ...
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
-        """Move the rows ``sources`` to the places ``targets``, after rows have left; ``count`` rows are in use now."""
+        """Move the rows ``sources`` to the indices ``targets``, after other rows have left; ``count`` rows are in use
+        now."""
         ...
 
 
 class Rows:
-    """The columns of the batch: at most ``num_rows`` sequences of at most ``num_columns`` tokens, of which ``count``
-    are in use. ``followers`` are notified of every change of the rows."""
+    """The state of the batch: the arrays for at most ``num_rows`` sequences of at most ``num_columns`` tokens, of which
+    the first ``count`` rows are in use. ``followers`` are notified of every change of the rows."""
 
     def __init__(self, num_rows: int, num_columns: int, followers: Several[Follower] = ()) -> None:
-        """Allocate the columns for ``num_rows`` sequences of at most ``num_columns`` tokens; no row is in use yet."""
+        """Allocate the arrays for ``num_rows`` sequences of at most ``num_columns`` tokens; no row is in use yet."""
         self._followers = list(followers)
         self.num_rows = num_rows
         self.sequences: list[Sequence] = []
@@ -76,7 +78,7 @@ class Rows:
         self.length_R = np.zeros(num_rows, np.int64)
         """The number of tokens of each sequence, given and sampled."""
         self.computed_R = np.zeros(num_rows, np.int64)
-        """How many of these tokens are in the cache; all but the newest while a row decodes."""
+        """The number of these tokens whose keys and values are in the cache; all but the newest while a row decodes."""
         self.priority_R = np.zeros(num_rows, np.int64)
         self.arrival_R = np.zeros(num_rows, np.int64)
         self.records_routing_R = np.zeros(num_rows, bool)
@@ -99,12 +101,12 @@ class Rows:
         return len(self.sequences)
 
     def tell(self, follower: Follower) -> None:
-        """Tell ``follower`` of every change of the rows, too; no row is in use yet."""
+        """Notify ``follower`` of every change of the rows from now on. No row may be in use yet."""
         self._followers.append(follower)
 
     def join(self, sequence: Sequence, table: Several[int], num_cached: int) -> None:
-        """Give ``sequence`` the next row, with ``table`` as its blocks; its first ``num_cached`` tokens are in the
-        cache."""
+        """Add ``sequence`` in the first unused row, with ``table`` as its blocks. Its first ``num_cached`` tokens are
+        in the cache."""
         row, sampling, answer = self.count, sequence.request.sampling, sequence.answer
         given, num_given = sequence.given_ids_T, len(sequence.given_ids_T)
         self.sequences.append(sequence)
@@ -133,12 +135,12 @@ class Rows:
             follower.join(row, sampling, given[: sequence.num_prompt], sampled_T)
 
     def leave(self, leaving: Several[int] | Index) -> None:
-        """Free these rows; the last rows move into the gaps."""
-        left = self.count - len(leaving)
-        stays = np.ones(self.count, bool)
-        stays[leaving] = False
-        targets = np.flatnonzero(~stays[:left])
-        sources = left + np.flatnonzero(stays[left:])
+        """Free the rows ``leaving``; the last rows move into the gaps."""
+        num_left = self.count - len(leaving)
+        staying = np.ones(self.count, bool)
+        staying[leaving] = False
+        targets = np.flatnonzero(~staying[:num_left])
+        sources = num_left + np.flatnonzero(staying[num_left:])
         longest = int(self.length_R[sources].max(initial=0))
         entropies = [self._entropies_RC] if self._records_entropy_R[sources].any() else []
         for wide in (self.ids_RC, self._logprobs_RC, self._versions_RC, *entropies):
@@ -150,14 +152,14 @@ class Rows:
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.sequences[target] = self.sequences[source]
             self.sequences[target].row = target
-        del self.sequences[left:]
+        del self.sequences[num_left:]
         for follower in self._followers:
-            follower.move(sources, targets, left)
+            follower.move(sources, targets, num_left)
 
     def extend(self, row: int, blocks: Several[int]) -> None:
         """Add cache blocks at the end of a row's table."""
-        held = int(self.num_blocks_R[row])
-        self.tables_RB[row, held : held + len(blocks)] = blocks
+        num_blocks = int(self.num_blocks_R[row])
+        self.tables_RB[row, num_blocks : num_blocks + len(blocks)] = blocks
         self.num_blocks_R[row] += len(blocks)
 
     def table(self, row: int) -> list[int]:
@@ -166,8 +168,8 @@ class Rows:
         return blocks
 
     def decoding(self) -> Flags:
-        """Return for each row in use whether it decodes: all its tokens but the newest are in the cache. The other rows
-        still compute their context."""
+        """Return for each row in use whether it decodes, that is, all its tokens but the newest are in the cache. The
+        other rows still compute their context."""
         ready: Flags = self.computed_R[: self.count] == self.length_R[: self.count] - 1
         return ready
 
@@ -186,21 +188,23 @@ class Rows:
         *,
         offsets_D: Index | int = 0,
     ) -> None:
-        """Append one sampled token to each of ``rows_D``: its id, its logprob, the version of the weights that sampled
-        it (one for all rows, or one for each) and its entropy in nats; ``None`` if no row records entropies. A row that
-        gets several tokens is in ``rows_D`` once for each, in their order, and ``offsets_D`` counts them from 0."""
+        """Append one sampled token to each of ``rows_D``: its id, its logprob, the version that sampled it (one number
+        for all rows, or one for each) and its entropy in nats (``None`` if no row records entropies). A row that gets
+        several tokens occurs in ``rows_D`` once for each token, in their order, and ``offsets_D`` numbers these tokens
+        from 0."""
         column_D = self.length_R[rows_D] + offsets_D
         self.ids_RC[rows_D, column_D] = ids_D
         self._logprobs_RC[rows_D, column_D] = logprobs_D
         self._versions_RC[rows_D, column_D] = version
         if entropies_D is not None:
             self._entropies_RC[rows_D, column_D] = entropies_D
-        self.length_R[rows_D] = column_D + 1  # of a row's several, the last is the one that stays
+        # numpy keeps the last value that is assigned to a row, which is its new length
+        self.length_R[rows_D] = column_D + 1
 
     def record_kept(self, rows_D: Index, kept: KeptSets | None) -> None:
-        """Store the kept-sets of the newest tokens of ``rows_D``, for the rows that record them; a row may be there
-        several times. ``None`` means that none was truncated: each kept-set is the whole vocabulary, and is stored as
-        empty."""
+        """Store the kept-sets of the newest tokens of ``rows_D``, for the rows that record them; a row with several
+        tokens occurs several times. ``None`` means that no row was truncated: each kept-set is the whole vocabulary,
+        which is stored as an empty set."""
         places = np.flatnonzero(self._records_kept_R[rows_D]).tolist()
         if not places:
             return
@@ -214,8 +218,8 @@ class Rows:
             self.sequences[row].kept.append((ids_E, starts[place], ends[place]))
 
     def record_top(self, rows_D: Index, top: TopScores | None) -> None:
-        """Store the likeliest entries at the newest tokens of ``rows_D``, as many as each row records; ``None`` if no
-        row records any."""
+        """Store the likeliest entries at the newest tokens of ``rows_D``, as many as the request of each row sets.
+        ``top`` is ``None`` if no row records any."""
         if top is None:
             return
         for place, row in enumerate(rows_D.tolist()):
@@ -230,17 +234,18 @@ class Rows:
         return self.are_stops(rows_D, self.ids_RC[rows_D, self.length_R[rows_D] - 1])
 
     def are_stops(self, rows_D: Index, ids_D: Index | IntColumn) -> Flags:
-        """Return for each of ``rows_D`` whether the token ``ids_D`` is one of its stop ids."""
+        """Return for each of ``rows_D`` whether its token in ``ids_D`` is one of its stop ids."""
         found: Flags = (ids_D[:, None] == self._stops_RS[rows_D]).any(axis=1)
         return found
 
     def draftable(self, rows_D: Index) -> Index:
-        """Return for each of ``rows_D`` how many tokens a pass may add to it beyond the one that every pass adds."""
+        """Return for each of ``rows_D`` how many tokens a pass may draft for it: the tokens up to its limit, except the
+        one that every pass samples."""
         most: Index = self._max_length_R[rows_D] - self.length_R[rows_D] - 1
         return most
 
     def chances(self, row: int, start: int) -> FloatColumn:
-        """Return the probability with which each token of ``row`` from position ``start`` on was drawn."""
+        """Return the probability with which each token of ``row`` was drawn, from position ``start`` to the end."""
         drawn: FloatColumn = np.exp(self._logprobs_RC[row, start : self.length_R[row]])
         return drawn
 
@@ -249,13 +254,14 @@ class Rows:
         return self.length_R[rows_D] >= self._max_length_R[rows_D]
 
     def due(self, rows_D: Index, flush_tokens: int) -> Flags:
-        """Return for each of ``rows_D`` whether it has at least ``flush_tokens`` tokens to send. The newest token of a
-        row that records its routing does not count: its routing is known only after the next pass."""
+        """Return for each of ``rows_D`` whether it has at least ``flush_tokens`` unsent tokens. In a row that records
+        its routing, the newest token does not count, because its routing is computed in the next pass."""
         ready_D = self.length_R[rows_D] - self._flushed_R[rows_D] - self.records_routing_R[rows_D]
         return ready_D >= flush_tokens
 
     def remove_last(self, row: int) -> None:
-        """Remove the newest token of ``row``, with all that was recorded of it, because its logits were invalid."""
+        """Remove the newest token of ``row`` with its kept-set and likeliest entries, because its logits were
+        invalid."""
         self.length_R[row] -= 1
         if self._records_kept_R[row]:
             self.sequences[row].kept.pop()
@@ -263,7 +269,7 @@ class Rows:
             self.sequences[row].top.pop()
 
     def num_sampled(self, row: int) -> int:
-        """Return the number of tokens that the row has after those that its sequence began with."""
+        """Return the number of tokens of the row after its given tokens, with which its sequence began."""
         return int(self.length_R[row]) - len(self.sequences[row].given_ids_T)
 
     def ids_of(self, row: int) -> IntColumn:
@@ -271,21 +277,21 @@ class Rows:
         return self.ids_RC[row, : self.length_R[row]]
 
     def answer(self, row: int) -> FinishedSequence:
-        """Return a copy of the sampled tokens of the row, and how many of them were sent. The scheduler keeps it when
-        the sequence leaves its row and waits."""
+        """Return a copy of the sampled tokens of the row, and the number of sent ones among them. The scheduler keeps
+        this record when the sequence leaves its row and waits."""
         start = len(self.sequences[row].given_ids_T)
         span = slice(start, int(self.length_R[row]))
         return FinishedSequence(tokens=self._tokens(row, span), num_flushed=int(self._flushed_R[row]) - start)
 
     def unsent(self, row: int, *, final: bool) -> slice:
-        """Return the positions of the tokens that can be sent now. The newest token of a row that records its routing
-        is included only in the ``final`` chunk."""
-        held_back = 0 if final else int(self.records_routing_R[row])
-        return slice(int(self._flushed_R[row]), int(self.length_R[row]) - held_back)
+        """Return the positions of the unsent tokens that can be sent now. In a row that records its routing, the newest
+        token is included only in the ``final`` chunk."""
+        num_delayed = 0 if final else int(self.records_routing_R[row])
+        return slice(int(self._flushed_R[row]), int(self.length_R[row]) - num_delayed)
 
     def flush(self, row: int, span: slice) -> TokenChunk:
-        """Return a chunk with the tokens at the positions ``span`` of ``row`` and all that was recorded of them, and
-        count them as sent."""
+        """Return a chunk with the tokens at the positions ``span`` of ``row`` and their records, and count them as
+        sent."""
         sequence = self.sequences[row]
         self._flushed_R[row] = span.stop
         count = span.stop - span.start
@@ -307,7 +313,7 @@ class Rows:
         )
 
     def _columns(self) -> list[npt.NDArray[np.generic]]:
-        """Return the arrays with one entry for each row, which change together when rows move."""
+        """Return the arrays, of one or two dimensions, whose entries move with the rows."""
         return [
             self.tables_RB, self.num_blocks_R, self.length_R, self.computed_R, self.priority_R, self.arrival_R,
             self.records_routing_R, self.has_stop_strings_R, self.pin_R, self.adapter_R, self._records_kept_R,
@@ -324,8 +330,8 @@ class Rows:
 
 
 class ChunkBuilder:
-    """A builder of the chunks that the engine returns, with the routing from ``routes`` where a request records it. All
-    chunks are in one list in the order in which they are made, so that none overtakes another."""
+    """A builder of the chunks that the engine returns, with the routing from ``routes`` if a request records it. All
+    chunks are appended to one list, so that the chunks of a sequence are returned in order."""
 
     def __init__(self, rows: Rows, routes: RoutingStore) -> None:
         self._rows = rows
@@ -334,7 +340,7 @@ class ChunkBuilder:
 
     @property
     def any(self) -> bool:
-        """Whether there are chunks that :meth:`pop` has not taken yet."""
+        """Whether there are chunks that :meth:`pop` has not returned yet."""
         return bool(self._due)
 
     def pop(self) -> list[TokenChunk]:
@@ -344,18 +350,18 @@ class ChunkBuilder:
 
     def next(self, row: int) -> None:
         """Add a chunk with the unsent tokens of ``row``, whose sequence continues. If it records its routing, the
-        newest token is left out: its routing is known only after it has been the input of a pass."""
+        newest token is not included, because its routing is computed in the next pass."""
         self._due.append(self._flush(row, final=False))
 
     def end(self, sequence: Sequence, reason: StopReason | None, error: RequestError | None = None) -> None:
         """Add the last chunk of a sequence, whether it runs or waits, with its unsent tokens and either a stop
         ``reason`` or an ``error``; the other one is ``None``."""
-        chunk = self._waiting(sequence) if sequence.row == NO_ROW else self._flush(sequence.row, final=True)
+        chunk = self._flush_waiting(sequence) if sequence.row == NO_ROW else self._flush(sequence.row, final=True)
         self._due.append(msgspec.structs.replace(chunk, stop_reason=reason) if error is None else chunk.failed(error))
 
     def before_change(self, sequence: Sequence) -> None:
-        """Add a chunk with the tokens whose routing is recorded, if ``sequence`` records its routing, before its cached
-        context, beside which the routing is stored, is lost or computed again."""
+        """If ``sequence`` records its routing, add a chunk with the tokens whose routing is stored. It is called before
+        the cached context of the sequence is freed or computed again, because the routing is stored with the cache."""
         row, rows = sequence.row, self._rows
         if not rows.records_routing_R[row] or not rows.num_sampled(row):
             return
@@ -363,8 +369,8 @@ class ChunkBuilder:
         if (span.stop > span.start or sequence.unreported) and rows.computed_R[row] >= span.stop:
             self._due.append(self._flush(row, final=False))
 
-    def _waiting(self, sequence: Sequence) -> TokenChunk:
-        """Return the last chunk of a sequence that is in no row: the tokens that it had sampled and not sent."""
+    def _flush_waiting(self, sequence: Sequence) -> TokenChunk:
+        """Return the last chunk of a sequence that waits and has no row: its sampled tokens that were not sent."""
         answer = sequence.answer
         tokens = Tokens.observed([]) if answer is None else answer.tokens[answer.num_flushed :]
         sampling = sequence.request.sampling
@@ -377,8 +383,8 @@ class ChunkBuilder:
         return TokenChunk(request_id=sequence.request.request_id, tokens=tokens, top=top, lost=lost)
 
     def _flush(self, row: int, *, final: bool) -> TokenChunk:
-        """Return the chunk of a row's tokens that have not been sent, with their routing if it is recorded. ``final``
-        says that the row has ended."""
+        """Return a chunk with the unsent tokens of ``row``, with their routing if it is recorded. ``final`` means that
+        the row has ended."""
         rows, sequence = self._rows, self._rows.sequences[row]
         span = rows.unsent(row, final=final)
         chunk = rows.flush(row, span)

@@ -1,11 +1,12 @@
-"""One token per row from its logits, each row with its own temperature, truncation and seed.
+"""The sampling of one token per row from its logits, each row with its own temperature, truncation and seed.
 
-A draw depends on the row's logits, the request's seed and the token's position, and on nothing else in the batch: every
-operation here works row by row, and a row's sums run in an order of its own. *Survivors* are the tokens that truncation
-by top-k, top-p and min-p leaves; *shifted* logits are less the row's largest; a *uniform* is a random number in [0, 1).
+A draw depends only on the row's logits, the request's seed and the token's position, not on the other rows of the
+batch: every operation here works row by row, and the order of summation within a row does not depend on other rows.
+*Survivors* are the tokens that remain after truncation by top-k, top-p and min-p; *shifted* logits are the logits minus
+the largest logit of the row; a *uniform* is a random number in [0, 1).
 
-Shape legend: R rows, V vocabulary, K the largest support, W candidates of a search, A rows that search,
-N blocks of B tokens, E survivors of all rows.
+Shape legend: R rows, V vocabulary, K the size of the largest support, W candidates of a search, A rows that are
+searched, N blocks of B tokens, E survivors of all rows.
 """
 
 from __future__ import annotations
@@ -28,37 +29,40 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
 _WIDTHS = (64, 1024)
-"""The numbers of most likely tokens among which survivors are searched first; few rows need more."""
+"""The numbers of most likely tokens that are searched for survivors, before the whole vocabulary is; few rows need
+more."""
 _BLOCK = 512
-"""The number of tokens that are summed at once where the vocabulary is large."""
+"""The number of tokens in a block whose probabilities are summed first, if the vocabulary is large."""
 _BELOW_ONE = 1 - 2.0**-52
-"""A factor just below 1, which keeps a number below a sum in spite of rounding."""
+"""A factor just below 1: a sum times this factor is smaller than the sum in spite of rounding."""
 _SMALL = 256
-"""Vocabularies up to this size are sampled with numpy on a processor, where its calls have less overhead."""
+"""The largest vocabulary that is sampled with numpy on a processor, because numpy's calls have less overhead."""
 
 LogSoftmax = Callable[[Tensor], Tensor]
-"""A log-softmax over the last dimension, row by row. Where one is given, it alone computes the logprobs: a learner that
-calls the same function on the same numbers gets the same bits."""
+"""A log-softmax over the last dimension, row by row. If a function of this type is passed, it computes all logprobs, so
+that a learner that calls the same function on the same logits gets the same bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """The result of sampling: the token of each row, and what is recorded of it."""
+    """The result of sampling: the token of each row, its logprob and its optional records."""
 
     ids_R: Tensor
     """The token ids, int64."""
     logprobs_R: Tensor
-    """The logprobs under the distribution that was sampled from: with penalties, temperature and truncation,
-    renormalised; float32. 0 where the choice was greedy."""
+    """The logprobs, float32, under the distribution from which the tokens were sampled: after penalties, temperature
+    and truncation, renormalised. 0 for a greedy row."""
     sound_R: Tensor
-    """False where the logits held a NaN or +inf, or only −inf. The id and logprob of such a row mean nothing."""
+    """Whether the logits of each row are valid: without NaN and +inf, and not all −inf. The id and logprob of other
+    rows are meaningless."""
     kept: KeptSets | None = None
-    """The kept-set of each row. It is empty where it was not requested, where it is the whole vocabulary and where the
-    row is not sound. ``None`` where all are empty."""
+    """The kept-set of each row. It is empty if the request does not record it, if it is the whole vocabulary, and if
+    the row is not sound. ``None`` if all are empty."""
     entropies_R: Tensor | None = None
-    """The entropies in nats, see :func:`entropies`; ``None`` where no row records its entropy."""
+    """The entropies in nats, see :func:`entropies`; ``None`` if no row records its entropy."""
     top: TopScores | None = None
-    """The likeliest entries of each row, as many as the row with the most records; ``None`` where none records any."""
+    """The likeliest entries of each row, for all rows as many as the largest request; ``None`` if no row records
+    any."""
 
     def take(self, places_D: npt.NDArray[np.int64]) -> Draw:
         """Return the draws of the rows with the indices ``places_D``, in that order."""
@@ -78,11 +82,11 @@ class TruncationLimits:
     """The truncation of each row's distribution, as :func:`find_support` applies it."""
 
     top_k_R: Tensor
-    """The number of most likely tokens that are left, int64; 0 for no limit."""
+    """The number of most likely tokens that are kept, int64; 0 for no limit."""
     top_p_R: Tensor
-    """The probability that the tokens left must hold together, float64; 1 for no limit."""
+    """The least total probability of the kept tokens, float64; 1 for no limit."""
     min_p_R: Tensor
-    """The smallest probability of a token that is left, relative to the most likely one, float64; 0 for no limit."""
+    """The least probability of a kept token, relative to the most likely one, float64; 0 for no limit."""
 
     def take(self, places: Tensor) -> Self:
         """Return the limits of the rows with the indices ``places``, in that order."""
@@ -96,11 +100,12 @@ class Support:
     """The tokens of each row that can be drawn after truncation."""
 
     ids_RK: Tensor
-    """Their ids, ascending; each row is padded at its end with the size of the vocabulary, which is no id."""
+    """The ids of these tokens, ascending. Each row is padded at its end with the size of the vocabulary, which is not a
+    valid id."""
     sizes_R: Tensor
     """The number of tokens of each row."""
     sound_R: Tensor
-    """False for a row whose largest logit is NaN or infinite, so that its logits define no distribution."""
+    """Whether the largest logit of each row is finite. Otherwise its logits define no distribution."""
 
 
 def entropies(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
@@ -117,8 +122,8 @@ def entropies(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
 
 
 def likeliest(logits_RV: Tensor, ids_R: Tensor, num: int) -> TopScores:
-    """Return the log-probability of each row's token ``ids_R``, and the ``num`` likeliest entries of each row, in the
-    distribution of the model itself: at temperature 1, before anything that a request changes.
+    """Return the log-probability of each row's token ``ids_R``, and the ``num`` likeliest entries of each row. Both are
+    computed from the model's own distribution: at temperature 1, without bias, penalties, masks and truncation.
 
     >>> top = likeliest(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]), 2)
     >>> top.ids_TK.tolist(), bool(top.logprobs_T[0] == top.logs_TK[0, 1])
@@ -137,11 +142,12 @@ def sample(
     logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, log_softmax: LogSoftmax | None = None
 ) -> Draw:
     """Sample one token of each row from softmax(logits / temperature), by inverting the cumulative distribution at the
-    row's uniform in [0, 1); temperature 0 takes the first most likely token. ``log_softmax``, where given, computes the
-    logprobs.
+    row's uniform in [0, 1); temperature 0 chooses the most likely token, the lowest id among equals. ``log_softmax``,
+    if passed, computes the logprobs.
 
-    The sum runs in float64 and the uniform stays below 1 by more than its rounding, so a token of probability 0 is
-    never chosen, and rounding in the logits moves the choice only where the uniform falls on a boundary.
+    The cumulative sum is computed in float64, and a uniform is smaller than 1 by more than the rounding error, so a
+    token of probability 0 is never chosen. Rounding in the logits changes the choice only if the uniform is next to a
+    boundary between two tokens.
 
     >>> draw = sample(torch.tensor([[0.0, -torch.inf, 0.0]]), torch.ones(1), torch.tensor([0.7], dtype=torch.float64))
     >>> draw.ids_R.tolist(), round(draw.logprobs_R.item(), 4)
@@ -157,9 +163,10 @@ def sample(
 
 
 def _sample(logits_RK: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, vocab_size: int) -> Draw:
-    """Sample one column of each row, as :func:`sample` does, and return columns in place of ids. The columns are the
-    whole vocabulary, of ``vocab_size`` tokens, or those that can be drawn. The method depends on ``vocab_size`` only:
-    the number of columns depends on the other rows of the batch, which must not influence a row's result."""
+    """Sample one column of each row, as :func:`sample` does, and return the indices of columns in place of ids. The
+    columns are the whole vocabulary, of ``vocab_size`` tokens, or the tokens of the support. The algorithm is chosen by
+    ``vocab_size`` only, because the number of columns depends on the other rows of the batch, which must not influence
+    a row's result."""
     if logits_RK.is_cpu and vocab_size <= _SMALL:
         return _sample_small(logits_RK, temperatures_R, uniforms_R)
     greedy_R = temperatures_R == 0
@@ -197,8 +204,8 @@ def _sample_small(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor)
 
 def _invert(weights_RV: Tensor, uniforms_R: Tensor, *, by_blocks: bool) -> tuple[Tensor, Tensor]:
     """Return for each row the first token at which the cumulative sum of its weights exceeds its uniform times the sum
-    of all, and that sum. The weights, ≥ 0, need not be normalised. With ``by_blocks``, for a large vocabulary, first
-    the block of tokens is found and then the token in it."""
+    of all weights, and the sum of all weights. The weights are ≥ 0 and need not be normalised. With ``by_blocks``, for
+    a large vocabulary, the block of the token is found first, and then the token in it."""
     if not by_blocks:
         mass_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
         total_R = mass_RV[:, -1]
@@ -207,26 +214,26 @@ def _invert(weights_RV: Tensor, uniforms_R: Tensor, *, by_blocks: bool) -> tuple
     block_mass_RN = blocks_RNB.sum(dim=-1, dtype=torch.float64)
     mass_RN = block_mass_RN.cumsum(dim=-1)
     total_R = mass_RN[:, -1]
-    wanted_R = uniforms_R * total_R
-    block_R1 = _first_above(mass_RN, wanted_R)[:, None]
+    target_R = uniforms_R * total_R
+    block_R1 = _first_above(mass_RN, target_R)[:, None]
     before_R = (mass_RN.gather(1, block_R1) - block_mass_RN.gather(1, block_R1))[:, 0]
     rows_R = torch.arange(len(weights_RV), device=weights_RV.device)
     mass_RB = blocks_RNB[rows_R, block_R1[:, 0]].cumsum(dim=-1, dtype=torch.float64)
-    # rounding must not carry the uniform out of its block
-    inside_R = (wanted_R - before_R).clamp_(min=0.0).minimum(mass_RB[:, -1] * _BELOW_ONE)
+    # clamped, because rounding must not move the target out of its block
+    inside_R = (target_R - before_R).clamp_(min=0.0).minimum(mass_RB[:, -1] * _BELOW_ONE)
     drawn_R = block_R1[:, 0] * _BLOCK + _first_above(mass_RB, inside_R)
     return drawn_R.clamp_(max=weights_RV.shape[1] - 1), total_R
 
 
-def _first_above(mass_RV: Tensor, wanted_R: Tensor) -> Tensor:
-    """Return for each row the index of the first of its ascending sums ``mass_RV`` that exceeds ``wanted_R``; the last
+def _first_above(mass_RV: Tensor, target_R: Tensor) -> Tensor:
+    """Return for each row the index of the first of its ascending sums ``mass_RV`` that exceeds ``target_R``; the last
     index if none does."""
-    return torch.searchsorted(mass_RV, wanted_R[:, None], right=True)[:, 0].clamp_(max=mass_RV.shape[1] - 1)
+    return torch.searchsorted(mass_RV, target_R[:, None], right=True)[:, 0].clamp_(max=mass_RV.shape[1] - 1)
 
 
 def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor, log_softmax: LogSoftmax | None = None) -> Draw:
-    """Sample one token of each row from softmax(``scaled_RV``), renormalised over the tokens of the ``support``; else
-    like :func:`sample`. The logits have been divided by the temperature already."""
+    """Sample one token of each row from softmax(``scaled_RV``), renormalised over the tokens of the ``support``, as
+    :func:`sample` does. ``scaled_RV`` are the logits divided by the temperature."""
     vocab_size = scaled_RV.shape[1]
     outside_RK = support.ids_RK == vocab_size
     logits_RK = scaled_RV.gather(1, support.ids_RK.clamp(max=vocab_size - 1)).masked_fill_(outside_RK, -torch.inf)
@@ -243,12 +250,13 @@ def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor, log_sof
 def find_support(scaled_RV: Tensor, limits: TruncationLimits) -> Support:
     """Return the tokens that survive truncation of softmax(``scaled_RV``).
 
-    In the order of falling probability, and of rising id among equals, the survivors are the first n. ``top_k``: the
-    tokens that are at least as likely as the k-th; all that equal it stay, so n may exceed top_k. ``top_p``: n is the
-    smallest number whose tokens hold at least ``top_p`` of the mass that ``top_k`` left; of equals the lower ids stay.
-    ``min_p``: each is at least ``min_p`` times as likely as the first. One always survives; none has probability 0.
-    This is the order top_k, top_p, min_p of transformers, and its ``TopKLogitsWarper``, ``TopPLogitsWarper`` and
-    ``MinPLogitsWarper``; which equals their top_p keeps depends on an unstable sort.
+    The tokens are ordered by falling probability, and by rising id among equals; the survivors are the first n.
+    ``top_k`` keeps all tokens that are at least as likely as the k-th, so n may exceed top_k if several are equally
+    likely. ``top_p`` keeps the smallest number of tokens that have at least the share ``top_p`` of the probability
+    after ``top_k``; among equals the lower ids are kept. ``min_p`` keeps the tokens that are at least ``min_p`` times
+    as likely as the first. At least one token survives, and no survivor has probability 0. The order top_k, top_p,
+    min_p and the results are the same as with transformers' ``TopKLogitsWarper``, ``TopPLogitsWarper`` and
+    ``MinPLogitsWarper``, except that their top_p chooses among equals by an unstable sort.
 
     >>> scaled_RV = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
     >>> limits = TruncationLimits(top_k_R=torch.tensor([3]), top_p_R=torch.tensor([0.75]), min_p_R=torch.tensor([0.0]))
@@ -281,13 +289,13 @@ def find_support(scaled_RV: Tensor, limits: TruncationLimits) -> Support:
 
 
 def _totals(shifted_RV: Tensor, limits: TruncationLimits) -> Tensor:
-    """Return the sum of exp(``shifted_RV``) over each row's whole vocabulary, for the rows whose ``top_p`` is measured
-    against it because they have no ``top_k``; 0 for other rows."""
+    """Return the sum of exp(``shifted_RV``) over the whole vocabulary for each row with ``top_p`` and without
+    ``top_k``, whose ``top_p`` is relative to this sum; 0 for other rows."""
     total_R = torch.zeros(len(shifted_RV), dtype=torch.float64, device=shifted_RV.device)
     rows = ((limits.top_p_R < 1) & (limits.top_k_R == 0)).nonzero()[:, 0]
     weights_AV = shifted_RV[rows].exp_()
     padded_AV = torch.nn.functional.pad(weights_AV, (0, -weights_AV.shape[1] % _BLOCK))
-    # one sum over a row that stands alone would run in another order; a cumulative one does not
+    # a plain sum adds in another order if there is only one row; a cumulative sum always adds in the same order
     blocks_AN = padded_AV.unflatten(1, (-1, _BLOCK)).sum(dim=-1, dtype=torch.float64)
     total_R[rows] = blocks_AN.cumsum(dim=-1)[:, -1]
     return total_R
@@ -296,15 +304,15 @@ def _totals(shifted_RV: Tensor, limits: TruncationLimits) -> Tensor:
 def _among_likeliest(
     shifted_AV: Tensor, width: int, limits: TruncationLimits, total_A: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Search the survivors of each row among its ``width`` most likely tokens only. Return for each row whether all its
-    survivors are known to be among them, and the ids of those found, ascending and padded with the size of the
-    vocabulary. ``total_A`` is from :func:`_totals`."""
+    """Search the survivors of each row among its ``width`` most likely tokens only. Return for each row whether the
+    search is complete (no other token can survive), and the ids of the survivors found, ascending and padded with the
+    size of the vocabulary. ``total_A`` are the sums that :func:`_totals` returned."""
     top = shifted_AV.topk(width, dim=-1)
     by_id = top.indices.sort(dim=-1)
     by_value = top.values.gather(1, by_id.indices).sort(dim=-1, descending=True, stable=True)
     sizes_A, last_A, kth_A = _survivors(by_value.values, limits, total_A)
     least_A = by_value.values[:, -1]
-    # top_p measures the mass that top_k leaves: all tokens that equal the k-th must be among these
+    # top_p is relative to the mass after top_k, so all tokens that equal the k-th must be among the candidates
     measured_A = (limits.top_p_R >= 1) | (limits.top_k_R == 0) | (least_A < kth_A)
     settled_A = measured_A & (least_A < last_A)
     beyond_AW = torch.arange(width, device=sizes_A.device) >= sizes_A[:, None]
@@ -314,7 +322,7 @@ def _among_likeliest(
 
 def _among_all(shifted_AV: Tensor, limits: TruncationLimits, total_A: Tensor) -> Tensor:
     """Return the ids of each row's survivors, ascending and padded with the size of the vocabulary, searched in the
-    whole vocabulary. ``total_A`` is from :func:`_totals`."""
+    whole vocabulary. ``total_A`` are the sums that :func:`_totals` returned."""
     vocab_size = shifted_AV.shape[1]
     if shifted_AV.is_cpu:  # numpy sorts numbers several times faster
         falling_AV = -torch.from_numpy(np.sort(-shifted_AV.numpy(), axis=-1))
@@ -323,9 +331,9 @@ def _among_all(shifted_AV: Tensor, limits: TruncationLimits, total_A: Tensor) ->
     sizes_A, last_A, _ = _survivors(falling_AV, limits, total_A)
     above_AV = shifted_AV > last_A[:, None]
     level_AV = shifted_AV == last_A[:, None]
-    wanted_A = sizes_A - above_AV.sum(dim=-1)
-    split = (level_AV.sum(dim=-1) > wanted_A).nonzero()[:, 0]
-    level_AV[split] &= level_AV[split].cumsum(dim=-1) <= wanted_A[split, None]
+    num_level_A = sizes_A - above_AV.sum(dim=-1)
+    split = (level_AV.sum(dim=-1) > num_level_A).nonzero()[:, 0]
+    level_AV[split] &= level_AV[split].cumsum(dim=-1) <= num_level_A[split, None]
     rows_E, ids_E = (above_AV | level_AV).nonzero(as_tuple=True)
     starts_A = sizes_A.cumsum(dim=0) - sizes_A
     ids_AK = torch.full((len(shifted_AV), int(sizes_A.max())), vocab_size, device=shifted_AV.device)
@@ -334,9 +342,9 @@ def _among_all(shifted_AV: Tensor, limits: TruncationLimits, total_A: Tensor) ->
 
 
 def _survivors(values_AW: Tensor, limits: TruncationLimits, total_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each row how many of its W most likely tokens survive, the shifted logit of the last survivor, and
-    that of the k-th token, which ``top_k`` keeps last. ``values_AW`` are the shifted logits of these tokens,
-    descending; ``total_A`` is from :func:`_totals`."""
+    """Return for each row the number of survivors among its W most likely tokens, the shifted logit of the last
+    survivor, and the shifted logit of the k-th token. ``values_AW`` are the shifted logits of the W tokens, descending;
+    ``total_A`` are the sums that :func:`_totals` returned."""
     width = values_AW.shape[1]
     weights_AW = values_AW.exp().double()
     mass_AW = weights_AW.cumsum(dim=-1)
@@ -355,7 +363,7 @@ def _survivors(values_AW: Tensor, limits: TruncationLimits, total_A: Tensor) -> 
 def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return a uniform number in [0, 1) for each (key, position): splitmix64 used as a counter-based hash.
 
-    It has 52 bits, so that the largest times any sum still rounds to less than the sum.
+    The numbers have 52 bits, so that the product of the largest one and any sum rounds to less than the sum.
 
     >>> bool((uniforms(np.array([3, 3], np.uint64), np.array([0, 1])) < 1).all())
     True

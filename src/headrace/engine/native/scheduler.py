@@ -1,20 +1,21 @@
-"""The scheduler: which sequences are in the batch, what each step computes, and which blocks each sequence holds.
+"""The scheduler of the embedded engine, which decides which sequences are in the batch, which tokens each step
+computes, and which cache blocks each sequence holds.
 
-It works on numbers only, without tensors and without a clock.
+It works on numpy arrays and Python numbers only, without tensors and without a clock.
 
     waiting ──join──▶ rows ──▶ a step:  1. every row that decodes: one token; its next block, if it needs one
        ▲                │               2. rows whose context is not computed: pieces of it, by rank
        └──preempted─────┘               3. waiting sequences join, by rank, while rows, tokens and blocks last
 
-By rank means: higher priority first, then order of arrival. A sequence that was preempted keeps its arrival, so it is
-before all that came after it. If the first sequence does not fit yet, no other overtakes it, so that none starves. A
-sequence joins with all the blocks that its tokens and one more need. When a row that decodes finds no free block, the
-row of the last rank returns to the queue, and no sequence joins in that step. The row of the first rank therefore
-always makes progress.
+The *rank* orders sequences by higher priority, then by arrival. A preempted sequence keeps its arrival number, so it is
+before all sequences that arrived later. If the first sequence does not fit yet, no other sequence overtakes it, so that
+no sequence starves. A sequence joins with all blocks that its tokens and one further token need. If there is no free
+block for a row that decodes, the row with the last rank is preempted: it returns to the queue, and no sequence joins in
+that step. The row with the first rank therefore always makes progress.
 
-Two kinds of sequences are deferred, and others may overtake them: a pinned sequence, while weights are exchanged or
-there is no room for one more copy of older weights; and a sequence whose prompt a sibling computes in this step, for
-that step.
+Two kinds of sequences are *deferred*, and other sequences may overtake them: a pinned sequence, while weights are
+exchanged or no further copy of older weights is allowed; and, for one step, a sequence whose prompt a sibling computes
+in that step.
 
 Shape legend: R rows of the step, J rows that compute a piece of their context.
 """
@@ -39,26 +40,27 @@ from headrace.models.paged.base import BLOCK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The plan of one engine step: which rows compute how many new tokens, and what has to be copied before."""
+    """The plan of one engine step: which rows compute how many new tokens, and which blocks and states are copied
+    before."""
 
     rows_R: Index
-    """The rows of the batch; those with one new token first."""
+    """The rows of the batch that compute tokens; rows with one new token first."""
     counts_R: Index
     """The number of new tokens of each row."""
     num_decode: int
-    """The number of first rows, which have one new token each."""
+    """The number of rows with one new token, which are the first of ``rows_R``."""
     copies: tuple[tuple[int, int], ...]
-    """The blocks to copy before the pass: (source, target)."""
+    """The pairs (source, target) of blocks to copy before the pass."""
     restores: tuple[tuple[int, int], ...]
-    """The states to copy before the pass, of a model with recurrent layers: (slot, row)."""
+    """The pairs (slot, row) of states of recurrent layers to copy before the pass."""
     joined: tuple[Sequence, ...]
-    """The sequences that have just joined."""
+    """The sequences that join the batch in this step."""
     drafts_R: Index | None = None
-    """How many of each row's new tokens are drafted (:mod:`.speculation`); ``None``: none of any row."""
+    """The number of drafted tokens (:mod:`.speculation`) among each row's new tokens; ``None``: there are no drafts."""
 
     def only(self, chosen_R: Flags) -> Schedule:
-        """Return the part of the step that computes the rows of which ``chosen_R`` is true. Copies, restores and joined
-        sequences are left out: they are done once for the whole step."""
+        """Return the part of the step that computes the rows for which ``chosen_R`` is true. It has no copies, restores
+        and joined sequences, which the engine processes once for the whole step."""
         return Schedule(
             rows_R=self.rows_R[chosen_R],
             counts_R=self.counts_R[chosen_R],
@@ -70,8 +72,8 @@ class Schedule:
         )
 
     def split(self, label_R: Index) -> list[tuple[int, Schedule]]:
-        """Return one part of the step for each different value of ``label_R``, with that value; rows keep their order.
-        The engine splits a step by the weights or the adapter that its rows need."""
+        """Return one pair (value, part of the step) for each different value of ``label_R``; rows keep their order. The
+        engine splits a step by the weights or the adapters that its rows need."""
         if (label_R == label_R[0]).all():
             return [(int(label_R[0]), self)]
         return [(label, self.only(label_R == label)) for label in np.unique(label_R).tolist()]
@@ -79,27 +81,27 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Allocation:
-    """The cache blocks that a sequence begins with when it joins."""
+    """The cache blocks with which a sequence joins the batch."""
 
     table: list[int]
-    """Its blocks, in the order of its tokens."""
+    """The blocks of the sequence, in the order of its tokens."""
     num_cached: int
-    """The number of its first tokens that the blocks hold already, computed for another sequence."""
+    """The number of the sequence's first tokens that are in these blocks already, computed for another sequence."""
     chain: Chain
-    """Its place in the prefix cache."""
+    """The sequence's prefix that the prefix cache has processed."""
     copy: tuple[int, int] | None = None
-    """The block to copy before the pass, (source, target); ``None`` for none."""
+    """The pair (source, target) of a block to copy before the pass; ``None`` if there is none."""
     state: int | None = None
-    """The slot of the state at the end of the cached tokens; ``None`` if there are none, or no recurrent layers."""
+    """The slot of the state after the cached tokens; ``None`` without cached tokens or without recurrent layers."""
 
 
 class Scheduler:
-    """The scheduler of one engine: it owns the queue of waiting sequences, lets them join the ``rows`` of the batch
-    with blocks from ``pool``, and decides what each step computes: at most ``max_step_tokens`` tokens.
+    """The scheduler of one engine. It owns the queue of waiting sequences, adds sequences to the ``rows`` of the batch
+    with blocks from ``pool``, and plans each step, which computes at most ``max_step_tokens`` tokens.
 
-    ``before_change`` is called with each sequence whose cached context is about to be lost or computed again, unless it
-    ends. ``may_pin`` returns whether a sequence can be pinned to the present weights. ``states`` are the states of
-    recurrent layers, if the model has any.
+    ``before_change`` is called with each sequence whose cached context will be freed or computed again, except when the
+    sequence ends. ``may_pin`` returns whether a sequence can be pinned to the weights in use. ``states`` are the states
+    of recurrent layers; ``None`` if the model has none.
     """
 
     def __init__(
@@ -121,55 +123,55 @@ class Scheduler:
         self._states = states
         self._restores: list[tuple[int, int]] = []
         self._waiting = Waiting()
-        self._held: dict[int, Sequence] | None = None
+        self._queued_while_closed: dict[int, Sequence] | None = None
         self._deferred: dict[int, Sequence] = {}
         self._siblings = Siblings()
-        self._last_misfit: tuple[int, int] | None = None  # (arrival, available blocks): not tried again with no more
+        self._last_misfit: tuple[int, int] | None = None  # (arrival, available blocks) of the sequence that did not fit
         self._decoding: Index = np.zeros(0, np.int64)
         self._dirty: list[int] = []
         self.version = NOT_SAMPLED
-        """The version that computes the context of sequences that join now."""
+        """The version with which sequences that join now compute their context."""
         self.num_preempted = 0
         self.prompt_tokens = 0
-        """The tokens that sequences began with when they joined."""
+        """The number of given tokens of all sequences that have joined."""
         self.cached_tokens = 0
-        """How many of these were in the cache."""
+        """The number of those given tokens that were in the cache."""
         self.prefill_s = 0.0
-        """The time that steps spent on contexts, as the share of their tokens."""
+        """The time that steps spent on prompts and contexts, in seconds; see :meth:`account_time`."""
         self._context_share = 0.0
 
     @property
     def num_waiting(self) -> int:
-        """The number of sequences that are in no row, those that must not join yet included."""
-        return len(self._waiting) + len(self._held or ()) + len(self._deferred)
+        """The number of sequences that have no row, including the sequences that must not join yet."""
+        return len(self._waiting) + len(self._queued_while_closed or ()) + len(self._deferred)
 
     @property
     def idle(self) -> bool:
-        """Whether a step would compute nothing: no sequence is in a row or may join one."""
+        """Whether a step would compute nothing: no sequence has a row or may join the batch."""
         return not (self._rows.count or self._waiting or any(map(self._may_join, self._deferred.values())))
 
     def waiting(self) -> list[Sequence]:
-        """Return all sequences that are in no row."""
-        return [*self._waiting, *self._deferred.values(), *(self._held or {}).values()]
+        """Return all sequences that have no row."""
+        return [*self._waiting, *self._deferred.values(), *(self._queued_while_closed or {}).values()]
 
     def started(self) -> list[Sequence]:
-        """Return all sequences that have begun: those in rows, and waiting ones that have sampled tokens already. A
-        commit has to treat them."""
+        """Return all sequences that have started: the sequences in rows, and the waiting ones that have sampled tokens
+        already. A commit changes their caches and answers according to its mode."""
         return self._rows.sequences + self._waiting.started()
 
     def add(self, sequence: Sequence) -> None:
         """Add ``sequence`` to the queue. After :meth:`hold`, a sequence without sampled tokens waits until
         :meth:`open`."""
-        if self._held is not None and sequence.answer is None:
-            self._held[sequence.arrival] = sequence
+        if self._queued_while_closed is not None and sequence.answer is None:
+            self._queued_while_closed[sequence.arrival] = sequence
         else:
             self._waiting.add(sequence)
 
     def hold(self, *, include_waiting: bool) -> None:
-        """Let no sequence that is added from now on join until :meth:`open`; with ``include_waiting``, neither those
-        that wait now. Sequences that have an answer already may join nevertheless. A commit that waits until no
-        sequence runs calls this."""
-        self._held = {}
+        """Close the queue until :meth:`open`: sequences that are added from now on must not join; with
+        ``include_waiting``, sequences that wait now must not join either. Sequences that have sampled tokens already
+        may still join. Called by a commit that waits until no sequence runs."""
+        self._queued_while_closed = {}
         if include_waiting:
             waiting, self._waiting, self._deferred = self.waiting(), Waiting(), {}
             for sequence in waiting:
@@ -177,26 +179,26 @@ class Scheduler:
 
     def open(self) -> None:
         """End :meth:`hold`: every sequence may join again."""
-        held, self._held = self._held or {}, None
+        held, self._queued_while_closed = self._queued_while_closed or {}, None
         for sequence in held.values():
             self.add(sequence)
 
     def withdraw(self, sequences: Iterable[Sequence]) -> None:
-        """Remove these sequences from the rows and from every queue, because they end early."""
+        """Remove ``sequences`` from the rows and from every queue, because they end early."""
         leaving = list(sequences)
         self.leave([sequence.row for sequence in leaving if sequence.row != NO_ROW])
         for sequence in leaving:
             self._waiting.remove(sequence)
             self._deferred.pop(sequence.arrival, None)
-            if self._held is not None:
-                self._held.pop(sequence.arrival, None)
+            if self._queued_while_closed is not None:
+                self._queued_while_closed.pop(sequence.arrival, None)
 
     def leave(self, rows: list[int] | Index) -> None:
-        """Free these rows and release their blocks, because their sequences have ended or go back to the queue."""
+        """Free ``rows`` and release their blocks, because their sequences have ended or return to the queue."""
         for row in rows:
             table = self._rows.table(row)
             if self._rows.computed_R[row] < self._rows.length_R[row] - 1:
-                self._pool.taint(table)  # its logits were never checked: the blocks may hold NaN or infinity
+                self._pool.taint(table)  # its logits were not checked: the blocks may hold NaN or infinity
             self._pool.release(table)
         self._dirty += self._pool.pop_dirty()
         if len(rows):
@@ -209,8 +211,8 @@ class Scheduler:
         return dirty
 
     def requeue(self, sequence: Sequence) -> int:
-        """Move a sequence with its answer from its row back to the queue. Return how many computed tokens that
-        discards."""
+        """Move ``sequence`` with its answer from its row back to the queue. Return the number of tokens whose cached
+        context is freed."""
         self._before_change(sequence)
         row = sequence.row
         lost = int(self._rows.computed_R[row])
@@ -220,8 +222,8 @@ class Scheduler:
         return lost
 
     def recompute(self, sequence: Sequence) -> int:
-        """Have the context of a running sequence computed again in its own blocks, in the next steps, under the weights
-        now in use. Return how many computed tokens that discards."""
+        """Mark the context of a running sequence to be computed again in its own blocks, in the next steps, under the
+        weights now in use. Return the number of tokens whose cached context becomes invalid."""
         self._before_change(sequence)
         lost = int(self._rows.computed_R[sequence.row])
         self._rows.computed_R[sequence.row] = 0
@@ -229,8 +231,8 @@ class Scheduler:
         return lost
 
     def borrow(self, count: int) -> list[int]:
-        """Allocate ``count`` blocks for use between two steps (scoring), until :meth:`return_blocks`. Rows of the last
-        ranks are preempted to make room; the pool must have that many blocks in all."""
+        """Allocate ``count`` blocks for scoring between two steps, until :meth:`return_blocks`. If blocks are missing,
+        the rows with the last ranks are preempted; the pool must have at least ``count`` blocks in all."""
         while True:
             blocks = self._pool.allocate(count)
             if blocks is not None:
@@ -238,32 +240,33 @@ class Scheduler:
             self._preempt_last()
 
     def return_blocks(self, blocks: list[int]) -> None:
-        """Return to the pool the blocks that :meth:`borrow` allocated, once the scoring has ended. Their contents are
-        undefined, so :meth:`pop_dirty` reports them to the engine, which clears them before its next pass."""
+        """Return to the pool the blocks that :meth:`borrow` allocated, after the scoring. Their contents are undefined,
+        so :meth:`pop_dirty` returns them to the engine, which clears them before its next pass."""
         self._pool.taint(blocks)
         self._pool.release(blocks)
         self._dirty += self._pool.pop_dirty()
 
     def _preempt_last(self) -> None:
-        """Move the sequence of the last rank from its row back to the queue, with its answer, to free its blocks."""
+        """Preempt the running sequence with the last rank: move it with its answer back to the queue, to free its
+        blocks."""
         self.requeue(self._rows.sequences[self._rows.by_rank(np.arange(self._rows.count))[-1]])
         self.num_preempted += 1
 
     def schedule(self) -> Schedule:
-        """Decide the next step: let sequences join, allocate blocks, and return which rows compute how many tokens. It
-        computes something as long as any sequence is in a row or may join one."""
+        """Return the plan of the next step, after adding sequences to the batch and allocating blocks. The plan is not
+        empty if any sequence has a row or may join the batch."""
         rows = self._rows
         self._siblings = Siblings(by_snapshot=self._states is not None)
         self._restores = []
-        crowded = self._grow()
-        ready = rows.decoding()
-        decoding = self._decoding = np.flatnonzero(ready)
+        has_preempted = self._grow()
+        is_decoding = rows.decoding()
+        decoding = self._decoding = np.flatnonzero(is_decoding)
         self._register_decoding(decoding)
         budget = self._max_step_tokens - len(decoding)
         pieces: list[tuple[int, int]] = []
         copies: list[tuple[int, int]] = []
         num_before = rows.count
-        for row in [] if len(decoding) == num_before else rows.by_rank(np.flatnonzero(~ready)).tolist():
+        for row in [] if len(decoding) == num_before else rows.by_rank(np.flatnonzero(~is_decoding)).tolist():
             if budget <= 0:
                 break
             if not rows.computed_R[row]:
@@ -272,7 +275,7 @@ class Scheduler:
             if self._states is not None:
                 self._siblings.lead(rows.sequences[row], int(rows.computed_R[row]) + pieces[-1][1])
         self._return_deferred()
-        while not crowded and budget > 0:
+        while not has_preempted and budget > 0:
             joined = self._join_first()
             if joined is None:
                 break
@@ -305,48 +308,48 @@ class Scheduler:
         return seconds
 
     def _grow(self) -> bool:
-        """Allocate a block for every row whose newest token needs one, by rank. Return whether a row was preempted to
-        make room, so that no sequence may join in this step."""
+        """Allocate a block for every row whose newest token needs a new one, in the order of rank. Return whether a row
+        was preempted to free blocks, so that no sequence may join in this step."""
         rows = self._rows
-        needy = np.flatnonzero(rows.length_R[: rows.count] > rows.num_blocks_R[: rows.count] * BLOCK)
-        if not len(needy):
+        needing_block = np.flatnonzero(rows.length_R[: rows.count] > rows.num_blocks_R[: rows.count] * BLOCK)
+        if not len(needing_block):
             return False
-        crowded = False
-        for sequence in [rows.sequences[row] for row in rows.by_rank(needy)]:
+        has_preempted = False
+        for sequence in [rows.sequences[row] for row in rows.by_rank(needing_block)]:
             while sequence.row != NO_ROW:
                 fresh = self._pool.allocate(1)
                 if fresh is not None:
                     rows.extend(sequence.row, fresh)
                     break
                 self._preempt_last()
-                crowded = True
-        return crowded
+                has_preempted = True
+        return has_preempted
 
     def _register_decoding(self, decoding: Index) -> None:
-        """Register in the prefix cache the blocks that this step fills, for each row of ``decoding``, and plan
-        snapshots of their states."""
+        """Register in the prefix cache the blocks that the newest tokens of the rows ``decoding`` fill in this step,
+        and plan snapshots of the states there."""
         lengths = self._rows.length_R[decoding]
         for row in decoding[lengths % BLOCK == 0].tolist():
             self._register(row, int(self._rows.length_R[row]))
             self._plan_snapshot(row, int(self._rows.length_R[row]))
 
     def register_computed(self, rows: Index) -> None:
-        """Make the full blocks available to other sequences that a pass has filled in these rows. :meth:`schedule` does
-        so beforehand for tokens that are certain; here it is done for drafted ones that were drawn."""
+        """Register in the prefix cache the blocks of ``rows`` that accepted drafted tokens have filled in a pass. All
+        other blocks are registered by :meth:`schedule` before the pass."""
         for row in rows.tolist():
             self._register(row, int(self._rows.computed_R[row]))
 
     def _register(self, row: int, end: int) -> None:
-        """Make the full blocks of the row's first ``end`` tokens available to other sequences, if the weights in use
-        compute them."""
+        """Register the full blocks of the row's first ``end`` tokens in the prefix cache, if the weights in use compute
+        them."""
         sequence = self._rows.sequences[row]
         if sequence.chain.version == self._pool.version:
             self._pool.register(sequence.chain, self._rows.table(row), self._rows.ids_RC[row, :end])
 
     def _plan_snapshot(self, row: int, end: int) -> None:
-        """Plan a snapshot of the state of the row's recurrent layers after this step, if its first ``end`` tokens,
-        which the step completes, end with a registered block. After the given tokens, it replaces the row's snapshot
-        before."""
+        """Plan a snapshot of the states of the row's recurrent layers after this step, if its first ``end`` tokens end
+        with a registered block. The step computes the tokens up to ``end``. After the given tokens, the new snapshot
+        replaces the previous one of the row."""
         sequence = self._rows.sequences[row]
         chain = sequence.chain
         if self._states is None or chain.version != self._pool.version or chain.length * BLOCK != end:
@@ -358,13 +361,13 @@ class Scheduler:
         snapshots.plan(chain.digest, row)
 
     def _schedule_piece(self, row: int, budget: int, pieces: list[tuple[int, int]]) -> int:
-        """Schedule the next tokens of the row's context, at most ``budget``, add (row, count) to ``pieces``, and return
-        the count."""
+        """Schedule the next piece of the row's context, at most ``budget`` tokens: append (row, count) to ``pieces``
+        and return the count."""
         rows = self._rows
         start = int(rows.computed_R[row])
         length = int(rows.length_R[row])
         count = min(budget, length - start)
-        if self._states is not None:  # a piece ends where a snapshot can be taken, if it reaches such a place
+        if self._states is not None:  # end the piece at a block border, where a snapshot is possible
             border = last_border(min(start + count + 1, length))
             count = border - start if border > start else count
         self._register(row, start + count)
@@ -373,8 +376,8 @@ class Scheduler:
         return count
 
     def _match_recomputed(self, row: int) -> None:
-        """Replace blocks of a context that is to be recomputed by cached blocks that another sequence has recomputed
-        already."""
+        """Replace the first blocks of ``row``, whose context has to be recomputed, by cached blocks that another
+        sequence has recomputed already."""
         rows, sequence = self._rows, self._rows.sequences[row]
         blocks = self._pool.match(sequence.chain, rows.ids_of(row))
         self._pool.release(rows.table(row)[: len(blocks)])
@@ -384,24 +387,24 @@ class Scheduler:
             self._restores.append((state, row))
 
     def _state_of(self, chain: Chain) -> int | None:
-        """Return the slot of the snapshot at the end of a chain that has just been matched; ``None`` if the chain is
-        empty or the model has no recurrent layers."""
+        """Return the slot of the snapshot at the end of ``chain``, which has just been matched; ``None`` if the chain
+        is empty or the model has no recurrent layers."""
         return None if self._states is None or not chain.length else self._states.snapshots.find(chain.digest)
 
     def _return_deferred(self) -> None:
-        """Return deferred sequences to the queue if they may join now."""
+        """Move the deferred sequences that may join now back to the queue."""
         for sequence in [each for each in self._deferred.values() if self._may_join(each)]:
             del self._deferred[sequence.arrival]
             self._waiting.add(sequence)
 
     def _may_join(self, sequence: Sequence) -> bool:
-        """Return whether nothing but room keeps ``sequence`` from joining: a request that pins its weights has them
-        already, or can be pinned to those in use."""
+        """Return whether ``sequence`` may join as soon as there is space: its request does not pin its weights, or it
+        is pinned already, or it can be pinned to the weights in use."""
         return not sequence.request.pinned or sequence.pin is not None or self._may_pin()
 
     def _join_first(self) -> tuple[int, _Allocation] | None:
-        """Let the first sequence of the queue that is not deferred join. Return its row and its blocks; ``None`` if
-        there is no such sequence, or no room."""
+        """Add the first sequence of the queue that need not be deferred to the batch. Return its row and its blocks;
+        ``None`` if there is no such sequence, or not enough rows or blocks."""
         while self._waiting and self._rows.count + self._siblings.num_waiting < self._rows.num_rows:
             sequence = self._waiting.first()
             if self._siblings.follow(sequence) or not self._may_join(sequence):
@@ -413,7 +416,8 @@ class Scheduler:
         return None
 
     def _join(self, sequence: Sequence, allocation: _Allocation) -> int:
-        """Move a waiting sequence to the next row, with the blocks of ``allocation``, and return the row."""
+        """Move ``sequence`` from the queue to the first unused row, with the blocks of ``allocation``, and return the
+        row."""
         self._waiting.remove(sequence)
         if sequence.answer is None:
             self.prompt_tokens += len(sequence.given_ids_T)
@@ -428,24 +432,26 @@ class Scheduler:
         return sequence.row
 
     def _allocate(self, sequence: Sequence) -> _Allocation | None:
-        """Allocate blocks for all tokens of ``sequence`` and one more; ``None`` while there are not enough. A sequence
-        that did not fit before is not tried again while no more blocks are available."""
+        """Allocate blocks for all tokens of ``sequence`` and one more; return ``None`` if there are not enough. A
+        sequence that did not fit is tried again only when more blocks are available than at the last attempt."""
         before = self._pool.available
         if self._rows.count and self._last_misfit is not None:
-            arrival, then = self._last_misfit
-            if arrival == sequence.arrival and before <= then:
+            arrival, num_then = self._last_misfit
+            if arrival == sequence.arrival and before <= num_then:
                 return None
         allocation = self._try_allocate(sequence)
         self._last_misfit = (sequence.arrival, before) if allocation is None else None
         return allocation
 
     def _try_allocate(self, sequence: Sequence) -> _Allocation | None:
-        """Allocate blocks for a sequence: those that it can share with its parent or with cached prefixes, and free
-        ones for the rest. Return ``None``, with nothing allocated, if there are too few."""
+        """Allocate blocks for ``sequence``: blocks shared with its parent or with cached prefixes, followed by new
+        ones. If there are too few, return ``None`` and allocate nothing."""
         ids_T = sequence.ids()
         needed = blocks_for(min(len(ids_T) + 1, sequence.max_length - 1))
         version = self.version if sequence.pin is None else sequence.pin
-        allocation = self._fork(sequence, ids_T, version) or self._fork_cached(sequence, ids_T, version)
+        allocation = self._share_with_parent(sequence, ids_T, version) or self._share_with_ended_parent(
+            sequence, ids_T, version
+        )
         if allocation is None:
             chain = Chain(version, sequence.salt)
             matched = self._pool.claim(chain, ids_T, needed)
@@ -460,22 +466,22 @@ class Scheduler:
         allocation.table.extend(fresh)
         return allocation
 
-    def _fork(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Allocation | None:
-        """Return blocks shared with the running parent of a fork or sibling, whose last block is copied if it is filled
-        in part. ``ids_T`` are the tokens of ``sequence``, and ``version`` is the one that computes it. Return ``None``
-        if there is no parent in a decoding row, if its cache is of other weights or other tokens, or without room."""
+    def _share_with_parent(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Allocation | None:
+        """Return blocks shared with the running parent of a fork or sibling. A partly filled last block is copied.
+        ``ids_T`` are the tokens of ``sequence``, and ``version`` is the version that computes it. Return ``None`` if no
+        parent decodes, if the parent's cache has other weights or other tokens, or if no block is free for the copy."""
         parent, rows = sequence.parent, self._rows
         if parent is None or parent.salt != sequence.salt:
             return None
-        if parent.row not in self._decoding:  # blocks of it may be filled in this very pass, too late for a copy
+        if parent.row not in self._decoding:  # this pass may still fill its last block, after the copy
             return None
         if parent.chain.version != version and not sequence.reuses_stale:
             return None
         num_cached = min(int(rows.computed_R[parent.row]), len(ids_T) - 1)
         if not np.array_equal(rows.ids_RC[parent.row, :num_cached], ids_T[:num_cached]):
-            return None  # the parent has begun again
+            return None  # the parent has restarted with other tokens
         if self._states is not None and num_cached != rows.computed_R[parent.row]:
-            return None  # the parent's state is that of more tokens
+            return None  # the parent's state includes more tokens
         forked = self._pool.fork(rows.table(parent.row), num_cached)
         if forked is None:
             return None
@@ -483,17 +489,17 @@ class Scheduler:
         state = None if self._states is None else int(self._states.slots_R[parent.row])
         return _Allocation(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy, state=state)
 
-    def _fork_cached(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Allocation | None:
-        """Return blocks shared with the parent of a fork that no longer runs, but is still in the prefix cache. The
-        last block, which the fork uses in part, can be found only by the parent's tokens, and is copied. Return
-        ``None`` if the fork uses no block in part, or the parent's blocks are gone; other prefixes are matched then.
-        The arguments are those of :meth:`_fork`."""
-        whole_T, num_cached = sequence.parent_ids_T, len(ids_T) - 1
-        partial = num_cached % BLOCK and self._states is None  # there is no state within a block
-        if whole_T is None or not partial or version != self._pool.version:
+    def _share_with_ended_parent(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Allocation | None:
+        """Return blocks shared with the parent of a fork that has ended, but is still in the prefix cache. The last
+        block, of which the fork uses a part, is found by the parent's tokens and copied. Return ``None`` if the fork
+        uses only whole blocks, which the caller then matches like any prefix, or if the parent's blocks have been
+        evicted. The arguments are the same as in :meth:`_share_with_parent`."""
+        parent_ids_T, num_cached = sequence.parent_ids_T, len(ids_T) - 1
+        partial = num_cached % BLOCK and self._states is None  # states exist only at the ends of blocks
+        if parent_ids_T is None or not partial or version != self._pool.version:
             return None
         num_blocks, chain = blocks_for(num_cached), Chain(version, sequence.salt)
-        blocks = self._pool.match(chain, whole_T[: num_blocks * BLOCK + 1])
+        blocks = self._pool.match(chain, parent_ids_T[: num_blocks * BLOCK + 1])
         whole = len(blocks) == num_blocks and self._pool.held_once(blocks[-1])
         forked = self._pool.fork(blocks, num_cached) if whole else None
         self._pool.release(blocks)

@@ -1,6 +1,6 @@
-"""Logprobs of given tokens: one prefill, piece by piece, in blocks borrowed from the engine's cache. Nothing is
-sampled. A *kept-set* is the set of vocabulary entries that survived truncation when a token was sampled; *routing* is
-the experts that computed it. Both may come with the tokens, and are then applied.
+"""The computation of logprobs of given tokens, by one prefill in pieces, in blocks borrowed from the engine's cache. No
+token is sampled. A *kept-set* is the set of vocabulary entries that survived truncation when a token was sampled;
+*routing* is the experts that computed a token. A request may contain both; they are then applied.
 
 Shape legend: T tokens of the request, N of one piece, V vocabulary, E entries of the kept-sets of a piece, K most
 likely entries per token.
@@ -30,19 +30,20 @@ from headrace.models.paged.plan import PagedPlan
 from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingReplay, find_routing
 
-_LOGITS = 2**24
-"""The approximate number of logits of one piece, which bounds its memory."""
+_MAX_PIECE_LOGITS = 2**24
+"""The approximate largest number of logits of one piece, which limits its memory."""
 
 Replay = Callable[[Routing], AbstractContextManager[object]]
-"""Makes the context within which a pass uses the given experts instead of choosing its own."""
+"""A function that returns a context in which a pass uses the given experts and does not choose its own."""
 
 
 class PrefillScorer:
-    """The computation of logprobs of given tokens under the weights that the model has at the time. The engine owns
-    one, and lends it blocks of its ``cache``.
+    """The scorer of given tokens under the weights that the model has at the time of the call. Each engine has one, and
+    passes it blocks of its ``cache``.
 
-    ``maker`` makes the attention over blocks. ``exact`` is the log-softmax that the learner uses too; ``None``:
-    torch's. ``states`` are the states of recurrent layers; ``None`` for a model without any.
+    ``maker`` creates the attention over blocks. ``exact`` is the log-softmax of the learner in deterministic mode;
+    ``None``: torch's log-softmax. ``states`` are the states of recurrent layers; ``None`` for a model without such
+    layers.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class PrefillScorer:
         exact: LogSoftmax | None,
         states: SequenceStates | None = None,
     ) -> None:
+        """Create the scorer of ``model``. The arguments are described at the class."""
         self._model = model
         self._exact = exact
         self._cache = cache
@@ -62,15 +64,15 @@ class PrefillScorer:
         self._routed_model: RoutedModel | None = None
 
     def blocks(self, request: ScoreTokens, vocab_size: int) -> int:
-        """Return how many cache blocks :meth:`score` needs for ``request``. Raises
+        """Return the number of cache blocks that :meth:`score` needs for ``request``. Raises
         :class:`~headrace.base.errors.RequestError` for a request that cannot be scored."""
         self._refuse_if_unfit(request, vocab_size)
         return blocks_for(len(request.ids_T) - 1) if len(request.ids_T) else 0
 
     def score(self, request: ScoreTokens, table: list[int], vocab_size: int) -> TopScores:
-        """Return the logprobs of the request's tokens, and the ``top_k`` likeliest entries at each; 0 for the first
-        token, which nothing precedes. ``table`` are the cache blocks to use, as many as :meth:`blocks` returned; their
-        contents are overwritten."""
+        """Return the logprobs of the request's tokens, and the ``top_k`` likeliest entries at each position. The first
+        token, which nothing precedes, gets zeros. ``table`` are the cache blocks to use, as many as :meth:`blocks`
+        returned; their contents are overwritten."""
         shape = len(request.ids_T), request.top_k
         scores = TopScores(
             logprobs_T=np.zeros(shape[0], np.float32),
@@ -81,7 +83,7 @@ class PrefillScorer:
         if total < 1:
             return scores
         ids_T = torch.from_numpy(np.asarray(request.ids_T, np.int64)).to(device)
-        piece = max(16, min(2048, _LOGITS // vocab_size))
+        piece = max(16, min(2048, _MAX_PIECE_LOGITS // vocab_size))
         for start in range(0, total, piece):
             end = min(start + piece, total)
             geometry = Geometry(
@@ -90,7 +92,7 @@ class PrefillScorer:
                 counts_R=np.array([end - start]),
                 num_decode=0,
             )
-            with torch.inference_mode(), self._routed(request.routing, slice(start, end)):
+            with torch.inference_mode(), self._replayed_routing(request.routing, slice(start, end)):
                 states = None if self._states is None else self._states.of_scoring()
                 plan = PagedPlan(self._cache, geometry, self._maker, device, states)
                 logits_NV = forward(self._model, ids_T[start:end], plan)
@@ -103,16 +105,16 @@ class PrefillScorer:
             scores.ids_TK[span], scores.logs_TK[span] = ids_NK.cpu().numpy(), best_NK.cpu().numpy()
         return scores
 
-    def _routed(self, routing: Routing | None, span: slice) -> AbstractContextManager[object]:
-        """Return the context in which a pass over the tokens of ``span`` uses their recorded experts; without routing,
-        it changes nothing."""
+    def _replayed_routing(self, routing: Routing | None, span: slice) -> AbstractContextManager[object]:
+        """Return a context in which a pass over the tokens of ``span`` uses their recorded experts; without
+        ``routing``, the context changes nothing."""
         if routing is None or self._replay is None:
             return nullcontext()
         return self._replay(routing[span])
 
     def _logprobs(self, scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None) -> Tensor:
         """Return the logprob of each of ``ids_N`` under its row of ``scaled_NV``, the logits divided by the
-        temperature, within its kept-set if ``kept`` has one."""
+        temperature. The distribution is restricted to the token's kept-set, if ``kept`` has one for it."""
         if self._exact is None:
             return _logprobs(scaled_NV, ids_N, kept)
         return _exact_logprobs(scaled_NV, ids_N, kept, self._exact)
@@ -128,8 +130,8 @@ class PrefillScorer:
         return self._exact(scaled_NV).gather(1, ids_NK), ids_NK
 
     def _refuse_if_unfit(self, request: ScoreTokens, vocab_size: int) -> None:
-        """Raise :class:`~headrace.base.errors.RequestError` for tokens that are invalid, that the model or the cache
-        cannot hold, or whose routing cannot be replayed."""
+        """Raise :class:`~headrace.base.errors.RequestError` for invalid tokens, for more tokens than the model's
+        context or the cache holds, and for routing that cannot be replayed."""
         ids_T, limit = request.ids_T, context_limit(self._model.config)
         problem = score_problem(request, vocab_size)
         if problem:
@@ -153,7 +155,8 @@ class PrefillScorer:
         return routing.problem(count) or self._routed_model.problem(routing.experts_RLK)
 
     def _open_replay(self) -> str:
-        """Prepare the replay of routing, and return why it is impossible; empty if it is possible."""
+        """Prepare the replay of routing, and return the reason why it is impossible; an empty string if it is
+        possible."""
         if self._replay is not None:
             return ""
         try:
@@ -167,8 +170,8 @@ class PrefillScorer:
 
 
 def _exact_logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None, log_softmax: LogSoftmax) -> Tensor:
-    """Return the logprob of each token of ``ids_N`` under its scaled logits by ``log_softmax``, within its kept-set if
-    that is not empty."""
+    """Return the logprob of each token of ``ids_N`` under its scaled logits, computed by ``log_softmax``. Logits
+    outside a token's kept-set are masked, if the kept-set is not empty."""
     if kept is not None and len(kept.ids_E):
         owner_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T))
         allowed_NV = torch.from_numpy(kept.sizes_T == 0)[:, None].repeat(1, scaled_NV.shape[1])
@@ -178,8 +181,8 @@ def _exact_logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None, log
 
 
 def _logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None) -> Tensor:
-    """Return the logprob of each token of ``ids_N`` in the softmax of its scaled logits over its kept-set, or over the
-    whole vocabulary where the kept-set is empty or ``kept`` is ``None``."""
+    """Return the logprob of each token of ``ids_N`` under the softmax of its scaled logits over its kept-set, or over
+    the whole vocabulary if the kept-set is empty or ``kept`` is ``None``."""
     total_N = scaled_NV.logsumexp(-1)
     if kept is not None and len(kept.ids_E):
         owner_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T)).to(scaled_NV.device)

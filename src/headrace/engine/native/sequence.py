@@ -1,10 +1,10 @@
-"""The state of one request in the engine.
+"""The state of one request in the embedded engine, from its admission to its end.
 
                   join                            preempted, or requeued
 add ──▶ waiting ───────▶ in a row of the batch ───────────────────────┐
            ▲                     │                                     │
-           │                     └──▶ ended (remembered for forks)     │
-           └──────────────── keeps its answer, goes to the front ◀─────┘
+           │                     └──▶ ended (recorded for forks)       │
+           └──────────────── keeps its answer and its rank ◀───────────┘
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.blocks import Chain
 
 NO_ROW = -1
-"""The row of a sequence that is in no row, because it waits or has ended."""
+"""The row number of a sequence without a row, because it waits or has ended."""
 Kept = tuple[IntColumn, int, int]
-"""The kept-set of a token: the ids of all kept-sets of its step, and the start and end of its own among them."""
+"""The kept-set of a token: the kept ids of all rows of its step, and the start and end of its own ids among them."""
 WITH_ROUTING = 1
-"""The salt of blocks beside which routing is stored."""
+"""The summand of a salt for blocks whose routing is stored."""
 _ADAPTERS = 2
 """The factor of the adapter's index in a salt."""
 
@@ -35,56 +35,56 @@ class FinishedSequence:
     """The sampled tokens of a sequence that has left its row, and waits to join the batch again."""
 
     tokens: Tokens
-    """The tokens, without kept-sets and routing, which are stored elsewhere."""
+    """The tokens, without kept-sets (which are in :attr:`Sequence.kept`) and without routing."""
     num_flushed: int
-    """How many of these tokens have been sent."""
+    """The number of these tokens that have been sent."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A request, and the engine's state of it besides the numbers in its row of the batch. The intake makes it; the
+    """A request and its state in the engine, besides the numbers in its row of the batch. The intake creates it; the
     scheduler moves it between the queue and the rows."""
 
     request: GenerateRequest
     given_ids_T: IntColumn
-    """The tokens that it begins with: its prompt, or those that a fork keeps of its parent."""
+    """The tokens with which the sequence begins: its prompt, or the tokens that a fork keeps of its parent."""
     num_prompt: int
-    """How many of these are a prompt, which no engine sampled."""
+    """The number of given tokens that belong to the prompt, which no engine sampled."""
     arrival: int
-    """The number of requests before it."""
+    """The number of requests that the engine admitted before this one."""
     deadline_s: float
-    """The end of its time, on the engine's clock; infinite for none."""
+    """The deadline of the request, in seconds of the engine's clock; infinite if it has none."""
     adapter: int = 0
-    """The index of the adapter that computes it."""
+    """The index of the adapter that computes the sequence."""
     row: int = NO_ROW
-    """Its row in the batch; ``NO_ROW`` while it waits or after it has ended."""
+    """The row of the sequence in the batch; ``NO_ROW`` while it waits or after it has ended."""
     answer: FinishedSequence | None = None
-    """The answer of a waiting sequence that had begun; else ``None``."""
+    """The sampled tokens of a waiting sequence that has sampled some; else ``None``."""
     chain: Chain = field(default_factory=lambda: Chain(NOT_SAMPLED))
-    """Its place in the prefix cache, and the version of its cached context; new each time it joins."""
+    """The prefix that the prefix cache has processed, and the version of the cached context; new at each join."""
     pin: int | None = None
-    """The version that it is pinned to; ``None`` while it has none."""
+    """The version to which the sequence is pinned; ``None`` if it is not pinned."""
     parent: Sequence | None = None
     """The sequence whose blocks a fork or a sibling may share when it joins, if the parent still runs; else
     ``None``."""
     reuses_stale: bool = False
-    """Whether it may share blocks of its parent that other weights computed."""
+    """Whether the sequence may share blocks of its parent that other weights computed."""
     parent_ids_T: IntColumn | None = None
     """All tokens of the parent, for a fork that has not joined: the prefix cache may have some of their blocks. Else
     ``None``."""
     required_version: int | None = None
-    """The only version that may compute it, for a fork that has not joined and refuses other weights than those of its
+    """The only version that may compute a fork that has not joined and refuses other weights than the weights of its
     parent's cache; else ``None``."""
     border: bytes = b""
-    """The digest of the newest snapshot of its state that was taken while it decoded; empty for none."""
+    """The digest of the newest snapshot of its state that was taken while it decoded; empty if there is none."""
     kept: list[Kept] = field(default_factory=list)
-    """One kept-set per token since the last chunk, if it records them."""
+    """One kept-set per token since the last chunk, if the request records them."""
     top: list[TopScores] = field(default_factory=list)
-    """The likeliest entries of each token since the last chunk, if it records them."""
+    """The likeliest entries of each token since the last chunk, if the request records them."""
     unreported: bool = True
-    """Whether no chunk has been sent since it began or was restarted."""
+    """Whether no chunk has been sent since the sequence began or was restarted."""
     restarted: bool = False
-    """Whether it has lost tokens that were sent, and no chunk has reported that yet."""
+    """Whether a restart has made sent tokens void, and no chunk has reported this yet."""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -93,28 +93,28 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """The most tokens that it can have: those that it begins with, and the longest answer that its request
+        """The most tokens that the sequence can have: its given tokens, and the longest answer that its request
         allows."""
         return len(self.given_ids_T) + self.request.sampling.max_new_tokens
 
     @property
     def salt(self) -> int:
-        """A number for the adapter and the routing of its blocks: only blocks of the same salt can be shared."""
+        """A number for the adapter and the recording of routing: only sequences with the same salt can share blocks."""
         return _ADAPTERS * self.adapter + (WITH_ROUTING if self.request.sampling.record_routing else 0)
 
     def ids(self) -> IntColumn:
-        """Return the ids of all tokens of a waiting sequence: those that it began with, then those of its answer. While
-        it is in a row, the row has its tokens."""
+        """Return the ids of all tokens of a waiting sequence: its given tokens, then its answer. The tokens of a
+        running sequence are in its row (:class:`~headrace.engine.native.rows.Rows`)."""
         if self.answer is None:
             return self.given_ids_T
         return np.concatenate([self.given_ids_T, self.answer.tokens.ids_T])
 
     def restart(self) -> int:
-        """Discard the answer of a waiting sequence, so that it begins again under new weights, and return how many
-        tokens it had. If some were sent, its next chunk says that they are void."""
-        wasted = 0 if self.answer is None else len(self.answer.tokens)
+        """Discard the answer of a waiting sequence, so that it starts again under new weights, and return the number of
+        discarded tokens. If some were sent, the next chunk reports that they are void."""
+        num_wasted = 0 if self.answer is None else len(self.answer.tokens)
         self.restarted |= not self.unreported or (self.answer is not None and self.answer.num_flushed > 0)
         self.answer, self.unreported = None, True
         self.kept.clear()
         self.top.clear()
-        return wasted
+        return num_wasted

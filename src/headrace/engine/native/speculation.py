@@ -1,14 +1,17 @@
-"""Speculation: which tokens a pass computes in advance, because they are likely to be drawn.
+"""Speculative decoding: the choice of drafted tokens that a pass computes in advance, because they are likely to be
+drawn.
 
     schedule ──▶ extend: look up drafts ─▶ choose their lengths ─▶ the same schedule, with more tokens of some rows
                                  ▲
-    pass ──▶ verify (:mod:`.verification`): how many were drawn ─▶ note: how far chances can be trusted
+    pass ──▶ verify (:mod:`.verification`): how many were drawn ─▶ note: update the trust in chances
 
-Every draft has a *chance*: the probability with which its tokens were drawn where they were found, times how far such
-figures have been right of late, for each way of finding drafts. A pass takes the drafts that make a token cheapest: the
-cost of a pass is estimated from its numbers of rows and tokens, and the number of tokens that it gives from the
-chances. Drafts that would cost more than they give are left out, so that poor ones switch speculation off. What was
-learned of them fades, so that it is tried again.
+A draft is found in one of several *ways*: by the look-ups in earlier answers
+(:data:`~headrace.engine.native.history.LOOK_UPS`), or in the sequence's own text. Each drafted token has a *chance*:
+the probability with which it was drawn where it was found, times the *trust* in this way, which is the recent ratio of
+accepted tokens to expected ones. A pass includes the drafts that minimise the estimated cost per token: the cost of a
+pass is estimated from its numbers of rows and tokens, and the number of resulting tokens from the chances. Drafts that
+would cost more than they save are left out, so bad drafts switch speculation off. The trust returns slowly to its first
+estimate, so that speculation is tried again.
 
 Shape legend: D rows that decode, K tokens of a draft, W ways of finding a draft, E drafted tokens.
 """
@@ -36,26 +39,27 @@ from headrace.models.paged.base import BLOCK
 Chances = npt.NDArray[np.float64]
 
 PASS_COST = 16.0
-"""The cost of a pass without tokens, in units of the cost of a further token of a row. Measured with models of 1M and
-28M parameters on a processor, as the next one is: see docs/design/014-speculation.md."""
+"""The cost of a pass without tokens; the unit is the cost of a further token of a row. This and ``ROW_COST`` were
+measured with models of 1M and 28M parameters on a processor: see docs/design/014-speculation.md."""
 ROW_COST = 2.0
-"""The cost of a row with one token, in the same unit: it reads its context, which further tokens share."""
+"""The cost of a row with one token, in the same unit. It includes the reading of the row's context, which further
+tokens of the row share."""
 DRAFT_COST = 8.0
-"""What drafting costs a pass besides its tokens, in the same unit."""
+"""The additional cost of a pass with drafts, besides their tokens, in the same unit."""
 _PRIOR_TOKENS = 8.0
-"""The number of tokens for which the first estimate of a way of drafting counts."""
+"""The weight of the first estimate of trust, as a number of tokens."""
 _FADE = 0.995
-"""The factor by which what was learned of drafts counts less with each pass."""
+"""The factor by which the weight of earlier observations decreases with each pass."""
 _LONGEST_PAUSE = 15
-"""The most passes for which nothing is looked up, after look-ups that gave nothing."""
+"""The most passes without look-ups, after look-ups that found no useful draft."""
 _FIRST_TRUST = np.array([0.9, 0.5, 0.5, 0.3])
-"""The first estimate of how far the chances can be trusted, for each way of finding a draft: those of the history, then
-the sequence's own text."""
+"""The first estimate of the trust for each way of finding a draft: the look-ups in the history, then the sequence's own
+text."""
 
 
 class Trust:
-    """For each way of finding drafts: how many of the drafted tokens were drawn, by how many should have been drawn if
-    their chances were right."""
+    """The trust in the chances of drafts, for each way of finding them: the number of drafted tokens that were drawn,
+    divided by the number that would have been drawn if the chances were exact."""
 
     def __init__(self) -> None:
         self._expected_W = np.full(len(_FIRST_TRUST), _PRIOR_TOKENS)
@@ -64,37 +68,37 @@ class Trust:
 
     @property
     def factors_W(self) -> Chances:
-        """The factor for the chances that drafts of each way were found with."""
+        """The factor by which the chances of drafts of each way are multiplied."""
         factors: Chances = self._drawn_W / self._expected_W
         return factors
 
     def fade(self) -> None:
-        """Let a pass go by, with which earlier ones count less and the first estimates more."""
+        """Decrease the weight of earlier passes, and increase the weight of the first estimates; called once a pass."""
         self._expected_W = _PRIOR_TOKENS + _FADE * (self._expected_W - _PRIOR_TOKENS)
         self._drawn_W = self._prior_W + _FADE * (self._drawn_W - self._prior_W)
 
     def note(self, ways_E: Index, chances_E: FloatColumn, drawn_E: npt.NDArray[np.bool_]) -> None:
-        """Take in drafted tokens up to the first of each draft that was not drawn: how each was found, its chance
-        there, and whether it was drawn."""
+        """Record the outcome of drafted tokens, up to the first token of each draft that was not drawn: the way in
+        which each was found, its probability there, and whether it was drawn."""
         size = len(self._drawn_W)
         self._expected_W += np.bincount(ways_E, weights=chances_E, minlength=size)
         self._drawn_W += np.bincount(ways_E, weights=drawn_E, minlength=size)
 
 
 def cheapest(chances_DK: Chances, num_others: int) -> Index:
-    """Return for each row how many of its drafted tokens a pass takes so that a token costs least. ``chances_DK`` are
-    the chances that a draft is drawn up to each of its tokens, and ``num_others`` is the number of the pass's other
-    tokens, of prompts.
+    """Return for each row the number of drafted tokens with which the estimated cost per resulting token is least.
+    ``chances_DK`` are the chances that a draft is drawn up to and including each of its tokens; ``num_others`` is the
+    number of prompt tokens in the pass.
 
     >>> cheapest(np.array([[0.9, 0.8, 0.01], [0.0, 0.0, 0.0]]), 0).tolist()
     [2, 0]
-    >>> cheapest(np.full((64, 2), 0.3), 0).any()  # a full batch gains nothing from what is seldom drawn
+    >>> cheapest(np.full((64, 2), 0.3), 0).any()  # a full batch gains nothing from unlikely drafts
     np.False_
     """
     num_rows, width = chances_DK.shape
     flat = chances_DK.ravel()
     likely = np.flatnonzero(flat > 0)
-    order = likely[np.argsort(-flat[likely], kind="stable")]  # of equal chances the earlier token is first
+    order = likely[np.argsort(-flat[likely], kind="stable")]  # of equal chances, the earlier token is first
     fixed = PASS_COST + ROW_COST * num_rows + num_others
     costs = fixed + DRAFT_COST + np.arange(len(order) + 1)
     costs[0] = fixed
@@ -104,15 +108,15 @@ def cheapest(chances_DK: Chances, num_others: int) -> Index:
 
 
 class Speculation:
-    """The drafts of the sequences in ``rows``, from the history and from their own text. ``pool`` has the blocks of the
-    cache, and ``vocab_size`` is the number of token ids. The rows tell it which sequences join and leave
-    (:class:`headrace.engine.native.rows.Follower`)."""
+    """The drafting of tokens for the sequences in ``rows``, from the history of answers and from their own text.
+    ``pool`` allocates the blocks of the cache, and ``vocab_size`` is the number of token ids. The rows notify it when
+    sequences join and move (:class:`headrace.engine.native.rows.Follower`)."""
 
     def __init__(
         self, config: EngineConfig, rows: Rows, pool: BlockPool, vocab_size: int, *, file: Path | None = None
     ) -> None:
-        """Make speculation with the settings of ``config`` and an empty history or, with ``file``, the one that is kept
-        there. Raises ``OSError`` if the file cannot be made."""
+        """Create the drafter with the settings of ``config`` and an empty history in memory or, with ``file``, the
+        history that is stored in this file. Raises ``OSError`` if the file cannot be created."""
         self._rows, self._pool, self._vocab_size = rows, pool, vocab_size
         self._num, self._max_step_tokens = config.draft_tokens, config.max_step_tokens
         self.history = HistoryIndex(config.history_tokens, file, vocab_size)
@@ -121,15 +125,16 @@ class Speculation:
         self._barred_R = np.zeros(config.max_sequences, bool)
         self._ways_R = np.zeros(config.max_sequences, np.int64)
         self._chances_RK = np.zeros((config.max_sequences, self._num), np.float32)
-        """How the draft of each row in the present pass was found, and the chances of its tokens there."""
+        """The way in which the present draft of each row was found (``_ways_R``), and the probabilities of its tokens
+        there."""
         self._own = OwnText(rows)
         self._wait = self._pause = 0
-        """For how many passes nothing is looked up now, and for how many it was not the last time."""
+        """The number of passes that are still without look-ups, and the length of the last such pause."""
         self.num_drafted = self.num_accepted = 0
-        """The numbers of tokens that were drafted, and that were drawn as drafted."""
+        """The numbers of drafted tokens and of accepted ones, which were drawn as drafted."""
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up ``row`` for a new sequence with this prompt; the other arguments are not used."""
+        """Set up ``row`` for a new sequence with the prompt ``prompt_ids_T``; the other arguments are not used."""
         self._keys_R[row] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(prompt_ids_T, np.int32).tobytes())
         self._own.join(row)
         self._barred_R[row] = False
@@ -137,23 +142,23 @@ class Speculation:
             self._wait = 0
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
-        """Move the rows ``sources`` to the places ``targets``, after rows have left."""
+        """Move the rows ``sources`` to the indices ``targets``, after other rows have left."""
         self._keys_R[targets], self._barred_R[targets] = self._keys_R[sources], self._barred_R[sources]
         self._own.move(sources, targets)
 
     def learn(self, row: int) -> None:
-        """Add the answer of ``row``, which ends, to the history."""
+        """Add the answer of ``row`` to the history, because its sequence ends."""
         rows, sequence = self._rows, self._rows.sequences[row]
-        begun = sequence.request.answer_ids_T
-        start = len(sequence.given_ids_T) + (0 if begun is None else len(begun))
+        earlier_ids_T = sequence.request.answer_ids_T
+        start = len(sequence.given_ids_T) + (0 if earlier_ids_T is None else len(earlier_ids_T))
         ids_T = rows.ids_of(row)
         if len(ids_T) > start:
             self.history.add(self._keys_R[row], ids_T[:start], ids_T[start:], rows.chances(row, start))
 
     def extend(self, schedule: Schedule) -> Schedule:
         """Return ``schedule`` with drafted tokens after the newest token of some of the rows that decode. These rows
-        come after those that decode without a draft. The tokens are written behind those of the row, and the blocks
-        that they need are allocated, if there are any."""
+        are moved behind the rows that decode without a draft. The ids of the drafted tokens are written after the row's
+        own tokens, and the blocks that they need are allocated; a draft for which no block is free is shortened."""
         rows, decoding = self._rows, schedule.rows_R[: schedule.num_decode]
         if not len(decoding):
             return schedule
@@ -162,11 +167,11 @@ class Speculation:
             self._wait -= 1
             return schedule
         self._own.read(decoding)
-        ids_DK, chances_DK = self._best(decoding)
-        within_D = np.where(self._barred_R[decoding], 0, rows.draftable(decoding))
-        if schedule.joined:  # they may share a block that this pass completes, which a draft must not spoil
-            within_D[rows.length_R[decoding] % BLOCK == 0] = 0
-        chances_DK[np.arange(self._num) >= within_D[:, None]] = 0
+        ids_DK, chances_DK = self._best_drafts(decoding)
+        max_lengths_D = np.where(self._barred_R[decoding], 0, rows.draftable(decoding))
+        if schedule.joined:  # they may share a block that this pass completes: no draft must write NaN there
+            max_lengths_D[rows.length_R[decoding] % BLOCK == 0] = 0
+        chances_DK[np.arange(self._num) >= max_lengths_D[:, None]] = 0
         num_tokens = int(schedule.counts_R.sum())
         lengths_D = cheapest(chances_DK, num_tokens - len(decoding))
         lengths_D = self._bounded(lengths_D, self._max_step_tokens - num_tokens)
@@ -182,42 +187,44 @@ class Speculation:
         return _inserted(schedule, lengths_D)
 
     def note(self, rows_E: Index, places_E: Index, drawn_E: npt.NDArray[np.bool_]) -> None:
-        """Take in the outcome of a pass: for each drafted token that a draw was compared with, its row, its number in
-        the draft, and whether it was drawn."""
+        """Record the outcome of a pass, for each drafted token that was compared with a draw: its row, its index in the
+        draft, and whether it was drawn."""
         self.num_accepted += int(drawn_E.sum())
         self._trust.note(self._ways_R[rows_E], self._chances_RK[rows_E, places_E], drawn_E)
 
     def bar(self, rows_E: Index) -> None:
-        """Draft nothing more for the sequences in ``rows_E``."""
+        """Stop drafting for the sequences in ``rows_E``, until their ends."""
         self._barred_R[rows_E] = True
 
-    def _best(self, rows_D: Index) -> tuple[IntColumn, Chances]:
-        """Return a draft for each of ``rows_D``: of those that were found, the one of which most tokens should be
-        drawn; and the chance that it is drawn up to each of its tokens."""
+    def _best_drafts(self, rows_D: Index) -> tuple[IntColumn, Chances]:
+        """Return for each of ``rows_D`` the draft with the largest expected number of accepted tokens, among all ways
+        of finding one; and the chance that the draft is accepted up to and including each of its tokens (0: no
+        draft)."""
         rows, places_DC = self._rows, self._rows.length_R[rows_D][:, None] - CONTEXT + np.arange(CONTEXT)
         contexts_DC = np.where(places_DC < 0, END, rows.ids_RC[rows_D[:, None], np.maximum(places_DC, 0)])
         ids_LDK, chances_LDK = self.history.find(self._keys_R[rows_D], contexts_DC, self._num)
         own_DK, repeats_D = self._own.find(rows_D, self._num)
         ids_WDK = np.concatenate([ids_LDK, own_DK[None]])
         chances_WDK = np.concatenate([chances_LDK, np.broadcast_to(repeats_D[:, None], (1, *own_DK.shape))])
-        sound_WDK = (chances_WDK > 0) & (chances_WDK <= 1) & (ids_WDK >= 0) & (ids_WDK < self._vocab_size)
-        if not sound_WDK[:, :, 0].any():
+        valid_WDK = (chances_WDK > 0) & (chances_WDK <= 1) & (ids_WDK >= 0) & (ids_WDK < self._vocab_size)
+        if not valid_WDK[:, :, 0].any():
             return own_DK, np.zeros(own_DK.shape)
-        chances_WDK[~sound_WDK] = 0
+        chances_WDK[~valid_WDK] = 0
         whole_WDK = (chances_WDK * np.minimum(self._trust.factors_W, 1)[:, None, None]).cumprod(axis=2)
         way_D, all_D = whole_WDK.sum(axis=2).argmax(axis=0), np.arange(len(rows_D))
         self._ways_R[rows_D], self._chances_RK[rows_D] = way_D, chances_WDK[way_D, all_D]
         return ids_WDK[way_D, all_D], whole_WDK[way_D, all_D]
 
     def _bounded(self, lengths_D: Index, budget: int) -> Index:
-        """Return the lengths of drafts, of which the last are shortened where all together exceed ``budget``."""
+        """Return the lengths of the drafts, with the last ones shortened so that their sum does not exceed
+        ``budget``."""
         before_D = np.cumsum(lengths_D) - lengths_D
         shortened: Index = np.clip(budget - before_D, 0, lengths_D)
         return shortened
 
     def _reserve(self, rows_D: Index, lengths_D: Index) -> None:
-        """Allocate the blocks that the drafts need, without preempting any sequence; shorten in place those for which
-        there are none."""
+        """Allocate the blocks that the drafts need, without preempting any sequence. Drafts for which no block is free
+        are shortened, in place in ``lengths_D``."""
         rows = self._rows
         room_D = rows.num_blocks_R[rows_D] * BLOCK - rows.length_R[rows_D]
         for place in np.flatnonzero(lengths_D > room_D).tolist():
@@ -231,7 +238,8 @@ class Speculation:
 
 
 def _inserted(schedule: Schedule, lengths_D: Index) -> Schedule:
-    """Return ``schedule`` with ``lengths_D`` drafted tokens for each row that decodes; rows without any come first."""
+    """Return ``schedule`` with ``lengths_D`` drafted tokens for the rows that decode; rows without drafts come
+    first."""
     num, order_D = schedule.num_decode, np.argsort(lengths_D > 0, kind="stable")
     lengths_D = lengths_D[order_D]
     none_J = np.zeros(len(schedule.rows_R) - num, np.int64)
@@ -247,9 +255,9 @@ def _inserted(schedule: Schedule, lengths_D: Index) -> Schedule:
 def make_speculation(
     config: EngineConfig, rows: Rows, pool: BlockPool, vocab_size: int, *, file: Path | None = None
 ) -> Speculation | None:
-    """Return the speculation that ``config`` asks for, which ``rows`` tell of their changes; ``None`` for none. The
-    other arguments are those of :class:`Speculation`. If the file cannot be made, the history is kept in memory alone,
-    and a line in the log of the process says so."""
+    """Create the drafter that ``config`` specifies, and register it as a follower of ``rows``; return ``None`` if
+    speculation is off. The other arguments are the same as in :class:`Speculation`. If ``file`` cannot be created, the
+    history is kept in memory, and a line is written to the log of the process."""
     if config.speculation == "off":
         return None
     try:

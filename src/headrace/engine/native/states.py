@@ -1,14 +1,15 @@
-"""The states of recurrent layers in the engine: a slot for each sequence of the batch, and snapshots for prefixes.
+"""The memory for the states of recurrent layers in the engine: a slot for each sequence of the batch, and snapshots for
+prefixes.
 
     slots:   one for each row ─── one for scoring ─── snapshots, at most engine.state_snapshots
     a pass:  restore (snapshot or parent ──▶ row) ──▶ compute ──▶ save (row ──▶ snapshot)
 
-Keys and values of a prefix can be used up to any block; a state cannot be turned back. So a prefix is shared only as
-far as there is a *snapshot*, a copy of the state at the end of a block. One is taken at the last block border of each
-prompt, and of each piece of a long one; while a sequence decodes, its newest border replaces the one before. A snapshot
-has the digest of the prefix as its key (:mod:`headrace.engine.native.blocks`), which includes the version: weights that
-are committed invalidate snapshots as they invalidate blocks. The snapshot that has not been used for the longest time
-makes room.
+Another sequence can use the keys and values of a prefix up to any block, but a state cannot be reset to an earlier
+token. A prefix is therefore shared only up to a *snapshot*, a copy of the state at the end of a block. A snapshot is
+taken at the last block border of each prompt, and of each piece of a long prompt; while a sequence decodes, the
+snapshot at its newest border replaces the previous one. The key of a snapshot is the digest of the prefix
+(:mod:`headrace.engine.native.blocks`). The digest includes the version, so a commit invalidates snapshots like blocks.
+If all slots are used, the snapshot that was used least recently is dropped.
 
 Shape legend: R rows.
 """
@@ -31,8 +32,8 @@ from headrace.models.recurrent import StatePass, StatePool, state_shapes
 
 
 class Snapshots:
-    """The record of which slot has the snapshot of which prefix, by the prefix's digest. ``slots`` are the slots that
-    it may use; the state tensors are in the pool.
+    """The record of the slot that contains the snapshot of each prefix, by the prefix's digest. ``slots`` are the slots
+    for snapshots; the state tensors are in :class:`~headrace.models.recurrent.StatePool`.
 
     >>> snapshots = Snapshots([7, 8])
     >>> snapshots.plan(b"prompt", 0)
@@ -43,7 +44,7 @@ class Snapshots:
 
     def __init__(self, slots: list[int]) -> None:
         self._free = list(slots)
-        self._slots: dict[bytes, int] = {}  # the one that was used least recently first
+        self._slots: dict[bytes, int] = {}  # in the order of use, least recent first
         self._planned: dict[bytes, tuple[int, int]] = {}
 
     def __contains__(self, digest: bytes) -> bool:
@@ -53,8 +54,8 @@ class Snapshots:
         return len(self._slots)
 
     def find(self, digest: bytes) -> int | None:
-        """Return the slot of the snapshot of the prefix ``digest``, which counts as used now; ``None`` if there is
-        none."""
+        """Return the slot of the snapshot of the prefix ``digest``, and record it as used most recently; ``None`` if
+        there is none."""
         slot = self._slots.pop(digest, None)
         if slot is not None:
             self._slots[digest] = slot
@@ -62,8 +63,8 @@ class Snapshots:
 
     def plan(self, digest: bytes, row: int) -> None:
         """Plan to save the state of ``row`` after the next pass as the snapshot of the prefix ``digest``; if no slot is
-        free, the snapshot that was used least recently is dropped. Nothing happens if it exists or is planned already,
-        or if there is no slot at all."""
+        free, the snapshot that was used least recently is dropped. Nothing happens if this snapshot exists or is
+        planned already, or if there are no slots for snapshots."""
         if digest in self._slots or digest in self._planned or not (self._free or self._slots):
             return
         if not self._free:
@@ -71,7 +72,8 @@ class Snapshots:
         self._planned[digest] = row, self._free.pop()
 
     def pop_planned(self) -> list[tuple[int, int]]:
-        """Return (row, slot) of every state to be saved now, after a pass. The snapshots can be found from now on."""
+        """Return a pair (row, slot) for each planned snapshot, which the caller must save now, after the pass. From now
+        on :meth:`find` returns these snapshots."""
         planned, self._planned = self._planned, {}
         self._slots.update({digest: slot for digest, (_, slot) in planned.items()})
         return list(planned.values())
@@ -89,11 +91,12 @@ class Snapshots:
 
 
 class SequenceStates:
-    """The states of recurrent layers of an engine's sequences: a slot of ``pool`` for each of the ``num_rows`` rows of
-    the batch, one for scoring, and the rest for snapshots. The rows tell it which sequences join and leave (see
-    :class:`headrace.engine.native.rows.Follower`)."""
+    """The states of recurrent layers of an engine's sequences: one slot of ``pool`` for each of the ``num_rows`` rows
+    of the batch, one slot for scoring, and all further slots for snapshots. The rows notify it when sequences join and
+    move (see :class:`headrace.engine.native.rows.Follower`)."""
 
     def __init__(self, pool: StatePool, num_rows: int) -> None:
+        """Divide the slots of ``pool`` among ``num_rows`` rows, scoring and snapshots; no row is in use yet."""
         self._pool = pool
         self.slots_R = np.full(num_rows, -1, np.int64)
         """The slot of each row; −1 for a row that is not in use."""
@@ -113,24 +116,24 @@ class SequenceStates:
         return self._pool.num_bytes
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Give ``row``, in which a new sequence begins, a free slot. The other arguments are not used."""
+        """Assign a free slot to ``row``, in which a new sequence begins. The other arguments are not used."""
         self.slots_R[row] = self._free.pop()
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
-        """Move the state slots of rows ``sources`` to rows ``targets``, keep the first ``count`` rows, and free the
-        slots that no row has any more."""
-        held = set(self.slots_R[self.slots_R >= 0].tolist())
+        """Assign the slots of the rows ``sources`` to the rows ``targets``, and free the slots of rows that are no
+        longer in use; ``count`` rows are in use now."""
+        used_slots = set(self.slots_R[self.slots_R >= 0].tolist())
         self.slots_R[targets] = self.slots_R[sources]
         self.slots_R[count:] = -1
-        self._free += sorted(held - set(self.slots_R[:count].tolist()))
+        self._free += sorted(used_slots - set(self.slots_R[:count].tolist()))
 
     def restore(self, copies: list[tuple[int, int]]) -> None:
-        """Copy states before a pass, for sequences that begin after a cached prefix: for each (slot, row), the state of
-        the slot to the slot of the row."""
+        """Copy states before a pass, for sequences that begin after a cached prefix: for each pair (slot, row), copy
+        the state in ``slot`` to the slot of ``row``."""
         self._pool.copy([slot for slot, _ in copies], [int(self.slots_R[row]) for _, row in copies])
 
     def save(self) -> None:
-        """Take the snapshots that were planned for the pass that has been computed."""
+        """Save the snapshots that were planned for the pass that has just been computed."""
         planned = self.snapshots.pop_planned()
         self._pool.copy([int(self.slots_R[row]) for row, _ in planned], [slot for _, slot in planned])
 
@@ -143,7 +146,7 @@ class SequenceStates:
         return StatePass(self._pool, np.array([self.scoring_slot]))
 
     def release(self) -> None:
-        """Free the memory; all states are lost."""
+        """Free the memory of the states; all states and snapshots are lost."""
         self.snapshots.clear()
         self._pool.release()
 
@@ -153,10 +156,10 @@ class SequenceStates:
 
 
 def make_states(model: PreTrainedModel, config: EngineConfig) -> SequenceStates | None:
-    """Allocate the states of an engine's sequences; ``None`` for a model without recurrent layers.
+    """Allocate the states of an engine's sequences and return them; ``None`` for a model without recurrent layers.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory, or for speculation, since the state
-    of tokens that were drafted and not drawn could not be turned back.
+    Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory, or if speculation is on, because a
+    state that includes a rejected draft cannot be reset to an earlier token.
     """
     shapes = state_shapes(model)
     if not shapes:
@@ -168,14 +171,15 @@ def make_states(model: PreTrainedModel, config: EngineConfig) -> SequenceStates 
             "be turned back where a drafted token is not drawn",
             remedy="leave engine.speculation out, or use a model whose layers only attend",
         )
-    snapshots = config.max_sequences if config.state_snapshots is None else config.state_snapshots
-    num_slots, slot_bytes = config.max_sequences + 1 + snapshots, sum(shape.num_bytes for shape in shapes.values())
+    num_snapshots = config.max_sequences if config.state_snapshots is None else config.state_snapshots
+    num_slots, slot_bytes = config.max_sequences + 1 + num_snapshots, sum(shape.num_bytes for shape in shapes.values())
     cuda = model.device.type == "cuda"
-    free = torch.cuda.mem_get_info(model.device)[0] if cuda else psutil.virtual_memory().available
-    if num_slots * slot_bytes > free:
+    free_bytes = torch.cuda.mem_get_info(model.device)[0] if cuda else psutil.virtual_memory().available
+    if num_slots * slot_bytes > free_bytes:
         raise ConfigError(
-            f"engine.max_sequences={config.max_sequences} with engine.state_snapshots={snapshots} needs "
-            f"{num_slots * slot_bytes} bytes for the states of recurrent layers on {model.device}, and {free} are free",
+            f"engine.max_sequences={config.max_sequences} with engine.state_snapshots={num_snapshots} needs "
+            f"{num_slots * slot_bytes} bytes for the states of recurrent layers on {model.device}, and "
+            f"{free_bytes} are free",
             remedy="lower engine.state_snapshots or engine.max_sequences",
         )
     pool = StatePool(shapes, num_slots, model.device, state_kernels(model, config))

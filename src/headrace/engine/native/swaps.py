@@ -1,10 +1,10 @@
-"""The version in use, and the exchange (*swap*) of weights: what an engine does for a commit, by its mode.
+"""The version in use of an engine, and the exchange (*swap*) of weights for a commit, in each commit mode.
 
     begin ──▶ at once: inflight · inflight_recompute · abort_resume · abort_retry · sleep ───────────▶ swap ──▶ report
-      ├─────▶ drain, batch: hold new sequences back ──settle: nothing runs any more──▶ let them in ──▶ swap
-      └─────▶ stream: before each step advance by one part of the parameters, until all are exchanged
+      ├─────▶ drain, batch: close the queue ──settle: no sequence runs any more──▶ open the queue ──▶ swap
+      └─────▶ stream: before each step, advance exchanges one part of the parameters, until all are exchanged
 
-Whatever the mode, cached blocks of the old weights cannot be matched from then on.
+In every mode, cached blocks of the old weights cannot be matched after the commit.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _WAITING_MODES = frozenset({Interrupt.DRAIN, Interrupt.BATCH})
 
 
 class WeightReceiver(Protocol):
-    """The receiving side of a weight transport: it brings new versions into memory and puts them into the model."""
+    """The receiving side of a weight transport: it loads new versions into memory, and points the model's parameters to
+    them."""
 
     def stage(self, update: WeightUpdate) -> None:
-        """Bring the version ``update`` into memory and verify it, in any thread. Raises
-        :class:`~headrace.base.errors.WeightsError` if it cannot be used."""
+        """Load the version ``update`` into memory and verify it; may be called in any thread. Raises
+        :class:`~headrace.base.errors.WeightsError` if the version cannot be used."""
         ...
 
     def staged(self) -> Mapping[str, Tensor]:
@@ -41,47 +42,47 @@ class WeightReceiver(Protocol):
         ...
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        """Point the model's parameters to the staged version, one part each time the iterator is advanced. Raises
-        :class:`~headrace.base.errors.WeightsError` at once if the version is not staged."""
+        """Return an iterator that points the model's parameters to the staged version, one of ``parts`` parts each time
+        it is advanced. Raises :class:`~headrace.base.errors.WeightsError` at once if the version is not staged."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class _Pending:
-    """A commit that has begun and is not complete."""
+    """A commit that has started and is not complete."""
 
     version: int
-    """The version that comes into use."""
+    """The version that the commit puts into use."""
     mode: Interrupt
     parts: Iterator[None]
-    """Exchanges one more part of the parameters each time it is advanced."""
+    """An iterator that exchanges one more part of the parameters each time it is advanced."""
     began_s: float
     """The time at which the commit was ordered, on the engine's clock."""
     gap_s: float = 0.0
-    """How long the step loop has stood still for it, in seconds."""
+    """The time that the step loop has stood still for this commit, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Cost:
-    """The number of sequences and tokens that lose something by a commit."""
+    """The costs of a commit: the numbers of restarted sequences, wasted tokens and recomputed tokens."""
 
     restarted: int = 0
-    """The number of sequences that lost sampled tokens and begin again."""
+    """The number of sequences that lost sampled tokens and start again."""
     wasted_tokens: int = 0
-    """The number of those sampled tokens."""
+    """The number of sampled tokens that the restarted sequences lost."""
     recomputed_tokens: int = 0
     """The number of tokens whose keys and values have to be computed again."""
 
 
 class Swaps:
-    """The owner of the version in use: it carries out the commits of one engine. It is not thread-safe; all calls
-    happen between two passes."""
+    """The commits of one engine, and its version in use. It is not thread-safe; all methods are called between two
+    passes."""
 
     def __init__(
         self, receiver: WeightReceiver, scheduler: Scheduler, rows: Rows, pool: BlockPool, clock: Clock
     ) -> None:
-        """Make the owner of an engine that has no weights yet. ``receiver`` has the staged weights; the sequences are
-        in ``scheduler`` and ``rows``, and ``pool`` has the cached blocks."""
+        """Create the record of an engine without committed weights. ``receiver`` has the staged weights; the sequences
+        are in ``scheduler`` and ``rows``; ``pool`` has the cached blocks."""
         self._receiver = receiver
         self._scheduler = scheduler
         self._rows = rows
@@ -92,20 +93,22 @@ class Swaps:
         self.version = NOT_SAMPLED
         """The committed version."""
         self.stamp = NOT_SAMPLED
-        """The version that the next tokens carry: the committed one, or mixed."""
+        """The version with which the next tokens are recorded: the committed version, or a mixed one during a streamed
+        commit."""
         self.num_restarted = 0
         self.wasted_tokens = 0
 
     @property
     def streaming(self) -> bool:
-        """Whether a streamed commit is under way: some parameters have the new version, the others the old one."""
+        """Whether a streamed commit is in progress: some parameters have the new version, and the other parameters the
+        old one."""
         return self._pending is not None and self._pending.mode is Interrupt.STREAM
 
     def begin(self, version: int, mode: Interrupt, stream_steps: int, paused_s: float | None = None) -> None:
         """Begin to use the staged ``version`` in ``mode``. A streamed commit is spread over ``stream_steps`` steps.
-        ``paused_s`` is the time at which the engine was paused, ``None`` if it is not: the pause counts as time that
-        the step loop stood still. Raises :class:`~headrace.base.errors.WeightsError` if an earlier commit is not
-        complete, or the version is not staged."""
+        ``paused_s`` is the time at which the engine was paused, in seconds of its clock; ``None`` if it is not paused.
+        The pause counts as time that the step loop stood still. Raises :class:`~headrace.base.errors.WeightsError` if
+        an earlier commit is not complete, or the version is not staged."""
         began_s = self._clock.now()
         if self._pending is not None:
             raise WeightsError(
@@ -137,13 +140,13 @@ class Swaps:
             self._pending.gap_s += self._clock.now() - started_s
 
     def finish(self) -> None:
-        """Complete a streamed commit, if one is under way: exchange the parts that are left at once."""
+        """Complete a streamed commit, if one is in progress: exchange all remaining parts at once."""
         if self.streaming:
             self._swap(self._clock.now())
 
     def settle(self) -> None:
-        """Complete a commit that has begun, if no sequence runs or may join any more; called after each step and each
-        removal."""
+        """Complete the pending commit, if there is one and no sequence runs or may join; called after each step and
+        each removal."""
         if self._pending is None or not self._scheduler.idle:
             return
         self._scheduler.open()
@@ -154,10 +157,10 @@ class Swaps:
         done, self._done = self._done, []
         return done
 
-    def _swap(self, stood_since_s: float) -> None:
-        """Complete the pending commit: exchange the parameters that are left, treat the sequences that have begun as
-        its mode requires, and store its report. ``stood_since_s`` is the time since which the step loop stands still,
-        on the engine's clock."""
+    def _swap(self, stopped_s: float) -> None:
+        """Complete the pending commit: exchange the remaining parameters, change the started sequences as its mode
+        requires, and store its report. ``stopped_s`` is the time at which the step loop stopped for it, in seconds of
+        the engine's clock."""
         pending, started_s = self._pending, self._clock.now()
         assert pending is not None
         for _ in pending.parts:
@@ -165,15 +168,15 @@ class Swaps:
         self._pending = None
         self.version = pending.version
         self._use(pending.version, pool_version=pending.version)
-        begun = [sequence for sequence in self._scheduler.started() if sequence.pin is None]
-        cost = self._apply_mode(pending.mode, begun)
+        started = [sequence for sequence in self._scheduler.started() if sequence.pin is None]
+        cost = self._apply_mode(pending.mode, started)
         self.num_restarted += cost.restarted
         self.wasted_tokens += cost.wasted_tokens
         self._done.append(
             SwapReport(
                 version=pending.version,
-                gap_s=pending.gap_s + self._clock.now() - stood_since_s,
-                carried_over=len(begun) - cost.restarted,
+                gap_s=pending.gap_s + self._clock.now() - stopped_s,
+                carried_over=len(started) - cost.restarted,
                 restarted=cost.restarted,
                 mode=pending.mode,
                 waited_s=started_s - pending.began_s,
@@ -183,47 +186,47 @@ class Swaps:
         )
 
     def _use(self, stamp: int, *, pool_version: int) -> None:
-        """Let the next tokens carry ``stamp`` as their version, and invalidate all cached blocks; blocks of
-        ``pool_version`` are cached from now on."""
+        """Record the next tokens with the version ``stamp``, and invalidate all cached blocks. From now on, blocks
+        computed under ``pool_version`` are cached."""
         self.stamp = self._scheduler.version = stamp
         self._pool.forget(pool_version)
 
-    def _apply_mode(self, mode: Interrupt, begun: list[Sequence]) -> _Cost:
-        """Treat ``begun``, the sequences with a cached context or an answer, as the commit mode requires, and return
-        what they lose by it."""
+    def _apply_mode(self, mode: Interrupt, started: list[Sequence]) -> _Cost:
+        """Recompute, requeue or restart the sequences ``started``, which have a cached context or an answer, as the
+        commit ``mode`` requires. Return the costs."""
         cost = _Cost()
         if mode is Interrupt.INFLIGHT_RECOMPUTE:
-            cost.recomputed_tokens = self._recompute([sequence for sequence in begun if sequence.row != NO_ROW])
+            cost.recomputed_tokens = self._recompute([sequence for sequence in started if sequence.row != NO_ROW])
         elif mode in (Interrupt.ABORT_RESUME, Interrupt.SLEEP):
-            cost.recomputed_tokens = self._requeue(begun)
+            cost.recomputed_tokens = self._requeue(started)
         elif mode is Interrupt.ABORT_RETRY:
-            self._requeue(begun)
-            wasted = [sequence.restart() for sequence in begun]
+            self._requeue(started)
+            wasted = [sequence.restart() for sequence in started]
             cost.restarted, cost.wasted_tokens = sum(map(bool, wasted)), sum(wasted)
         return cost
 
     def _requeue(self, sequences: list[Sequence]) -> int:
-        """Move those of ``sequences`` that are in rows back to the queue with their answers. Return how many computed
-        tokens that discards."""
+        """Move the sequences that have a row back to the queue with their answers. Return the number of tokens whose
+        cached context is freed."""
         return sum(self._scheduler.requeue(sequence) for sequence in sequences if sequence.row != NO_ROW)
 
     def _recompute(self, sequences: list[Sequence]) -> int:
-        """Let the contexts of ``sequences`` be computed again with the new weights, and return the number of tokens
-        that this concerns. A sequence is recomputed in place, in its own blocks, unless it shares a block with a pinned
-        sequence, which needs the old contents: then it goes back to the queue and gets other blocks."""
+        """Mark the contexts of ``sequences`` to be computed again with the new weights, and return the number of tokens
+        to recompute. A sequence is recomputed in its own blocks, unless it shares a block with a pinned sequence, which
+        needs the old contents. Such a sequence returns to the queue and gets other blocks."""
         pinned = [row for row, sequence in enumerate(self._rows.sequences) if sequence.pin is not None]
-        needed = {block for row in pinned for block in self._rows.table(row)}
-        away = [sequence for sequence in sequences if needed.intersection(self._rows.table(sequence.row))]
-        here = [sequence for sequence in sequences if sequence not in away]
-        return self._requeue(away) + sum(map(self._scheduler.recompute, here))
+        pinned_blocks = {block for row in pinned for block in self._rows.table(row)}
+        to_requeue = [sequence for sequence in sequences if pinned_blocks.intersection(self._rows.table(sequence.row))]
+        to_recompute = [sequence for sequence in sequences if sequence not in to_requeue]
+        return self._requeue(to_requeue) + sum(map(self._scheduler.recompute, to_recompute))
 
 
 class LoadedWeights:
-    """The weight receiver of a server with fixed weights: it accepts only the commit of version 0, the weights that the
-    model has loaded from its directory already."""
+    """The weight receiver of a server with fixed weights. It accepts only the commit of version 0, whose weights the
+    model has loaded from its directory."""
 
     def stage(self, update: WeightUpdate) -> None:
-        """Raise :class:`~headrace.base.errors.WeightsError`: a server of fixed weights takes no new version."""
+        """Raise :class:`~headrace.base.errors.WeightsError`: a server with fixed weights accepts no new version."""
         raise WeightsError(
             f"version {update.version} is sent to a server of fixed weights", remedy="start it with the new model"
         )
@@ -233,8 +236,8 @@ class LoadedWeights:
         return {}
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        """Accept the initial version, with nothing to exchange; raise :class:`~headrace.base.errors.WeightsError` for
-        others."""
+        """Return an empty iterator for the initial version, whose weights are in the model already. Raises
+        :class:`~headrace.base.errors.WeightsError` for other versions."""
         if version != INITIAL:
             raise WeightsError(
                 f"commit of version {version} of fixed weights", remedy="start the server with the new model"

@@ -1,6 +1,6 @@
 """The queues of an engine: waiting sequences by rank (higher priority first, then order of arrival), and requests by
-deadline. The cost of an operation grows at most with the logarithm of a queue's length. Removed entries stay in a heap
-and are skipped, until they are so many that the heap is rebuilt."""
+deadline. Both are heaps, so an operation takes logarithmic time on average. A removed entry stays in the heap and is
+skipped; the heap is rebuilt when most of its entries have been removed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping
 from headrace.engine.native.sequence import Sequence
 
 _MAX_REMOVED = 64
-"""The number of removed entries that may always stay in the heap."""
+"""The number of removed entries up to which a heap is never rebuilt."""
 
 
 class Waiting:
-    """The queue of waiting sequences, ordered by rank. It is a heap; removed entries stay in it until they are the
-    majority, then it is rebuilt."""
+    """The queue of waiting sequences, ordered by rank. Iteration returns them in the order in which they were added."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
@@ -29,20 +28,20 @@ class Waiting:
         return iter(list(self._members.values()))
 
     def started(self) -> list[Sequence]:
-        """Return the waiting sequences that have sampled tokens already: they were preempted, or moved from another
-        engine."""
+        """Return the waiting sequences that have sampled tokens already, because they were preempted or moved from
+        another engine."""
         return [sequence for sequence in self._started.values() if sequence.answer is not None]
 
     def add(self, sequence: Sequence) -> None:
-        """Add ``sequence`` to the queue, at its rank."""
+        """Add ``sequence`` to the queue."""
         self._members[sequence.arrival] = sequence
         if sequence.answer is not None:
             self._started[sequence.arrival] = sequence
         heapq.heappush(self._heap, (sequence.rank, sequence))
 
     def first(self) -> Sequence:
-        """Return the waiting sequence that joins next: the first by rank. It stays in the queue, which must not be
-        empty."""
+        """Return the first waiting sequence by rank, which joins the batch next. It stays in the queue. The queue must
+        not be empty."""
         while self._heap[0][1].arrival not in self._members:
             heapq.heappop(self._heap)
         return self._heap[0][1]
@@ -57,8 +56,8 @@ class Waiting:
 
 
 class Deadlines:
-    """The queue of requests by their deadlines. ``known`` has the sequences that have not ended, by request id; the
-    engine changes it, and entries of ended requests are skipped here."""
+    """The queue of requests by their deadlines. ``known`` maps request ids to the sequences that have not ended. The
+    engine updates this mapping, and entries of ended requests are skipped."""
 
     def __init__(self, known: Mapping[int, Sequence]) -> None:
         self._known = known
@@ -73,7 +72,7 @@ class Deadlines:
             return
         heapq.heappush(self._heap, (sequence.deadline_s, sequence.arrival, sequence.request.request_id))
         if len(self._heap) > 2 * len(self._known) + _MAX_REMOVED:
-            self._heap = [entry for entry in self._heap if self._live(entry) is not None]
+            self._heap = [entry for entry in self._heap if self._find_live(entry) is not None]
             heapq.heapify(self._heap)
 
     def has_expired(self, now_s: float) -> bool:
@@ -82,14 +81,14 @@ class Deadlines:
 
     def pop_expired(self, now_s: float) -> list[Sequence]:
         """Remove and return the sequences whose deadline has passed."""
-        late = []
+        expired = []
         while self.has_expired(now_s):
-            sequence = self._live(heapq.heappop(self._heap))
+            sequence = self._find_live(heapq.heappop(self._heap))
             if sequence is not None:
-                late.append(sequence)
-        return late
+                expired.append(sequence)
+        return expired
 
-    def _live(self, entry: tuple[float, int, int]) -> Sequence | None:
+    def _find_live(self, entry: tuple[float, int, int]) -> Sequence | None:
         """Return the sequence of a heap entry (deadline, arrival, request id); ``None`` if it has ended, also if its id
         has been used again."""
         sequence = self._known.get(entry[2])

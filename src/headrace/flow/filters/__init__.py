@@ -1,5 +1,5 @@
-"""Filters, which decide which scored groups and which of their episodes are trained. A new filter is a class in
-this folder and a member of the union ``AnyFilter``."""
+"""Filters of scored groups: they decide which groups, and which episodes of a group, are trained. A new filter is a
+class in this folder and a member of the union ``AnyFilter``."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from headrace.flow.filters.rewards import DynamicSampling, ZeroVariance
 
 AnyFilter = ZeroVariance | DynamicSampling | Redundancy | ResampleCorrect | LengthFilter
 FILTERS = Kinds(AnyFilter, group="headrace.filters", setting="flow.filters", contract=FilterSection)
-"""The registry of all kinds of filters, those of installed packages included."""
+"""The registry of all kinds of filters, including filters of installed packages."""
 FilterConfig = Annotated[AnyFilter, FILTERS]
 FiltersConfig = Annotated[tuple[FilterConfig, ...], BeforeValidator(as_tables)]
-"""The value of ``flow.filters``: a list of filters, or one filter. A name alone stands for its table."""
+"""The type of the setting ``flow.filters``: a list of filters, or a single filter. A name stands for the table of that
+kind with default settings."""
 
 
 def refuse_impossible(filters: Sequence[FilterSection], *, group_size: int, min_episodes: int) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if ``filters``, applied in order to groups of ``group_size``
-    episodes, would drop every group or contain one that has no effect. A group with fewer than ``min_episodes``
+    episodes, would drop every group, or contain a filter that has no effect. A group with fewer than ``min_episodes``
     episodes is dropped. The flow's settings call this when they are loaded."""
     left = group_size
     for place, each in enumerate(filters):
         name = f"flow.filters[{place}] {type(each).model_fields['kind'].default!r}"
-        before = filters[:place]
-        if each in before or (each.first is not None and any(other.first is not None for other in before)):
+        earlier = filters[:place]
+        if each in earlier or (each.first is not None and any(other.first is not None for other in earlier)):
             raise ConfigError(f"{name} stands twice in flow.filters", remedy="keep one of them")
         problem = each.problem(left, min_episodes)
         if problem is not None:

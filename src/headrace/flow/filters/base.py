@@ -1,9 +1,9 @@
 """The contract of a filter: a pure function of one scored group that keeps the group, keeps some of its episodes, or
 drops it.
 
-Filters are applied in order; each gets what the filter before it left. A dropped group frees its slot at once and
-another group is admitted in its place, so a batch has exactly its size whatever the filters do. An episode that a
-filter removes from a group that stays is one of two things:
+Filters are applied in order; each receives the group as the filter before it returned it. A dropped group frees its
+slot at once and another group is admitted in its place, so filters never make a batch smaller. An episode that a filter
+removes from a group that is kept gets one of two statuses:
 
     left out   as if it had never been sampled: advantages are computed over the other episodes
     masked     its reward counts in the baseline of its group, and its tokens carry no loss
@@ -46,10 +46,11 @@ class Verdict:
     """Positions in the group (from 0) of the scored episodes that are masked: their rewards count in the baseline, and
     their tokens carry no loss."""
     keep_masked: bool = False
-    """Whether the group stays even if all of its episodes are masked, so that it trains nothing."""
+    """Whether the group is kept even if all of its episodes are masked, so that none of its tokens carries loss."""
 
 
 KEEP = Verdict()
+"""The decision to keep a group unchanged."""
 
 
 class FilterSection(Section):
@@ -65,58 +66,58 @@ class FilterSection(Section):
 
     @property
     def first(self) -> int | None:
-        """Return how many finished episodes complete a group, so that the others are cancelled; ``None``: the filter
-        needs all of them."""
+        """Return how many finished episodes complete a group, after which its other episodes are cancelled; ``None``:
+        the filter needs all episodes."""
         return None
 
     def episodes_left(self, num_episodes: int) -> int:
-        """Return the greatest number of episodes that the filter can leave of a group of ``num_episodes``, for the
-        check of the settings."""
+        """Return the greatest number of episodes that can remain of a group of ``num_episodes`` after this filter. Only
+        the check of the settings calls it."""
         return num_episodes
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
         """Return why the filter cannot work with groups of ``min_episodes`` to ``num_episodes`` episodes, and the
-        remedy, both for an error message; ``None`` if it can. The check of the settings calls this."""
+        remedy, both as texts for an error message; ``None`` if it can. Only the check of the settings calls it."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filtered:
-    """The result of applying all filters to one group: the group that is left, or the reason why it is dropped."""
+    """The result of applying all filters to one group: the resulting group, or the reason why it is dropped."""
 
     group: ScoredGroup
-    """The group, whose episodes have their new statuses; unchanged if the group is dropped."""
+    """The group with the new statuses of its episodes; the original group if it is dropped."""
     dropped: str = ""
-    """The reason why the group is dropped; empty if it stays."""
+    """The reason why the group is dropped; empty if it is kept."""
     by: FilterSection | None = None
-    """The filter that dropped the group; ``None`` if it stays."""
+    """The filter that dropped the group; ``None`` if it is kept."""
 
 
 def apply_filters(
     group: ScoredGroup, filters: Sequence[FilterSection], *, min_episodes: int, context: FilterContext
 ) -> Filtered:
-    """Apply the filters to ``group`` in order and return the result. ``context`` is passed to each of them.
+    """Return the result of applying ``filters`` to ``group`` in order. ``context`` is passed to each filter.
 
-    A group is dropped, with the reason of the filter at which this happens, if the filter drops it, if fewer than
-    ``min_episodes`` of its episodes still count in the baseline, or if none of them is left to train. A decision with
-    ``keep_masked`` keeps a group in the last case.
+    A group is dropped, with the reason of the filter's decision, in three cases: the filter drops it, fewer than
+    ``min_episodes`` of its episodes still count in the baseline, or no episode is left to train. In the last case, a
+    decision with ``keep_masked`` keeps the group.
     """
-    left = group
+    filtered = group
     for each in filters:
-        verdict = each(left, context)
+        verdict = each(filtered, context)
         if verdict.drop:
             return Filtered(group=group, dropped=verdict.reason, by=each)
         if not verdict.leave_out and not verdict.mask:
             continue
-        left = _apply_verdict(left, verdict)
-        if len(left.counted) < min_episodes or not (left.scored or verdict.keep_masked):
+        filtered = _apply_verdict(filtered, verdict)
+        if len(filtered.counted) < min_episodes or not (filtered.scored or verdict.keep_masked):
             return Filtered(group=group, dropped=verdict.reason, by=each)
-    return Filtered(group=left)
+    return Filtered(group=filtered)
 
 
 def _apply_verdict(group: ScoredGroup, verdict: Verdict) -> ScoredGroup:
-    """Return a copy of the group in which the episodes that the verdict leaves out or masks have that status, with the
-    reason as its cause."""
+    """Return a copy of the group in which the episodes that the verdict leaves out or masks have the status LEFT_OUT or
+    MASKED, with the verdict's reason as their cause."""
     statuses = dict.fromkeys(verdict.leave_out, EpisodeStatus.LEFT_OUT) | dict.fromkeys(
         verdict.mask, EpisodeStatus.MASKED
     )
@@ -132,19 +133,19 @@ def _apply_verdict(group: ScoredGroup, verdict: Verdict) -> ScoredGroup:
 
 
 def unfiltered(episodes: Sequence[EpisodeGraph]) -> tuple[EpisodeGraph, ...]:
-    """Return the episodes with the statuses they had before any filter: one that was left out or masked, and has a
-    reward, becomes scored again. A group that a crash interrupted is filtered again as a whole."""
-    undone = (EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
+    """Return the episodes with the statuses that they had before any filter: an episode that was left out or masked and
+    has a reward becomes scored again. The controller uses this to filter a group again as a whole after a crash."""
+    set_by_filters = (EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
     return tuple(
         replace(episode, status=EpisodeStatus.SCORED, cause="")
-        if episode.status in undone and episode.reward is not None
+        if episode.status in set_by_filters and episode.reward is not None
         else episode
         for episode in episodes
     )
 
 
 def rewards_of(episodes: Sequence[EpisodeGraph]) -> list[float]:
-    """Return the rewards of the episodes, in order, without the episodes that have none."""
+    """Return the rewards of the episodes that have a reward, in order."""
     return [episode.reward for episode in episodes if episode.reward is not None]
 
 
@@ -161,8 +162,8 @@ def comparable_rewards(episodes: Sequence[EpisodeGraph]) -> list[list[float]]:
 
 
 def as_tables(value: Any) -> Any:
-    """Return the value of ``flow.filters`` as a tuple of tables. A name alone stands for the table of that kind, one
-    filter for a list of one, and ``"none"`` for no filters.
+    """Return the value of ``flow.filters`` as a tuple of tables. A name stands for the table of that kind, a single
+    filter for a list with one element, and ``"none"`` for no filters.
 
     >>> as_tables("zero_variance"), as_tables(["length", {"kind": "redundancy", "keep": 6}])
     (({'kind': 'zero_variance'},), ({'kind': 'length'}, {'kind': 'redundancy', 'keep': 6}))

@@ -1,6 +1,5 @@
-"""A filter for answers that were truncated or are longer than they should be. A filter decides about a scored group: it
-keeps it, drops it, leaves episodes out, or masks them (their rewards count in the baseline, their tokens carry no
-loss)."""
+"""A filter for answers that were truncated or are too long. A filter decides about a scored group: it keeps the group,
+drops it, leaves episodes out, or masks episodes (their rewards count in the baseline, their tokens carry no loss)."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdi
 
 
 class LengthFilter(FilterSection):
-    """A filter that masks or leaves out the episodes of which a turn reached the length limit, or which have more than
-    ``max_tokens`` tokens. They are counted under the reason ``overlong``.
+    """A filter that masks or leaves out each episode with a turn that reached the length limit, or with more than
+    ``max_tokens`` sampled tokens. These episodes are counted under the reason ``overlong``.
 
     ``mask`` is the overlong filtering of DAPO: advantages are computed over all sampled episodes, and a truncated
     answer contributes no loss. ``leave_out`` computes advantages over the other episodes. A group with too few episodes
@@ -40,8 +39,9 @@ class LengthFilter(FilterSection):
     (``mask_truncated_completions``): such a batch has fewer tokens that carry loss."""
 
     @pydantic.model_validator(mode="after")
-    def _keeps_what_is_masked(self) -> LengthFilter:
-        """Refuse ``all_masked = "keep"`` if the action is not to mask: it would have no effect."""
+    def _refuse_keep_without_mask(self) -> LengthFilter:
+        """Raise :class:`ConfigError` for ``all_masked = "keep"`` with another action than ``mask``, where it would have
+        no effect."""
         if self.all_masked == "keep" and self.action != "mask":
             raise ConfigError(
                 f"filter 'length' has all_masked='keep' and action={self.action!r}: nothing is masked",
@@ -50,21 +50,22 @@ class LengthFilter(FilterSection):
         return self
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
-        """Return the decision to mask or to leave out, by ``action``, the episodes of ``group`` that are too long;
-        :data:`KEEP` if there are none."""
-        long = frozenset(episode.key.place for episode in group.scored if self._is_long(episode))
-        if not long:
+        """Return the decision to mask the episodes of ``group`` that are too long, or to leave them out, as ``action``
+        says; :data:`KEEP` if no episode is too long."""
+        too_long = frozenset(episode.key.place for episode in group.scored if self._is_too_long(episode))
+        if not too_long:
             return KEEP
         if self.action == "mask":
-            return Verdict(reason="overlong", mask=long, keep_masked=self.all_masked == "keep")
-        return Verdict(reason="overlong", leave_out=long)
+            return Verdict(reason="overlong", mask=too_long, keep_masked=self.all_masked == "keep")
+        return Verdict(reason="overlong", leave_out=too_long)
 
-    def _is_long(self, episode: EpisodeGraph) -> bool:
-        """Return whether the episode was cut at the length limit, or has more than ``max_tokens`` sampled tokens."""
+    def _is_too_long(self, episode: EpisodeGraph) -> bool:
+        """Return whether the episode was truncated at the length limit, or has more than ``max_tokens`` sampled
+        tokens."""
         return was_cut(episode) or (self.max_tokens is not None and episode.length > self.max_tokens)
 
 
 def was_cut(episode: EpisodeGraph) -> bool:
-    """Return whether a sampled turn of the episode itself, branches excluded, ended because it reached the length
-    limit."""
+    """Return whether a sampled turn of the episode ended because it reached the length limit. Turns of branches are
+    ignored."""
     return any(turn.stop_reason is StopReason.LENGTH for turn in episode.turns if turn.branch is None)

@@ -1,5 +1,6 @@
-"""Filters for groups that sample more attempts than are trained: the first to end, or the cleanest correct answers. A
-filter decides about a scored group: it keeps it, drops it, or leaves some of its episodes out."""
+"""Filters for groups that sample more episodes than are trained: ``redundancy`` trains the episodes that end first, and
+``resample_correct`` the correct answers with the fewest errors. A filter decides about a scored group: it keeps the
+group, drops it, or leaves some of its episodes out."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdi
 from headrace.flow.filters.length import was_cut
 
 REDUNDANT = "redundant"
-"""The reason under which an episode is counted that was not among the first of its group to end."""
+"""The reason under which an episode is counted that was cancelled because enough other episodes of its group had
+ended."""
 
 
 class Redundancy(FilterSection):
     """A filter that trains the first ``keep`` of the ``flow.group_size`` episodes of a group to end, and cancels the
-    others in the engine at once. These are counted under the reason ``redundant``.
+    other episodes in the engine at once. The cancelled episodes are counted under the reason ``redundant``.
 
     Long answers finish late, so the trained answers are shorter than the sampled ones. Advantages are computed over the
     kept episodes.
@@ -38,16 +40,17 @@ class Redundancy(FilterSection):
 
     @property
     def first(self) -> int | None:
-        """Return how many finished episodes complete a group: ``keep``. The controller then cancels the others."""
+        """Return how many finished episodes complete a group: ``keep``. The controller then cancels the other
+        episodes."""
         return self.keep
 
     def episodes_left(self, num_episodes: int) -> int:
-        """Return how many episodes of a group are left: ``keep``."""
+        """Return how many episodes of a group remain: ``keep``."""
         return self.keep
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
-        """Return the problem and the remedy, for an error message, if groups have at most ``keep`` episodes, so that
-        none would be redundant; otherwise ``None``."""
+        """Return the problem and the remedy, for an error message, if a group has at most ``keep`` episodes, so that
+        the filter would have no effect; otherwise ``None``."""
         if self.keep >= num_episodes:
             return (
                 f"keep={self.keep}, and a group has {num_episodes} episodes: none would be redundant",
@@ -66,15 +69,16 @@ the same seed."""
 
 
 class ResampleCorrect(FilterSection):
-    """A filter that keeps ``keep`` episodes of a group. Correct and incorrect ones are kept in the proportion in which
-    they were sampled: the correct ones with the fewest errors, and incorrect ones drawn uniformly. The other episodes
-    are counted under the reason ``oversampled``.
+    """A filter that keeps ``keep`` episodes of a group. Correct and incorrect episodes are kept in the proportion in
+    which they were sampled: the correct episodes with the fewest errors, and incorrect episodes drawn uniformly. The
+    episodes that are left out are counted under the reason ``oversampled``.
 
     The errors of a correct answer are p_err + p_format. p_err is the share of its tool calls (turns by ``tool``) that
     failed, ½ for an answer without tool calls. p_format is 1 if the answer was truncated or a tag is missing, otherwise
     min(1, (answers − 1)/turns). Ties are broken at random. Advantages are computed over the kept episodes. Source:
     Shang et al. (rStar2-Agent), arXiv 2508.20722, section 3.2. The text of the paper draws correct answers with the
-    inverse of their errors, which is infinite at 0; its program takes the cleanest ones, and so does this filter.
+    inverse of their errors, which is infinite at 0; the program of its authors keeps the answers with the fewest
+    errors, and so does this filter.
     """
 
     advice: ClassVar[str] = "raise keep, or lower flow.min_episodes"
@@ -92,9 +96,9 @@ class ResampleCorrect(FilterSection):
     """The tags around an answer, as ``["<answer>", "</answer>"]``. Unset: tags are not checked."""
 
     @pydantic.model_validator(mode="after")
-    def _has_room_for_both(self) -> ResampleCorrect:
-        """Refuse a ``keep`` that is too small for ``min_each`` correct and as many incorrect answers, and empty answer
-        tags."""
+    def _refuse_impossible_settings(self) -> ResampleCorrect:
+        """Raise :class:`ConfigError` for a ``keep`` that is smaller than ``min_each`` correct plus ``min_each``
+        incorrect answers, and for empty answer tags."""
         if 2 * self.min_each > self.keep:
             raise ConfigError(
                 f"filter 'resample_correct' has min_each={self.min_each} and keep={self.keep}: both kinds do not fit",
@@ -108,11 +112,11 @@ class ResampleCorrect(FilterSection):
         return self
 
     def episodes_left(self, num_episodes: int) -> int:
-        """Return how many of ``num_episodes`` episodes are left: at most ``keep``."""
+        """Return how many of ``num_episodes`` episodes remain: at most ``keep``."""
         return min(self.keep, num_episodes)
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
-        """Return the problem and the remedy, for an error message, if groups have at most ``keep`` episodes, so that
+        """Return the problem and the remedy, for an error message, if a group has at most ``keep`` episodes, so that
         none would be left out; otherwise ``None``."""
         if self.keep >= num_episodes:
             return (
@@ -122,25 +126,28 @@ class ResampleCorrect(FilterSection):
         return None
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
-        """Return the decision to leave out all but ``keep`` of the scored episodes; :data:`KEEP` if there are no more
-        than that. The random choices depend on the run's seed and the number of the group only."""
+        """Return the decision to leave out all but ``keep`` of the scored episodes; :data:`KEEP` if the group has at
+        most ``keep`` of them. The random choices depend only on the run's seed and the number of the group."""
         episodes = group.scored
         if len(episodes) <= self.keep:
             return KEEP
         rng = np.random.default_rng([context.seed, _DRAWS, group.number])
-        drawn = [episodes[index] for index in rng.permutation(len(episodes))]
-        right = [episode for episode in drawn if (episode.reward or 0.0) > self.threshold]
-        wrong = [episode for episode in drawn if (episode.reward or 0.0) <= self.threshold]
-        right.sort(key=lambda episode: self.errors(episode, context))  # a stable sort keeps the random order of equals
-        num_wrong = self._num_wrong(len(right), len(wrong))
-        kept = {episode.key.place for episode in [*wrong[:num_wrong], *right[: self.keep - num_wrong]]}
+        shuffled = [episodes[index] for index in rng.permutation(len(episodes))]
+        correct = [episode for episode in shuffled if (episode.reward or 0.0) > self.threshold]
+        incorrect = [episode for episode in shuffled if (episode.reward or 0.0) <= self.threshold]
+        # a stable sort keeps the random order of equals
+        correct.sort(key=lambda episode: self.errors(episode, context))
+        num_wrong = self._num_wrong(len(correct), len(incorrect))
+        kept_places = {episode.key.place for episode in [*incorrect[:num_wrong], *correct[: self.keep - num_wrong]]}
         return Verdict(
-            reason="oversampled", leave_out=frozenset(episode.key.place for episode in episodes) - frozenset(kept)
+            reason="oversampled",
+            leave_out=frozenset(episode.key.place for episode in episodes) - frozenset(kept_places),
         )
 
     def _num_wrong(self, num_right: int, num_wrong: int) -> int:
-        """Return how many of ``num_wrong`` incorrect answers to keep, in a group with ``num_right`` correct ones: their
-        share of the ``keep`` places, with at least ``min_each`` of both kinds where there are as many."""
+        """Return how many of ``num_wrong`` incorrect answers to keep, in a group with ``num_right`` correct answers. It
+        is the share of incorrect answers times ``keep``, adjusted so that at least ``min_each`` answers of each kind
+        are kept where the group has that many."""
         share = round(Fraction(num_wrong * self.keep, num_right + num_wrong))
         least = max(min(self.min_each, num_wrong), self.keep - num_right)
         most = min(self.keep - min(self.min_each, num_right), num_wrong)
@@ -148,23 +155,23 @@ class ResampleCorrect(FilterSection):
 
     def errors(self, episode: EpisodeGraph, context: FilterContext) -> float:
         """Return p_err + p_format of an episode, from 0 to 2: the share of its tool calls that failed (½ if it made
-        none) plus its format errors. Among correct answers, those with the least errors are kept."""
+        none) plus its format errors. The filter keeps the correct answers with the lowest values."""
         calls = [turn.failed for turn in episode.turns if turn.author == "tool" and turn.branch is None]
         failed = sum(calls) / len(calls) if calls else 0.5
         return failed + self._format_errors(episode, context)
 
     def _format_errors(self, episode: EpisodeGraph, context: FilterContext) -> float:
-        """Return p_format of an episode, from 0 to 1: 1 for an answer that was cut, or without a complete pair of
-        answer tags; otherwise the number of pairs beyond the first, divided by the number of sampled turns. 0 if tags
-        are not checked."""
+        """Return p_format of an episode, from 0 to 1: 1 for a truncated answer or one without a complete pair of answer
+        tags; otherwise the number of pairs beyond the first, divided by the number of sampled turns. 0 if tags are not
+        checked."""
         if was_cut(episode):
             return 1.0
         if self.answer_tags is None:
             return 0.0
-        own = [turn.tokens for turn in episode.turns if turn.branch is None]
-        written = [tokens for tokens in own if tokens.sampled_T.any()]
-        text = "".join(context.decode(tokens.ids_T.tolist()) for tokens in written)
+        own_turns = [turn.tokens for turn in episode.turns if turn.branch is None]
+        sampled_turns = [tokens for tokens in own_turns if tokens.sampled_T.any()]
+        text = "".join(context.decode(tokens.ids_T.tolist()) for tokens in sampled_turns)
         opened, closed = (text.count(tag) for tag in self.answer_tags)
         if opened != closed or opened == 0:
             return 1.0
-        return min(1.0, (opened - 1) / len(written))
+        return min(1.0, (opened - 1) / len(sampled_turns))

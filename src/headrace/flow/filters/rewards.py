@@ -1,5 +1,5 @@
-"""Filters that compare the rewards of a group: do they differ, and is the task solved sometimes? A filter decides about
-a scored group, the attempts at one task: it keeps it or drops it."""
+"""Filters that compare the rewards of a group: ``zero_variance`` drops a group whose rewards are all equal, and
+``dynamic_sampling`` a group whose share of correct answers is out of bounds. A group holds the attempts at one task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdi
 
 class ZeroVariance(FilterSection):
     """A filter that drops a group whose rewards are all equal. Where agents earned rewards of their own, it drops the
-    group if the rewards are equal within every role. The groups are counted under the reason ``zero_variance``.
+    group if the rewards are equal within every role. The dropped groups are counted under the reason ``zero_variance``.
 
     Advantages within such a group are 0, so its tokens would only dilute the mean over the batch.
     """
@@ -32,8 +32,8 @@ class ZeroVariance(FilterSection):
     """Rewards whose difference is at most this value count as equal."""
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
-        """Return the problem and the remedy, for an error message, if groups have a single episode, which is equal to
-        itself and would always be dropped; otherwise ``None``."""
+        """Return the problem and the remedy, for an error message, if groups have a single episode, so that every group
+        would be dropped; otherwise ``None``."""
         if num_episodes > 1:
             return None
         return "a group of one has nothing to compare, and would be dropped", "leave it out, or raise flow.group_size"
@@ -47,8 +47,8 @@ class ZeroVariance(FilterSection):
 
 
 class DynamicSampling(FilterSection):
-    """A filter that drops a group unless the share of its correct episodes lies strictly between two bounds. The groups
-    are counted under the reasons ``accuracy_too_low`` and ``accuracy_too_high``.
+    """A filter that drops a group unless the share of its correct episodes is strictly between two bounds. The dropped
+    groups are counted under the reasons ``accuracy_too_low`` and ``accuracy_too_high``.
 
     Source: Yu et al. (DAPO), arXiv 2503.14476, eq. 11: 0 < the number of right answers < G, the size of the group;
     sampling continues until the batch is full.
@@ -70,8 +70,8 @@ class DynamicSampling(FilterSection):
     """An answer with a reward above this value counts as correct."""
 
     @pydantic.model_validator(mode="after")
-    def _leaves_room(self) -> DynamicSampling:
-        """Refuse bounds between which no share can lie: ``low`` at or above ``high``."""
+    def _refuse_empty_range(self) -> DynamicSampling:
+        """Raise :class:`ConfigError` if ``low`` is at or above ``high``, so that no share is between them."""
         if self.low >= self.high:
             raise ConfigError(
                 f"filter 'dynamic_sampling' has low={self.low:g} and high={self.high:g}: it drops every group",

@@ -1,4 +1,8 @@
-"""The ledger: the durable record of every group, episode and token, written as a run proceeds."""
+"""The ledger: the durable record of every group, episode and token of a run, written while the run proceeds.
+
+It contains the operations and the contract (``base``), implementations on SQLite and Redis, and the writers through
+which the controller's event loop records operations.
+"""
 
 from headrace.flow.ledger.base import Conservation, GroupAttempt, Ledger, Lengths, ResumeState, UnitCounts
 from headrace.flow.ledger.sqlite import SqliteLedger

@@ -1,12 +1,12 @@
-"""The operations that a ledger records, the questions that it can answer, and its contract.
+"""The operations that a ledger records, the results of its queries, and its contract.
 
-Every change is an operation. After a crash an operation is present as a whole or not at all, and none before it is
-missing. In each of them ``numbers`` are the numbers of groups, and ``at_s`` is the Unix time in seconds. A *version* is
-the integer that names one set of weights; the *age* of a trained token is measured in versions.
+Every change is an operation. After a crash, the ledger contains all operations up to some point, each of them complete.
+In every operation, ``numbers`` are the numbers of groups, and ``at_s`` is the Unix time in seconds. A *version* is the
+integer that names one set of weights; the *age* of a trained token is measured in versions.
 
-A token counts as submitted from the moment it is recorded: with its episode when that ends, or earlier, in a part of a
-running turn. A token that was not recorded before a crash was never submitted; ``flow.record_tokens`` bounds how many
-tokens of each running sequence that can be.
+A token counts as submitted from the moment it is recorded: with its episode when the episode ends, or earlier, in a
+part of a running turn. A token that was not recorded before a crash was never submitted; ``flow.record_tokens`` limits
+the number of such tokens of each running sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """The operation that moves groups to another state, all together."""
+    """The operation that moves groups to another state, the same state for all of them."""
 
     numbers: tuple[int, ...]
     state: GroupState
@@ -48,8 +48,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The operation that records new tokens of running turns. The parts of one turn come in the order in which they
-    were sampled."""
+    """The operation that records new tokens of running turns. The parts of one turn are in the order in which they were
+    sampled."""
 
     parts: tuple[TokenChunk, ...]
     """The new tokens, one chunk for each turn or several in order."""
@@ -58,9 +58,8 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndEpisode:
-    """The operation that records an episode that has ended, with all its turns. It replaces the parts of these turns
-    that were recorded while they ran; tokens of parts that the episode does not contain are counted as
-    ``discarded``."""
+    """The operation that records an episode that has ended, with all its turns. It replaces the parts that were
+    recorded while these turns ran. Tokens of parts that the episode does not contain are counted as ``discarded``."""
 
     episode: EpisodeGraph
     at_s: float
@@ -68,8 +67,8 @@ class EndEpisode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropEpisodes:
-    """The operation that gives some episodes of a group a new status, the same for all of them. The group itself is not
-    dropped."""
+    """The operation that sets the status of some episodes of a group, for example because a filter left them out. The
+    group itself is not dropped."""
 
     number: int
     """Number of the group."""
@@ -84,7 +83,7 @@ class DropEpisodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndStep:
-    """The operation that records that the optimizer has trained on the groups of ``step``."""
+    """The operation that records the end of ``step``: the optimizer has trained on its groups."""
 
     step: int
     numbers: tuple[int, ...]
@@ -92,27 +91,26 @@ class EndStep:
     trained_tokens: int
     """Number of tokens that carried loss."""
     dropped_tokens: dict[str, int]
-    """Number of tokens of the batch that could not carry loss, by reason."""
+    """Number of sampled tokens of the batch that carried no loss, by reason."""
     ages: dict[int, int]
     """Number of trained tokens by age, in versions."""
     at_s: float
     learned: TokenResults | None = None
     """The results that the learner computed for each token of the step; ``None`` if they are not recorded."""
     updates: int = 1
-    """The number of updates of the weights that were made from the step's batch."""
+    """Number of updates of the weights that the learner made with the step's batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitVersion:
-    """The operation that records that the engines use ``version`` of the weights; the groups ``numbers``, which helped
-    to make it, are released."""
+    """The operation that records that the engines use ``version`` of the weights; the groups ``numbers``, on which this
+    version was trained, are released."""
 
     version: int
     numbers: tuple[int, ...]
     """The numbers of the groups that are released."""
     checksum: str
-    """One hash of the hashes of all tensors. Two processes that hold the version have the same weights if it is
-    equal."""
+    """One hash of the hashes of all tensors. Processes with equal checksums have the same weights."""
     at_s: float
 
 
@@ -132,7 +130,7 @@ Operation = Submit | Move | Stream | EndEpisode | DropEpisodes | EndStep | Commi
 
 @dataclass(slots=True, kw_only=True)
 class UnitCounts:
-    """The number of units of one kind (groups, episodes or tokens) by what became of them."""
+    """The number of units of one kind (groups, episodes or tokens) by outcome: trained, dropped or still in flight."""
 
     submitted: int = 0
     """Number of all units."""
@@ -144,14 +142,14 @@ class UnitCounts:
 
     @property
     def balance(self) -> int:
-        """Return the number of units that are unaccounted for: 0 if nothing was lost and nothing was counted twice."""
+        """Return submitted − trained − dropped − in flight: 0 if no unit was lost or counted twice."""
         return self.submitted - self.trained - sum(self.dropped.values()) - self.in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conservation:
-    """The counts that prove submitted = trained + dropped + in flight, for each kind of unit. The four numbers are
-    counted separately."""
+    """The counts with which submitted = trained + dropped + in flight can be checked, for each kind of unit. The four
+    numbers are counted by separate queries."""
 
     groups: UnitCounts
     episodes: UnitCounts
@@ -160,40 +158,40 @@ class Conservation:
     @property
     def holds(self) -> bool:
         """Return whether submitted = trained + dropped + in flight holds for groups, for episodes and for tokens."""
-        return all(fates.balance == 0 for fates in (self.groups, self.episodes, self.tokens))
+        return all(counts.balance == 0 for counts in (self.groups, self.episodes, self.tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedGroup:
-    """A group with which a resumed run continues: the steps before the checkpoint have not trained it, and it was not
-    dropped."""
+    """A group with which a resumed run continues: it was not dropped, and no step before the checkpoint has trained
+    it."""
 
     number: int
     row: int
     """The index of its dataset row."""
     state: GroupState
     oldest_version: int
-    """The oldest version of its tokens if it was ready; otherwise the version that was committed when it was admitted,
-    0 before that."""
+    """The oldest version of its tokens if the group was ready; otherwise the version that was committed when the group
+    was admitted; 0 if it was not admitted."""
     step: int | None
-    """The step that took the group and takes it again; ``None`` if no step had taken it."""
+    """The step that had taken the group, and takes it again; ``None`` if no step had taken it."""
     episodes: tuple[EpisodeGraph, ...]
     """Episodes of the group that have ended."""
     partial_turns: tuple[TokenChunk, ...] = ()
     """Recorded tokens of the turns of the other episodes, one chunk for each turn."""
 
     def kept_version(self) -> int | None:
-        """Return the oldest version of the tokens that the group keeps and may still train, which are those of scored
-        episodes and of partial turns; ``None`` if it has none."""
+        """Return the oldest version among the tokens that may still be trained: the tokens of scored episodes and of
+        partial turns. ``None`` if there are none."""
         scored = [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
         turns = [turn.tokens for episode in scored for turn in episode.turns]
-        found = versions_of([*turns, *(part.tokens for part in self.partial_turns)])
-        return None if found is None else found[0]
+        versions = versions_of([*turns, *(part.tokens for part in self.partial_turns)])
+        return None if versions is None else versions[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeState:
-    """The state of a run in its ledger at a checkpoint, from which the run resumes."""
+    """The state of a run at a checkpoint, according to its ledger. The run resumes from it."""
 
     num_submitted: int
     """Number of groups that were ever created."""
@@ -204,58 +202,59 @@ class ResumeState:
     groups: tuple[ResumedGroup, ...]
     """The groups with which the run continues."""
     checksums: dict[int, str]
-    """Checksums of the weights of the checkpoint's version and newer ones, by version: a run that repeats these steps
-    compares its weights with them."""
+    """Checksums of the weights of the checkpoint's version and all newer versions, by version. A run that repeats these
+    steps compares its weights with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAttempt:
-    """A group with the rewards of its episodes, from which a resumed run restores its curriculum."""
+    """A group with the rewards of its episodes. A resumed run restores the state of its curriculum from these
+    records."""
 
     number: int
     row: int
     """The index of its dataset row."""
     oldest_version: int
-    """The oldest version of its tokens if it was ready; otherwise the version that was committed when it was admitted,
-    0 before that."""
+    """The oldest version of its tokens if the group was ready; otherwise the version that was committed when the group
+    was admitted; 0 if it was not admitted."""
     closed: bool
-    """Whether no more episodes of the group will end."""
+    """Whether all episodes of the group have ended or were dropped with it."""
     rewards: tuple[float, ...]
-    """Rewards of the episodes that have one, by position."""
+    """Rewards of the episodes that have a reward, in the order of their positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """The number of sampled tokens of each episode, in two lists in ascending order. If the two distributions differ,
-    episodes of some lengths are more likely to be trained than those of others."""
+    """The lengths of episodes in sampled tokens, as two lists in ascending order. If the two distributions differ,
+    episodes of some lengths are more likely to be trained than episodes of other lengths."""
 
     submitted: tuple[int, ...]
     """Lengths of all ended episodes of groups that were trained or dropped, without groups in flight."""
     trained: tuple[int, ...]
     """Lengths of the episodes that were trained, including those of which some tokens carried no loss."""
     num_withdrawn: int = 0
-    """Number of episodes that were withdrawn before they ended. Neither list contains them."""
+    """Number of episodes that were cancelled before they ended. Neither list contains them."""
 
 
 class Ledger(Protocol):
-    """The contract of a ledger: it records the operations of a run and answers questions about them. Implementations
-    keep it in a SQLite file, in memory or on a Redis server."""
+    """The contract of a ledger: it records the operations of a run and answers queries about them. Implementations
+    store it in a SQLite file, in memory or on a Redis server."""
 
     def apply(self, *operations: Operation) -> None:
-        """Record the operations in this order.
+        """Record ``operations`` in the order given.
 
-        Raises :class:`~headrace.base.errors.LedgerError` if one of them cannot be recorded. Operations before it in the
-        same call may be recorded or not; operations after it are not.
+        Raises :class:`~headrace.base.errors.LedgerError` if an operation cannot be recorded. Operations before it in
+        the same call may be recorded or not; operations after it are not recorded.
         """
         ...
 
     def roll_back(self, step: int) -> ResumeState:
-        """Undo what happened after the checkpoint of ``step``, the number of the first step to repeat, and return the
-        groups with which the run continues.
+        """Restore the state of the checkpoint of ``step``, where ``step`` is the first step to repeat, and return the
+        groups and counts with which the run continues.
 
-        Groups of later steps become READY again and remember their step, so that each is trained again in the same
-        batch. Groups that were running become SUBMITTED; they keep the episodes that had ended and the recorded tokens
-        of the others.
+        Groups of this step and later ones become READY and keep their step, so that each is trained again in the same
+        batch. Groups that were running become SUBMITTED; they keep their ended episodes and the recorded tokens of
+        their other episodes.
         """
         ...
 
@@ -264,7 +263,7 @@ class Ledger(Protocol):
         ...
 
     def conservation(self) -> Conservation:
-        """Return the counts of groups, episodes and tokens by what became of them, all counted at one moment."""
+        """Return the counts of groups, episodes and tokens by outcome, all counted at the same moment."""
         ...
 
     def ages(self) -> dict[int, int]:
@@ -272,8 +271,8 @@ class Ledger(Protocol):
         ...
 
     def lengths(self) -> Lengths:
-        """Return the lengths, in sampled tokens, of the episodes of all groups that were trained or dropped, and those
-        of the trained episodes."""
+        """Return the lengths, in sampled tokens, of all episodes of groups that were trained or dropped, and the
+        lengths of the trained episodes."""
         ...
 
     def attempts(self, first: int) -> list[GroupAttempt]:
@@ -286,7 +285,7 @@ class Ledger(Protocol):
         ...
 
     def updates(self) -> dict[int, int]:
-        """Return the number of updates of the weights that each step made of its batch, by step."""
+        """Return the number of updates of the weights that each step made with its batch, by step."""
         ...
 
     def checksums(self) -> dict[int, str]:
@@ -299,8 +298,8 @@ class Ledger(Protocol):
         ...
 
     def persist(self) -> None:
-        """Make the applied operations survive a power failure. A killed process loses nothing even without this
-        call."""
+        """Sync the applied operations to the disk, so that they survive a power failure. They survive the death of the
+        process even without this call."""
         ...
 
     def close(self) -> None:

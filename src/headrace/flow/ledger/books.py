@@ -1,6 +1,9 @@
-"""Counts and sums over the SQLite database of a ledger. The module only reads, and every number is counted
-independently. The table ``groups`` has a row for each group of attempts at a task, ``episodes`` one for each episode
-that has ended, and ``parts`` the recorded tokens of turns that are still running."""
+"""Queries that count groups, episodes and tokens in the SQLite database of a ledger. The module only reads, and
+computes every number by a query of its own.
+
+The table ``groups`` has a row for each group of attempts at a task, ``episodes`` a row for each episode that has ended,
+and ``parts`` the recorded tokens of turns that are still running.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,23 @@ _REASON = "CASE WHEN instr(cause, ':') > 0 THEN substr(cause, 1, instr(cause, ':
 _EPISODES = "FROM episodes JOIN groups ON number = group_number"
 _PARTS = "FROM parts JOIN groups ON number = group_number"
 LATE = "late"
-"""The reason under which recorded tokens of an episode are counted whose group was trained without it."""
+"""The reason under which the recorded tokens of an episode are counted if its group was trained without it."""
 
 
 class Books:
-    """The queries that count the contents of a ledger's SQLite database."""
+    """The queries that count the contents of a ledger's SQLite database. Methods raise ``sqlite3.Error``."""
 
     def __init__(self, db: sqlite3.Connection, group_size: int) -> None:
-        """Count in the database ``db``, whose groups have ``group_size`` episodes each."""
+        """Use the connection ``db``. Each group of the ledger has ``group_size`` episodes."""
         self._db = db
         self._group_size = group_size
 
     def conservation(self) -> Conservation:
-        """Return the counts that prove submitted = trained + dropped + in flight, in each unit."""
+        """Return the counts of groups, episodes and tokens by outcome."""
         return Conservation(groups=self.groups(), episodes=self.episodes(), tokens=self.tokens())
 
     def groups(self) -> UnitCounts:
-        """Return the number of groups by what became of them."""
+        """Return the number of groups by outcome."""
         return UnitCounts(
             submitted=self.count("SELECT count(*) FROM groups"),
             trained=self.count(f"SELECT count(*) FROM groups WHERE {TRAINED}"),
@@ -54,24 +57,24 @@ class Books:
         )
 
     def episodes(self) -> UnitCounts:
-        """Return the number of episodes by what became of them. Ended episodes are counted by their rows; the others of
-        a group share the state of the group."""
+        """Return the number of episodes by outcome. Episodes that have ended are counted by their rows. Every other
+        episode of a group has the outcome of the group."""
         size = self._group_size
         failed = self.tally(f"SELECT {_REASON}, count(*) {_EPISODES} WHERE {UNTRAINED} GROUP BY 1")
-        of_dropped_groups = self.tally(
+        in_dropped_groups = self.tally(
             f"SELECT reason, count(*) * {size} - (SELECT count(*) {_EPISODES} WHERE {UNTRAINED}"
             " AND state = 'dropped' AND reason = g.reason) FROM groups g WHERE state = 'dropped' GROUP BY reason"
         )
         return UnitCounts(
             submitted=size * self.count("SELECT count(*) FROM groups"),
             trained=self.count(f"SELECT count(*) {_EPISODES} WHERE status = 'scored' AND {TRAINED}"),
-            dropped=_add(failed, of_dropped_groups),
+            dropped=_add(failed, in_dropped_groups),
             in_flight=size * self.count(f"SELECT count(*) FROM groups WHERE {IN_FLIGHT}")
             - self.count(f"SELECT count(*) {_EPISODES} WHERE {UNTRAINED} AND {IN_FLIGHT}"),
         )
 
     def tokens(self) -> UnitCounts:
-        """Return the number of recorded sampled tokens by what became of them, tokens of running turns included."""
+        """Return the number of recorded sampled tokens by outcome, including tokens of running turns."""
         total, parts = "SELECT coalesce(sum(sampled_tokens), 0)", "sum(sampled_tokens)"
         lost = self.tally("SELECT reason, tokens FROM lost_tokens")
         unusable: dict[str, int] = {}
@@ -103,26 +106,28 @@ class Books:
         return dict(sorted(total.items()))
 
     def lengths(self) -> Lengths:
-        """Return the lengths, in sampled tokens, of the episodes of groups that were trained or dropped, and those of
-        the trained episodes.
+        """Return the lengths, in sampled tokens, of all episodes of groups that were trained or dropped, and the
+        lengths of the trained episodes.
 
-        Groups in flight are left out, because their short episodes end first, which says nothing about which lengths
-        survive. Cancelled episodes are left out, because their full length is unknown.
+        Groups in flight are left out: their short episodes end first, which would distort the comparison. Cancelled
+        episodes are left out, because their full length is unknown.
         """
         withdrawn = f"status = '{EpisodeStatus.LEFT_OUT.value}' AND reward IS NULL"
-        ended = f"SELECT sampled_tokens {_EPISODES} WHERE NOT ({IN_FLIGHT} OR ({withdrawn})) ORDER BY 1"
-        trained = f"SELECT sampled_tokens {_EPISODES} WHERE status = 'scored' AND {TRAINED} ORDER BY 1"
+        ended_query = f"SELECT sampled_tokens {_EPISODES} WHERE NOT ({IN_FLIGHT} OR ({withdrawn})) ORDER BY 1"
+        trained_query = f"SELECT sampled_tokens {_EPISODES} WHERE status = 'scored' AND {TRAINED} ORDER BY 1"
         return Lengths(
-            submitted=self._column(ended),
-            trained=self._column(trained),
+            submitted=self._column(ended_query),
+            trained=self._column(trained_query),
             num_withdrawn=self.count(f"SELECT count(*) {_EPISODES} WHERE {withdrawn}"),
         )
 
     def attempts(self, first: int) -> list[GroupAttempt]:
         """Return the groups from number ``first`` on, in order, with the rewards of their episodes."""
         rewards: dict[int, list[float]] = {}
-        rewarded = "SELECT group_number, reward FROM episodes WHERE group_number >= ? AND reward IS NOT NULL ORDER BY"
-        for number, reward in self._db.execute(f"{rewarded} group_number, position", (first,)):
+        rewards_query = (
+            "SELECT group_number, reward FROM episodes WHERE group_number >= ? AND reward IS NOT NULL ORDER BY"
+        )
+        for number, reward in self._db.execute(f"{rewards_query} group_number, position", (first,)):
             rewards.setdefault(number, []).append(reward)
         groups = f"SELECT number, row, oldest_version, NOT {_UNCLOSED} FROM groups WHERE number >= ? ORDER BY number"
         return [
@@ -141,16 +146,16 @@ class Books:
         return int(self._db.execute(query).fetchone()[0])
 
     def tally(self, query: str) -> dict[str, int]:
-        """Return the result of ``query``, which selects pairs of a reason and a count, without counts of 0."""
+        """Return the counts by reason that ``query`` selects as pairs (reason, count), without counts of 0."""
         return {reason: count for reason, count in self._db.execute(query) if count}
 
     def _column(self, query: str) -> tuple[int, ...]:
-        """Return the numbers in the only column that ``query`` selects."""
+        """Return all numbers that ``query`` selects, in a single column."""
         return tuple(length for (length,) in self._db.execute(query))
 
 
 def _add(*tallies: dict[K, int]) -> dict[K, int]:
-    """Return the sum of several counts, key by key."""
+    """Return the sums of several dictionaries of counts, key by key."""
     total: dict[K, int] = {}
     for tally in tallies:
         for reason, count in tally.items():

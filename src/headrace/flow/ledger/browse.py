@@ -1,7 +1,8 @@
-"""A read-only view of a ledger file, which returns pages of episodes and never loads all of them.
+"""A read-only view of a ledger file for the dashboard and other tools: it returns pages of episodes and never loads all
+of them.
 
-Only the SQLite file is read, by a connection that cannot change it. So a run that is still writing is not disturbed,
-and a directory without write permission works as well.
+The SQLite file is opened by a connection that cannot change it. So it can be read while a run still writes to it, and
+in a directory without write permission.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from headrace.flow.ledger.turns import decode_token_results, decode_turns
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of one episode that has ended, without its tokens: one row of a list that a person looks through."""
+    """A summary of one ended episode, without its tokens: one row of the list of episodes in the dashboard."""
 
     group: int
     """The number of its group in the run."""
     place: int
     """Position of the episode in its group, from 0."""
     row: int
-    """Row of the dataset."""
+    """The index of its dataset row."""
     state: str
     """State of its group: a :class:`~headrace.base.types.group.GroupState`."""
     reason: str
@@ -55,18 +56,18 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     newest: int | None
     """The newest version that sampled a token of it; ``None`` if none did."""
     ended_s: float
-    """When it ended, in seconds since 1970."""
+    """The Unix time at which the episode ended, in seconds."""
     parts: dict[str, float]
     """The components of its reward by name."""
 
 
 Stored = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""An integer that fits into a column of the ledger."""
+"""An integer that SQLite can store: 64 bits with sign."""
 
 
 class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The conditions that episodes must meet to be listed; a field that is ``None`` sets no condition. A bound includes
-    its own value."""
+    """The conditions that an episode must meet to be listed; a field that is ``None`` is no condition. Bounds are
+    inclusive."""
 
     status: str | None = None
     """Status of the episode (``scored``, ``failed``, ``left_out``, ``masked``) or of its group (``trained``,
@@ -88,7 +89,7 @@ class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     age_from: Stored | None = None
     """The smallest age of its oldest token, in versions, at the step that took it."""
     cause: str | None = None
-    """Text that the cause of the episode, or the reason why its group was dropped, contains."""
+    """Text that the cause of the episode, or the reason why its group was dropped, must contain. Case is ignored."""
 
 
 ORDERS = {
@@ -99,19 +100,19 @@ ORDERS = {
     "tokens": "sampled_tokens DESC, group_number DESC, position",
     "age": "step - e.oldest_version DESC NULLS LAST, group_number DESC, position",
 }
-"""The orders in which a list can be sorted, as SQL by name; the first two use an index and are fast for any length."""
+"""The sort orders of a list, as SQL by name. The first two use an index, so they are fast for a ledger of any size."""
 
 _ROW = (
     "SELECT group_number, position, row, state, reason, step, status, cause, reward, sampled_tokens, e.oldest_version,"
     " newest_version, ended_s, reward_parts"
 )
 _FROM = " FROM episodes e JOIN groups ON number = group_number"
-_FATE = {
+_STATUS_CONDITIONS = {
     "trained": TRAINED,
     "dropped": "state = 'dropped'",
     "waiting": f"state != 'dropped' AND NOT {TRAINED}",
 }
-_BOUNDS = {
+_FIELD_CONDITIONS = {
     "step": "step = ?",
     "group": "group_number = ?",
     "row": "row = ?",
@@ -124,15 +125,14 @@ _BOUNDS = {
 
 
 class Browser:
-    """A read-only view of a ledger file, for tools that show the episodes of a run. Several threads may use it; queries
-    are run one at a time. Every method raises :class:`~headrace.base.errors.LedgerError` for a file that cannot be
-    read."""
+    """A read-only view of a ledger file, for tools that show the episodes of a run. It is thread-safe; queries run one
+    at a time. Every method raises :class:`~headrace.base.errors.LedgerError` for a file that cannot be read."""
 
     def __init__(self, path: Path) -> None:
         """Open the ledger file ``path``. Raises :class:`~headrace.base.errors.LedgerError` if it does not exist, is not
         a ledger, or has another format."""
         self._path = path
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
         if not path.is_file():
             raise LedgerError(f"{path} is not there", remedy="a run with flow.ledger = 'sqlite' keeps one")
         with self._translated_errors():
@@ -163,12 +163,12 @@ class Browser:
         ``order`` of :data:`ORDERS`."""
         where, values = _where(query)
         sql = f"{_ROW}{_FROM}{where} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?"
-        return [_row(row) for row in self._all(sql, (*values, limit, offset))]
+        return [_row(row) for row in self._fetch_all(sql, (*values, limit, offset))]
 
     def count(self, query: EpisodeQuery) -> int:
         """Return how many episodes match ``query``."""
         where, values = _where(query)
-        return int(self._all(f"SELECT count(*){_FROM}{where}", values)[0][0])
+        return int(self._fetch_all(f"SELECT count(*){_FROM}{where}", values)[0][0])
 
     def episode(self, key: EpisodeKey) -> EpisodeGraph | None:
         """Return one episode with all its turns; ``None`` if it does not exist or has not ended."""
@@ -176,7 +176,7 @@ class Browser:
             "SELECT status, cause, reward, reward_parts, agent_rewards, turns, entry FROM episodes"
             " JOIN bundles ON id = bundle WHERE group_number = ? AND position = ?"
         )
-        rows = self._all(query, key)
+        rows = self._fetch_all(query, key)
         if not rows:
             return None
         status, cause, reward, parts, agents, turns, entry = rows[0]
@@ -194,68 +194,68 @@ class Browser:
     def learned(self, group: int) -> TokenResults | None:
         """Return the learner's results for the tokens of the step that trained the group with the number ``group``;
         ``None`` if they are not recorded."""
-        rows = self._all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
+        rows = self._fetch_all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
         with self._translated_errors():
             return decode_token_results(rows[0][0]) if rows else None
 
     def before(self, key: EpisodeKey | None, limit: int) -> list[EpisodeGraph]:
-        """Return up to ``limit`` episodes that come before ``key`` in the order of groups and positions, the last of
-        them first, with their turns. ``None`` as ``key`` begins at the end of the ledger."""
-        at = (2**62, 0) if key is None else tuple(key)
-        keys = self._all(
+        """Return up to ``limit`` episodes, with their turns, that precede the episode ``key`` in the order of groups
+        and positions, in descending order. If ``key`` is ``None``, begin with the last episode of the ledger."""
+        bound = (2**62, 0) if key is None else tuple(key)
+        keys = self._fetch_all(
             "SELECT group_number, position FROM episodes WHERE (group_number, position) < (?, ?)"
             " ORDER BY group_number DESC, position DESC LIMIT ?",
-            (*at, limit),
+            (*bound, limit),
         )
-        found = (self.episode(EpisodeKey(*each)) for each in keys)
-        return [episode for episode in found if episode is not None]
+        listed = (self.episode(EpisodeKey(*each)) for each in keys)
+        return [episode for episode in listed if episode is not None]
 
     def conservation(self) -> Conservation:
-        """Return the counts of groups, episodes and tokens by what became of them, all counted at one moment."""
+        """Return the counts of groups, episodes and tokens by outcome, all counted at the same moment."""
         with self._translated_errors(), self._one_snapshot():
             return self._books.conservation()
 
     def lengths(self) -> Lengths:
-        """Return the lengths, in sampled tokens, of the episodes of all groups that were trained or dropped, and those
-        of the trained episodes."""
+        """Return the lengths, in sampled tokens, of all episodes of groups that were trained or dropped, and the
+        lengths of the trained episodes."""
         with self._translated_errors(), self._one_snapshot():
             return self._books.lengths()
 
     def num_running(self) -> int:
         """Return the number of episodes that have recorded tokens and have not ended."""
-        return int(self._all("SELECT count(*) FROM (SELECT DISTINCT group_number, position FROM parts)")[0][0])
+        return int(self._fetch_all("SELECT count(*) FROM (SELECT DISTINCT group_number, position FROM parts)")[0][0])
 
     def notes(self) -> list[tuple[str, str, float]]:
         """Return the kind, the detail and the Unix time in seconds of the last hundred notes about events of the run,
         oldest first."""
-        return self._all("SELECT kind, detail, at_s FROM notes ORDER BY id DESC LIMIT 100")[::-1]
+        return self._fetch_all("SELECT kind, detail, at_s FROM notes ORDER BY id DESC LIMIT 100")[::-1]
 
     def close(self) -> None:
         """Close the connection."""
-        with self._one_at_a_time:
+        with self._lock:
             self._db.close()
 
     def _refuse_other_format(self) -> None:
-        """Raise :class:`~headrace.base.errors.LedgerError` if the file is not a ledger, or has another format than the
-        one that this program reads."""
-        version, known = schema_version(self._db), len(steps())
+        """Raise :class:`~headrace.base.errors.LedgerError` if the file is not a ledger, or its format is not the format
+        that this program reads."""
+        version, newest = schema_version(self._db), len(steps())
         if version == 0:
             raise LedgerError(f"{self._path} is not a ledger", remedy="restore it from a copy")
-        if version != known:
+        if version != newest:
             older = f"'headrace ledger {self._path.parent}' brings it up to date"
             raise LedgerError(
-                f"{self._path} has ledger format {version}, this program reads {known}",
-                remedy=older if version < known else "use the version of headrace that wrote it",
+                f"{self._path} has ledger format {version}, this program reads {newest}",
+                remedy=older if version < newest else "use the version of headrace that wrote it",
             )
 
-    def _all(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        """Return all rows that ``query`` selects with ``values`` for its parameters."""
+    def _fetch_all(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Return all rows of ``query``, with ``values`` for its parameters."""
         with self._translated_errors():
             return self._db.execute(query, values).fetchall()
 
     @contextmanager
     def _one_snapshot(self) -> Iterator[None]:
-        """Hold one read transaction, so that all queries see the same moment."""
+        """Run the body in one read transaction, so that all of its queries see the same state of the ledger."""
         self._db.execute("BEGIN DEFERRED")
         try:
             yield
@@ -264,10 +264,10 @@ class Browser:
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Hold the lock, so that one query runs at a time, and raise every error of the database or of decoding in the
-        body as a :class:`~headrace.base.errors.LedgerError`."""
+        """Run the body while holding the lock, and convert each error of the database or of decoding to a
+        :class:`~headrace.base.errors.LedgerError`."""
         try:
-            with self._one_at_a_time:
+            with self._lock:
                 yield
         except (sqlite3.Error, msgspec.MsgspecError, ValueError, KeyError) as error:
             if isinstance(error, LedgerError):
@@ -278,9 +278,9 @@ class Browser:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Return a read-only connection to the SQLite file ``path``. A file that no process writes, or whose shared-memory
-    index cannot be created, is opened as immutable, which creates no files beside it. Raises ``sqlite3.Error`` if it
-    cannot be opened or its end is missing."""
+    """Return a read-only connection to the SQLite file ``path``. The file is opened as immutable, which creates no
+    files beside it, if no process writes it or if SQLite cannot create its shared-memory index. Raises
+    ``sqlite3.Error`` if the file cannot be opened or is truncated."""
     modes = ("mode=ro&immutable=1",) if not is_written(path) else ("mode=ro", "mode=ro&immutable=1")
     failure: sqlite3.Error | None = None
     for mode in modes:
@@ -304,20 +304,20 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def is_written(path: Path) -> bool:
-    """Return whether a process has the ledger at ``path`` open for writing, or was killed while it had: the write-ahead
-    log exists."""
+    """Return whether the write-ahead log of the ledger at ``path`` exists: a process has the ledger open for writing,
+    or was killed while it had it open."""
     return path.with_name(f"{path.name}-wal").exists()
 
 
 def _where(query: EpisodeQuery) -> tuple[str, list[Any]]:
-    """Return the SQL clause for the conditions of ``query``, empty if there are none, and the values of its
+    """Return the SQL ``WHERE`` clause for the conditions of ``query``, empty if there are none, and the values of its
     parameters."""
     clauses: list[str] = []
     values: list[Any] = []
     if query.status is not None:
-        clauses.append(_FATE.get(query.status, "status = ?"))
-        values += [] if query.status in _FATE else [query.status]
-    for name, clause in _BOUNDS.items():
+        clauses.append(_STATUS_CONDITIONS.get(query.status, "status = ?"))
+        values += [] if query.status in _STATUS_CONDITIONS else [query.status]
+    for name, clause in _FIELD_CONDITIONS.items():
         value = getattr(query, name)
         if value is not None:
             clauses.append(clause)
@@ -329,8 +329,8 @@ def _where(query: EpisodeQuery) -> tuple[str, list[Any]]:
 
 
 def _row(row: Sequence[Any]) -> EpisodeRow:
-    """Return a selected row of the database as a record: the columns of ``_ROW``, of which the last holds the
-    components of the reward as JSON."""
+    """Return the record of a database row with the columns of ``_ROW``. The last column contains the components of the
+    reward as JSON."""
     *values, parts = row
     names = EpisodeRow.__struct_fields__[:-1]
     return EpisodeRow(**dict(zip(names, values, strict=True)), parts=json.loads(parts))

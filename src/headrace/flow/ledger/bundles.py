@@ -1,7 +1,7 @@
-"""Encoding and decoding of bundles: episodes that ended together, whose turns are stored column by column in the
-ledger. An *entry* is the index of an episode in its bundle.
+"""Encoding and decoding of bundles. A bundle contains the turns of several episodes that were recorded together, stored
+column by column in the ledger. An *entry* is the index of an episode in its bundle.
 
-Shape legend: E episodes, K turns of these episodes, N tokens of these turns, one after the other.
+Shape legend: E episodes, K turns of all episodes in order, N tokens of all turns in order.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
 MOST_TOKENS = 4096
-"""Greatest number of tokens in a bundle, unless a single episode has more. It is limited because reading one episode
-means reading its whole bundle."""
-_LATEST = np.iinfo(np.int32).max
+"""Greatest number of tokens in a bundle, unless a single episode has more. A larger bundle would make reading one
+episode slower, because the whole bundle must be decoded."""
+_GREATEST_VERSION = np.iinfo(np.int32).max
 
 
-class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of a turn and of its tokens that most turns do not have. They are stored only for turns that do."""
+class _RareFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The fields of a turn and of its tokens that have their default value in most turns. They are stored only for the
+    other turns."""
 
     context_routing: Routing | None = None
     failed: bool = False
@@ -43,7 +44,7 @@ class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     teacher_scores: TeacherScores | None = msgspec.field(default=None, name="taught")  # its name in stored runs
 
 
-_NO_MORE = _More()
+_NO_RARE_FIELDS = _RareFields()
 
 
 class _Bundle(msgspec.Struct, frozen=True, array_like=True):
@@ -60,8 +61,8 @@ class _Bundle(msgspec.Struct, frozen=True, array_like=True):
     ids_N: IntColumn
     logprobs_N: FloatColumn
     versions_N: IntColumn
-    more: dict[int, _More]
-    """The rare fields of turns that have any, by the index of the turn among the K."""
+    more: dict[int, _RareFields]
+    """The rare fields of the turns that have any, by the index of the turn in the bundle."""
 
 
 _CODEC = MessageCodec(_Bundle)
@@ -69,18 +70,19 @@ _CODEC = MessageCodec(_Bundle)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The number of sampled tokens of one episode, and their versions."""
+    """The number of sampled tokens of one episode, and the range of their versions."""
 
     count: int
     """Number of sampled tokens."""
     oldest: int | None
-    """The oldest version of the policy that sampled a token; ``None`` if it sampled none."""
+    """The oldest version of the trained policy that sampled a token; ``None`` if that policy sampled none."""
     newest: int | None
-    """The newest version of the policy that sampled a token; ``None`` if it sampled none."""
+    """The newest version of the trained policy that sampled a token; ``None`` if that policy sampled none."""
 
 
 def bundled(episodes: Sequence[EpisodeGraph]) -> Iterator[Sequence[EpisodeGraph]]:
-    """Yield ``episodes`` in order, in runs that each become one bundle."""
+    """Split ``episodes`` into consecutive parts of at most :data:`MOST_TOKENS` tokens, and yield each part, from which
+    the caller makes one bundle."""
     begin = tokens = 0
     for place, episode in enumerate(episodes):
         size = sum([len(turn.tokens.ids_T) for turn in episode.turns])
@@ -93,11 +95,11 @@ def bundled(episodes: Sequence[EpisodeGraph]) -> Iterator[Sequence[EpisodeGraph]
 
 
 def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled]]:
-    """Return ``episodes`` as the bytes of one bundle, and for each episode the number and the versions of its sampled
+    """Return the bytes of one bundle of ``episodes`` and, for each episode, the number and the versions of its sampled
     tokens."""
     turns = [turn for episode in episodes for turn in episode.turns]
     spans = [turn.tokens for turn in turns] or [Tokens.observed([])]
-    more = {place: more for place, turn in enumerate(turns) if (more := _more(turn)) is not _NO_MORE}
+    rare = {place: rare for place, turn in enumerate(turns) if (rare := _rare_fields(turn)) is not _NO_RARE_FIELDS}
     bundle = _Bundle(
         turns_E=[len(episode.turns) for episode in episodes],
         lengths_K=[len(turn.tokens.ids_T) for turn in turns],
@@ -107,7 +109,7 @@ def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled
         ids_N=np.concatenate([span.ids_T for span in spans]),
         logprobs_N=np.concatenate([span.logprobs_T for span in spans]),
         versions_N=np.concatenate([span.versions_T for span in spans]),
-        more=more,
+        more=rare,
     )
     return _CODEC.encode(bundle), _sampled(bundle)
 
@@ -131,15 +133,14 @@ def decode_entry(data: bytes, entry: int) -> list[Turn]:
         raise msgspec.ValidationError(str(error)) from None
 
 
-def _more(turn: Turn) -> _More:
-    """Return those fields of a turn that most turns do not have; the object ``_NO_MORE`` if this turn has none of them
-    either."""
+def _rare_fields(turn: Turn) -> _RareFields:
+    """Return the rare fields of a turn; the object ``_NO_RARE_FIELDS`` if all of them have their default values."""
     span = turn.tokens
     plain_turn = turn.context_routing is None and turn.reward is None and turn.process is None and turn.branch is None
     plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.teacher_scores is None
     if plain_turn and plain_span and not turn.failed and not turn.untrained and not turn.teacher and not turn.extra:
-        return _NO_MORE
-    return _More(
+        return _NO_RARE_FIELDS
+    return _RareFields(
         context_routing=turn.context_routing,
         failed=turn.failed,
         untrained=turn.untrained,
@@ -156,48 +157,51 @@ def _more(turn: Turn) -> _More:
 
 
 def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
-    """Return the turn with the index ``place`` among the turns of a bundle. Its tokens are those in the slice ``at`` of
-    the bundle's tokens. Raises ``ValueError`` if the bundle does not have them."""
+    """Return the turn with the index ``place`` among the turns of a bundle. The slice ``at`` selects its tokens among
+    the bundle's tokens. Raises ``ValueError`` if the slice ends behind the last token."""
     if at.stop > len(bundle.ids_N):
         raise ValueError(f"turn {place} ends at token {at.stop} of {len(bundle.ids_N)}")
-    more = bundle.more.get(place, _NO_MORE)
+    rare = bundle.more.get(place, _NO_RARE_FIELDS)
     return Turn(
         author=bundle.authors_K[place],
         tokens=Tokens(
             ids_T=bundle.ids_N[at],
             logprobs_T=bundle.logprobs_N[at],
             versions_T=bundle.versions_N[at],
-            kept=more.kept,
-            routing=more.routing,
-            entropies_T=more.entropies_T,
-            teacher_scores=more.teacher_scores,
+            kept=rare.kept,
+            routing=rare.routing,
+            entropies_T=rare.entropies_T,
+            teacher_scores=rare.teacher_scores,
         ),
         parent=bundle.parents_K[place],
         stop_reason=bundle.stops_K[place],
-        context_routing=more.context_routing,
-        failed=more.failed,
-        untrained=more.untrained,
-        reward=more.reward,
-        process=more.process,
-        branch=more.branch,
-        teacher=more.teacher,
-        extra=more.extra,
+        context_routing=rare.context_routing,
+        failed=rare.failed,
+        untrained=rare.untrained,
+        reward=rare.reward,
+        process=rare.process,
+        branch=rare.branch,
+        teacher=rare.teacher,
+        extra=rare.extra,
     )
 
 
 def _sampled(bundle: _Bundle) -> list[Sampled]:
-    """Return, for each episode of a bundle, the number and the versions of its sampled tokens, computed for all at
-    once. They equal :attr:`EpisodeGraph.num_sampled` and :meth:`EpisodeGraph.versions`."""
+    """Return, for each episode of a bundle, the number and the versions of its sampled tokens. The values equal
+    :attr:`EpisodeGraph.num_sampled` and :meth:`EpisodeGraph.versions`, and are computed for all episodes at once, for
+    speed."""
     ends_K = np.cumsum([0, *bundle.lengths_K])
-    bounds = ends_K[np.cumsum([0, *bundle.turns_E])]
-    versions_N = np.append(bundle.versions_N, NOT_SAMPLED)  # so that an empty episode at the end has a place
+    bounds_E = ends_K[np.cumsum([0, *bundle.turns_E])]
+    versions_N = np.append(bundle.versions_N, NOT_SAMPLED)  # reduceat needs a valid start for an empty last episode
     sampled_N = versions_N != NOT_SAMPLED
+    # tokens of a frozen agent are sampled, but have no version of the trained policy
     own_N = sampled_N & (versions_N != FROZEN)
     oldest_N = oldest(versions_N)
-    starts_E = bounds[:-1]
-    least_E = np.minimum.reduceat(np.where(own_N, oldest_N, _LATEST), starts_E)
+    starts_E = bounds_E[:-1]
+    least_E = np.minimum.reduceat(np.where(own_N, oldest_N, _GREATEST_VERSION), starts_E)
     most_E = np.maximum.reduceat(np.where(own_N, oldest_N, NOT_SAMPLED), starts_E)
-    counts_E, own_E = (np.diff(np.append(0, np.cumsum(mask_N))[bounds]) for mask_N in (sampled_N, own_N))
+    # differences of cumulative sums, because reduceat returns a wrong value for an empty episode
+    counts_E, own_E = (np.diff(np.append(0, np.cumsum(mask_N))[bounds_E]) for mask_N in (sampled_N, own_N))
     return [
         Sampled(count=count, oldest=least if own else None, newest=most if own else None)
         for count, own, least, most in zip(

@@ -1,5 +1,5 @@
-"""Functions that create the ledger of a run and find it again. The ledger is the durable record of a run; it is kept in
-the run directory, in memory or on a Redis server."""
+"""Functions that create or open the ledger of a run. The ledger is the durable record of a run; it is stored in the run
+directory, in memory or on a Redis server."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from headrace.flow.ledger.log import refuse_damaged_log
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 
 LOCK_FILE = "lock"
-"""Name of the lock file of a run directory, which the process of the run keeps locked as long as it lives."""
+"""Name of the lock file of a run directory. The controller keeps the file locked as long as its process lives."""
 SQLITE_FILE = "ledger.sqlite"
-"""Name of the ledger's file in a run directory."""
+"""Name of the file of a SQLite ledger in a run directory."""
 REDIS_FILE = "ledger.redis"
-"""Name of the file in a run directory that says where a run on a Redis server keeps its ledger. Its lines are the URL,
-the name of the ledger and, if there is one, the environment variable of the password. The name is random for each new
-run, so that another directory with the same path does not use the same ledger."""
+"""Name of the file in a run directory that locates a ledger on a Redis server. Its lines are the URL, the name of the
+ledger and the environment variable of the password, which may be empty. The name has a random part, so that another
+directory with the same path does not use the same ledger."""
 
 
 def _sqlite(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Return the SQLite ledger of the run in ``run_dir``, which is created if there is none. Raises
-    :class:`~headrace.base.errors.LedgerError` if its write-ahead log is damaged."""
+    """Open the SQLite ledger of the run in ``run_dir``, or create it, and return it. Raises
+    :class:`~headrace.base.errors.LedgerError` if the ledger or its write-ahead log is damaged."""
     path = run_dir / SQLITE_FILE
     refuse_damaged_log(path)
     return SqliteLedger(
@@ -36,13 +36,13 @@ def _sqlite(config: FlowConfig, run_dir: Path) -> Ledger:
 
 
 def _memory(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Return a new ledger in memory, which ends with the process; ``run_dir`` is not used."""
+    """Return a new ledger in memory, which is lost when the process ends; ``run_dir`` is not used."""
     return SqliteLedger(IN_MEMORY, group_size=config.group_size, groups_per_step=config.groups_per_step)
 
 
 def _redis(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Return the ledger on the Redis server of the settings, under the name that a file in ``run_dir`` holds. For a new
-    run, choose a name and write that file."""
+    """Return the ledger on the Redis server of the settings. The file :data:`REDIS_FILE` in ``run_dir`` contains its
+    name; for a new run, choose a name and write the file."""
     from headrace.flow.ledger.redis import RedisLedger
 
     file = run_dir / REDIS_FILE
@@ -58,11 +58,11 @@ def _redis(config: FlowConfig, run_dir: Path) -> Ledger:
 
 
 LEDGERS: dict[str, Callable[[FlowConfig, Path], Ledger]] = {"sqlite": _sqlite, "memory": _memory, "redis": _redis}
-"""The functions that make a ledger, by the value of ``flow.ledger``."""
+"""The functions that open or create the ledger of a run, by the value of ``flow.ledger``."""
 
 
 def has_ledger(run_dir: Path) -> bool:
-    """Return whether ``run_dir`` has a ledger that outlives the process: a SQLite file, or the file that names one on a
+    """Return whether the run in ``run_dir`` has a ledger that outlives its process: a SQLite file, or a ledger on a
     Redis server."""
     return (run_dir / SQLITE_FILE).exists() or (run_dir / REDIS_FILE).exists()
 
@@ -73,9 +73,9 @@ def ledger_bytes(run_dir: Path) -> int:
 
 
 def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Return the ledger of the run in ``run_dir`` for writing: the existing one, or a new one as the settings say.
-    Raises :class:`~headrace.base.errors.LedgerError` if the run was started with another kind of ledger, or if the
-    ledger cannot be used."""
+    """Open the ledger of the run in ``run_dir`` for writing, or create it as the settings say, and return it. Raises
+    :class:`~headrace.base.errors.LedgerError` if the run was started with another kind of ledger, or if the ledger
+    cannot be used."""
     for kind, file in (("sqlite", SQLITE_FILE), ("redis", REDIS_FILE)):
         if (run_dir / file).exists() and kind != config.ledger:
             raise LedgerError(
@@ -86,9 +86,10 @@ def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
 
 
 def open_ledger(run_dir: Path) -> Ledger:
-    """Return the existing ledger of the run in ``run_dir`` for reading, after checking every row against its checksum.
+    """Open the existing ledger of the run in ``run_dir`` for reading, check every row against its checksum, and return
+    the ledger.
 
-    Raises :class:`~headrace.base.errors.LedgerError` if there is none, or it is damaged.
+    Raises :class:`~headrace.base.errors.LedgerError` if the run has no ledger, or the ledger is damaged.
     """
     if (run_dir / REDIS_FILE).exists():
         from headrace.flow.ledger.redis import RedisLedger
@@ -102,8 +103,8 @@ def open_ledger(run_dir: Path) -> Ledger:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return whether a run is in progress in ``run_dir``: whether a process of this machine holds the lock of the
-    directory. The controller holds it from its start to its end, also while it is suspended."""
+    """Return whether a run is in progress in ``run_dir``: a process of this machine holds the lock of the directory.
+    The controller holds it as long as its process exists, even while the process is suspended."""
     try:
         descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
     except OSError:

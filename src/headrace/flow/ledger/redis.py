@@ -1,10 +1,10 @@
 """The ledger on a Redis server: one stream of operations, which any machine can read.
 
-The stream is the ledger. Every operation is one entry, appended by a script that succeeds only if the entry before it
-is the one that the writer expects. So an operation that was sent twice because a reply was lost is recorded once; a
+Every operation is one entry of the stream. A script on the server appends an entry only if the last entry of the stream
+has the number that the writer expects. So an operation that was sent twice because a reply was lost is recorded once; a
 second run on the same stream is detected by the first operation of either run; and a server that restarted with fewer
 entries is detected by the next operation. A process that opens the stream reads it from the beginning into a temporary
-SQLite file of its own, the *index*, and answers all questions from that file.
+SQLite file, the *index*, and answers all queries from that file.
 
 The entries have the ids ``1-0``, ``2-0``, ... without a gap. A *decided* episode is one whose group was trained or
 dropped.
@@ -71,8 +71,8 @@ def without_password(url: str) -> str:
     >>> without_password("redis://me:hush@10.0.0.9:6379/0")
     'redis://10.0.0.9:6379/0'
     """
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+    scheme, separator, location = url.partition("://")
+    return f"{scheme}{separator}{location.rpartition('@')[2]}"
 
 
 T = TypeVar("T")
@@ -80,15 +80,16 @@ T = TypeVar("T")
 FORMAT = 1
 """The version of the format of entries."""
 OUTAGE_S = 60.0
-"""Seconds that a server may be unreachable before the run ends."""
+"""Seconds for which the server may be unreachable; after that the run ends."""
 ANSWER_S = 30.0
-"""Seconds that one reply may take."""
+"""Timeout of one reply of the server, in seconds."""
 FIRST_WAIT_S = 0.05
-"""Seconds before the first repetition of a call to a server that cannot be reached; the wait doubles from then on."""
+"""Seconds before the first retry of a call to a server that cannot be reached; the wait doubles at each further
+retry."""
 LONGEST_WAIT_S = 2.0
-"""The longest wait between two such repetitions, in seconds."""
+"""The longest wait between two retries, in seconds."""
 PAGE = 256
-"""Number of entries that are read at once."""
+"""Number of entries that are read with one call."""
 
 _APPEND = """
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
@@ -103,29 +104,31 @@ return 'recorded'
 
 
 def _checksum(kind: bytes, data: bytes) -> bytes:
-    """Return the checksum of an entry over the name of its operation and its encoded fields, as hexadecimal text."""
+    """Return the checksum of an entry as hexadecimal text. It covers ``kind``, the name of the operation, and ``data``,
+    its encoded fields."""
     return xxhash.xxh3_64_hexdigest(kind + data).encode()
 
 
 class RedisLedger:
-    """A ledger on a Redis server, as a stream of operations. Questions are answered from a local index, a temporary
+    """A ledger on a Redis server, as a stream of operations. Queries are answered from a local index, a temporary
     SQLite file with the same operations.
 
     The server must write an append-only file (``appendonly yes``), or a restart would lose the run. With ``appendfsync
-    everysec``, the default then, a power failure can lose the last second.
+    everysec``, which is Redis's default, a power failure can lose the operations of the last second.
     """
 
     def __init__(
         self, url: str, name: str, *, group_size: int | None = None, groups_per_step: int | None = None,
         outage_s: float = OUTAGE_S, password_env: str = "", begun: bool = False,
     ) -> None:  # fmt: skip
-        """Open the ledger ``name`` on the server at ``url``, and read all of its entries. It is created if it does not
-        exist, both sizes are given and ``begun`` is false.
+        """Open the ledger ``name`` on the server at ``url``, and read all of its entries. If it does not exist, create
+        it, provided that both sizes are given and ``begun`` is false.
 
-        ``group_size`` and ``groups_per_step`` are the sizes of this run, which must equal those of the ledger; ``None``
-        accepts any. ``outage_s`` is how long, in seconds, the server may be unreachable. ``password_env`` names the
-        environment variable of the password; empty if the server needs none. ``begun`` says that the run has a ledger
-        already.
+        ``group_size`` and ``groups_per_step`` are the sizes of this run, which must equal the ledger's; ``None``
+        accepts any size. ``outage_s`` is the number of seconds for which the server may be unreachable.
+        ``password_env`` names the environment variable of the password; empty if the server needs none. ``begun`` says
+        that the run already has a ledger. Raises :class:`ConfigError` or :class:`~headrace.base.errors.LedgerError` if
+        the ledger cannot be used.
         """
         self._redis = redis_package("flow.ledger='redis'")
         self._description = f"{name} at {without_password(url)}"
@@ -133,7 +136,7 @@ class RedisLedger:
         self._writer = secrets.token_hex(8)
         self._outage_s = outage_s
         self._number = 0
-        self._one_at_a_time = threading.RLock()
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         try:
             self._server = self._redis.Redis.from_url(
@@ -149,7 +152,7 @@ class RedisLedger:
             ) from None
         self._append = self._server.register_script(_APPEND)
         self._require_append_only_file()
-        sizes = self._sizes(group_size, groups_per_step, begin=not begun)
+        sizes = self._load_sizes(group_size, groups_per_step, begin=not begun)
         self._index = SqliteLedger(
             UNNAMED, group_size=sizes["group_size"], groups_per_step=sizes["groups_per_step"]
         )  # fmt: skip
@@ -157,21 +160,21 @@ class RedisLedger:
 
     @classmethod
     def open(cls, url: str, name: str, password_env: str = "") -> RedisLedger:
-        """Return an existing ledger for reading. ``password_env`` names the environment variable of the password.
-        Raises :class:`~headrace.base.errors.LedgerError` if there is none."""
+        """Return the existing ledger ``name`` for reading. ``password_env`` names the environment variable of the
+        password. Raises :class:`~headrace.base.errors.LedgerError` if there is no such ledger."""
         return cls(url, name, password_env=password_env)
 
     def apply(self, *operations: Operation) -> None:
-        """Record operations: apply each to the local index, and append it to the stream on the server."""
+        """Record ``operations``: apply each operation to the local index, and append it to the stream on the server."""
         for operation in operations:
-            with self._one_at_a_time:
+            with self._lock:
                 self._index.apply(operation)  # an invalid operation is rejected before the server gets it
                 self._record(operation)
 
     def roll_back(self, step: int) -> ResumeState:
-        """Return to the state of the checkpoint at ``step``, and record that in the stream. Return the groups with
-        which the run continues."""
-        with self._one_at_a_time:
+        """Restore the state of the checkpoint of ``step``, and record the roll-back in the stream. Return the groups
+        and counts with which the run continues."""
+        with self._lock:
             resumed = self._index.roll_back(step)
             self._record(RollBack(step=step))
             return resumed
@@ -181,7 +184,7 @@ class RedisLedger:
         return self._index.episodes(number)
 
     def conservation(self) -> Conservation:
-        """Return the counts of groups, episodes and tokens by what became of them."""
+        """Return the counts of groups, episodes and tokens by outcome."""
         return self._index.conservation()
 
     def ages(self) -> dict[int, int]:
@@ -201,7 +204,7 @@ class RedisLedger:
         return self._index.steps()
 
     def updates(self) -> dict[int, int]:
-        """Return the number of updates of the weights that each step made of its batch, by step."""
+        """Return the number of updates of the weights that each step made with its batch, by step."""
         return self._index.updates()
 
     def checksums(self) -> dict[int, str]:
@@ -213,8 +216,8 @@ class RedisLedger:
         return self._index.notes()
 
     def persist(self) -> None:
-        """Wait until the server has synced its append-only file to the disk. Redis before 7.2 has no such command and
-        syncs the file every second; then do not wait."""
+        """Wait until the server has synced its append-only file to the disk. A server before Redis 7.2 has no command
+        for this and syncs the file every second; then return at once."""
         try:
             self._call_with_retry(lambda: self._server.execute_command("WAITAOF", 1, 0, int(1e3 * ANSWER_S)))
         except LedgerError as error:
@@ -222,13 +225,13 @@ class RedisLedger:
                 raise
 
     def close(self) -> None:
-        """Close the connection and the local index; a call that waits for the server gives up."""
+        """Close the connection and the local index. A call that is being retried in another thread fails."""
         self._closed.set()
         self._index.close()
         self._server.close()
 
     def _record(self, operation: Operation | RollBack) -> None:
-        """Append one operation to the stream as its next entry. Raises :class:`~headrace.base.errors.LedgerError` if
+        """Append ``operation`` to the stream as the next entry. Raises :class:`~headrace.base.errors.LedgerError` if
         the stream has lost operations, or another run has written to it."""
         kind, data = encode_operation(operation)
         number = self._number + 1
@@ -261,7 +264,7 @@ class RedisLedger:
 
     def _apply_entry(self, number: int, fields: dict[bytes, bytes]) -> None:
         """Apply the entry ``number`` of the stream, with its ``fields`` by name, to the local index. Raises
-        :class:`~headrace.base.errors.LedgerError` if it is not the next entry, or does not match its checksum."""
+        :class:`~headrace.base.errors.LedgerError` if an entry before it is missing, or the entry is not valid."""
         try:
             if number != self._number + 1:
                 raise msgspec.ValidationError(f"entry {self._number + 1} is missing")
@@ -277,7 +280,8 @@ class RedisLedger:
         self._number = number
 
     def _require_append_only_file(self) -> None:
-        """Raise :class:`~headrace.base.errors.LedgerError` if the server keeps its data in memory only."""
+        """Raise :class:`~headrace.base.errors.LedgerError` if the server does not write an append-only file, so that a
+        restart would lose the ledger."""
         info = self._call_with_retry(lambda: self._server.info("persistence"))
         if not info.get("aof_enabled"):
             raise LedgerError(
@@ -285,38 +289,38 @@ class RedisLedger:
                 remedy="redis-cli config set appendonly yes, and appendonly yes in its redis.conf",
             )
 
-    def _sizes(self, group_size: int | None, groups_per_step: int | None, *, begin: bool) -> dict[str, int]:
-        """Return the ``group_size`` and ``groups_per_step`` with which the ledger was created. Raises
-        :class:`~headrace.base.errors.LedgerError` if the given ones differ; ``None`` accepts any. With ``begin``, a
-        ledger that does not exist is created."""
+    def _load_sizes(self, group_size: int | None, groups_per_step: int | None, *, begin: bool) -> dict[str, int]:
+        """Return the ``group_size`` and ``groups_per_step`` that the server stores for the ledger. With ``begin``, a
+        ledger that does not exist is created. Raises :class:`~headrace.base.errors.LedgerError` if the ledger does not
+        exist, has a newer format, or has other sizes than the arguments; ``None`` accepts any size."""
         given = {"group_size": group_size, "groups_per_step": groups_per_step}
         new = {"format": FORMAT, **{key: value for key, value in given.items() if value is not None}}
         if begin and len(new) == 3:
             for key, value in new.items():
                 self._call_with_retry(partial(self._server.hsetnx, self._meta, key, value))
-        found = {
+        stored = {
             key.decode(): int(value)
             for key, value in self._call_with_retry(lambda: self._server.hgetall(self._meta)).items()
         }
-        if not found:
+        if not stored:
             raise LedgerError(f"no ledger {self._description}", remedy="give its server, and the directory of its run")
-        if found["format"] > FORMAT:
+        if stored["format"] > FORMAT:
             raise LedgerError(
-                f"{self._description} has ledger format {found['format']}, this program writes {FORMAT}",
+                f"{self._description} has ledger format {stored['format']}, this program writes {FORMAT}",
                 remedy="use the version of headrace that wrote it, or start a new run directory",
             )
         for key, asked in given.items():
-            if asked not in (None, found[key]):
+            if asked not in (None, stored[key]):
                 raise LedgerError(
-                    f"flow.{key}={asked}, but the run {self._description} was begun with {found[key]}",
-                    remedy=f"set flow.{key}={found[key]} to resume it, or start a new run directory",
+                    f"flow.{key}={asked}, but the run {self._description} was begun with {stored[key]}",
+                    remedy=f"set flow.{key}={stored[key]} to resume it, or start a new run directory",
                 )
-        return {key: found[key] for key in given}
+        return {key: stored[key] for key in given}
 
     def _call_with_retry(self, call: Callable[[], T]) -> Any:
-        """Return the result of ``call``, which asks the server. While the server cannot be reached, repeat it, for at
-        most ``outage_s`` seconds in all. Raises :class:`~headrace.base.errors.LedgerError` after that, and for any
-        other error."""
+        """Return the result of ``call``, which sends a request to the server. While the server cannot be reached, retry
+        for at most ``outage_s`` seconds. Raises :class:`~headrace.base.errors.LedgerError` after that time, after
+        :meth:`close`, and for any other error of Redis."""
         clock, wait_s = RealClock(), FIRST_WAIT_S
         start_s = clock.now()
         errors = self._redis.exceptions
@@ -340,7 +344,7 @@ class RedisLedger:
 
 
 class RollBack(msgspec.Struct, frozen=True, kw_only=True):
-    """The operation that records that the run continued from a checkpoint, whose first step to repeat is ``step``."""
+    """The operation that records that the run was resumed from the checkpoint of ``step``, the first step to repeat."""
 
     step: int
 
@@ -356,8 +360,8 @@ def encode_operation(operation: Operation | RollBack) -> tuple[bytes, bytes]:
 
 
 def decode_operation(kind: bytes, data: bytes) -> Operation | RollBack:
-    """Return the operation that an entry holds. ``kind`` is the name of its class, ``data`` its encoded fields. Raises
-    ``msgspec.MsgspecError`` if they are not valid."""
+    """Return the operation in an entry of the stream. ``kind`` is the name of its class, ``data`` its encoded fields.
+    Raises ``msgspec.MsgspecError`` if they are not valid."""
     codec = _CODECS.get(kind)
     if codec is None:
         raise msgspec.ValidationError(f"unknown operation {kind!r}: a newer version of headrace wrote it")
@@ -366,9 +370,9 @@ def decode_operation(kind: bytes, data: bytes) -> Operation | RollBack:
 
 
 def replay(index: SqliteLedger, kind: bytes, data: bytes) -> None:
-    """Apply one encoded operation to ``index``, the local copy of the ledger. Raises ``msgspec.MsgspecError`` if
-    ``data`` is not valid, and :class:`~headrace.base.errors.LedgerError` if the operation is impossible; ``index`` is
-    unchanged then."""
+    """Decode one operation and apply it to ``index``, the local copy of the ledger. Raises ``msgspec.MsgspecError`` if
+    ``data`` is not valid, and :class:`~headrace.base.errors.LedgerError` if the operation is impossible. After an
+    error, ``index`` is unchanged."""
     operation = decode_operation(kind, data)
     try:
         if isinstance(operation, RollBack):

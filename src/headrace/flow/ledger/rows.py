@@ -1,8 +1,10 @@
-"""Checksums of the rows of a ledger's database, so that a bit that flips on the disk is found before it is trained on.
+"""Checksums of the rows of a ledger's SQLite database, which detect bits that have flipped on the disk before damaged
+tokens are trained.
 
-Each table has a last column ``row_checksum``: XXH3 with 64 bits over the other columns of the row, in order. A
-statement that writes a row writes its checksum too, or :func:`seal_rows` follows in the same transaction. The table
-``meta`` also contains a checksum of the schema. SQLite itself finds damage to the structure of its file.
+The last column of each table is ``row_checksum``: the 64-bit XXH3 hash of the other columns of the row, in order. A
+statement that inserts a row also writes its checksum (:func:`insert`); after an update, :func:`seal_rows` computes it
+again in the same transaction. The table ``meta`` also contains a checksum of the schema. SQLite itself finds damage to
+the structure of its file.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "notes": ("id", "kind", "detail", "at_s"),
     "meta": ("key", "value"),
 }
-"""The columns of each table that its checksum covers: all columns but the checksum itself. The first column identifies
-the row."""
+"""The columns of each table that the checksum of a row covers: all columns except the checksum itself. The first column
+identifies the row."""
 _SCHEMA = "schema"
 """The key of the checksum of the schema in the table ``meta``."""
 
 
 def checksum_rows(db: sqlite3.Connection) -> None:
-    """Make the SQL function ``row_checksum(...)`` available in ``db``. It must be called before any statement that
-    writes."""
+    """Register the SQL function ``row_checksum(...)`` in the connection ``db``. Call this before any statement that
+    writes to the ledger."""
     db.create_function("row_checksum", -1, _row_checksum, deterministic=True)
 
 
 def _row_checksum(*values: int | float | str | bytes | None) -> bytes:
-    """Return the checksum of the values of one row, eight bytes: the SQL function ``row_checksum``."""
+    """Return the checksum of the values of one row, eight bytes. SQL calls it as ``row_checksum``."""
     return xxhash.xxh3_64_digest(msgspec.msgpack.encode(values))
 
 
@@ -61,8 +63,9 @@ def insert(table: str, *, otherwise: str = "") -> str:
     '*, row_checksum(column1, column2) FROM (VALUES (?, ?))'
     """
     columns = COLUMNS[table]
-    values = ", ".join(f"column{place}" for place in range(1, len(columns) + 1))  # SQLite's names for those of VALUES
-    # each parameter stands once: one that stood twice would need a number, of which Python 3.12.0 to 3.12.3 warn
+    # SQLite's names for the columns of VALUES
+    values = ", ".join(f"column{place}" for place in range(1, len(columns) + 1))
+    # each parameter occurs once: using one twice needs numbered parameters, for which Python 3.12.0 to 3.12.3 warns
     return (
         f"INSERT {otherwise} INTO {table} ({', '.join(columns)}, row_checksum)"
         f" SELECT *, row_checksum({values}) FROM (VALUES ({', '.join('?' * len(columns))}))"
@@ -71,37 +74,38 @@ def insert(table: str, *, otherwise: str = "") -> str:
 
 @cache
 def seal_rows(table: str, where: str = "") -> str:
-    """Return the SQL statement that computes the checksums of rows of ``table`` again, after other columns were
-    updated. ``where`` is the condition that selects the rows; empty for all of them."""
+    """Return the SQL statement that computes the checksums of rows of ``table`` again after an update. ``where`` is the
+    SQL condition that selects the rows; empty for all rows."""
     columns = ", ".join(COLUMNS[table])
     return f"UPDATE {table} SET row_checksum = row_checksum({columns})" + (f" WHERE {where}" if where else "")
 
 
 def next_id(db: sqlite3.Connection, table: str) -> int:
-    """Return the ``id`` for the next row of ``table``. The program sets it, instead of SQLite, because the row's
-    checksum covers it."""
+    """Return the ``id`` for the next row of ``table``. SQLite cannot choose it, because the row's checksum covers
+    it."""
     return int(db.execute(f"SELECT coalesce(max(id), 0) + 1 FROM {table}").fetchone()[0])
 
 
 def seal_all(db: sqlite3.Connection) -> None:
-    """Write the checksums of all rows and of the schema. A migration ends with this."""
+    """Compute and write the checksums of all rows and of the schema. The last migration ends with this call."""
     for table in COLUMNS:
         db.execute(seal_rows(table))
     db.execute(insert("meta", otherwise="OR REPLACE"), (_SCHEMA, _schema(db)))
 
 
 def damage(db: sqlite3.Connection) -> str:
-    """Return a description of the rows of ``db``, or of the change of its schema, that do not match their checksums;
-    empty if all match."""
-    found = [_changed_rows(db, table) for table in COLUMNS]
-    sealed = db.execute("SELECT value FROM meta WHERE key = ?", (_SCHEMA,)).fetchone()
-    if sealed is None or sealed[0] != _schema(db):
-        found.append("its schema has changed since it was written")
-    return "; ".join(filter(None, found))
+    """Return a text for an error message that describes the damage of the ledger: which rows, or the schema, do not
+    match their checksums. Empty if all match."""
+    problems = [_changed_rows(db, table) for table in COLUMNS]
+    stored = db.execute("SELECT value FROM meta WHERE key = ?", (_SCHEMA,)).fetchone()
+    if stored is None or stored[0] != _schema(db):
+        problems.append("its schema has changed since it was written")
+    return "; ".join(filter(None, problems))
 
 
 def _changed_rows(db: sqlite3.Connection, table: str) -> str:
-    """Return which rows of ``table`` do not match their checksums, in words; empty if all match."""
+    """Return a text that says how many rows of ``table`` do not match their checksums, and which is the first; empty if
+    all match."""
     columns = COLUMNS[table]
     changed = f"FROM {table} WHERE row_checksum IS NOT row_checksum({', '.join(columns)})"
     try:
@@ -118,7 +122,7 @@ def _changed_rows(db: sqlite3.Connection, table: str) -> str:
 
 
 def _schema(db: sqlite3.Connection) -> str:
-    """Return a hash of the definitions of all tables and indexes of a database."""
+    """Return a hash of the SQL definitions of all tables and indexes of the database."""
     rows: Sequence[tuple[str, ...]] = db.execute(
         "SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema ORDER BY type, name"
     ).fetchall()

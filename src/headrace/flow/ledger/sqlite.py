@@ -1,6 +1,9 @@
-"""The ledger in one SQLite file with a write-ahead log, so that a killed process loses no committed transaction. The
-ledger records what became of every group of attempts at a task, of every episode and of every token. A *decided*
-episode is one whose group was trained or dropped."""
+"""The ledger in one SQLite file with a write-ahead log, so that a killed process loses no committed transaction.
+
+The ledger is the durable record of every group of attempts at a task, every episode and every token of a run. A
+*decided* episode is an episode of a group that was trained or dropped. The module also applies the migrations of the
+schema, and copies the log into the database file in a thread.
+"""
 
 from __future__ import annotations
 
@@ -27,47 +30,49 @@ from headrace.flow.ledger.writing import Writing
 T = TypeVar("T")
 
 IN_MEMORY = ":memory:"
-"""The path that stands for a database in memory."""
+"""The value of ``path`` for a database in memory."""
 UNNAMED = ""
-"""The path of a temporary file that no other process sees and that is deleted when it is closed."""
+"""The value of ``path`` for a temporary file, which no other process can open and which is deleted when it is
+closed."""
 CLOSE_S = 1.0
-"""Seconds that :meth:`SqliteLedger.close` waits for a thread that uses the database."""
+"""Greatest number of seconds that :meth:`SqliteLedger.close` waits for another thread that uses the database."""
 COPY_BYTES = 4 << 20
 """The write-ahead log is copied into the database each time it has grown by about this many bytes."""
 ADOPTED = "the rows of this ledger were given checksums as they were found"
-"""The text of the note about a ledger that an older program, without checksums, has started."""
+"""The beginning of the note that is recorded when the rows of a ledger from an older program get their checksums."""
 _TRANSACTION_BYTES = 16 << 10
 """Approximate number of bytes that a transaction adds to the log beside its data."""
 
 
 class SqliteLedger:
-    """A ledger in an SQLite file, in memory (:data:`IN_MEMORY`), or in a temporary file (:data:`UNNAMED`). One thread
-    may write while another asks."""
+    """A ledger in an SQLite file, in memory (:data:`IN_MEMORY`), or in a temporary file (:data:`UNNAMED`). It is
+    thread-safe: one thread may write while another thread queries it."""
 
     def __init__(self, path: Path | str, *, group_size: int, groups_per_step: int, checked: bool = False) -> None:
-        """Open the ledger at ``path``, or create it.
+        """Open the ledger at ``path``, or create it. Raises :class:`~headrace.base.errors.LedgerError` if it cannot be
+        used.
 
         ``group_size`` and ``groups_per_step`` are stored in a new ledger. A ledger with other sizes is refused, because
-        its groups would not match those of this run. ``checked`` reads an existing file completely and compares every
-        row with its checksum, so that damage is found now instead of at a later step.
+        its groups would have other sizes than the groups of this run. ``checked`` reads an existing file completely and
+        compares every row with its checksum, so that damage is found when the run starts and not at a later step.
         """
         self._path = path
-        self._one_at_a_time = threading.RLock()  # a writer's thread records while another counts
+        self._lock = threading.RLock()  # the thread of a writer records while another thread runs queries
         self._uncopied_bytes = 0
         self._copier: LogCopier | None = None
-        with self._explained("opened"):
+        with self._translated_errors("opened"):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             try:
                 checksum_rows(self._db)
                 if checked:
                     self._check_pages()
-                self._db.execute("PRAGMA synchronous=OFF")  # a new file has nothing to lose yet
+                self._db.execute("PRAGMA synchronous=OFF")  # the setup of a new file need not survive a power failure
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=NORMAL")
                 migrate(self._db, str(self._path), self._seal)
                 if checked:
                     self._check_rows()
-                self._prepare({"group_size": group_size, "groups_per_step": groups_per_step})
+                self._check_sizes({"group_size": group_size, "groups_per_step": groups_per_step})
             except BaseException:
                 self._db.close()
                 raise
@@ -75,8 +80,9 @@ class SqliteLedger:
 
     @classmethod
     def open(cls, path: Path, *, checked: bool = False) -> SqliteLedger:
-        """Return an existing ledger for reading or resuming, with the sizes that it was created with. ``checked``
-        compares every row with its checksum. Raises :class:`~headrace.base.errors.LedgerError` if there is none."""
+        """Open the existing ledger at ``path`` with the sizes with which it was created, and return it. ``checked``
+        compares every row with its checksum. Raises :class:`~headrace.base.errors.LedgerError` if there is no
+        ledger."""
         if not path.is_file():
             raise LedgerError(f"no ledger at {path}", remedy="give the directory of a run")
         try:
@@ -90,9 +96,9 @@ class SqliteLedger:
         return cls(path, group_size=group_size, groups_per_step=groups_per_step, checked=checked)
 
     def apply(self, *operations: Operation) -> None:
-        """Record operations in one transaction. When enough was written, the write-ahead log is copied into the
-        database file."""
-        with self._explained("written"):
+        """Record ``operations`` in one transaction. When the write-ahead log has grown by :data:`COPY_BYTES`, request a
+        copy into the database file."""
+        with self._translated_errors("written"):
             with self._transaction():
                 writing = Writing(self._db)
                 for operation in operations:
@@ -100,24 +106,23 @@ class SqliteLedger:
                 writing.finish()
             self._uncopied_bytes += writing.num_bytes + _TRANSACTION_BYTES
             if self._uncopied_bytes >= COPY_BYTES:
-                self._copy_log()
+                self._request_copy()
 
     def roll_back(self, step: int) -> ResumeState:
-        """Return to the state of the checkpoint before ``step``: groups of this step and later ones wait to be trained
-        again, unfinished ones to be sampled again. Return the groups and counts with which the flow continues."""
-        with self._explained("rolled back"), self._transaction():
+        """Restore the state of the checkpoint of ``step``: groups that this step or a later step took become READY, and
+        unfinished groups become SUBMITTED. Return the groups and counts with which the run continues."""
+        with self._translated_errors("rolled back"), self._transaction():
             self._db.execute(
                 "UPDATE groups SET state = ? WHERE step >= ? AND state != ?",
                 (GroupState.READY, step, GroupState.DROPPED),
             )
             self._db.execute(f"UPDATE groups SET state = ? WHERE {UNFINISHED}", (GroupState.SUBMITTED,))
-            self._db.execute(
-                "UPDATE groups SET state = ? WHERE state = ?", (GroupState.RELEASED, GroupState.TRAINED)
-            )  # its step is in the checkpoint
+            # the checkpoint contains their steps
+            self._db.execute("UPDATE groups SET state = ? WHERE state = ?", (GroupState.RELEASED, GroupState.TRAINED))
             for table in ("steps", "learned"):
                 self._db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
             self._db.execute(seal_rows("groups"))
-        with self._explained("read"):
+        with self._translated_errors("read"):
             rows = self._db.execute(
                 "SELECT number, row, state, oldest_version, step FROM groups WHERE state IN (?, ?) ORDER BY number",
                 (GroupState.SUBMITTED, GroupState.READY),
@@ -129,17 +134,17 @@ class SqliteLedger:
                 num_released=groups.trained,
                 groups=tuple(
                     ResumedGroup(
-                        number=number, row=row, state=GroupState(state), oldest_version=oldest, step=taken,
+                        number=number, row=row, state=GroupState(state), oldest_version=oldest, step=taken_by,
                         episodes=tuple(self.episodes(number)), partial_turns=tuple(self._partial_turns(number)),
                     )
-                    for number, row, state, oldest, taken in rows
+                    for number, row, state, oldest, taken_by in rows
                 ),
                 checksums={version: checksum for version, checksum in self.checksums().items() if version >= step},
             )  # fmt: skip
 
     def episodes(self, number: int) -> list[EpisodeGraph]:
         """Return the episodes of the group ``number`` that have ended, in the order of their positions."""
-        with self._explained("read"):
+        with self._translated_errors("read"):
             rows = self._db.execute(
                 "SELECT position, status, cause, reward, reward_parts, agent_rewards, turns, entry"
                 " FROM episodes JOIN bundles ON id = bundle WHERE group_number = ? ORDER BY position",
@@ -159,7 +164,7 @@ class SqliteLedger:
             ]
 
     def _partial_turns(self, number: int) -> list[TokenChunk]:
-        """Return the recorded tokens of turns of the group ``number`` that had not ended, one chunk for each turn."""
+        """Return the recorded tokens of the unfinished turns of the group ``number``, one chunk for each turn."""
         rows = self._db.execute(
             "SELECT position, turn, prompt, tokens FROM parts WHERE group_number = ? ORDER BY position, turn, id",
             (number,),
@@ -173,106 +178,106 @@ class SqliteLedger:
         ]
 
     def conservation(self) -> Conservation:
-        """Return the counts of groups, episodes and tokens by what became of them, all counted at one moment."""
-        return self._read(self._books.conservation)
+        """Return the counts of groups, episodes and tokens by outcome, all counted at the same moment."""
+        return self._read_snapshot(self._books.conservation)
 
     def ages(self) -> dict[int, int]:
         """Return the number of trained tokens by age, in versions."""
-        return self._read(self._books.ages)
+        return self._read_snapshot(self._books.ages)
 
     def lengths(self) -> Lengths:
         """Return the lengths, in sampled tokens, of the decided episodes and of the trained ones."""
-        return self._read(self._books.lengths)
+        return self._read_snapshot(self._books.lengths)
 
     def attempts(self, first: int) -> list[GroupAttempt]:
         """Return the groups from number ``first`` on, with the rewards of their episodes."""
-        return self._read(lambda: self._books.attempts(first))
+        return self._read_snapshot(lambda: self._books.attempts(first))
 
     def steps(self) -> dict[int, tuple[int, ...]]:
         """Return the numbers of the groups that each step trained, by step."""
         found: dict[int, tuple[int, ...]] = {}
         query = "SELECT step, number FROM steps JOIN groups USING (step) ORDER BY step, number"
-        for step, number in self._rows(query):
+        for step, number in self._fetch_all(query):
             found[step] = (*found.get(step, ()), number)
         return found
 
     def updates(self) -> dict[int, int]:
-        """Return the number of updates of the weights that each step made of its batch, by step."""
-        return dict(self._rows("SELECT step, updates FROM steps ORDER BY step"))
+        """Return the number of updates of the weights that each step made with its batch, by step."""
+        return dict(self._fetch_all("SELECT step, updates FROM steps ORDER BY step"))
 
     def checksums(self) -> dict[int, str]:
         """Return the checksum of the weights of every committed version, by version."""
-        return dict(self._rows("SELECT version, checksum FROM versions ORDER BY version"))
+        return dict(self._fetch_all("SELECT version, checksum FROM versions ORDER BY version"))
 
     def notes(self) -> list[tuple[str, str, float]]:
         """Return the kind, the detail and the Unix time in seconds of every note, oldest first."""
-        return self._rows("SELECT kind, detail, at_s FROM notes ORDER BY id")
+        return self._fetch_all("SELECT kind, detail, at_s FROM notes ORDER BY id")
 
     def persist(self) -> None:
         """Copy the write-ahead log into the database file and sync both to the disk, so that all operations survive a
         power failure."""
-        with self._explained("flushed"):
+        with self._translated_errors("flushed"):
             self._db.execute("PRAGMA wal_checkpoint(FULL)")
 
     def close(self) -> None:
-        """Close the database, unless another thread still writes after :data:`CLOSE_S` seconds."""
-        if self._one_at_a_time.acquire(timeout=CLOSE_S):
+        """Close the database. If another thread still uses it after :data:`CLOSE_S` seconds, leave it open."""
+        if self._lock.acquire(timeout=CLOSE_S):
             if self._copier is not None:
                 self._copier.close()
             self._db.close()
-            self._one_at_a_time.release()
-        # otherwise a writer's thread hangs in the database, which closes when the process ends
+            self._lock.release()
+        # otherwise a thread hangs in a database call, and the end of the process closes the database
 
-    def _copy_log(self) -> None:
-        """Request a copy of the write-ahead log into the database file, which a thread makes. A ledger without a file
-        needs none."""
+    def _request_copy(self) -> None:
+        """Make a thread copy the write-ahead log into the database file, and return at once. A ledger without a file
+        has no log."""
         self._uncopied_bytes = 0
         if isinstance(self._path, str):
-            return  # a ledger without a file has no log
+            return
         if self._copier is None:
             self._db.execute("PRAGMA wal_autocheckpoint=0")
             self._copier = LogCopier(self._path)
         self._copier.request()
 
-    def _read(self, figure: Callable[[], T]) -> T:
-        """Return the result of ``figure``, which runs several queries that must all see the same moment, even while
-        another thread writes."""
-        with self._explained("read"), self._transaction("DEFERRED"):  # a snapshot, even while another thread writes
+    def _read_snapshot(self, figure: Callable[[], T]) -> T:
+        """Return the result of ``figure``, a function that runs several queries, in one read transaction: all queries
+        see the same state of the ledger, even while another thread writes."""
+        with self._translated_errors("read"), self._transaction("DEFERRED"):
             return figure()
 
-    def _rows(self, query: str) -> list[Any]:
-        """Return all rows that ``query`` selects."""
-        with self._explained("read"):
+    def _fetch_all(self, query: str) -> list[Any]:
+        """Return all rows of ``query``."""
+        with self._translated_errors("read"):
             return self._db.execute(query).fetchall()
 
     def _check_pages(self) -> None:
-        """Raise :class:`~headrace.base.errors.LedgerError` if the structure of the database file is damaged, by
-        SQLite's own check."""
+        """Raise :class:`~headrace.base.errors.LedgerError` if SQLite's integrity check finds damage in the structure of
+        the database file."""
         try:
-            found = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA integrity_check(3)")]
+            problems = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA integrity_check(3)")]
         except sqlite3.OperationalError:
-            raise  # a full disk, say: nothing is known of the file
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # of a message that quotes what is damaged
-            found = [str(error)]
-        if found != ["ok"]:
-            raise self._damaged(f"{'; '.join(found)}", ", and its write-ahead log does not fix it")
+            raise  # not damage of the file: a full disk, for example
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the message of the check may quote damaged text
+            problems = [str(error)]
+        if problems != ["ok"]:
+            raise self._damage_error(f"{'; '.join(problems)}", ", and its write-ahead log does not fix it")
 
     def _check_rows(self) -> None:
         """Raise :class:`~headrace.base.errors.LedgerError` if a row does not match its checksum."""
-        found = damage(self._db)
-        if found:
-            raise self._damaged(found, "")
+        problems = damage(self._db)
+        if problems:
+            raise self._damage_error(problems, "")
 
-    def _damaged(self, found: str, why_not_mended: str) -> LedgerError:
-        """Return the error for a damaged ledger. ``found`` describes the damage; ``why_not_mended`` continues the
-        sentence, and may be empty."""
+    def _damage_error(self, found: str, why_not_mended: str) -> LedgerError:
+        """Return the error to raise for a damaged ledger. ``found`` is the description of the damage;
+        ``why_not_mended`` is appended to the message, and may be empty."""
         return LedgerError(
-            f"the ledger {self._path} is damaged ({found}){why_not_mended}; {self._last_step()}",
+            f"the ledger {self._path} is damaged ({found}){why_not_mended}; {self._describe_last_step()}",
             remedy="restore it from a copy, or start a new run directory from the newest checkpoint (model.path)",
         )
 
-    def _last_step(self) -> str:
-        """Return a clause, for an error message, that names the last step which can still be read."""
+    def _describe_last_step(self) -> str:
+        """Return a clause for an error message that names the last step that can still be read."""
         try:
             (step,) = self._db.execute("SELECT max(step) FROM steps").fetchone()
         except (sqlite3.DatabaseError, UnicodeDecodeError):
@@ -280,19 +285,19 @@ class SqliteLedger:
         return "it holds no step" if step is None else f"the last step that can be read is {step}"
 
     def _seal(self, before: int) -> None:
-        """Write the checksums of all existing rows, as the last part of a migration. ``before`` is the former version
-        of the schema; 0 for a new ledger. Rows of an older ledger get checksums as they are found, and a note says
-        so."""
+        """Write the checksums of all existing rows, as the last part of a migration. ``before`` is the version of the
+        schema before the migration; 0 for a new ledger. Existing rows of an older ledger cannot be verified; a note
+        records that."""
         if before:
             detail = f"{ADOPTED}: an older program wrote them, in format {before}"
             self._db.execute(insert("notes"), (next_id(self._db, "notes"), "checksums", detail, 0.0))
         seal_all(self._db)
 
-    def _prepare(self, expected: dict[str, int]) -> None:
-        """Record the sizes ``expected`` (``group_size``, ``groups_per_step``) in a new ledger. Raises
-        :class:`~headrace.base.errors.LedgerError` if an existing one has others."""
-        stated = [(key, str(value)) for key, value in expected.items()]
-        self._db.executemany(insert("meta", otherwise="OR IGNORE"), stated)
+    def _check_sizes(self, expected: dict[str, int]) -> None:
+        """Store the sizes ``expected`` (``group_size``, ``groups_per_step``) in a new ledger. Raises
+        :class:`~headrace.base.errors.LedgerError` if an existing ledger has other sizes."""
+        pairs = [(key, str(value)) for key, value in expected.items()]
+        self._db.executemany(insert("meta", otherwise="OR IGNORE"), pairs)
         for key, value in self._db.execute("SELECT key, value FROM meta").fetchall():
             if str(expected.get(key, value)) != value:
                 raise LedgerError(
@@ -302,24 +307,24 @@ class SqliteLedger:
 
     @contextmanager
     def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
-        """Run the body in one transaction, which is rolled back if the body raises. ``kind`` is SQLite's: IMMEDIATE to
-        write, DEFERRED to read."""
+        """Run the body in one transaction, which is rolled back if the body raises. ``kind`` is the kind of transaction
+        in SQL: IMMEDIATE for writing, DEFERRED for reading."""
         self._db.execute(f"BEGIN {kind}")
         try:
             yield
             self._db.execute("COMMIT")
         except BaseException:
-            if self._db.in_transaction:  # a full disk has rolled back already
+            if self._db.in_transaction:  # SQLite itself rolls back when the disk is full
                 self._db.execute("ROLLBACK")
             raise
 
     @contextmanager
-    def _explained(self, action: str) -> Iterator[None]:
-        """Hold the lock while the body runs, and raise every error of the database as a
-        :class:`~headrace.base.errors.LedgerError`, which says that the ledger cannot be ``action`` (such as
+    def _translated_errors(self, action: str) -> Iterator[None]:
+        """Run the body while holding the lock, and convert each error of the database to a
+        :class:`~headrace.base.errors.LedgerError` with the message that the ledger cannot be ``action`` (such as
         "opened")."""
         try:
-            with self._one_at_a_time:
+            with self._lock:
                 yield
         except (sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise LedgerError(
@@ -331,13 +336,13 @@ class SqliteLedger:
 def steps() -> list[str]:
     """Return the SQL scripts of the migrations of the ledger's schema, oldest first. The version of a schema is the
     number of migrations that were applied to it."""
-    found = sorted(
+    scripts = sorted(
         (entry.name, entry.read_text(encoding="utf-8"))
         for entry in files("headrace.flow.ledger.migrations").iterdir()
         if entry.name.endswith(".sql")
     )
-    assert [int(name[:4]) for name, _ in found] == list(range(1, len(found) + 1)), f"a gap in {found}"
-    return [script for _, script in found]
+    assert [int(name[:4]) for name, _ in scripts] == list(range(1, len(scripts) + 1)), f"a gap in {scripts}"
+    return [script for _, script in scripts]
 
 
 def schema_version(db: sqlite3.Connection) -> int:
@@ -348,11 +353,11 @@ def schema_version(db: sqlite3.Connection) -> int:
 
 
 def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -> None:
-    """Bring the schema of ``db`` up to date: apply the migrations that are missing, each in one transaction. ``where``
-    is the path of the database, for error messages.
+    """Apply the migrations that the schema of ``db`` lacks, each in one transaction. ``where`` is the path of the
+    database, for error messages.
 
-    ``finish`` is called within the last of these transactions, with the number of migrations that the database had
-    before.
+    ``finish`` is called at the end of the last of these transactions, with the version of the schema before the
+    migration. It is not called if no migration is missing.
 
     Raises :class:`~headrace.base.errors.LedgerError` for a database that a newer program wrote.
     """
@@ -375,12 +380,13 @@ def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -
 
 
 COPIER_CLOSE_S = 10.0
-"""Seconds that :meth:`LogCopier.close` waits for a running copy; data that is not copied stays in the log."""
+"""Greatest number of seconds that :meth:`LogCopier.close` waits for a running copy. Data that is not copied stays in
+the log."""
 
 
 class LogCopier:
-    """A thread that copies the write-ahead log of a ledger's file into the database on request, while operations
-    continue to be recorded."""
+    """A thread that copies the write-ahead log of a ledger into its database file on request, while other threads
+    record operations."""
 
     def __init__(self, path: Path) -> None:
         """Start the thread for the database file ``path``."""
@@ -398,14 +404,14 @@ class LogCopier:
         self._requested.set()
 
     def close(self) -> None:
-        """Stop the thread, and wait for at most :data:`COPIER_CLOSE_S` seconds for a copy that runs."""
+        """Stop the thread. Wait for a running copy for at most :data:`COPIER_CLOSE_S` seconds."""
         self._closing = True
         self._requested.set()
         self._thread.join(COPIER_CLOSE_S)
 
     def _run(self) -> None:
-        """Copy the log whenever that is requested; this is the body of the thread. An error ends the thread, and the
-        next :meth:`request` raises it."""
+        """Copy the log at each request: the body of the thread. An error ends the thread, and the next :meth:`request`
+        raises this error."""
         try:
             with closing(sqlite3.connect(self._path, isolation_level=None)) as db:
                 self._copy_on_request(db)
@@ -413,7 +419,7 @@ class LogCopier:
             self._error = error
 
     def _copy_on_request(self, db: sqlite3.Connection) -> None:
-        """Copy the write-ahead log to the database file at each request, until the copier is closed."""
+        """Copy the write-ahead log into the database file at each request, until the copier is closed."""
         while True:
             self._requested.wait()
             self._requested.clear()

@@ -1,5 +1,5 @@
-"""Encoding and decoding of the turns of an episode, and of the learner's results for their tokens, as the ledger stores
-them."""
+"""Encoding and decoding of turns, of parts of running turns, and of the learner's results for tokens, as bytes that the
+ledger stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from headrace.flow.ledger.bundles import decode_entry
 
 
 class _Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """The stored form of one turn, with the columns of its tokens. Fields with a default are rare."""
+    """The stored form of one turn, with the columns of its tokens. Fields with a default have that value in most
+    turns."""
 
     author: str
     ids_T: IntColumn
@@ -41,11 +42,11 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _CODEC = MessageCodec(list[_Turn])
-_LEARNED = MessageCodec(TokenResults)
+_RESULTS_CODEC = MessageCodec(TokenResults)
 
 
 def encode_turns(turns: Sequence[Turn]) -> bytes:
-    """Return the turns as the bytes that the ledger stores."""
+    """Return ``turns`` encoded as the bytes that the ledger stores."""
     return _CODEC.encode(
         [
             _Turn(
@@ -74,45 +75,46 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
 
 
 def decode_turns(data: bytes, entry: int | None = None) -> list[Turn]:
-    """Return the turns of one episode from the bytes ``data`` of the ledger. ``entry`` is the index of the episode if
-    ``data`` is a bundle of several episodes; ``None`` if ``data`` holds the turns of one episode only. Raises
-    ``msgspec.MsgspecError`` if ``data`` is not valid."""
+    """Return the turns of one episode, decoded from the bytes ``data`` of the ledger. ``entry`` is the index of the
+    episode if ``data`` is a bundle of several episodes; ``None`` if ``data`` contains the turns of one episode only.
+    Raises ``msgspec.MsgspecError`` if ``data`` is not valid."""
     if entry is not None:
         return decode_entry(data, entry)
     try:
-        return [_turn(turn) for turn in _CODEC.decode(data)]
+        return [_decoded_turn(turn) for turn in _CODEC.decode(data)]
     except ValueError as error:  # columns of different lengths
         raise msgspec.ValidationError(str(error)) from None
 
 
-def _turn(turn: _Turn) -> Turn:
-    """Return the turn whose stored form is ``turn``."""
+def _decoded_turn(stored: _Turn) -> Turn:
+    """Return the turn that the stored form ``stored`` describes."""
     return Turn(
-        author=turn.author,
+        author=stored.author,
         tokens=Tokens(
-            ids_T=turn.ids_T,
-            logprobs_T=turn.logprobs_T,
-            versions_T=turn.versions_T,
-            kept=turn.kept,
-            routing=turn.routing,
-            entropies_T=turn.entropies_T,
-            teacher_scores=turn.teacher_scores,
+            ids_T=stored.ids_T,
+            logprobs_T=stored.logprobs_T,
+            versions_T=stored.versions_T,
+            kept=stored.kept,
+            routing=stored.routing,
+            entropies_T=stored.entropies_T,
+            teacher_scores=stored.teacher_scores,
         ),
-        parent=turn.parent,
-        stop_reason=turn.stop_reason,
-        context_routing=turn.context_routing,
-        failed=turn.failed,
-        untrained=turn.untrained,
-        reward=turn.reward,
-        process=turn.process,
-        branch=turn.branch,
-        teacher=turn.teacher,
-        extra=turn.extra,
+        parent=stored.parent,
+        stop_reason=stored.stop_reason,
+        context_routing=stored.context_routing,
+        failed=stored.failed,
+        untrained=stored.untrained,
+        reward=stored.reward,
+        process=stored.process,
+        branch=stored.branch,
+        teacher=stored.teacher,
+        extra=stored.extra,
     )
 
 
 def encode_part(part: TokenChunk) -> bytes:
-    """Return a part of a running turn, its tokens since the last part, as the bytes that the ledger stores."""
+    """Return a part of a running turn (its tokens since the previous part) encoded as the bytes that the ledger
+    stores."""
     turn = Turn(
         author="", tokens=part.tokens, stop_reason=part.stop_reason, context_routing=part.prompt_routing
     )  # fmt: skip
@@ -120,26 +122,28 @@ def encode_part(part: TokenChunk) -> bytes:
 
 
 def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) -> TokenChunk:
-    """Return all recorded parts of one turn as one chunk. ``key`` is the episode, ``turn`` the index of the turn among
-    its sampled turns, ``prompt`` the digest of the tokens before it, and ``parts`` the stored bytes, in order."""
-    found = [span for data in parts for span in decode_turns(data)]
-    routings = (span.context_routing for span in found if span.context_routing is not None)
+    """Return all recorded parts of one turn, joined into one chunk. ``key`` is the key of the episode, ``turn`` the
+    index of the turn among its sampled turns, ``prompt`` the digest of the tokens before the turn, and ``parts`` the
+    stored bytes of each part, in order."""
+    decoded = [part for data in parts for part in decode_turns(data)]
+    routings = (part.context_routing for part in decoded if part.context_routing is not None)
     return TokenChunk(
         key=key,
         turn=turn,
         prompt=prompt,
-        tokens=Tokens.concat([span.tokens for span in found]),
-        stop_reason=found[-1].stop_reason,
+        tokens=Tokens.concat([part.tokens for part in decoded]),
+        stop_reason=decoded[-1].stop_reason,
         prompt_routing=next(routings, None),
     )
 
 
 def encode_token_results(learned: TokenResults) -> bytes:
-    """Return the learner's results for the tokens of one step as the bytes that the ledger stores."""
-    return _LEARNED.encode(learned)
+    """Return the learner's results for the tokens of one step, encoded as the bytes that the ledger stores."""
+    return _RESULTS_CODEC.encode(learned)
 
 
 def decode_token_results(blob: bytes) -> TokenResults:
-    """Return the learner's results that :func:`encode_token_results` encoded."""
-    learned: TokenResults = _LEARNED.decode(blob)
+    """Return the learner's results for the tokens of one step from ``blob``, the bytes that
+    :func:`encode_token_results` returned."""
+    learned: TokenResults = _RESULTS_CODEC.decode(blob)
     return learned

@@ -1,7 +1,8 @@
-"""Writers, through which the controller's event loop records operations without waiting for a disk.
+"""Writers: the objects with which the controller's event loop records operations in the ledger without waiting for the
+disk.
 
-Operations are recorded in the order given. ``write`` returns at once; ``flush`` waits until all of them are recorded,
-and raises the error of one that could not be.
+Operations are recorded in the order of the calls. ``write`` returns at once; ``flush`` waits until all earlier
+operations are recorded, and raises the error of an operation that could not be recorded.
 """
 
 from __future__ import annotations
@@ -16,36 +17,37 @@ from typing import Protocol
 from headrace.flow.ledger.base import Ledger, Operation, Stream
 
 GATHER_S = 0.025
-"""Seconds for which operations are gathered before they are recorded together, unless a flush waits for them."""
+"""Seconds for which operations are collected before they are recorded in one transaction, unless a flush waits for
+them."""
 MOST_PER_TRANSACTION = 256
 """Greatest number of operations in one transaction."""
 CLOSE_S = 30.0
-"""Seconds that :meth:`ThreadedWriter.close` waits for the disk."""
+"""Greatest number of seconds that :meth:`ThreadedWriter.close` waits for the thread."""
 
 
 class LedgerWriter(Protocol):
-    """The contract of a writer: it takes operations and records them in a ledger."""
+    """The contract of a writer, which receives operations and records them in a ledger."""
 
     def write(self, operation: Operation) -> None:
-        """Record ``operation`` after all operations that were given before, without waiting. Raises the error of an
-        earlier operation that could not be recorded."""
+        """Record ``operation`` after all operations of earlier calls, without waiting. Raises the error of an earlier
+        operation that could not be recorded."""
         ...
 
     async def flush(self, *, durable: bool = False) -> None:
-        """Wait until all operations given before are recorded, so that they survive the end of this process. If
-        ``durable``, wait until they have reached the disk, so that they survive a power failure, too.
+        """Wait until the operations of all earlier calls are recorded, so that they survive the end of this process. If
+        ``durable``, also wait until they are synced to the disk, so that they survive a power failure.
 
-        Raises :class:`~headrace.base.errors.LedgerError` if one of them could not be recorded.
+        Raises :class:`~headrace.base.errors.LedgerError` if an operation could not be recorded.
         """
         ...
 
     def close(self) -> None:
-        """Record the remaining operations and stop. The wait for a disk that hangs is bounded."""
+        """Record the remaining operations and stop. The wait for a disk that hangs has a time limit."""
         ...
 
 
 class _Persist:
-    """A marker in the queue: everything that was recorded so far must be made to survive a power failure."""
+    """A marker in the queue that requests a sync of all earlier operations to the disk."""
 
 
 _PERSIST = _Persist()
@@ -53,10 +55,11 @@ _Item = Operation | _Persist | asyncio.Future[None] | None
 
 
 class InlineWriter:
-    """A writer that records at once, in the caller's thread. It is for ledgers in memory and for virtual time."""
+    """A writer that records at once, in the caller's thread, for ledgers in memory and for virtual time."""
 
     def __init__(self, ledger: Ledger) -> None:
-        """Record in ``ledger``."""
+        """Create the writer. ``ledger`` is the ledger in which operations are recorded. :meth:`close` leaves it
+        open."""
         self._ledger = ledger
 
     def write(self, operation: Operation) -> None:
@@ -64,19 +67,21 @@ class InlineWriter:
         self._ledger.apply(operation)
 
     async def flush(self, *, durable: bool = False) -> None:
-        """Do nothing, since all operations are recorded; if ``durable``, make them survive a power failure."""
+        """If ``durable``, sync the recorded operations to the disk; otherwise do nothing, because ``write`` has
+        recorded them."""
         if durable:
             self._ledger.persist()
 
     def close(self) -> None:
-        """Do nothing: no operation waits. The ledger stays open."""
+        """Do nothing, because all operations are recorded. The ledger stays open."""
         return
 
 
 class ThreadedWriter:
-    """A writer that records in its own thread, many operations in one transaction if many come at once.
+    """A writer that records operations in its own thread, in transactions of up to :data:`MOST_PER_TRANSACTION`
+    operations.
 
-    The queue needs no bound of its own: it holds a few operations for each group in flight.
+    The queue has no explicit bound. Its length is bounded because each group in flight adds only a few operations.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -95,13 +100,13 @@ class ThreadedWriter:
             raise self._error
         self._queue.append(operation)
         if isinstance(operation, Stream):
-            self._urgent.set()  # not held back: flow.record_tokens limits how many tokens a crash may lose
+            self._urgent.set()  # recorded at once: flow.record_tokens limits how many tokens a crash may lose
         if not self._pending.is_set():
             self._pending.set()
 
     async def flush(self, *, durable: bool = False) -> None:
-        """Wait until all queued operations are recorded; if ``durable``, until they would survive a power failure.
-        Raises the error of one that could not be recorded."""
+        """Wait until all queued operations are recorded and, if ``durable``, synced to the disk. Raises the error of an
+        operation that could not be recorded."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if durable:
             self._queue.append(_PERSIST)
@@ -111,20 +116,20 @@ class ThreadedWriter:
             raise self._error
 
     def close(self) -> None:
-        """Record the queued operations and end the thread, waiting for at most :data:`CLOSE_S` seconds."""
+        """Record the queued operations and end the thread. Wait for at most :data:`CLOSE_S` seconds."""
         self._enqueue_urgent(None)
         self._thread.join(CLOSE_S)
 
     def _enqueue_urgent(self, item: _Item) -> None:
-        """Queue ``item``, and wake the thread at once instead of letting it gather more operations. A future is
-        resolved when everything before it is recorded; ``None`` ends the thread."""
+        """Append ``item`` to the queue and wake the thread, which then does not wait for more operations. The thread
+        resolves a future when all earlier items are recorded; ``None`` ends the thread."""
         self._queue.append(item)
         self._urgent.set()
         self._pending.set()
 
     def _run(self) -> None:
-        """Record the queued operations in order, several in one transaction, until the queue yields ``None``. This is
-        the body of the thread."""
+        """Record the queued operations in order, several in one transaction, until ``None`` is in the queue: the body
+        of the thread."""
         gathered: list[Operation] = []
         while True:
             self._pending.wait()
@@ -138,33 +143,33 @@ class ThreadedWriter:
                 if item is None:
                     return
                 if isinstance(item, asyncio.Future):
-                    item.get_loop().call_soon_threadsafe(_finish, item)
+                    item.get_loop().call_soon_threadsafe(_resolve, item)
                 elif isinstance(item, _Persist):
-                    self._attempt(self._ledger.persist)
+                    self._call_ledger(self._ledger.persist)
                 else:
                     gathered.append(item)
             gathered = self._record(gathered)
 
     def _record(self, gathered: list[Operation]) -> list[Operation]:
-        """Record the gathered operations in one transaction. Return an empty list, in which the next ones are
-        gathered."""
+        """Record the operations ``gathered`` in one transaction. Return a new empty list for the following
+        operations."""
         if gathered:
-            self._attempt(partial(self._ledger.apply, *gathered))
+            self._call_ledger(partial(self._ledger.apply, *gathered))
         return []
 
-    def _attempt(self, work: Callable[[], None]) -> None:
-        """Do ``work`` on the ledger, unless an earlier call has failed. If it raises, keep the error, which ``write``
-        and ``flush`` then raise in the event loop."""
+    def _call_ledger(self, call: Callable[[], None]) -> None:
+        """Call ``call``, a method of the ledger, unless an earlier call has failed. If it raises, store the error,
+        which ``write`` and ``flush`` then raise in the event loop."""
         if self._error is not None:
             return
         try:
-            work()
+            call()
         except Exception as error:  # noqa: BLE001 - the edge of the thread: write and flush raise it
             self._error = error
 
 
-def _finish(future: asyncio.Future[None]) -> None:
-    """Resolve a future for which a flush waits, unless it was cancelled. The thread schedules this in the event
-    loop."""
+def _resolve(future: asyncio.Future[None]) -> None:
+    """Resolve the future of a flush, unless the flush was cancelled. The thread of the writer schedules this call in
+    the event loop."""
     if not future.done():
         future.set_result(None)

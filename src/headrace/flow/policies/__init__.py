@@ -1,5 +1,5 @@
-"""Staleness policies, which decide when a group may start, which groups make the next batch, and which are dropped. A
-new policy is a file in this folder and a member of the union ``AnyPolicy``."""
+"""Staleness policies: they decide when a group may start, which groups form the next batch, and which groups are
+dropped because of their age. A new policy is a file in this folder and a member of the union ``AnyPolicy``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.flow.policies.windowed import Windowed
 
 AnyPolicy = Bounded | Synchronous | OneAhead | Windowed | Unbounded
 POLICIES = Kinds(AnyPolicy, group="headrace.policies", setting="flow.policy", contract=StalenessPolicy)
-"""The registry of all kinds of policies, those of installed packages included."""
+"""The registry of all kinds of policies, including policies of installed packages."""
 PolicyConfig = Annotated[AnyPolicy, POLICIES]
 
 __all__ = [

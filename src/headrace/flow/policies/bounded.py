@@ -1,25 +1,27 @@
-"""Pacing: a group starts only if it can be trained within the bound, so nothing needs to be thrown away.
+"""The default staleness policy ``bounded``: a group starts only if it can be trained within the bound, so no group
+needs to be dropped because of its age.
 
-Let B be the groups per step, v the committed version (v steps are trained and in use), k the next step to take a
-batch. A slot is charged when a group is admitted and freed when the weights it helped to make are committed, so v·B
-groups have left and the slots hold the rest. Admission keeps
+Let B be the number of groups per step, v the committed version (v steps are trained and their weights are in use), and
+k the next step that takes a batch. A group occupies a slot from its admission until the weights of the step that
+trained it are committed. So v·B groups have left their slots, and all other admitted groups occupy one. Admission
+ensures
 
     held slots ≤ (lead + 1)·B        equivalently  admitted ≤ (lead + v + 1)·B        (AReaL, arXiv 2505.24298, eq. 3)
 
-A group admitted at version v must be trained at step v + max_age or before: its *deadline*. (k − v)·B of the held
-groups are taken already, so at most (lead + 1)·B − (k − v)·B are not, and with lead ≤ max_age
+The *deadline* of a group admitted at version v is step v + max_age: no later step may train it. (k − v)·B of the groups
+with slots are in a batch already, so at most (lead + 1)·B − (k − v)·B are not, and with lead ≤ max_age
 
     groups in no batch  ≤  (v + max_age − k + 1)·B
 
-of which none is due before it was when it was admitted: all can be trained in time, the earliest deadline first
-(:mod:`~headrace.flow.policies.deadlines`). Training what is ready first may overtake; it is allowed while the rest can
-still be trained in time. Otherwise the batch waits for the group that is due. Both together keep the bound for every
-group by construction. A bound that is raised only moves deadlines away; one that is lowered changes the v + max_age of
-later versions only, for which the inequality above is asked again.
+No deadline ever becomes earlier, so all groups can be trained in time, the earliest deadline first
+(:mod:`~headrace.flow.policies.deadlines`). A batch may be formed of groups that are ready, overtaking others, as long
+as the other groups can still be trained in time. Otherwise the batch waits for the group that is due. Together, these
+two rules keep the bound for every group. Raising the bound during a run only makes deadlines later. Lowering it changes
+the deadlines of later versions only, and admission checks the inequality above for these.
 
-After a crash v and k are those of the checkpoint again, while groups that were interrupted may keep tokens and with
-them their deadlines. They start first, whatever the slots (the lead may be less than it was), and others with them, as
-far as all can still be trained in time.
+After a crash, v and k return to the values of the checkpoint, while interrupted groups may keep tokens and therefore
+their deadlines. These groups start first, even if there are not enough slots (the lead may be smaller than before);
+other groups start with them as far as all can still be trained in time.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from headrace.flow.state import FlowState
 
 
 def paced_admission(state: FlowState) -> int:
-    """Return how many groups may start now so that every group can be trained within its bound: as many as slots are
-    free, within the lead and the capacity. Groups that a crash interrupted may start beyond the slots, as far as all
-    can still be trained in time."""
+    """Return how many groups may start now so that every group can be trained within its bound: the number of free
+    slots, limited by the capacity. Groups that a crash interrupted may start even without a free slot, as far as all
+    groups can still be trained in time."""
     limits = state.limits
     free = (min(limits.run_ahead, limits.max_age) + 1) * limits.batch_size - state.num_held
     if state.num_waiting:
@@ -54,9 +56,9 @@ class Bounded(StalenessPolicy):
         return paced_admission(state)
 
     def select(self, state: FlowState) -> Selection:
-        """Return the next batch, or none yet. In strict order it is made of the groups with the lowest numbers;
-        otherwise of the ready groups with the earliest deadlines, as long as every other group can still be trained in
-        time."""
+        """Return the next batch; empty if it is not complete yet. In strict order, it consists of the groups with the
+        lowest numbers; otherwise of the ready groups with the earliest deadlines, provided that all other groups can
+        still be trained in time."""
         if state.replayed:
             return Selection(take=state.replayed)
         chosen = in_order(state) if state.limits.strict else earliest_in_time(state)

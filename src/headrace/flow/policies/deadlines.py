@@ -1,13 +1,14 @@
-"""The deadlines of groups, and whether all groups can be trained in time.
+"""Functions that compute the deadlines of groups, and whether all groups can be trained in time. Staleness policies use
+them.
 
-Let k be the next step and B the groups per step. The deadline of a group is the last step that may train its oldest
-token. All groups can be trained in time, the earliest deadline first, if and only if (Liu and Layland 1973; here all
-groups are ready at once)
+Let k be the next step and B the number of groups per step. The deadline of a group is the last step that may train its
+oldest token. All groups can be trained in time, the earliest deadline first, if and only if (Liu and Layland 1973, for
+the case that all groups are ready)
 
     for every step j ≥ k:   groups due by j  ≤  (j − k + 1)·B
 
-A replayed step is one that took its groups before a crash, and takes the same groups again. The deadline of such a
-group is that step.
+A replayed step took its groups before a crash and takes the same groups again. The deadline of these groups is the
+replayed step.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from headrace.flow.state import FlowState
 
 
 def due(state: FlowState) -> Counter[int]:
-    """Return the number of groups that no batch has taken yet, by their deadline. A group of a replayed step is due at
-    that step."""
+    """Return the number of groups that are in no batch yet, by their deadline. The deadline of a group of a replayed
+    step is that step."""
     steps: Counter[int] = Counter()
     for version, count in state.open_by_oldest.items():
         steps[state.deadline(version)] += count
@@ -31,32 +32,33 @@ def due(state: FlowState) -> Counter[int]:
 
 
 def num_admissible(state: FlowState) -> int:
-    """Return how many groups may be admitted now so that they and all others can be trained in time.
+    """Return how many groups may be admitted now so that these and all other groups can be trained in time.
 
-    Groups that kept tokens over a crash, and with them their deadlines, are counted among the others already. So those
-    whose tokens are at least as old as new ones would be may all start.
+    Interrupted groups that kept tokens are already counted at the deadlines of these tokens. So interrupted groups
+    whose tokens are at least as old as new tokens would be may all start.
     """
     latest = state.deadline(state.version)
     total, room = 0, None
     steps = due(state)
     for step in sorted({*steps, latest}):
         total += steps[step]
+        # a group that starts now is due at `latest`, so it needs room at this deadline and all later ones
         if step >= latest:
-            left = (step - state.next_step + 1) * state.limits.batch_size - total
-            room = left if room is None else min(room, left)
+            num_free = (step - state.next_step + 1) * state.limits.batch_size - total
+            room = num_free if room is None else min(room, num_free)
     assert room is not None
     return state.num_waiting_aged + max(0, room)
 
 
 def num_admissible_in_order(state: FlowState) -> int:
-    """Return how many groups may be admitted now if groups are trained in the order of their numbers: those whose step
-    in this order comes no later than the deadline of a group that starts now."""
-    in_time = (state.deadline(state.version) + 1 - state.free_step) * state.limits.batch_size
-    if in_time <= 0:
+    """Return how many groups may be admitted now if groups are trained in the order of their numbers. A group may be
+    admitted if its step in this order is not after the deadline of a group that starts now."""
+    num_places = (state.deadline(state.version) + 1 - state.free_step) * state.limits.batch_size
+    if num_places <= 0:
         return 0
-    first = state.first_open(in_time)
+    first = state.first_open(num_places)
     waiting = sum(state.groups[number].state is GroupState.SUBMITTED for number in first)
-    return waiting + in_time - len(first)
+    return waiting + num_places - len(first)
 
 
 def last_step(state: FlowState, number: int) -> int:
@@ -67,8 +69,8 @@ def last_step(state: FlowState, number: int) -> int:
 
 
 def earliest(state: FlowState) -> tuple[int, ...] | None:
-    """Return the numbers of the ready groups with the earliest deadlines, as many as a batch has; ``None`` if there are
-    not enough ready groups."""
+    """Return the numbers of the ready groups with the earliest deadlines, exactly one batch; ``None`` if there are not
+    enough ready groups."""
     if len(state.ready) < state.limits.batch_size:
         return None
     in_order = (
@@ -81,21 +83,21 @@ def earliest(state: FlowState) -> tuple[int, ...] | None:
 
 
 def earliest_in_time(state: FlowState) -> tuple[int, ...] | None:
-    """Return the batch of :func:`earliest` if all other groups can still be trained in time after it, otherwise
-    ``None``. Counts decide this; the groups themselves are looked up only afterwards."""
-    steps, left = due(state), state.limits.batch_size
-    if len(state.ready) < left:
+    """Return the batch of :func:`earliest` if all other groups can be trained in time after it, otherwise ``None``. The
+    check uses counts, and the groups are looked up only if it succeeds."""
+    steps, num_missing = due(state), state.limits.batch_size
+    if len(state.ready) < num_missing:
         return None
     for version in sorted(state.ready_by_oldest, key=lambda version: (state.deadline(version), version)):
-        taken = min(left, len(state.ready_by_oldest[version]))
-        steps[state.deadline(version)] -= taken
-        left -= taken
-    return earliest(state) if left == 0 and _in_time(state, steps) else None
+        num_taken = min(num_missing, len(state.ready_by_oldest[version]))
+        steps[state.deadline(version)] -= num_taken
+        num_missing -= num_taken
+    return earliest(state) if num_missing == 0 and _in_time(state, steps) else None
 
 
 def in_order(state: FlowState) -> tuple[int, ...] | None:
-    """Return the numbers of the groups with the lowest numbers that are in no batch, as many as a batch has; ``None``
-    until all of these are ready."""
+    """Return the lowest numbers of groups that are in no batch, exactly one batch; ``None`` until all of these groups
+    are ready."""
     if len(state.ready) < state.limits.batch_size:
         return None
     first = state.first_open(state.limits.batch_size, ready=True)
@@ -103,8 +105,8 @@ def in_order(state: FlowState) -> tuple[int, ...] | None:
 
 
 def rest_in_time(state: FlowState, chosen: tuple[int, ...]) -> bool:
-    """Return whether all groups that are in no batch, except the ready groups ``chosen``, can be trained in time if
-    ``chosen`` is the next batch."""
+    """Return whether all other groups that are in no batch can be trained in time if the ready groups ``chosen`` are
+    the next batch."""
     steps = due(state)
     for number in chosen:
         steps[last_step(state, number)] -= 1
@@ -112,8 +114,8 @@ def rest_in_time(state: FlowState, chosen: tuple[int, ...]) -> bool:
 
 
 def _in_time(state: FlowState, steps: Counter[int]) -> bool:
-    """Return whether all groups can be trained in time, from the step after the next one on. ``steps`` is the number of
-    groups by their deadline, without those of the next step's batch."""
+    """Return whether all groups can be trained in time by the steps after the next step. ``steps`` is the number of
+    groups by their deadline, without the groups of the next step's batch."""
     total = 0
     for step in sorted(steps):
         total += steps[step]
@@ -123,14 +125,15 @@ def _in_time(state: FlowState, steps: Counter[int]) -> bool:
 
 
 def age_needed(state: FlowState, *, only_planned: bool) -> int:
-    """Return the greatest age, in versions, that a kept token will have when it is trained, for the check of the bound
-    after a crash. Groups of replayed steps are trained at their steps; the others follow, by number in strict order and
-    otherwise oldest first. ``only_planned`` leaves these others out, for policies that drop groups that are too old."""
+    """Return the greatest age, in versions, that a recorded token will have when it is trained. It is compared with the
+    bound after a crash. Groups of replayed steps are trained at their steps. The remaining groups follow, by number in
+    strict order and otherwise the oldest first. With ``only_planned``, only groups of replayed steps are considered,
+    for policies that drop groups that are too old."""
     planned = [(e.step, e.oldest_version) for e in state.groups.values() if e.step is not None]
     rest = [(n, e.oldest_version) for n, e in state.groups.items() if e.step is None]
     in_turn = [oldest for _, oldest in sorted(rest)]
     if not state.limits.strict:
         in_turn = [*sorted(oldest for oldest in in_turn if oldest is not None)]
     turns = [(state.free_step + index // state.limits.batch_size, oldest) for index, oldest in enumerate(in_turn)]
-    kept = planned if only_planned else [*planned, *turns]
-    return max((step - oldest for step, oldest in kept if oldest is not None), default=0)
+    all_turns = planned if only_planned else [*planned, *turns]
+    return max((step - oldest for step, oldest in all_turns if oldest is not None), default=0)

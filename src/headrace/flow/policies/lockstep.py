@@ -1,7 +1,9 @@
-"""Two staleness policies that generate whole batches one after the other. With ``synchronous``, generation and training
-alternate, and the weights are bit for bit those of a plain serial loop. With ``one_ahead``, one batch is generated
-while the batch before it is trained. The *age* of a token is the learner's version when it trains minus the version
-that sampled the token."""
+"""Two staleness policies that generate one whole batch after the other.
+
+With ``synchronous``, generation and training alternate, and the weights are bit for bit equal to the weights of a plain
+serial loop. With ``one_ahead``, one batch is generated while the batch before it is trained. The *age* of a token is
+the learner's version when it trains the token, minus the version that sampled the token.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from headrace.flow.state import FlowState
 
 
 def admit_whole_batch(state: FlowState, *, ahead: int) -> int:
-    """Return how many groups the next batch still lacks, if the engines' weights are at most ``ahead`` steps behind it;
-    otherwise 0.
+    """Return how many groups the next batch still lacks, if the committed version is at most ``ahead`` steps behind the
+    step of this batch; otherwise 0.
 
-    Every group that starts is in the batch of step k = ``free_step`` (the first step without a batch) and gets tokens
-    of version v ≥ k − ``ahead`` only: none is trained at an age above ``ahead``.
+    Every group that starts is in the batch of step k = ``free_step`` (the first step without a batch), and its tokens
+    are sampled by versions v ≥ k − ``ahead``. So no token is trained at an age above ``ahead``.
     """
     if state.free_step > state.version + ahead:
         return 0
@@ -31,16 +33,16 @@ def select_whole_batch(state: FlowState) -> Selection:
 
 
 class Synchronous(StalenessPolicy):
-    """A policy that starts a batch when the weights of the last step are committed, so that no token has an age above
-    0."""
+    """A policy that starts the groups of a batch when the weights of the previous step are committed, so that every
+    token is trained at age 0."""
 
     kind: Literal["synchronous"] = "synchronous"
     fixes: ClassVar = {"max_age": 0, "lead": 0, "order": "strict", "capacity": None}
     """The settings of the flow that follow from the policy and cannot have another value."""
 
     def admit(self, state: FlowState) -> int:
-        """Return how many groups of the next batch may start now: all that it lacks, once the weights of the step
-        before it are committed, and 0 before that."""
+        """Return how many groups of the next batch may start now: 0 until the weights of the previous step are
+        committed, then all groups that the batch lacks."""
         return admit_whole_batch(state, ahead=0)
 
     def select(self, state: FlowState) -> Selection:
@@ -49,16 +51,16 @@ class Synchronous(StalenessPolicy):
 
 
 class OneAhead(StalenessPolicy):
-    """A policy that starts a batch when the one before it is complete, so that no token is trained at an age above
-    1."""
+    """A policy that starts the groups of a batch when the batch before it is complete and the committed version is at
+    most one step behind, so that no token is trained at an age above 1."""
 
     kind: Literal["one_ahead"] = "one_ahead"
     fixes: ClassVar = {"max_age": 1, "lead": 1, "order": "strict", "capacity": None}
     """The settings of the flow that follow from the policy and cannot have another value."""
 
     def admit(self, state: FlowState) -> int:
-        """Return how many groups of the next batch may start now: all that it lacks, if the committed weights are at
-        most one step behind it, and otherwise 0."""
+        """Return how many groups of the next batch may start now: all groups that the batch lacks if the committed
+        version is at most one step behind its step, otherwise 0."""
         return admit_whole_batch(state, ahead=1)
 
     def select(self, state: FlowState) -> Selection:

@@ -1,5 +1,5 @@
-"""The policy of a replay, a run that repeats another one from its record. It decides nothing: each group starts at the
-version at which it started in the recorded run, and each step takes the groups that it took there."""
+"""The policy of a replay: a run that repeats another run from its record. Each group starts at the version at which it
+started in the recorded run, and each step takes the groups that it took in the recorded run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RecordedPolicy(StalenessPolicy):
     """
 
     starts: tuple[int, ...]
-    """The version that must be committed before each group starts: one number per group, in the order of their numbers,
-    ascending."""
+    """The version that must be committed before each group starts: one number per group, in the order of the group
+    numbers. The versions ascend."""
     steps: Mapping[int, tuple[int, ...]]
     """The numbers of the groups that each step took, in order, by step."""
     dropped_stale: bool
@@ -31,7 +31,7 @@ class RecordedPolicy(StalenessPolicy):
     masked_stale: bool
     """Whether tokens that had become too old carried no loss in the recorded run."""
     recorded: ClassVar[bool] = True
-    """This policy repeats recorded decisions, whatever this run needs."""
+    """This policy repeats recorded decisions."""
 
     @property
     def drops_stale(self) -> bool:
@@ -44,12 +44,13 @@ class RecordedPolicy(StalenessPolicy):
         return self.masked_stale
 
     def admit(self, state: FlowState) -> int:
-        """Return how many more groups had started in the recorded run by the version that is committed now."""
+        """Return how many more groups may start: the number of groups that had started in the recorded run by the
+        current committed version, minus the number of groups that this run has submitted."""
         return max(0, bisect_right(self.starts, state.version) - state.num_submitted)
 
     def leave(self, state: FlowState) -> Mapping[int, str]:
-        """Return the ready groups that no step of the recorded run trained, to be dropped as stale; none if that run
-        dropped no stale groups."""
+        """Return the numbers of the ready groups that no step of the recorded run trained, to be dropped as stale;
+        empty if the recorded run dropped no stale groups."""
         if not self.dropped_stale:
             return {}
         return dict.fromkeys(state.ready - self._trained, STALE)
@@ -60,8 +61,8 @@ class RecordedPolicy(StalenessPolicy):
         return frozenset(number for groups in self.steps.values() for number in groups)
 
     def select(self, state: FlowState) -> Selection:
-        """Return the groups that the recorded run trained in this step, once all of them are ready; before that an
-        empty selection."""
+        """Return the groups that the recorded run trained in the next step; an empty selection until all of them are
+        ready."""
         take = self.steps.get(state.next_step, ())
         if not state.ready.issuperset(take):
             return Selection()

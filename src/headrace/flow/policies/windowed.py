@@ -1,9 +1,9 @@
-"""Pacing with a window: only groups close to the oldest untrained group may overtake it.
+"""The policy ``windowed``: only groups whose numbers are close to the oldest untrained group may be trained before it.
 
 Let a be the lowest number of a group that is in no batch, and W = ``window``·B. A batch is made of ready groups with
 numbers below a + W, earliest deadline first. If these are too few, it is made of the first B groups once all are ready.
-So fewer than W groups are ever trained before a straggler that started earlier, and the groups of one batch were
-admitted close to each other: ``window = 1`` trains in order, and a wide window equals ``bounded``.
+So fewer than W groups are trained before a slow group that started earlier, and the groups of one batch were admitted
+at similar times. ``window = 1`` trains in order, and a wide window is equal to ``bounded``.
 
 Admission and the age of tokens are the same as with ``bounded``. Where a group outside the window would miss its bound
 (tokens kept over a crash can cause that), the bound takes precedence over the window.
@@ -39,8 +39,8 @@ class Windowed(StalenessPolicy):
         return self.window == 1
 
     def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for a window that is wider than groups can ever be apart,
-        given the staleness bound ``max_age`` and the ``lead`` in batches. ``strict`` is not used."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for a window that is so wide that it has no effect, given
+        the staleness bound ``max_age`` and the ``lead`` in batches. ``strict`` is not used."""
         if self.window > max_age + lead + 1:
             raise ConfigError(
                 f"flow.policy.window={self.window} never acts: with flow.max_age={max_age} and flow.lead={lead} no two "
@@ -54,25 +54,26 @@ class Windowed(StalenessPolicy):
 
     def select(self, state: FlowState) -> Selection:
         """Return the groups of the next batch: the ready groups within the window that have the earliest deadlines or,
-        if these are too few, the groups with the lowest numbers once all of them are ready. If another group would then
-        miss its deadline, the ready groups with the earliest deadlines are chosen, whatever the window."""
+        if there are too few of these, the groups with the lowest numbers once all of them are ready. If another group
+        would then miss its deadline, return the ready groups with the earliest deadlines instead, whatever the
+        window."""
         if state.replayed:
             return Selection(take=state.replayed)
         if len(state.ready) < state.limits.batch_size:
             return Selection()
         chosen = self._earliest_in_window(state) or in_order(state)
-        if not rest_in_time(state, chosen) if chosen else self._oldest_is_waiting(state):
+        if not rest_in_time(state, chosen) if chosen else self._is_oldest_waiting(state):
             chosen = earliest_in_time(state)
         return Selection(take=tuple(sorted(chosen or ())))
 
-    def _oldest_is_waiting(self, state: FlowState) -> bool:
-        """Return whether the group with the lowest number in no batch has not started yet, because after a crash other
-        groups start before it."""
+    def _is_oldest_waiting(self, state: FlowState) -> bool:
+        """Return whether the group with the lowest number that is in no batch has not started yet. This can happen
+        after a crash, when other groups start before it."""
         return any(state.groups[number].state is GroupState.SUBMITTED for number in state.first_open(1))
 
     def _earliest_in_window(self, state: FlowState) -> tuple[int, ...] | None:
-        """Return the numbers of the ready groups in the window with the earliest deadlines, as many as a batch has;
-        ``None`` if there are too few."""
+        """Return the numbers of the ready groups in the window with the earliest deadlines, exactly one batch; ``None``
+        if there are too few."""
         (anchor,) = state.first_open(1) or (state.num_submitted,)
         window = range(anchor, anchor + self.window * state.limits.batch_size)
         in_window = [number for number in window if number in state.ready and state.groups[number].step is None]

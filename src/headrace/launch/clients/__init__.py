@@ -1,4 +1,5 @@
-"""The controller's end of every process: the contracts of engine, learner, scorer and environment, over a channel."""
+"""The clients of the processes of a run. Each client implements the contract of an engine, a learner, a scorer or an
+environment by exchanging messages with a process over a channel."""
 
 from headrace.launch.clients.engine import EngineClient
 from headrace.launch.clients.environment import EnvPeer, EnvPool, EnvPoolConfig

@@ -1,6 +1,7 @@
-"""The client of an engine that runs in another process or thread. The controller sends orders over a channel, and the
-engine answers with the number (``call``) of the order. The learner may *announce* a new version to an engine of its own
-machine directly: the engine then stages it, and may commit it, without an order of the controller."""
+"""The client of an engine that runs in another process or thread. The controller sends orders over a channel, and each
+answer of the engine contains the number (``call``) of its order. The learner may *announce* a new version directly to
+an engine on its own machine. The engine then stages the version, and may commit it, without an order from the
+controller."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ R = TypeVar("R", StageOutcome, Committed)
 class EngineClient(Peer):
     """The client of one engine, which implements the :class:`~headrace.engine.Engine` contract over a channel.
 
-    ``deadline_s`` is the longest wait for the answer to one order. More than ``max_requests`` requests at once are
-    refused.
+    ``deadline_s`` is the longest time to wait for the answer to one order, in seconds. Requests are refused if
+    ``max_requests`` requests are waiting or running.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class EngineClient(Peer):
         first_request: int = 0,
         answers_to: str = "",
     ) -> None:
-        """Make the client of the engine process ``name`` over ``channel``. ``deadline_s`` and ``max_requests`` are
-        described at the class, the others at :class:`Peer`. In a process that is not the controller, requests are
-        numbered from ``first_request``, so that no two clients of an engine use one number, and their chunks are to
-        be sent to ``answers_to``."""
+        """Create the client of the engine process ``name`` over ``channel``. The class describes ``deadline_s`` and
+        ``max_requests``, and :class:`Peer` describes ``token`` and ``on_spans``. In a process other than the
+        controller, requests are numbered from ``first_request``, so that no two clients of an engine use the same
+        number, and the engine sends their chunks to the address ``answers_to``."""
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._max_requests = max_requests
@@ -80,21 +81,21 @@ class EngineClient(Peer):
         self._streams: dict[int, RequestStream | SiblingStream] = {}
         self._unsent: list[GenerateRequest] = []
         self._stats = EngineStats()
-        self._outcome: StageOutcome | None = None
-        """The outcome of staging the newest version that the learner announced to the engine."""
+        self._stage_outcome: StageOutcome | None = None
+        """The outcome of staging the newest version that the learner has announced to the engine."""
         self._committed: Committed | None = None
-        """The report on the newest version that the engine committed because of such an announcement."""
-        self._unordered: dict[tuple[int, type], asyncio.Future[Any]] = {}
-        """The futures for such reports, by version and type."""
+        """The report of the newest version that the engine has committed because of an announcement."""
+        self._announced_reports: dict[tuple[int, type], asyncio.Future[Any]] = {}
+        """The futures of reports about announced versions, by version and message type."""
         self._closed: ComponentDied | None = None
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
         """Send a request to the engine, and yield the chunks of its answer. If the caller stops reading early, the
-        request is aborted. Raises :class:`~headrace.base.errors.EngineFull` if ``max_requests`` are waiting or running
-        already, and :class:`~headrace.base.errors.ComponentDied` if the engine dies."""
-        self._refuse(1)
+        request is aborted. Raises :class:`~headrace.base.errors.EngineFull` if ``max_requests`` requests are waiting or
+        running, and :class:`~headrace.base.errors.ComponentDied` if the engine dies."""
+        self._refuse_overload(1)
         request_id = next(self._request_ids)
         stream = self._streams[request_id] = RequestStream(sampling.max_new_tokens)
         self._send_soon(GenerateRequest.of(request_id, prompt_ids_T, sampling, options))
@@ -102,7 +103,7 @@ class EngineClient(Peer):
         try:
             while not ended:
                 chunk = await stream.next()
-                if isinstance(chunk, Exception):  # the request never reached the engine, or the engine has died
+                if isinstance(chunk, Exception):  # the request was not sent, or the engine has died
                     ended = True
                     raise chunk
                 ended = chunk.ended
@@ -116,10 +117,10 @@ class EngineClient(Peer):
     async def generate_siblings(
         self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
     ) -> None:
-        """Send several requests with one prompt to the engine, and pass the chunks of their answers on; see
-        :class:`~headrace.engine.SiblingSource`. Raises as :meth:`generate` does, before anything is sent if not all of
-        them may be sent."""
-        self._refuse(len(siblings))
+        """Send several requests with the same prompt to the engine, and pass the chunks of their answers to
+        ``on_chunks``; see :class:`~headrace.engine.SiblingSource`. Raises the same errors as :meth:`generate`. If the
+        client cannot accept all of the requests, none is sent."""
+        self._refuse_overload(len(siblings))
         arrivals = SiblingArrivals()
         request_ids = [next(self._request_ids) for _ in siblings]
         for index, (request_id, sibling) in enumerate(zip(request_ids, siblings, strict=True)):
@@ -139,127 +140,129 @@ class EngineClient(Peer):
 
     @property
     def weights_address(self) -> str:
-        """The address to which a learner sends weights, known when the engine is ready; empty if the engine fetches
-        them."""
+        """The address at which the engine receives weights from a learner; empty if the engine fetches weights itself.
+        It is available when the engine is ready."""
         return str(self.ready.result().facts.get("weights_address", ""))
 
     @property
     def orders_address(self) -> str:
-        """The address at which other parts of this machine send orders to the engine; empty for an engine on another
-        machine."""
+        """The address at which other parts on this machine can send orders to the engine; empty for an engine on
+        another machine."""
         return self._channel.local_orders
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Order the engine to stage a version, and return the seconds that it took. If the learner has announced the
-        version to the engine itself, send no order and only wait for the engine's report."""
+        """Order the engine to stage a version, and return the seconds that this took. If the learner has announced the
+        version to the engine, send no order and only wait for the engine's report."""
         self._refuse_closed()
         if self.orders_address in update.announced_to:
-            return await self._staged_by_learner(update.version)
+            return await self._wait_until_staged(update.version)
         call = self.next_call()
-        staged = self.expect(call, Staged)
+        reply = self.expect(call, Staged)
         self.send(Stage(call=call, update=update))
-        return (await self.answer(staged, f"stage version {update.version}", self._deadline_s)).seconds
+        return (await self.answer(reply, f"stage version {update.version}", self._deadline_s)).seconds
 
-    async def _staged_by_learner(self, version: int) -> float:
-        """Wait until the engine has staged the version that the learner announced to it, and return the seconds that it
-        took. Raises the error with which the engine refused the version."""
-        outcome = self._outcome
+    async def _wait_until_staged(self, version: int) -> float:
+        """Wait until the engine has staged ``version``, which the learner has announced to it, and return the seconds
+        that this took. Raises the error with which the engine refused the version."""
+        outcome = self._stage_outcome
         if outcome is None or outcome.version != version:
-            outcome = await self._unordered_report(StageOutcome, version, "stage")
+            outcome = await self._wait_for_report(StageOutcome, version, "stage")
         if outcome.failure is not None:
             raise error_of(outcome.failure)
         return outcome.seconds
 
-    async def _unordered_report(self, kind: type[R], version: int, what: str) -> R:
-        """Wait for the report of type ``kind`` on ``version`` that the engine sends without an order of the controller,
-        and return it. ``what`` (``stage`` or ``commit``) names the wait if it takes too long."""
-        future = self._unordered[version, kind] = self.expect(self.next_call(), kind)
+    async def _wait_for_report(self, kind: type[R], version: int, what: str) -> R:
+        """Wait for the report of type ``kind`` about ``version``, which the engine sends without an order from the
+        controller, and return it. ``what`` (``stage`` or ``commit``) names the operation in the error if the report
+        does not arrive in time."""
+        future = self._announced_reports[version, kind] = self.expect(self.next_call(), kind)
         try:
             return await self.answer(future, f"{what} version {version}", self._deadline_s)
         finally:
-            del self._unordered[version, kind]
+            del self._announced_reports[version, kind]
 
-    def _take_report(self, message: StageOutcome | Committed) -> None:
-        """Store a report that the engine sent without an order, and wake the task that waits for it."""
+    def _store_report(self, message: StageOutcome | Committed) -> None:
+        """Store a report that the engine has sent without an order, and wake the task that waits for it."""
         if isinstance(message, StageOutcome):
-            version, self._outcome = message.version, message
+            version, self._stage_outcome = message.version, message
         else:
             version, self._committed = message.report.version, message
-        future = self._unordered.get((version, type(message)))
+        future = self._announced_reports.get((version, type(message)))
         if future is not None and not future.done():
             future.set_result(message)
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Order the engine to commit a staged version, and return its report. If the engine commits the version by
-        itself, send no order and only wait for that report. Raises :class:`~headrace.base.errors.WeightsError` while an
-        earlier commit of this version runs."""
+        """Order the engine to commit a staged version, and return the engine's report. If the engine commits the
+        version without an order, only wait for the report. Raises :class:`~headrace.base.errors.WeightsError` while an
+        earlier commit of this version is running."""
         self._refuse_closed()
         if version in self._committing:
             raise WeightsError(
                 f"{self.name}: commit of version {version}, which has been asked for already and has not ended",
                 remedy="wait for its report",
             )
-        outcome, done = self._outcome, self._committed
+        outcome, report_message = self._stage_outcome, self._committed
         if outcome is not None and outcome.version == version and outcome.commits:
-            if done is None or done.report.version != version:
-                done = await self._unordered_report(Committed, version, "commit")
-            return done.report
+            if report_message is None or report_message.report.version != version:
+                report_message = await self._wait_for_report(Committed, version, "commit")
+            return report_message.report
         call = self.next_call()
-        committed = self.expect(call, Committed)
+        reply = self.expect(call, Committed)
         self._committing.add(version)
         try:
             self.send(Commit(call=call, version=version, mode=mode))
-            return (await self.answer(committed, f"commit version {version}", self._deadline_s)).report
+            return (await self.answer(reply, f"commit version {version}", self._deadline_s)).report
         finally:
             self._committing.discard(version)
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        """Return the logprob of each of ``tokens`` under the weights that the engine uses; 0 for the first, which
-        nothing precedes."""
+        """Return the logprob of each of ``tokens`` under the current weights of the engine, given the tokens before it.
+        The value of the first token is 0."""
         self._refuse_closed()
         call = self.next_call()
-        scored = self.expect(call, ScoresReply)
+        reply = self.expect(call, ScoresReply)
         self.send(ScoreTokens.of(call, tokens, temperature))
-        return (await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
+        return (await self.answer(reply, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """Return the logprob of each of ``tokens``, and the ``num`` likeliest vocabulary entries with their logprobs at
-        each position; 0 for the first token. ``below`` limits these entries to ids below it; 0: no limit."""
+        """Return the logprob of each of ``tokens`` and, for each position, the ``num`` most likely vocabulary entries
+        with their logprobs. The values of the first token are 0. ``below`` restricts the entries to ids less than it; 0
+        means no restriction."""
         self._refuse_closed()
         call = self.next_call()
-        scored = self.expect(call, ScoresReply)
+        reply = self.expect(call, ScoresReply)
         self.send(ScoreTokens.of(call, tokens, temperature, top_k=num, top_below=below))
-        found = await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)
-        nothing = np.zeros((len(tokens), 0), np.float32)
+        scores = await self.answer(reply, f"score {len(tokens)} tokens", self._deadline_s)
+        empty = np.zeros((len(tokens), 0), np.float32)
         return TopScores(
-            logprobs_T=found.logprobs_T,
-            ids_TK=nothing.astype(np.int32) if found.ids_TK is None else found.ids_TK,
-            logs_TK=nothing if found.logs_TK is None else found.logs_TK,
+            logprobs_T=scores.logprobs_T,
+            ids_TK=empty.astype(np.int32) if scores.ids_TK is None else scores.ids_TK,
+            logs_TK=empty if scores.logs_TK is None else scores.logs_TK,
         )
 
     async def pause(self, *, release: bool = False) -> None:
-        """Stop the engine between two steps; with ``release``, it also frees the memory of its cache."""
+        """Pause the engine between two steps. With ``release``, the engine also frees the memory of its cache."""
         self._refuse_closed()
         call = self.next_call()
-        paused = self.expect(call, Paused)
+        reply = self.expect(call, Paused)
         self.send(Pause(call=call, release=release))
-        await self.answer(paused, "pause", self._deadline_s)
+        await self.answer(reply, "pause", self._deadline_s)
 
     async def resume(self) -> None:
         """Let a paused engine continue."""
         self._refuse_closed()
         call = self.next_call()
-        resumed = self.expect(call, Paused)
+        reply = self.expect(call, Paused)
         self.send(Resume(call=call))
-        await self.answer(resumed, "resume", self._deadline_s)
+        await self.answer(reply, "resume", self._deadline_s)
 
     def stats(self) -> EngineStats:
-        """Return the counters that the engine has sent last."""
+        """Return the latest counters that the engine has sent."""
         return self._stats
 
     def close(self) -> None:
-        """Close the channel, because the engine's process has ended. Tasks that read a stream or wait for an answer get
-        a :class:`~headrace.base.errors.ComponentDied`."""
+        """Close the channel, because the engine's process has ended. Tasks that read a stream or wait for an answer
+        receive a :class:`~headrace.base.errors.ComponentDied`."""
         self.end(
             ComponentDied(
                 f"{self.name} has ended, or was closed", remedy=f"look at logs/{self.name}.log in the run directory"
@@ -268,7 +271,8 @@ class EngineClient(Peer):
         super().close()
 
     def end(self, why: ComponentDied) -> None:
-        """Fail all calls and streams that wait, and every later call, with ``why``. Only the first reason counts."""
+        """Make all waiting calls and streams, and every later call, fail with ``why``. Only the first call of this
+        method has an effect."""
         if self._closed is not None:
             return
         self._closed = why
@@ -279,11 +283,10 @@ class EngineClient(Peer):
                 answer.set_exception(self._closed)
 
     def handle(self, message: Any) -> None:
-        """Handle a message of the engine: pass chunks on to the streams of their requests, and store reports on
-        versions that were staged or committed without an order of the controller. Tokens of a restarted sequence that
-        have not been read are discarded."""
+        """Handle a message from the engine. Chunks are passed to the streams of their requests, and reports about
+        announced versions are stored. When a sequence was restarted, its unread earlier tokens are discarded."""
         if isinstance(message, StageOutcome) or (isinstance(message, Committed) and message.call == ANNOUNCED):
-            self._take_report(message)
+            self._store_report(message)
             return
         if not isinstance(message, Chunks):
             super().handle(message)
@@ -291,12 +294,12 @@ class EngineClient(Peer):
         self._stats = message.stats
         for chunk in message.chunks:
             stream = self._streams.get(chunk.request_id)
-            if stream is not None:  # else no task reads this stream any more
+            if stream is not None:  # otherwise the caller has stopped reading
                 stream.put(chunk)
 
-    def _refuse(self, num_requests: int) -> None:
-        """Raise the error of a request that cannot be sent together with as many others as make ``num_requests``: this
-        client has ended, or its engine takes no more."""
+    def _refuse_overload(self, num_requests: int) -> None:
+        """Raise an error if ``num_requests`` more requests cannot be sent, because this client has ended or because the
+        limit of requests would be exceeded."""
         self._refuse_closed()
         if len(self._streams) + num_requests > self._max_requests:
             raise EngineFull(
@@ -305,21 +308,21 @@ class EngineClient(Peer):
             )
 
     def _refuse_closed(self) -> None:
-        """Raise the :class:`~headrace.base.errors.ComponentDied` with which this client ended, if it has ended."""
+        """Raise the :class:`~headrace.base.errors.ComponentDied` with which this client has ended, if it has ended."""
         if self._closed is not None:
             raise self._closed
 
     def _send_soon(self, request: GenerateRequest) -> None:
-        """Send a request together with all others of this turn of the event loop, so that they join the batch
-        together."""
+        """Queue a request. All requests of one iteration of the event loop are sent in one message, so that they enter
+        the same batch."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(request)
 
     def _flush(self) -> None:
-        """Send the requests that were collected in this turn of the event loop, in one message."""
+        """Send the requests that were queued in this iteration of the event loop, in one message."""
         requests, self._unsent = tuple(self._unsent), []
-        if not requests or self._closed is not None:  # their streams have the error already
+        if not requests or self._closed is not None:  # the streams have received the error already
             return
         try:
             self.send(Generate(requests=requests, answers_to=self._answers_to))

@@ -1,6 +1,6 @@
-"""The client of a learner that runs in another process, or in several, its *ranks*. The controller talks to rank 0,
-which passes orders on. To *publish* a version is to take a snapshot of the weights into one of the shared buffers
-(slots), and then to hash it and announce or send it to the engines."""
+"""The client of a learner. The learner runs in one process or in several processes, its *ranks*. The controller sends
+orders to rank 0, which forwards them to the other ranks. To *publish* a version means to copy the weights into one of
+the shared buffers (slots), to hash the copy, and to announce or send it to the engines."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from headrace.launch.clients.peer import Peer
 from headrace.learner.base import Publication
 
 PART_BYTES = 32 * 2**20
-"""Size of a part of a batch that travels as one message, in bytes; a larger sample is one message."""
+"""Size in bytes of a part of a batch that is sent as one message. A sample that is larger is sent as one message,
+too."""
 COMPUTE_DEADLINE_S = 24 * 3600.0
-"""Longest wait, in seconds, for one answer of a learner that works. If it hangs or dies, the wait ends much sooner: see
-:mod:`headrace.launch.vitals`."""
+"""Longest time to wait for one answer of a learner that works, in seconds. If the learner hangs or dies, the wait ends
+much sooner; see :mod:`headrace.launch.vitals`."""
 
 
 class RankClient(Peer):
-    """The controller's end of the conversation with one rank of a learner. A rank reports what it is busy with, so that
-    a hang is noticed; ranks other than 0 get no orders from the controller."""
+    """The controller's client of one rank of a learner. A rank reports its current unit of work, so that a hang can be
+    detected. Ranks other than rank 0 receive no orders from the controller."""
 
     working: Working | None = None
-    """The latest report on its work; ``None`` before the first."""
+    """The latest report about the rank's work; ``None`` before the first report."""
     heard_s = 0.0
-    """The time at which that report arrived, in seconds on this process's clock."""
+    """The time at which that report arrived, in seconds on the clock of this process."""
 
     def handle(self, message: object) -> None:
-        """Store a report on the rank's work with the time of its arrival; any other message is unexpected here, and
-        raises :class:`~headrace.base.errors.RunError`."""
+        """Store a report about the rank's work, and the time of its arrival. Any other message raises
+        :class:`~headrace.base.errors.RunError`."""
         if isinstance(message, Working):
             self.working, self.heard_s = message, RealClock().now()
         else:
@@ -54,7 +55,7 @@ class RankClient(Peer):
 
 class LearnerClient(RankClient):
     """The client of a learner, which implements the :class:`~headrace.learner.Learner` contract over a channel to rank
-    0. ``deadline_s`` is the longest wait for a version to be published after its snapshot."""
+    0. ``deadline_s`` is the longest time from the snapshot of a version until it is published, in seconds."""
 
     def __init__(
         self,
@@ -65,59 +66,60 @@ class LearnerClient(RankClient):
         on_spans: Callable[[Sequence[Span]], None],
         deadline_s: float,
     ) -> None:
-        """Make the client of the learner process ``name`` (rank 0) over ``channel``. ``deadline_s`` is described at the
-        class, the others at :class:`~headrace.launch.clients.peer.Peer`."""
+        """Create the client of the learner process ``name`` (rank 0) over ``channel``. The class describes
+        ``deadline_s``, and :class:`~headrace.launch.clients.peer.Peer` describes the other arguments."""
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
-        self._announced: dict[int, asyncio.Future[Published]] = {}
+        self._publishing: dict[int, asyncio.Future[Published]] = {}
         self._saving: dict[Path, asyncio.Future[Saved]] = {}
         self.receivers: Callable[[], tuple[str, ...]] = tuple
-        """Returns the addresses to which weights are sent; none for transports with which engines fetch them."""
+        """Returns the addresses to which weights are sent; empty for transports with which engines fetch weights."""
         self.lacking: Callable[[int], tuple[str, ...]] = lambda _: ()
-        """Returns the addresses of the engines that have not staged a version."""
+        """Returns the addresses of the engines that have not staged the given version."""
         self.engines_in_step: Callable[[], Mapping[str, str]] = dict
-        """Returns the engines that the learner may announce a new version to: the address at which each receives
-        orders, and the one to which weights are sent. Only engines that use the newest version are among them: an
-        engine that still stages another version must not be ordered to stage the next one over it."""
+        """Returns the engines to which the learner may announce a new version: for each address at which an engine
+        receives orders, the address at which it receives weights. The result contains only engines that use the newest
+        version, because an engine that still stages another version must not be ordered to stage the next version at
+        the same time."""
         self.commit_when_staged: Callable[[], Interrupt | None] = lambda: None
-        """Returns the way in which these engines commit a version as soon as it is staged; ``None``: by order of the
-        controller."""
+        """Returns the interrupt mode with which these engines commit a version as soon as it is staged; ``None`` if
+        they wait for the controller's order."""
         self.version = -1
-        """The newest version of which the learner has taken a snapshot."""
+        """The newest version that the learner has copied into a buffer; −1 before the first."""
 
     async def train(self, batch: Batch) -> StepReport:
-        """Let the learner make one step on ``batch``, and return the report of the step, with its metrics."""
+        """Order the learner to make one step on ``batch``, and return the report of the step with its metrics."""
         call = self.next_call()
-        trained = self.expect(call, Trained)
+        reply = self.expect(call, Trained)
         last, num_parts = self._send_parts(call, batch)
         self.send(Train(call=call, batch=last, num_parts=num_parts))
-        return (await self.answer(trained, f"train step {batch.step}", COMPUTE_DEADLINE_S)).report
+        return (await self.answer(reply, f"train step {batch.step}", COMPUTE_DEADLINE_S)).report
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
-        """Let the learner compute the logprob of each token of a batch under its present weights, and return them in
-        the order of the batch's tokens."""
+        """Order the learner to compute the logprob of each token of ``batch`` under its current weights, and return
+        them in the order of the batch's tokens."""
         call = self.next_call()
-        computed = self.expect(call, LogprobsReply)
+        reply = self.expect(call, LogprobsReply)
         last, num_parts = self._send_parts(call, batch)
         self.send(Logprobs(call=call, batch=last, num_parts=num_parts))
-        return (await self.answer(computed, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
+        return (await self.answer(reply, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
 
     def _send_parts(self, call: int, batch: Batch) -> tuple[Batch, int]:
-        """Send all but the last part of a batch, for the order ``call``, which is sent next. Return the last part and
-        the number of parts that were sent."""
+        """Send all parts of ``batch`` but the last one. They belong to the order with the number ``call``, which the
+        caller sends next. Return the last part and the number of sent parts."""
         *parts, last = batch.divide(PART_BYTES)
         for part in parts:
             self.send(BatchPart(call=call, batch=part))
         return last, len(parts)
 
     async def snapshot(self, version: int, slot: int) -> Publication:
-        """Let the learner copy its weights to the buffer ``slot`` as ``version``, and wait until that is done. It
-        publishes the copy afterwards, while it trains on; :meth:`published` waits for that. The result says how long
-        training stood still for the copy."""
+        """Order the learner to copy its weights into the buffer ``slot`` as ``version``, and wait until the copy is
+        complete. The learner then publishes the copy while it continues to train; :meth:`published` waits for that. The
+        result contains how long training stood still for the copy."""
         call = self.next_call()
-        taken = self.expect(call, SnapshotTaken)
-        self._announced[version] = self.expect(call, Published)
-        # The learner reaches the engines' sockets only where it runs on their machine.
+        reply = self.expect(call, SnapshotTaken)
+        self._publishing[version] = self.expect(call, Published)
+        # The learner can send to the engines' sockets only if it runs on the same machine.
         announce_to = dict(self.engines_in_step()) if self._channel.local_orders else {}
         self.send(
             Publish(
@@ -129,43 +131,43 @@ class LearnerClient(RankClient):
                 commit=self.commit_when_staged(),
             )
         )
-        try:  # the learner carries out this order after the step that is running
-            answer = await self.answer(taken, f"snapshot version {version}", COMPUTE_DEADLINE_S)
+        try:  # the learner executes this order after its current step
+            answer = await self.answer(reply, f"snapshot version {version}", COMPUTE_DEADLINE_S)
         except BaseException:
-            self._announced.pop(version).cancel()
+            self._publishing.pop(version).cancel()
             raise
         self.version = version
         return Publication(version=version, slot=slot, exposed_s=answer.seconds)
 
     async def published(self, publication: Publication) -> WeightUpdate:
-        """Wait until the learner has published the version of which :meth:`snapshot` has returned the publication, and
-        return the update with which engines stage it."""
+        """Wait until the learner has published the version of ``publication``, which :meth:`snapshot` has returned.
+        Return the update with which engines stage the version."""
         version = publication.version
-        announced = self._announced.pop(version)
-        return (await self.answer(announced, f"publish version {version}", self._deadline_s)).update
+        reply = self._publishing.pop(version)
+        return (await self.answer(reply, f"publish version {version}", self._deadline_s)).update
 
     async def resend(self, publication: Publication) -> WeightUpdate:
-        """Let the learner send a version once more, whole instead of as a difference, to the engines that lack it, and
-        return the update with which they stage it."""
+        """Order the learner to send a version again to the engines that lack it, as complete weights instead of a
+        difference. Return the update with which the engines stage the version."""
         call, version = self.next_call(), publication.version
-        announced = self.expect(call, Published)
+        reply = self.expect(call, Published)
         self.send(Resend(call=call, version=version, slot=publication.slot, to=self.lacking(version)))
-        return (await self.answer(announced, f"send version {version} again, whole", COMPUTE_DEADLINE_S)).update
+        return (await self.answer(reply, f"send version {version} again, whole", COMPUTE_DEADLINE_S)).update
 
     async def save(self, directory: Path) -> None:
-        """Let the learner write a checkpoint (weights, optimizer state and so on) to ``directory``, and wait until it
-        can train on. With several ranks it writes the files afterwards, while it trains; :meth:`saved` waits for
-        that."""
+        """Order the learner to write a checkpoint (weights, optimizer state and so on) to ``directory``, and wait until
+        training can continue. With several ranks, the learner writes the files afterwards, while it trains;
+        :meth:`saved` waits for that."""
         call = self.next_call()
-        taken = self.expect(call, SnapshotTaken)
+        reply = self.expect(call, SnapshotTaken)
         self._saving[directory] = self.expect(call, Saved)
         self.send(Save(call=call, directory=str(directory)))
         try:
-            await self.answer(taken, f"copy its state for {directory}", COMPUTE_DEADLINE_S)
+            await self.answer(reply, f"copy its state for {directory}", COMPUTE_DEADLINE_S)
         except BaseException:
             self._saving.pop(directory).cancel()
             raise
 
     async def saved(self, directory: Path) -> None:
-        """Wait until the checkpoint that :meth:`save` ordered is complete in ``directory``."""
+        """Wait until the checkpoint that :meth:`save` has ordered is complete in ``directory``."""
         await self.answer(self._saving.pop(directory), f"save {directory}", COMPUTE_DEADLINE_S)

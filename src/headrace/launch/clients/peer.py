@@ -1,8 +1,8 @@
-"""The part that all clients share: orders to a process, and the answers to them.
+"""The base class of all clients: it sends orders to a process and matches the answers to them.
 
-Each order has a number, its *call*, which the answers to it carry; one order may have several answers of different
-types. A process first reports that it is ready, with the run's secret token. *Spans* are times of activity that it
-reports for the event trace.
+Each order has a number, its *call*, which its answers repeat. One order may have several answers of different types.
+The first message of a process says that it is ready, and contains the run's secret token. *Spans* are times of activity
+that a process reports for the event trace.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ A = TypeVar("A")
 
 
 class Peer:
-    """The controller's end of the conversation with one process: it sends orders, matches answers to them, and notes
-    errors that the process reports. The clients of engine, learner and workers derive from it.
+    """The controller's client of one process: it sends orders, matches the answers to them, and stores errors that the
+    process reports. The clients of engines, learners and workers derive from it.
 
-    ``token`` is the secret that the process must know to belong to this run; ``on_spans`` receives the spans that it
-    reports.
+    ``token`` is the run's secret, with which the process proves that it belongs to the run. ``on_spans`` receives the
+    spans that the process reports.
     """
 
     def __init__(
         self, name: str, channel: OrdersEnd, *, token: str, on_spans: Callable[[Sequence[Span]], None]
     ) -> None:
-        """Make the peer of the process ``name``, which is reached over ``channel``. It belongs to the running event
-        loop. The other arguments are described at the class."""
+        """Create the client of the process ``name``, which is connected by ``channel``. It belongs to the running event
+        loop. The class describes the other arguments."""
         self.name = name
         self._channel = channel
         self._token = token
@@ -42,57 +42,56 @@ class Peer:
         self._num_calls = 0
         self._expected: dict[tuple[int, type], asyncio.Future[Any]] = {}
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        """The report with which the process says that it is ready."""
+        """The future of the message in which the process says that it is ready."""
         self.reported_error: HeadraceError | None = None
-        """The error with which the process reported that it cannot continue; ``None``: it has reported none."""
+        """The error with which the process has reported that it cannot continue; ``None`` if it has reported none."""
         self.reported = asyncio.Event()
-        """Set when :attr:`reported_error` is."""
+        """Set when :attr:`reported_error` is set."""
         self.halted = ""
-        """The reason why the process is halted, such as ``is stopped (SIGSTOP)``; empty if it is not, as far as is
-        known."""
+        """What has halted the process, such as ``is stopped (SIGSTOP)``; empty if it is not known to be halted."""
         self.waits_while_halted = True
-        """Whether an answer is waited for beyond its deadline while the process is stopped. An engine among several is
-        replaced instead, because the others cannot continue without its answer."""
+        """Whether the deadline of an answer is suspended while the process is stopped. It is not suspended for an
+        engine among several, because such an engine is replaced."""
         self.protocol_violation = ""
         """The message by which a process with user code broke the protocol; empty if it did not."""
         self.clock_ahead_s = 0.0
-        """Seconds by which the monotonic clock of its machine is ahead of ours."""
+        """Seconds by which the monotonic clock of the process's machine is ahead of the clock of this machine."""
 
     def next_call(self) -> int:
-        """Return the number of a new order, which the answers to it carry."""
+        """Return the number of a new order, which its answers repeat."""
         self._num_calls += 1
         return self._num_calls - 1
 
     def send(self, message: Any) -> None:
-        """Send an order without waiting. If the process has just ended, nothing happens here: its supervisor reports
-        the death."""
+        """Send an order without waiting. An order to a process that has just ended is lost without an error here,
+        because the supervisor reports the death."""
         self._channel.send(message)
 
     def expect(self, call: int, kind: type[A]) -> asyncio.Future[A]:
-        """Return the future for an answer of type ``kind`` to the order with the number ``call``. Called before the
-        order is sent. It fails with the error that the process reports for this order."""
+        """Return the future of an answer of type ``kind`` to the order with the number ``call``. Call this before the
+        order is sent. The future fails with the error that the process reports for this order."""
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._expected[call, kind] = future
 
         def forget(done: asyncio.Future[A]) -> None:
-            """Stop expecting the answer of a future that is done."""
+            """Stop expecting the answer of the completed future ``done``."""
             self._expected.pop((call, kind), None)
             if not done.cancelled():
-                done.exception()  # marks the error as retrieved: asyncio would log it if no task waits any more
+                done.exception()  # marks the error as retrieved, so that asyncio does not log it
 
         future.add_done_callback(forget)
         return future
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether an answer of the process is expected."""
+        """Whether any answer of the process is expected."""
         return bool(self._expected)
 
     async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float) -> A:
-        """Wait for the answer ``future`` (of :meth:`expect`) and return it, or raise the error that the process
+        """Wait for the answer ``future`` (from :meth:`expect`) and return it, or raise the error that the process has
         reported instead. Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s`` seconds; ``what``
-        names the order in it. Time in which the process is stopped does not count if :attr:`waits_while_halted` is set:
-        the stall watchdog limits it."""
+        names the order in the error. If :attr:`waits_while_halted` is set, time during which the process is stopped is
+        not counted; the stall watchdog limits it."""
         try:
             async with TimeLimit(deadline_s, held=lambda: bool(self.halted) and self.waits_while_halted):
                 return await future
@@ -105,13 +104,13 @@ class Peer:
             future.cancel()
 
     async def wait_until_ready(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
-        """Wait until the process is ready, or until ``dying`` is done because it has died; return whether it is ready.
-        Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s`` seconds; ``hint`` says in it what the
-        cause may be."""
-        first: set[asyncio.Future[Any]] = {dying, self.ready}
+        """Wait until the process is ready, or until ``dying`` is done because the process has died. Return whether it
+        is ready. Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s`` seconds; ``hint`` is a
+        possible cause for the error text."""
+        events: set[asyncio.Future[Any]] = {dying, self.ready}
         try:
             async with TimeLimit(deadline_s):
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             raise DeadlineError(
                 f"{self.name} did not start within {deadline_s:g} s{self.halted and f'; it {self.halted}'}",
@@ -120,29 +119,29 @@ class Peer:
         return self.ready.done()
 
     async def listen(self) -> None:
-        """Receive every message of the process and deliver it; this ends only by cancellation, or by the error of a
+        """Receive and deliver all messages of the process. This ends only by cancellation, or with the error of a
         message that is not allowed."""
         while True:
             for message in await self._channel.receive():
                 self._route(message)
 
     def close(self) -> None:
-        """Close the channel, and cancel the answers that are expected."""
+        """Close the channel, and cancel all expected answers."""
         for future in list(self._expected.values()):
             future.cancel()
         self._channel.close()
 
     def handle(self, message: Any) -> None:
-        """Handle a message that answers no order. Clients override this for the messages that their process sends by
-        itself; here it raises :class:`~headrace.base.errors.RunError`."""
+        """Handle a message that is not the answer to an order. Clients override this method for messages that their
+        process sends without an order; by default it raises :class:`~headrace.base.errors.RunError`."""
         raise RunError(f"{self.name} sent an unexpected {type(message).__name__}", remedy="use one version of headrace")
 
     def _route(self, message: Any) -> None:
-        """Deliver a message of the process: to the call that waits for it, or to ``handle``. The first message must
+        """Deliver a message of the process to the call that waits for it, or to :meth:`handle`. The first message must
         prove that the process belongs to this run."""
         if not isinstance(message, Ready | Failure) and not self.ready.done():
-            words = f"{self.name} sent a {type(message).__name__} before it proved to be of this run"
-            raise RunError(words, remedy="start the run again")
+            problem = f"{self.name} sent a {type(message).__name__} before it proved to be of this run"
+            raise RunError(problem, remedy="start the run again")
         if isinstance(message, Timed):
             self._on_spans(shifted_back(message.spans, self.clock_ahead_s))
         if isinstance(message, Ready):
@@ -158,15 +157,15 @@ class Peer:
 
     def _accept_ready(self, message: Ready) -> None:
         """Record that the process is ready, and wake the tasks that wait for it. Raises
-        :class:`~headrace.base.errors.RunError` if the process does not know the run's token."""
+        :class:`~headrace.base.errors.RunError` if the message does not contain the run's token."""
         if not hmac.compare_digest(message.token, self._token):
             raise RunError(f"a process that is not of this run claims to be {self.name}", remedy="start the run again")
         if not self.ready.done():
             self.ready.set_result(message)
 
     def _fail(self, message: Failure) -> None:
-        """Let the calls fail whose order number a reported failure names. A failure without a number is that of the
-        whole process, and is stored in :attr:`reported_error`."""
+        """Make the calls fail that have the order number of the reported failure. A failure without a number concerns
+        the whole process, and is stored in :attr:`reported_error`."""
         error = error_of(message)
         if message.call is None:
             self.reported_error = error
@@ -178,24 +177,21 @@ class Peer:
 
 
 def error_of(failure: Failure) -> HeadraceError:
-    """Return the failure that a process has reported as an exception of the class that it names, or as a
-    :class:`~headrace.base.errors.RunError` if Headrace has no error of that name."""
+    """Return a reported failure as an exception of the class that the failure names, or as a
+    :class:`~headrace.base.errors.RunError` if Headrace has no error with that name."""
     kind = getattr(errors, failure.kind, RunError)  # gate: getattr - the other process names the class
-    known = isinstance(kind, type) and issubclass(kind, HeadraceError)
-    error: HeadraceError = (kind if known else RunError)(failure.problem, remedy=failure.remedy)
+    is_known = isinstance(kind, type) and issubclass(kind, HeadraceError)
+    error: HeadraceError = (kind if is_known else RunError)(failure.problem, remedy=failure.remedy)
     return error
 
 
 class ForeignPeer(Peer):
-    """The controller's end of a process that runs user code. Once the process is ready, none of its messages ends the
-    run; a process that breaks the protocol is killed, like one that has died."""
-
-    protocol_violation = ""
-    """The message by which the process broke the protocol; empty if it did not."""
+    """The controller's client of a process that runs user code. After the process is ready, none of its messages ends
+    the run. A process that breaks the protocol is killed and treated like a process that has died."""
 
     async def listen(self) -> None:
-        """Receive messages until the process ends. A message that breaks the protocol is reported as a failure of this
-        process, which runs code of the user, and not of the run."""
+        """Receive messages until the process ends. A message that breaks the protocol is recorded as a failure of this
+        process, and does not end the run."""
         try:
             await super().listen()
         except RunError as error:
@@ -205,8 +201,9 @@ class ForeignPeer(Peer):
             self.reported.set()
 
     def _fail(self, message: Failure) -> None:
-        """Handle a failure that the process reported. Before the process is ready, it says that the user's file cannot
-        be used; afterwards, it breaks the protocol, and raises :class:`~headrace.base.errors.RunError`."""
+        """Handle a failure that the process has reported. Before the process is ready, the failure says that the user's
+        file cannot be used. Afterwards such a message breaks the protocol, and raises
+        :class:`~headrace.base.errors.RunError`."""
         if self.ready.done():
             raise RunError(f"{self.name} says that it cannot continue: {message.problem}", remedy="look at its log")
         super()._fail(message)

@@ -1,7 +1,7 @@
-"""A pool of worker processes: it distributes calls to its workers, watches them, and replaces those that end.
+"""A pool of worker processes: it distributes calls to its workers, watches the workers, and replaces workers that end.
 
-Two pools are built on it: scoring.py calls reward functions, environment.py runs episodes. Each defines a call, a sign
-of life, and the meaning of an answer. Everything else is here.
+Two pools derive from it: scoring.py calls reward functions, and environment.py runs episodes. Each of them defines its
+calls, how a hang is detected, and what an answer means.
 
 The life of a worker:
 
@@ -37,22 +37,23 @@ from headrace.base.errors import EnvError
 from headrace.launch.clients.peer import Peer
 
 MAX_IDLE_DEATHS = 8
-"""Number of workers that may die in a row without a call that can be the cause."""
+"""Number of workers that may die one after the other without a call that could be the cause."""
 
 
 class WorkerProcess(Protocol):
-    """The process of a worker with its peer, as the pool uses it."""
+    """The process of a worker, with its peer, as the pool uses it."""
 
     peer: Peer
+    """The controller's client of the process."""
 
     async def computed_s(self) -> float:
-        """Return the seconds of processor time that the process has used or waited for; 0 if that cannot be found
-        out."""
+        """Return the seconds of processor time that the process has used or waited for; 0 if they cannot be
+        determined."""
         ...
 
     async def halted(self) -> str:
-        """Describe what has halted the process, such as ``is stopped (SIGSTOP)``; return an empty text if
-        nothing is known to."""
+        """Return what has halted the process, in words such as ``is stopped (SIGSTOP)``; empty if it is not known to be
+        halted."""
         ...
 
     async def died(self) -> str:
@@ -64,36 +65,37 @@ class WorkerProcess(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the resources of the process after its end, and cancel the answers that are still expected."""
+        """Release the resources of the process after its end, and cancel all expected answers."""
         ...
 
 
 class MachineGone(Exception):
-    """The error of an attempt to start a worker on a machine that has left or is lost."""
+    """A worker cannot be started because its machine has left the run or is lost."""
 
 
 class CallLoss(Enum):
-    """The reason why a call has no answer after its worker ended; it decides how the call is made again."""
+    """The reason why a call has no answer after its worker has ended. The reason determines how the call is
+    repeated."""
 
     INNOCENT = auto()
-    """The worker was ended for the sake of another call, or was stopped from outside."""
+    """The worker was ended because of another call, or was stopped from outside: the call is not the cause."""
     DIED = auto()
     """The worker died: any of its calls may be the cause."""
     CROWDED = auto()
-    """The worker was replaced, and any of the calls that had begun there may have kept the others from returning."""
+    """The worker was replaced because a call was late, and any of the calls that had begun there may be the cause."""
     CULPRIT = auto()
-    """The call ended its worker when it was alone there."""
+    """The worker ended while the call was its only call: the call is the cause."""
 
 
 @dataclass(slots=True, eq=False)
 class PoolCall:
-    """One call (a reward to compute, or an episode to run), over all attempts to make it in a worker. Pools derive
-    their calls from it."""
+    """One call (a reward to compute, or an episode to run), over all attempts in workers. Pools derive their calls from
+    this class."""
 
     deaths: int = 0
-    """Number of workers that died while they had this call."""
+    """Number of workers that died while they executed this call."""
     cause: str = ""
-    """The cause of the latest such death."""
+    """The cause of the latest of these deaths."""
 
 
 C = TypeVar("C", bound=PoolCall)
@@ -103,37 +105,38 @@ W = TypeVar("W", bound="Worker[Any]")
 
 @dataclass(slots=True, eq=False)
 class Worker(ABC, Generic[C]):
-    """One worker process, from its start to its end, as the pool sees it. ``C`` is the class of its calls."""
+    """One worker process as the pool sees it, from its start to its end. ``C`` is the class of its calls."""
 
     process: WorkerProcess
+    """The process with its peer."""
     group: WorkerGroup
-    """The workers of its machine, to which it belongs."""
+    """The group of the worker: all workers of the pool on the same machine."""
     calls: dict[int, C] = field(default_factory=dict)
-    """The calls that the worker has now, by number."""
+    """The current calls of the worker, by number."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the worker has become ready, or has ended before that."""
+    """Set when the worker has become ready, or has ended before it was ready."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the worker's slot is free, because it has ended or gets no more calls."""
+    """Set when the worker's slot is free, because the worker has ended or receives no more calls."""
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the last of its calls has ended, until it gets another one."""
+    """Set while the worker has no call, after its first call."""
     replaced: bool = False
-    """Whether the pool ended the worker because of one of its calls or because of its machine."""
+    """Whether the pool has ended the worker, because of one of its calls or because of its machine."""
     cause: str = ""
-    """The cause of its end, in one line."""
+    """The cause of the worker's end, in one line."""
 
     @abstractmethod
     def count_death(self) -> int:
-        """Count the worker's death if none of its calls can be the cause, and return the number of such deaths in a row
-        on its machine. After :data:`MAX_IDLE_DEATHS` the run ends."""
+        """Count the worker's death if none of its calls can be the cause, and return the number of consecutive such
+        deaths on its machine. After :data:`MAX_IDLE_DEATHS` of them the run ends."""
 
     async def replace(self) -> None:
-        """Kill the worker because of one of its calls, or because it is not needed any more; calls that it still has
-        are made again elsewhere."""
+        """Kill the worker because of one of its calls, or because it is not needed any more. Its other calls are
+        repeated in other workers."""
         self.replaced = True
         await self.process.kill()
 
     async def retire(self) -> None:
-        """Stop giving calls to the worker, and kill it when its last call has ended."""
+        """Assign no more calls to the worker, and kill it when its last call has ended."""
         self.left.set()
         if self.calls:
             await self.emptied.wait()
@@ -142,24 +145,24 @@ class Worker(ABC, Generic[C]):
 
 @dataclass(slots=True, eq=False)
 class WorkerGroup:
-    """The workers of one machine that a pool uses: how to start them, and those that run."""
+    """All workers of a pool on one machine, and the function that starts them."""
 
     start_worker: Callable[[], Awaitable[WorkerProcess]]
-    """Starts a worker. Raises :class:`MachineGone` once the machine has left or is lost."""
+    """Starts a worker. Raises :class:`MachineGone` if the machine has left the run or is lost."""
     num_workers: int
     """The number of workers that the pool keeps on the machine."""
     tasks: asyncio.TaskGroup | None = None
-    """The tasks of the workers, while the machine belongs to a pool; ``None`` before that."""
+    """The task group of the workers while the machine belongs to a pool; ``None`` before that."""
     workers: set[Worker[Any]] = field(default_factory=set)
     """The workers that have not ended."""
     idle_deaths: int = 0
-    """Number of workers that have died in a row without a call that can be the cause."""
+    """Number of workers that have died one after the other without a call that could be the cause."""
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no worker and no call may begin on the machine any more."""
+    """Set when no more workers and calls may begin on the machine."""
 
     def lose(self) -> None:
-        """Record that the machine is lost with everything that ran there: nothing is started on it any more, and none
-        of its calls is blamed for the end of its worker."""
+        """Record that the machine is lost with all its processes. No worker is started on it any more, and the end of
+        its workers is blamed on none of their calls."""
         self.leaving.set()
         for worker in self.workers:
             worker.replaced = True
@@ -167,33 +170,36 @@ class WorkerGroup:
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot(Generic[W]):
-    """A place for one worker on the machine of ``group``. It is empty while a new worker starts in it."""
+    """A place for one worker on the machine of ``group``. The slot is empty while a new worker starts."""
 
     group: WorkerGroup
+    """The group of the machine."""
     worker: W | None = None
     """The worker in the slot; ``None`` while the slot is empty."""
     needed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the slot is to have a worker."""
+    """Set while the slot needs a worker."""
 
     @property
     def up(self) -> bool:
-        """Whether there is a worker in the slot that accepts calls."""
+        """Whether the slot contains a worker that accepts calls."""
         worker = self.worker
         return worker is not None and not (worker.replaced or worker.left.is_set())
 
 
 class Capacity:
-    """The number of calls that the shared workers may make at the same time. It changes as machines join and leave."""
+    """A counter that limits the number of concurrent calls in the shared workers. The limit changes when machines join
+    and leave."""
 
     def __init__(self) -> None:
+        """Create a counter with a limit of 0."""
         self.free = 0
-        """Number of calls that may begin now. A negative number means that so many calls too many are running, since a
-        machine has left."""
+        """Number of calls that may begin now. It is negative if more calls are running than allowed, because a machine
+        has left."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def add(self, by: int) -> None:
-        """Raise the capacity by ``by`` calls, or lower it if ``by`` is negative. Calls that are running continue until
-        they end or lose their worker."""
+        """Raise the limit by ``by`` calls, or lower it if ``by`` is negative. Running calls continue until they end or
+        lose their worker."""
         self.free += by
         while self.free > 0 and self._waiting:
             turn = self._waiting.popleft()
@@ -203,8 +209,8 @@ class Capacity:
 
     @asynccontextmanager
     async def held(self, *, first: bool = False) -> AsyncIterator[None]:
-        """Wait for capacity for one call, and hold it within the context. With ``first``, the call goes before all
-        calls that wait already: it has lost its place by the end of a worker."""
+        """Wait until one more call may run, and reserve its place within the context. With ``first``, the call goes
+        before all other waiting calls, because it has lost its place when a worker ended."""
         if self.free > 0:
             self.free -= 1
         else:
@@ -223,26 +229,26 @@ class Capacity:
 
 
 class SuspectPolicy(Protocol[C]):
-    """A policy that decides how calls are made again whose worker has ended, until the call that kills its workers (the
-    culprit) is known. A pool has one."""
+    """A policy for calls whose worker has ended: it decides how they are repeated until the call that kills its workers
+    (the culprit) is known. A pool has one policy."""
 
     def stays(self, call: C, loss: CallLoss) -> bool:
-        """Return whether a call that was lost for the reason ``loss`` is simply made again in the shared workers. If
-        not, the pool calls :meth:`clear`."""
+        """Return whether a call that was lost for the reason ``loss`` is repeated in the shared workers. If not, the
+        pool calls :meth:`clear`."""
         ...
 
     def died(self, pool: WorkerPool[Any, C, Any], slot: WorkerSlot[Any], worker: Worker[C]) -> None:
-        """Take note that ``worker``, which was in ``slot``, has died with its calls. The pool calls this before the
-        calls end as lost."""
+        """Record that ``worker``, which was in ``slot``, has died with its calls. The pool calls this before the calls
+        end as lost."""
         ...
 
     async def clear(self, pool: WorkerPool[Any, C, Any], call: C, loss: CallLoss) -> Any:
-        """Make a suspected call, which was lost for the reason ``loss``, until there is an answer, and return the
-        answer; or return :attr:`CallLoss.CULPRIT` once it is known to end its workers."""
+        """Repeat a suspected call, which was lost for the reason ``loss``, until it has an answer, and return the
+        answer. If the call is found to end its workers, return :attr:`CallLoss.CULPRIT`."""
         ...
 
     def forget(self, call: C) -> None:
-        """Release the records of a call that has been answered or given up."""
+        """Delete the records of a call that has an answer or was abandoned."""
         ...
 
 
@@ -251,29 +257,30 @@ class PoolConfig:
     """The number of workers of a pool, and the time limit of their start."""
 
     num_workers: int
-    """Number of workers on this machine; 0: all workers are on other machines."""
+    """Number of workers on this machine; 0 means that all workers are on other machines."""
     concurrency: int
-    """Number of calls that each worker makes at the same time."""
+    """Number of calls that each worker executes at the same time."""
     start_timeout_s: float
     """Seconds that a worker may take to start."""
 
 
 class WorkerPool(ABC, Generic[W, C, A]):
-    """A pool of worker processes that make calls: it keeps its slots filled, gives each call to a worker, and makes it
-    again if the worker is lost. ``W`` is the class of its workers, ``C`` of its calls, ``A`` of their answers.
+    """A pool of worker processes that execute calls. It keeps a worker in each slot, assigns each call to a worker, and
+    repeats the call if the worker is lost. ``W`` is the class of its workers, ``C`` the class of its calls, and ``A``
+    the class of their answers.
 
-    ``start_worker`` starts a worker on this machine, ``suspects`` decides how lost calls are made again, and ``warn``
+    ``start_worker`` starts a worker on this machine, ``suspects`` decides how lost calls are repeated, and ``warn``
     receives warnings for users.
     """
 
     worker_name: ClassVar[str]
     """The name of a worker in messages, as in ``scoring worker``."""
     lost_calls: ClassVar[str]
-    """The part of a warning that says what is done with the ``{num}`` calls of a worker that has died."""
+    """The part of a warning that says what happens to the ``{num}`` calls of a worker that has died."""
     slow_start: ClassVar[str]
-    """A hint, as a question, at what may keep a worker from starting in time."""
+    """A hint, as a question, about the reason why a worker has not started in time."""
     death_remedy: ClassVar[str] = "look at logs/{name}.log in the run directory"
-    """The remedy when workers die without a call; ``{name}`` is the latest of them."""
+    """The remedy in the error after too many idle deaths; ``{name}`` is the name of the latest worker."""
 
     def __init__(
         self,
@@ -283,39 +290,39 @@ class WorkerPool(ABC, Generic[W, C, A]):
         *,
         warn: Callable[[str], None],
     ) -> None:
-        """Make a pool whose workers are not started yet; :meth:`keep` starts them. The arguments are described at the
-        class."""
+        """Create a pool whose workers are not started yet; :meth:`keep` starts them. The class describes the
+        arguments."""
         self._pool_config = config
         self._suspects = suspects
         self._warn = warn
-        self._own = WorkerGroup(start_worker, config.num_workers)
+        self._own_group = WorkerGroup(start_worker, config.num_workers)
         self._slots: list[WorkerSlot[W]] = []
         self._capacity = Capacity()
-        self._arrived = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @abstractmethod
     def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> W:
-        """Return the record of a worker for ``process``, which has just been started on the machine of ``group``."""
+        """Return the worker record of ``process``, which was just started on the machine of ``group``."""
 
     @abstractmethod
     async def attempt(self, worker: W, call: C, number: int) -> A | CallLoss:
-        """Send a call to ``worker`` as order ``number`` and wait for it; return the answer, or the reason why the call
-        was lost."""
+        """Send a call to ``worker`` as order ``number`` and wait for its answer. Return the answer, or the reason why
+        the call was lost."""
 
     @abstractmethod
     async def watch(self, worker: W) -> str:
-        """Wait until ``worker`` must be killed because it hangs, and return the warning that says so; an empty text if
-        it is being killed already. The pool kills it if there is a warning."""
+        """Wait until ``worker`` must be killed because it hangs, and return the warning about it, after which the pool
+        kills the worker. Return an empty text if the worker is already being killed."""
 
     def on_ready(self, facts: dict[str, str | int | float]) -> None:
-        """Take note of the facts that a worker reports by name when it is ready. By default they are ignored."""
+        """Handle the facts that a worker reports when it is ready, by name. By default they are ignored."""
 
     # -- for the users of a pool ------------------------------------------------------------------------------------
 
     @property
     def keeps_some_here(self) -> bool:
-        """Whether some workers of the pool are on this machine."""
-        return self._own.num_workers > 0
+        """Whether the pool has workers on this machine."""
+        return self._own_group.num_workers > 0
 
     def send_warnings_to(self, warn: Callable[[str], None]) -> None:
         """Send all later warnings for users to ``warn``."""
@@ -326,30 +333,31 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._warn(text)
 
     async def keep(self) -> None:
-        """Keep a worker in every slot of this machine. This ends only by cancellation, or by an error that ends the
-        run: workers that do not start, or that die one after the other without a call that can be the cause."""
-        async with asyncio.TaskGroup() as self._own.tasks:
-            self._add_slots(self._own)
+        """Keep a worker in every slot of this machine. This ends only by cancellation, or with an error that ends the
+        run: workers do not start, or die one after the other without a call that could be the cause."""
+        async with asyncio.TaskGroup() as self._own_group.tasks:
+            self._add_slots(self._own_group)
             await asyncio.Event().wait()
 
     async def started(self) -> None:
-        """Wait until every worker of this machine is ready for calls. If the pool has none here, wait for one of
-        another machine."""
+        """Wait until every worker on this machine is ready for calls. If the pool has no workers on this machine, wait
+        for a worker on another machine."""
         while not self._is_up():
-            await self._arrived.wait()
+            await self._changed.wait()
 
     def _is_up(self) -> bool:
-        """Return whether the pool can take calls: whether all workers of this machine are up or, if it has none, any
-        worker."""
+        """Return whether the pool can accept calls: whether all workers of this machine are ready or, if it has none on
+        this machine, whether any worker is."""
         if not self.keeps_some_here:
             return any(slot.up for slot in self._slots)
-        own = [slot for slot in self._slots if slot.group is self._own]
+        own = [slot for slot in self._slots if slot.group is self._own_group]
         return bool(own) and all(slot.up for slot in own)
 
     async def use_machine(self, group: WorkerGroup) -> None:
-        """Use the workers of another machine until it leaves or is lost; return when the last of them has ended.
+        """Use the workers of another machine until the machine leaves or is lost. Return when the last of its workers
+        has ended.
 
-        Raises the :class:`~headrace.base.errors.HeadraceError` that makes the machine unusable.
+        Raises the :class:`~headrace.base.errors.HeadraceError` because of which the machine cannot be used.
         """
         try:
             async with asyncio.TaskGroup() as group.tasks:
@@ -374,80 +382,81 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 worker.process.close()
 
     async def make(self, call: C) -> A | CallLoss:
-        """Make a call, as often as its worker is lost, and return the answer; or return :attr:`CallLoss.CULPRIT` if the
-        call is found to end its workers."""
+        """Execute a call and return its answer. The call is repeated if its worker is lost. If the call is found to end
+        its workers, return :attr:`CallLoss.CULPRIT`."""
         try:
-            found = await self.in_shared(call)
-            return await self._suspects.clear(self, call, found) if isinstance(found, CallLoss) else found
+            outcome = await self.in_shared(call)
+            return await self._suspects.clear(self, call, outcome) if isinstance(outcome, CallLoss) else outcome
         finally:
             self._suspects.forget(call)
 
     # -- for policies for suspects ------------------------------------------------------------------------------------
 
     async def in_shared(self, call: C) -> A | CallLoss:
-        """Make a call in the shared workers, and make it again while the policy lets it stay there. Return the answer,
-        or why the call was lost last. It holds its capacity in the meantime, so that calls that have not begun do not
-        overtake it."""
-        found: A | CallLoss | None = None
-        while found is None or (isinstance(found, CallLoss) and self._suspects.stays(call, found)):
-            async with self._capacity.held(first=found is not None):
-                found = await self._attempt_in_shared(call)
-        return found
+        """Execute a call in the shared workers, and repeat it as long as the policy for suspects allows that. Return
+        the answer, or the reason why the call was last lost. The call keeps its place between attempts, so that calls
+        that have not begun do not overtake it."""
+        outcome: A | CallLoss | None = None
+        while outcome is None or (isinstance(outcome, CallLoss) and self._suspects.stays(call, outcome)):
+            async with self._capacity.held(first=outcome is not None):
+                outcome = await self._attempt_in_shared(call)
+        return outcome
 
     def capacity_for_one(self) -> AbstractAsyncContextManager[None]:
-        """Return a context that waits for capacity for one call in the shared workers, and holds it."""
+        """Return a context that waits until one more call may run in the shared workers, and reserves its place."""
         return self._capacity.held()
 
     async def _attempt_in_shared(self, call: C) -> A | CallLoss:
-        """Make a call in a shared worker, and again as long as its worker ends and the policy for suspects lets the
-        call stay in shared workers. Return the answer or the loss."""
+        """Execute a call in a shared worker. Repeat it in another one if its worker ends and the policy for suspects
+        allows that. Return the answer, or the reason why the call was lost."""
         while True:
-            found = await self.attempt_in(await self.worker(call=call), call)
-            again = isinstance(found, CallLoss) and self._suspects.stays(call, found)
-            if not again or self._capacity.free < 0:  # a machine has left: the other workers have no capacity for it
-                return found
+            outcome = await self.attempt_in(await self.worker(call=call), call)
+            again = isinstance(outcome, CallLoss) and self._suspects.stays(call, outcome)
+            if not again or self._capacity.free < 0:  # too few workers are left after a machine has left
+                return outcome
 
     async def worker(self, slot: WorkerSlot[W] | None = None, *, call: C | None = None) -> W:
-        """Wait until there is a worker that accepts calls, and return it: the worker in ``slot`` or, without a slot,
-        the shared worker that ``call`` prefers or, if it prefers none, the one with the fewest calls."""
+        """Wait until a worker accepts calls, and return it. With a ``slot``, this is the worker in the slot. Otherwise
+        it is the shared worker that ``call`` prefers or, if it prefers none, the worker with the fewest calls."""
         while not (
             up := [each.worker for each in (self._slots if slot is None else (slot,)) if each.worker and each.up]
         ):
-            await self._arrived.wait()
+            await self._changed.wait()
         preferred = None if call is None else self.preferred(call)
         return preferred if preferred in up else min(up, key=lambda worker: len(worker.calls))
 
     def preferred(self, call: C) -> W | None:
-        """Return the worker in which ``call`` costs the least; ``None`` if they are all alike. It may have ended."""
+        """Return the worker in which ``call`` needs the least work; ``None`` if there is no difference. The worker may
+        have ended."""
         return None
 
     async def attempt_in(self, worker: W, call: C) -> A | CallLoss:
-        """Make a call in ``worker`` once; return the answer, or the reason why it was lost. A death of the worker is
-        counted in the call."""
+        """Execute a call in ``worker`` once. Return the answer, or the reason why the call was lost. If the worker has
+        died, its death is counted in the call."""
         number = worker.process.peer.next_call()
         worker.calls[number] = call
         worker.emptied.clear()
         try:
-            found = await self.attempt(worker, call, number)
+            outcome = await self.attempt(worker, call, number)
         finally:
             del worker.calls[number]
             if not worker.calls:
                 worker.emptied.set()
-        if found is CallLoss.DIED:
+        if outcome is CallLoss.DIED:
             call.deaths, call.cause = call.deaths + 1, worker.cause
-        return found
+        return outcome
 
     async def some_group(self) -> WorkerGroup:
-        """Wait until there is a machine on which workers can be started, and return its group of workers: that of this
-        machine if it may have workers, otherwise that of the first machine which has joined."""
+        """Wait until there is a machine on which workers can be started, and return its group of workers: the group of
+        this machine if it may have workers, and otherwise the group of the first machine that has joined."""
         if self.keeps_some_here:
-            return self._own
+            return self._own_group
         while not self._slots:
-            await self._arrived.wait()
+            await self._changed.wait()
         return self._slots[0].group
 
     async def begin(self, slot: WorkerSlot[W]) -> W:
-        """Start a worker for ``slot``, and the task that supervises it; return the worker, which is not ready yet.
+        """Start a worker for ``slot``, and the task that supervises it. Return the worker, which is not ready yet.
         Raises :class:`MachineGone` if no worker can be started on the slot's machine any more."""
         group = slot.group
         worker = self.new_worker(await group.start_worker(), group)
@@ -459,8 +468,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         return worker
 
     async def keep_filled(self, slot: WorkerSlot[W]) -> None:
-        """Keep a worker in ``slot`` while one is needed there, and start another when it has ended. Return when the
-        slot's machine has left."""
+        """Keep a worker in ``slot`` as long as the slot needs one, and start another worker when it has ended. Return
+        when the slot's machine has left."""
         while not slot.group.leaving.is_set():
             await slot.needed.wait()
             try:
@@ -470,40 +479,40 @@ class WorkerPool(ABC, Generic[W, C, A]):
             await worker.left.wait()
 
     def in_background(self, work: Coroutine[Any, Any, None], group: WorkerGroup | None = None) -> bool:
-        """Start a task that ends with the workers of a machine (by default, this one). Return ``False`` if they are
-        being ended already, so that no task may begin."""
-        tasks = (group or self._own).tasks
+        """Start ``work`` as a task that ends with the workers of ``group``; ``None`` means the workers of this machine.
+        Return ``False`` if the workers are already ending and no task may begin."""
+        tasks = (group or self._own_group).tasks
         assert tasks is not None
         return start_in(tasks, work) is not None
 
     # -- slots and workers --------------------------------------------------------------------------------------------
 
     def _add_slots(self, group: WorkerGroup) -> list[asyncio.Task[None]]:
-        """Add empty slots for the workers of ``group`` and the capacity for their calls; return the tasks that keep the
-        slots filled."""
+        """Add empty slots for the workers of ``group``, and raise the limit of concurrent calls. Return the tasks that
+        keep the slots filled."""
         assert group.tasks is not None
         slots: list[WorkerSlot[W]] = [WorkerSlot(group) for _ in range(group.num_workers)]
         self._slots += slots
         self._capacity.add(group.num_workers * self._pool_config.concurrency)
         for slot in slots:
             slot.needed.set()
-        self._wake()  # in case a worker is to be started on any machine
+        self._wake_waiting()  # :meth:`some_group` may wait for a machine
         return [group.tasks.create_task(self.keep_filled(slot)) for slot in slots]
 
     def _remove_slots(self, group: WorkerGroup) -> None:
-        """Remove the slots of a machine, so that no call and no worker begins there."""
-        left = [slot for slot in self._slots if slot.group is not group]
-        self._capacity.add((len(left) - len(self._slots)) * self._pool_config.concurrency)
-        self._slots = left
+        """Remove the slots of a machine, so that no more calls and workers begin there."""
+        remaining = [slot for slot in self._slots if slot.group is not group]
+        self._capacity.add((len(remaining) - len(self._slots)) * self._pool_config.concurrency)
+        self._slots = remaining
 
-    def _wake(self) -> None:
+    def _wake_waiting(self) -> None:
         """Wake all tasks that wait for a worker or a machine."""
-        self._arrived.set()
-        self._arrived = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _supervise(self, slot: WorkerSlot[W], worker: W) -> None:
-        """Receive a worker's messages and watch it, from its start to its end; then record its end, tell the policy for
-        suspects and warn. Closing its process makes the calls that it still has end as lost."""
+        """Receive a worker's messages and watch it, from its start to its end. Then record its end, notify the policy
+        for suspects, and warn. When the worker's process is closed, its remaining calls end as lost."""
         process, peer = worker.process, worker.process.peer
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(peer.listen())
@@ -512,11 +521,11 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 self.on_ready(peer.ready.result().facts)
                 slot.worker = worker
                 worker.settled.set()
-                self._wake()
+                self._wake_waiting()
             watching = tasks.create_task(self._kill_when_stuck(worker))
             cause = await dying
             worker.cause = peer.protocol_violation or cause.partition("\n")[0]
-            if slot.worker is worker:  # a retired worker's slot has another one already
+            if slot.worker is worker:  # the slot of a retired worker may contain another worker
                 slot.worker = None
             watching.cancel()
             listening.cancel()
@@ -528,18 +537,18 @@ class WorkerPool(ABC, Generic[W, C, A]):
         worker.left.set()
         worker.settled.set()
         if not worker.replaced:
-            self._note_death(worker, cause, num_lost)
+            self._report_death(worker, cause, num_lost)
 
     async def _kill_when_stuck(self, worker: W) -> None:
-        """Wait until :meth:`watch` finds that a worker hangs; then warn and kill it."""
+        """Wait until :meth:`watch` detects that the worker hangs, then warn and kill the worker."""
         if warning := await self.watch(worker):
             self._warn(warning)
-            await asyncio.shield(worker.process.kill())  # its end cancels this task
+            await asyncio.shield(worker.process.kill())  # the worker's end cancels this task
 
-    def _note_death(self, worker: W, cause: str, num_lost: int) -> None:
-        """Warn that a worker has died for the reason ``cause`` with ``num_lost`` calls. Raises the error that it
-        reported, if it did, or an :class:`~headrace.base.errors.EnvError` if too many workers have died in a row
-        without a call that can be the cause."""
+    def _report_death(self, worker: W, cause: str, num_lost: int) -> None:
+        """Warn that a worker has died for the reason ``cause`` with ``num_lost`` calls. Raises the error that the
+        worker has reported, if any, or an :class:`~headrace.base.errors.EnvError` if too many workers have died one
+        after the other without a call that could be the cause."""
         if worker.process.peer.reported_error is not None:
             raise worker.process.peer.reported_error
         idle_deaths = worker.count_death()
@@ -553,8 +562,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
 
 
 def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Start ``work`` as a task in a group and return the task; ``None``, with ``work`` closed, if the group is ending
-    and takes no more tasks."""
+    """Start ``work`` as a task in the group ``tasks``, and return the task. If the group is ending and accepts no more
+    tasks, close ``work`` and return ``None``."""
     try:
         return tasks.create_task(work)
     except RuntimeError:

@@ -1,9 +1,9 @@
-"""The pools of scoring workers: processes that call the user's reward functions, one pool for each component of the
-reward. User code may hang in a call, or kill its worker.
+"""The pools of scoring workers: processes that call the user's reward functions. Each component of the reward has its
+own pool. User code may hang in a call, or kill its worker.
 
-The time of a call is measured from the moment when its worker begins it (``Started``). A call that has not returned by
-its deadline fails its own episode only: the worker is killed and replaced, and its other calls are made again. If it is
-unknown which call blocked the others or killed the worker, each is tried alone (suspects.py).
+The time of a call is measured from the moment at which its worker begins it (``Started``). A call that exceeds its time
+limit fails its own episode only: the worker is killed and replaced, and its other calls are repeated. If it is not
+known which call has blocked the others or killed the worker, each of the calls is tried alone (suspects.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from headrace.rollout.scoring import NO_CONTEXT, AnyReward, Graded, Scores, Scor
 from headrace.rollout.scoring.rubric import Rubric, RubricPart
 
 SHORT_S = 5e-3
-"""Seconds that the calls of one order may take together, by what calls took of late."""
+"""Total seconds that the calls of one order may take, estimated from the durations of recent calls."""
 MOST_BLOCKED = 8
-"""Number of calls in a row that may block their worker before the others are not made any more."""
+"""Number of consecutive calls that may block their worker. After that, other calls fail without being made."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ScoreCall(PoolCall):
-    """One call of a reward function, over all workers in which it is made."""
+    """One call of a reward function, over all workers in which it is tried."""
 
     request: ScoreCompletions
     """The task and the completions to score."""
@@ -43,33 +43,34 @@ class ScoreCall(PoolCall):
 
 @dataclass(slots=True, eq=False)
 class ScoringWorker(Worker[ScoreCall]):
-    """A process that calls one reward function, as the pool sees it: the calls that it has begun, and what is known of
-    a call that was late."""
+    """A worker process that calls one reward function, as the pool sees it: the calls that it has begun, and the cause
+    of a late call."""
 
     begun: int = 0
-    """Number of calls that it has begun and that have not returned."""
+    """Number of calls that the worker has begun and that have not returned."""
     num_begun: int = 0
-    """Number of calls that it has begun since it started."""
+    """Number of calls that the worker has begun since it started."""
     answered: bool = False
-    """Whether any call has returned. Side effects of such a call may kill the worker later."""
+    """Whether any call has returned. A side effect of such a call may kill the worker later."""
     judged: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when ``frozen`` and ``crowded`` are known, after a call was late."""
+    """Set when ``frozen`` and ``crowded`` are determined, after a call was late."""
     crowded: bool = False
-    """Whether the process computed for most of the time, so that any of its calls may have blocked the others."""
+    """Whether the process computed for most of the time limit, so that any of its running calls may have blocked the
+    others."""
     blocked: bool = False
-    """Whether the one call that it had begun was late and kept all others from beginning. A full pool of threads, of
-    which each waits, is no such case."""
+    """Whether a single late call was running and prevented all other calls from beginning. If all threads of the worker
+    were waiting in calls, this is ``False``."""
     frozen: bool = False
-    """Whether it was killed because it was stopped from outside or began no call for long, so that no call is to
-    blame."""
+    """Whether the worker was killed because its process was stopped from outside or began no call for a long time, so
+    that no call is the cause."""
     read_s: float = -math.inf
-    """The time at which its processor time was read, by the clock of the event loop."""
+    """The time at which the processor time was last read, on the clock of the event loop."""
     computed_s: float = 0.0
-    """Its processor time at that moment, in seconds."""
+    """The processor time that was read then, in seconds."""
 
     async def recently_computed_s(self, every_s: float) -> float:
-        """Return its processor time in seconds, read at most ``every_s`` ago, since reading it takes as long as a short
-        call."""
+        """Return the worker's processor time in seconds, which was read at most ``every_s`` seconds ago. It is not read
+        at every call, because reading takes as long as a short call."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self.read_s >= every_s:
             self.read_s = now_s
@@ -77,15 +78,15 @@ class ScoringWorker(Worker[ScoreCall]):
         return self.computed_s
 
     def count_death(self) -> int:
-        """Count the worker's death as idle if it had begun no call, answered none and broke no protocol; return the
-        number of idle deaths in a row on its machine."""
-        blamed = self.begun or self.answered or self.process.peer.protocol_violation
-        self.group.idle_deaths += not blamed  # one of its calls may be to blame: each will be tried alone
+        """Count the worker's death as idle if the worker had no running call, had answered no call and had broken no
+        protocol rule. Return the number of consecutive idle deaths on its machine."""
+        has_suspect = self.begun or self.answered or self.process.peer.protocol_violation
+        self.group.idle_deaths += not has_suspect  # each of its calls will be tried alone
         return self.group.idle_deaths
 
     def loss(self, *, begun: bool) -> CallLoss:
-        """Return the reason why one of its calls is lost, now that the worker has ended. ``begun`` says whether it had
-        begun that call."""
+        """Return the reason for which one of the worker's calls is lost, after the worker has ended. ``begun`` says
+        whether the worker had begun that call."""
         if self.frozen:
             return CallLoss.INNOCENT
         if not self.replaced:
@@ -98,12 +99,12 @@ class ScorerPoolConfig(PoolConfig):
     """The settings of a pool of scoring workers."""
 
     timeout_s: float
-    """Seconds that a call may take after it has begun."""
+    """Seconds that a call may take after the worker has begun it."""
 
 
 class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
-    """The pool of scoring workers for one component of the reward: it lets worker processes call the reward function.
-    A reward that fails or is late is a failure of its own episode only."""
+    """The pool of scoring workers for one component of the reward. Its workers call the reward function. A call that
+    fails or is late fails only its own episode."""
 
     worker_name = "scoring worker"
     lost_calls = "its calls are made again"
@@ -117,87 +118,89 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         *,
         warn: Callable[[str], None],
     ) -> None:
-        """Make a pool whose workers are not started yet. ``start_worker`` starts one on this machine; ``warn`` receives
-        warnings for users."""
+        """Create a pool whose workers are not started yet. ``start_worker`` starts one worker on this machine; ``warn``
+        receives warnings for users."""
         super().__init__(start_worker, config, OneByOne(), warn=warn)
         self.by_group = False
-        """Whether the reward function scores all completions of a task in one call; known when a worker is ready."""
+        """Whether the reward function scores all completions of a task in one call. This is known when a worker is
+        ready."""
         self.wants: frozenset[str] = frozenset()
-        """The names of the optional columns that the reward function takes; known when a worker is ready."""
+        """The names of the context fields that the reward function uses. They are known when a worker is ready."""
         self._timeout_s = config.timeout_s
         self._mean_s = math.inf
-        """Mean seconds of a call of the reward function, as the worker that answered last has measured it; infinite
-        before the first answer."""
-        self._num_tried = 0  # calls that are being made
-        self._num_blocked = 0  # calls in a row that blocked their worker until they were late
+        """The mean duration of a call of the reward function in seconds, as the worker that answered last has measured
+        it; infinite before the first answer."""
+        self._num_tried = 0  # calls that are running
+        self._num_blocked = 0  # consecutive calls that blocked their worker until their time limit
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
-        """Score completions of ``task`` by the reward function in a worker, and return their rewards or the failure.
-        ``context`` has what optional columns need.
+        """Score completions of ``task`` with the reward function in a worker, and return their rewards or the failure.
+        ``context`` contains the values of the context fields.
 
-        A reward function that scores one completion at a time is called for each by itself: in one order to a worker if
-        its calls are so short that the order would cost more than they, else in several orders side by side."""
+        A reward function that scores one completion at a time is called once per completion. If its calls are shorter
+        than the overhead of an order, all calls are sent to one worker in a single order; otherwise each call is a
+        separate, concurrent order."""
         request = self._request(task, completions, context)
         if self.by_group or len(completions) == 1:
             return await self._answer(request)
         if len(completions) * self._mean_s <= SHORT_S:
-            together = await self._in_one_order(request)
-            if together is not None:
-                return together
+            scores = await self._score_in_one_order(request)
+            if scores is not None:
+                return scores
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(self._answer(request.single(index))) for index in range(len(completions))]
-        return _joined([call.result().of(0) for call in calls])
+        return _join([call.result().of(0) for call in calls])
 
-    async def _in_one_order(self, request: ScoreCompletions) -> Scores | None:
-        """Let a worker score all completions of ``request``, one after the other, and return their scores; ``None`` if
-        the order was lost or late, so that it is not known which of the calls is to blame."""
+    async def _score_in_one_order(self, request: ScoreCompletions) -> Scores | None:
+        """Order a worker to score all completions of ``request``, one after the other, and return their scores. Return
+        ``None`` if the order was lost or late, because it is not known which of the calls is the cause."""
         async with self.capacity_for_one():
-            found = await self.attempt_in(await self.worker(), ScoreCall(request=request))
-        if isinstance(found, CallLoss) or found.failure:
+            outcome = await self.attempt_in(await self.worker(), ScoreCall(request=request))
+        if isinstance(outcome, CallLoss) or outcome.failure:
             return None
-        return found
+        return outcome
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Scores:
-        """Score one turn of an episode: its ``text``, with ``history``, all that the model had read before it, and
-        ``turn``, its index in the episode."""
+        """Score one turn of an episode and return its scores. ``text`` is the text of the turn, ``history`` is the text
+        that the model read before it, and ``turn`` is its index in the episode."""
         request = self._request(task, (text,), context)
         return await self._answer(msgspec.structs.replace(request, history=history, turn=turn))
 
     def _request(self, task: Task, completions: tuple[str, ...], context: ScoringContext) -> ScoreCompletions:
-        """Return the request to score ``completions`` of a task, with those optional columns that the reward function
-        takes."""
+        """Return the request to score ``completions`` of a task, with the context fields that the reward function
+        uses."""
         request = ScoreCompletions(call=0, prompt=task.prompt, completions=completions, row=task.row)
         if "completion_ids" in self.wants:
             request = msgspec.structs.replace(request, completion_ids=context.completion_ids)
         return msgspec.structs.replace(request, trainer=context.trainer) if "trainer" in self.wants else request
 
     async def _answer(self, request: ScoreCompletions) -> Scores:
-        """Let a worker score a request, and return the scores. They are a failure (``reward_crashed``) if the request
-        was found to kill its workers, even alone in one."""
-        found = await self.make(ScoreCall(request=request))
-        if isinstance(found, CallLoss):
+        """Score a request in a worker, and return the scores. They are a failure (``reward_crashed``) if the request is
+        found to kill its worker even if it is the only call."""
+        outcome = await self.make(ScoreCall(request=request))
+        if isinstance(outcome, CallLoss):
             return Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
-        return found
+        return outcome
 
     def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> ScoringWorker:
-        """Return the record of the worker for ``process``, which has just been started on the machine of ``group``."""
+        """Return the worker record of ``process``, which was just started on the machine of ``group``."""
         return ScoringWorker(process, group)
 
     def on_ready(self, facts: dict[str, str | int | float]) -> None:
-        """Store what a ready worker reports of the reward function: ``by_group`` and ``wants``."""
+        """Store the facts that a ready worker reports about the reward function: ``by_group`` and ``wants``."""
         self.by_group, self.wants = bool(facts["by_group"]), frozenset(str(facts["wants"]).split())
 
     async def attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
-        """Let a worker score a request, and return the scores or why the call was lost. A reward that takes longer than
-        its time limit is a failure, unless the worker made no progress at all. After :data:`MOST_BLOCKED` calls in a
-        row that let no other call of their worker begin, one is made at a time, and all others fail at once: they
-        would wait for hours in front of a function that always blocks."""
+        """Score a request in ``worker``, and return the scores or the reason why the call was lost. A call that takes
+        longer than its time limit is a failure, unless the worker made no progress at all. After :data:`MOST_BLOCKED`
+        consecutive calls that blocked their worker, only one call runs at a time, and all others fail at once.
+        Otherwise they would wait for hours for a function that always blocks."""
         if self._num_blocked >= MOST_BLOCKED and self._num_tried:
-            words = f"the last {self._num_blocked} calls blocked their worker for {self._timeout_s:g} s each"
+            problem = f"the last {self._num_blocked} calls blocked their worker for {self._timeout_s:g} s each"
             advice = "let an async def await what it waits for, and bound what a function computes"
-            return Scores(rewards=(), failure=f"reward_timeout: {words}; {advice}")
+            return Scores(rewards=(), failure=f"reward_timeout: {problem}; {advice}")
         self._num_tried += 1
         try:
             return await self._attempt(worker, call, number)
@@ -205,8 +208,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             self._num_tried -= 1
 
     async def _attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
-        """Send a call to ``worker`` as order ``number``, and return its scores, a failure as scores, or why the call
-        was lost. The time limit counts from the moment when the worker begins the call."""
+        """Send a call to ``worker`` as order ``number``. Return its scores, a failure as scores, or the reason why the
+        call was lost. The time limit counts from the moment at which the worker begins the call."""
         peer = worker.process.peer
         begun, scored = peer.expect(number, Started), peer.expect(number, Scored)
         scored.add_done_callback(partial(_mark_begun, begun))
@@ -214,8 +217,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             peer.send(msgspec.structs.replace(call.request, call=number))
             await begun
             worker.begun, worker.num_begun = worker.begun + 1, worker.num_begun + 1
-            try:  # most answers come together with the report that they were begun, and need no timer
-                answer = scored.result() if scored.done() else await self._in_time(worker, scored)
+            try:  # most answers arrive together with the report that the call has begun, and need no timer
+                answer = scored.result() if scored.done() else await self._wait_in_time(worker, scored)
             finally:
                 worker.begun -= 1
         except TimeoutError:
@@ -242,9 +245,9 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             scores, graded=tuple(msgspec.structs.replace(scores.of(at), failure=error) for at, error in each)
         )
 
-    async def _in_time(self, worker: ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
-        """Wait up to the pool's time limit for ``scored``, the answer of a call that has begun, and return it. If it
-        does not come in time, find out who may be to blame, kill the worker and raise ``TimeoutError``."""
+    async def _wait_in_time(self, worker: ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
+        """Wait for ``scored``, the answer of a call that has begun, up to the pool's time limit, and return it. If it
+        does not arrive in time, determine the possible causes, kill the worker and raise ``TimeoutError``."""
         before_s = await worker.recently_computed_s(self._timeout_s / NUM_CHECKS)
         try:
             async with TimeLimit(self._timeout_s):
@@ -257,14 +260,16 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             raise
 
     async def _find_blame(self, worker: ScoringWorker, before_s: float) -> None:
-        """Find out, before the worker of a late call is killed, whether its process was stopped (``frozen``), or
-        another call may have blocked the late one (``crowded``). ``before_s`` is the processor time that the process
-        had used when the call began, in seconds. For several late calls of one worker, the first finds it out."""
+        """Determine the possible causes of a late call before its worker is killed: whether the process was stopped
+        (``frozen``), and whether another call may have blocked the late call (``crowded``). ``before_s`` is the
+        processor time of the process when the call began, in seconds. If several calls of a worker are late, this is
+        done once."""
         if worker.replaced:
             await worker.judged.wait()
             return
         worker.replaced = True
         try:
+            # with one running call and others waiting, that call has kept the others from beginning
             worker.blocked = worker.begun == 1 < len(worker.calls)
             halted = await worker.process.halted()
             worker.frozen = bool(halted)
@@ -276,14 +281,14 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self.warn(f"a reward has not returned for {self._timeout_s:g} s: its worker is replaced{why}")
 
     async def watch(self, worker: ScoringWorker) -> str:
-        """Wait until a worker has calls, but has begun none of them for as long as a call may take; return the warning
-        that says so, with which the pool kills it. Return an empty text if it is being replaced already. The time is
-        counted in checks, so that a standstill of this event loop counts as one check only."""
+        """Wait until ``worker`` has calls but has begun none of them for as long as a call may take, and return the
+        warning about it. The pool then kills the worker. Return an empty text if the worker is already being replaced.
+        The time is counted in checks, so that a standstill of this process's event loop counts as one check only."""
         quiet_checks, num_begun = 0, 0
         while quiet_checks < NUM_CHECKS:
             await asyncio.sleep(self._timeout_s / NUM_CHECKS)
-            progressing = worker.begun or not worker.calls or worker.num_begun != num_begun
-            quiet_checks, num_begun = 0 if progressing else quiet_checks + 1, worker.num_begun
+            makes_progress = worker.begun or not worker.calls or worker.num_begun != num_begun
+            quiet_checks, num_begun = 0 if makes_progress else quiet_checks + 1, worker.num_begun
         if worker.replaced:
             return ""
         worker.frozen = True
@@ -293,21 +298,21 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         )
 
 
-def _joined(graded: Sequence[Graded]) -> Scores:
-    """Return the scores of completions that were scored one by one."""
+def _join(graded: Sequence[Graded]) -> Scores:
+    """Return one record of scores for completions that were scored separately."""
     return Scores(rewards=tuple(each.reward for each in graded), graded=tuple(graded))
 
 
 def _mark_begun(begun: asyncio.Future[Any], _: asyncio.Future[Any]) -> None:
-    """Set the future ``begun``, for which the caller waits first, when the answer to the same call has come or the call
-    has failed without the report that it was begun."""
+    """Set the future ``begun``, for which the caller waits first. This is called when the answer to the same call has
+    arrived, or the call has failed, without a report that it has begun."""
     if not begun.done():
         begun.set_result(None)
 
 
 class ScoringStage:
-    """All components of the reward: a pool of scoring workers for each, with its own queue and time limit, so that none
-    waits for another. ``rewards`` are the settings of the components; ``rubric`` combines their scores."""
+    """All components of the reward. Each has its own pool of scoring workers, with its own queue and time limit, so
+    that no component waits for another. ``rubric`` combines their scores."""
 
     def __init__(
         self,
@@ -318,9 +323,9 @@ class ScoringStage:
         warn: Callable[[str], None],
         on_span: Callable[[Span], None],
     ) -> None:
-        """Make one pool for each of ``rewards``; no worker is started yet. ``start_worker`` starts a worker of a
-        component, ``start_timeout_s`` is the longest time for that, and ``on_span`` receives the times of scoring for
-        the event trace."""
+        """Create one pool per component in ``rewards``. No worker is started yet. ``start_worker`` starts a worker of a
+        component, which may take ``start_timeout_s`` seconds. ``warn`` receives warnings for users, and ``on_span``
+        receives the times of scoring for the event trace."""
         self._pools = [
             ScorerPool(
                 partial(start_worker, reward),
@@ -345,7 +350,8 @@ class ScoringStage:
             pool.send_warnings_to(warn)
 
     async def run(self) -> None:
-        """Keep every pool filled; this ends only by cancellation, or with an error of :meth:`ScorerPool.keep`."""
+        """Keep the workers of all pools running. This ends only by cancellation, or with an error of
+        :meth:`ScorerPool.keep`."""
         async with asyncio.TaskGroup() as group:
             for pool in self._pools:
                 group.create_task(pool.keep())

@@ -1,4 +1,5 @@
-"""The streams of chunks of running requests, from the client that receives them to the tasks that read them."""
+"""Streams that pass the chunks of running requests from the client, which receives them, to the tasks that read
+them."""
 
 from __future__ import annotations
 
@@ -8,22 +9,23 @@ from headrace.base.types.episode import TokenChunk
 
 
 class RequestStream:
-    """The stream of one request, which one task reads."""
+    """The stream of one request. One task reads it."""
 
     def __init__(self, max_new_tokens: int) -> None:
-        """Make the empty stream of a request that samples up to ``max_new_tokens`` tokens."""
+        """Create the empty stream of a request that samples up to ``max_new_tokens`` tokens."""
         # at most one chunk for each token, one chunk that ends the request, and one error
         self._arrived: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue(maxsize=max_new_tokens + 2)
 
     def put(self, chunk: TokenChunk) -> None:
-        """Add a chunk that has arrived. If it says that the tokens before it are lost, those that were not read are
+        """Add a chunk that has arrived. If it says that earlier tokens of the request are lost, unread chunks are
         removed."""
         while chunk.lost and not self._arrived.empty():
             self._arrived.get_nowait()
         self._arrived.put_nowait(chunk)
 
     def fail(self, error: Exception) -> None:
-        """Let the reader get ``error`` after the chunks that have arrived: no other chunk will come."""
+        """Make the reader receive ``error`` after the chunks that have arrived. No other chunk may be added
+        afterwards."""
         self._arrived.put_nowait(error)
 
     async def next(self) -> TokenChunk | Exception:
@@ -32,45 +34,45 @@ class RequestStream:
 
 
 class SiblingArrivals:
-    """The chunks of several requests that one task reads together: those that have arrived since it last looked."""
+    """The chunks of several sibling requests that one task reads together."""
 
     def __init__(self) -> None:
-        """Begin without chunks."""
+        """Create a collection without chunks."""
         self.error: Exception | None = None
-        """The error that ends all the requests; ``None`` while there is none."""
+        """The error that has ended all of the requests; ``None`` if there is none."""
         self._arrived: list[tuple[int, TokenChunk]] = []
-        self._any = asyncio.Event()
+        self._has_arrivals = asyncio.Event()
 
     def add(self, index: int, chunk: TokenChunk) -> None:
-        """Add a chunk of the sibling ``index``. If it says that the sibling's tokens before it are lost, those that
-        were not read are removed."""
+        """Add a chunk of the sibling ``index``. If it says that earlier tokens of this sibling are lost, unread chunks
+        of the sibling are removed."""
         if chunk.lost:
             self._arrived = [(other, earlier) for other, earlier in self._arrived if other != index]
         self._arrived.append((index, chunk))
-        self._any.set()
+        self._has_arrivals.set()
 
     def fail(self, error: Exception) -> None:
-        """Let the reader get ``error`` after the chunks that have arrived."""
+        """Make the reader receive ``error`` after the chunks that have arrived."""
         self.error = error
-        self._any.set()
+        self._has_arrivals.set()
 
     async def next(self) -> list[tuple[int, TokenChunk]]:
-        """Wait for chunks, and return all that have arrived, each with the index of its sibling. Raises the error that
-        ended the requests when there are no more."""
-        await self._any.wait()
+        """Wait for chunks, and return all chunks that have arrived since the last call, each with the index of its
+        sibling. If the requests have failed and no chunks are left, raise the error."""
+        await self._has_arrivals.wait()
         arrived, self._arrived = self._arrived, []
         if self.error is None:
-            self._any.clear()
+            self._has_arrivals.clear()
         elif not arrived:
             raise self.error
         return arrived
 
 
 class SiblingStream:
-    """The stream of one of several requests that one task reads together."""
+    """The stream of one of several sibling requests that one task reads together."""
 
     def __init__(self, arrivals: SiblingArrivals, index: int) -> None:
-        """Pass the chunks of the sibling ``index`` on to ``arrivals``."""
+        """Create the stream of the sibling ``index``, which adds its chunks to ``arrivals``."""
         self._arrivals = arrivals
         self._index = index
 
@@ -79,5 +81,5 @@ class SiblingStream:
         self._arrivals.add(self._index, chunk)
 
     def fail(self, error: Exception) -> None:
-        """End the stream, and those of its siblings, with ``error``."""
+        """End this stream and the streams of all siblings with ``error``."""
         self._arrivals.fail(error)

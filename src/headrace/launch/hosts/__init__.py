@@ -1,8 +1,8 @@
-"""The code that runs inside each process of a run: its loop, one file per role."""
+"""The code that runs inside the processes of a run. Each role has one file."""
 
 EXIT_REPORTED = 86
-"""Exit code of a process that has reported why it could not continue; unlikely to be used by anything else."""
+"""The exit code of a process that has reported why it could not continue. Other programs are unlikely to use it."""
 
 EXIT_RANK_LOST = 87
-"""Exit code of a rank of the learner that could not continue because another rank had ended; that other rank has the
-cause."""
+"""The exit code of a rank of the learner that could not continue because another rank had ended. The other rank reports
+the cause."""

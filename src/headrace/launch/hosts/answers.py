@@ -1,4 +1,5 @@
-"""The answers of an engine to processes that ask it beside the controller: their chunks are sent to them directly."""
+"""The routes of an engine's answers. Processes other than the controller may send requests to an engine; the engine
+sends their chunks directly to them."""
 
 from __future__ import annotations
 
@@ -11,41 +12,42 @@ from headrace.base.types.messages.engine import Generate
 
 
 class AnswerEnd(Protocol):
-    """The sockets by which an engine answers other processes of its machine than the controller."""
+    """The sockets through which an engine sends answers to processes on its machine other than the controller."""
 
     def answer(self, reader: str, message: Chunks) -> None:
         """Send ``message`` to the process that receives answers at the address ``reader``."""
         ...
 
     def forget_reader(self, reader: str) -> None:
-        """Drop the messages that the process at the address ``reader`` has not received, because it has died."""
+        """Discard all unread messages for the process at the address ``reader``, because the process has died."""
         ...
 
 
 class AnswerRoutes:
-    """The addresses to which the chunks of an engine's requests go. Requests of all processes have different
-    numbers."""
+    """The destinations of the chunks of an engine's requests. Requests of different processes never have the same
+    number."""
 
     def __init__(self, sockets: AnswerEnd) -> None:
-        """Send by ``sockets``; no request is known yet."""
+        """Create routes without requests, which send through ``sockets``."""
         self._sockets = sockets
         self._readers: dict[int, str] = {}
-        """The address of the reader of each running request that the controller does not read."""
+        """For each running request that the controller did not send: the address of the process that reads its
+        chunks."""
         self._gone: set[str] = set()
-        """The addresses of the processes that have died. No other process gets them."""
+        """The addresses of processes that have died. No later process uses the same address."""
 
     def add(self, order: Generate) -> bool:
-        """Note where the chunks of the requests of ``order`` go. Return whether anybody reads them: an order may arrive
-        after the death of the process that sent it."""
+        """Record the destination of the chunks of the requests in ``order``. Return whether the sender is alive: an
+        order may arrive after the death of the process that sent it."""
         if order.answers_to in self._gone:
             return False
         if order.answers_to:
-            self._readers.update(dict.fromkeys([one.request_id for one in order.requests], order.answers_to))
+            self._readers.update(dict.fromkeys([request.request_id for request in order.requests], order.answers_to))
         return True
 
     def split(self, chunks: Sequence[TokenChunk], stats: EngineStats) -> list[TokenChunk]:
-        """Send the chunks that another process reads to it, with the counters ``stats``, and return those that the
-        controller reads."""
+        """Send chunks that other processes read to these processes, with the counters ``stats``. Return the chunks that
+        the controller reads."""
         if not self._readers:
             return list(chunks)
         own: list[TokenChunk] = []
@@ -60,7 +62,8 @@ class AnswerRoutes:
         return own
 
     def forget(self, reader: str) -> Iterable[int]:
-        """Forget the process at the address ``reader``, and return the numbers of its running requests."""
+        """Remove the process at the address ``reader``, which has died, and return the numbers of its running
+        requests."""
         numbers = [number for number, address in self._readers.items() if address == reader]
         for number in numbers:
             del self._readers[number]

@@ -1,5 +1,5 @@
-"""Batches as a rank of the learner gets them: in parts, and with references to columns that lie in the store of the run
-(kept-sets, experts), which every rank reads for itself."""
+"""The assembly of a batch in a rank of the learner. A batch arrives in parts. It may contain references to columns in
+the store of the run (kept-sets, experts); every rank reads these columns itself."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from headrace.launch.starts import StoreStart
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 
 _REASONS = msgspec.msgpack.Decoder(dict[int, str])
+"""The decoder of the message in which rank 0 sends the groups without loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,25 +26,28 @@ class ReadBatch:
     """A batch whose columns are all in memory."""
 
     batch: Batch
+    """The batch."""
     lost_tokens: int = 0
-    """The number of tokens without loss because columns of their groups could not be read."""
+    """The number of tokens that carry no loss because columns of their groups could not be read."""
     why: str = ""
-    """The reason for the first of those groups; empty if there are none."""
+    """The reason for the first of these groups; empty if there are none."""
 
     def told(self, report: StepReport) -> StepReport:
-        """Return the report of the step on this batch, with the tokens that lost their loss before it."""
+        """Return a copy of ``report``, the report of the step on this batch, that also contains the tokens without
+        loss."""
         if not self.why:
             return report
-        dropped = {**report.dropped_tokens, COLUMNS_LOST: self.lost_tokens}
-        words = (
+        dropped_tokens = {**report.dropped_tokens, COLUMNS_LOST: self.lost_tokens}
+        problem = (
             f"kept-sets or experts could not be read, so that the tokens of their groups carried no loss: {self.why}"
         )
-        return msgspec.structs.replace(report, dropped_tokens=dropped, problems=(*report.problems, words))
+        return msgspec.structs.replace(report, dropped_tokens=dropped_tokens, problems=(*report.problems, problem))
 
 
 def put_together(last: Batch, num_parts: int, call: int, parts: Sequence[BatchPart]) -> Batch:
-    """Return the batch of the order ``call``, of which ``last`` are the last samples, and ``parts`` are the parts that
-    came before it. Raises :class:`~headrace.base.errors.RunError` if these are not its ``num_parts`` parts."""
+    """Return the complete batch of the order ``call``. ``last`` contains its last samples, and ``parts`` are the parts
+    that arrived before. Raises :class:`~headrace.base.errors.RunError` if they are not exactly the ``num_parts`` parts
+    of this order."""
     own = [part.batch for part in parts if part.call == call]
     if len(own) != num_parts or len(own) != len(parts):
         raise RunError(
@@ -55,11 +59,11 @@ def put_together(last: Batch, num_parts: int, call: int, parts: Sequence[BatchPa
 
 
 def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
-    """Return a batch whose columns are all in memory; those in the store that ``start`` describes are read. All ranks
-    call this with the same batch. The tokens of a group of which rank 0 cannot read something carry no loss, on every
-    rank.
+    """Return a copy of ``batch`` with all columns in memory; columns in the store that ``start`` describes are read.
+    All ranks must call this with the same batch. If rank 0 cannot read a column of a group, the tokens of the group
+    carry no loss, on every rank.
 
-    Raises :class:`~headrace.base.errors.ComponentDied` on another rank that cannot read what rank 0 could, and
+    Raises :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read, and
     :class:`~headrace.base.errors.RunError` if there is no store.
     """
     if not lies_in_store(batch):
@@ -69,23 +73,24 @@ def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
             f"the batch of step {batch.step} refers to columns in a store, and this learner has none",
             remedy="resume the run; controller and learner must have the same version of headrace",
         )
-    found, lost = read_batch(batch, StoreReader(Path(start.directory)))
+    loaded, lost = read_batch(batch, StoreReader(Path(start.directory)))
     reasons = {group: error.problem for group, error in lost.items()}
     if not isinstance(ranks, SingleRank):
-        reasons = _agreed(reasons, ranks.broadcast(msgspec.msgpack.encode(reasons) if ranks.is_leader else None))
+        reasons = _read_reasons(reasons, ranks.broadcast(msgspec.msgpack.encode(reasons) if ranks.is_leader else None))
     if not reasons:
-        return ReadBatch(batch=found)
-    found, lost_tokens = without_groups(found, reasons)
-    return ReadBatch(batch=found, lost_tokens=lost_tokens, why=next(iter(reasons.values())))
+        return ReadBatch(batch=loaded)
+    loaded, lost_tokens = without_groups(loaded, reasons)
+    return ReadBatch(batch=loaded, lost_tokens=lost_tokens, why=next(iter(reasons.values())))
 
 
-def _agreed(reasons: dict[int, str], leaders: bytes) -> dict[int, str]:
-    """Return the groups that carry no loss, with the reason of each: those of rank 0, which has sent ``leaders``.
-    Raises :class:`~headrace.base.errors.ComponentDied` if ``reasons``, those of this rank, have further groups."""
-    known: dict[int, str] = _REASONS.decode(leaders)
-    further = [why for group, why in reasons.items() if group not in known]
-    if further:
+def _read_reasons(reasons: dict[int, str], leaders: bytes) -> dict[int, str]:
+    """Return the groups that carry no loss, with the reason of each, from ``leaders``, the message of rank 0. Raises
+    :class:`~headrace.base.errors.ComponentDied` if ``reasons``, the groups that this rank cannot read, contain another
+    group."""
+    lost_groups: dict[int, str] = _REASONS.decode(leaders)
+    unreadable = [why for group, why in reasons.items() if group not in lost_groups]
+    if unreadable:
         raise ComponentDied(
-            f"a rank cannot read what rank 0 has read: {further[0]}", remedy="run all ranks on one machine"
+            f"a rank cannot read what rank 0 has read: {unreadable[0]}", remedy="run all ranks on one machine"
         )  # fmt: skip
-    return known
+    return lost_groups

@@ -1,5 +1,5 @@
-"""The use of the store for heavy columns (kept-sets, experts) in the process of an engine, which puts them there and
-sends references."""
+"""The store for heavy columns (kept-sets, experts) in the process of an engine. The engine writes these columns into
+the store and sends references to them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from headrace.launch.starts import StoreStart
 
 
 class EngineColumns:
-    """The store as an engine's process uses it. Without one, everything stays in the messages."""
+    """The engine's access to the store of columns. Without a store, the columns stay in the messages."""
 
     def __init__(self, start: StoreStart | None = None) -> None:
-        """Use the store that ``start`` describes; ``None``: there is none. Raises
-        :class:`~headrace.base.errors.StoreError` if its directory cannot be made."""
+        """Open the store that ``start`` describes; ``None`` means that there is no store. Raises
+        :class:`~headrace.base.errors.StoreError` if its directory cannot be created."""
         self._directory = None if start is None else Path(start.directory)
         self._store: ColumnStore | None = None
         if start is not None and start.writer:
             self._store = ColumnStore(Path(start.directory), start.writer, limit_bytes=start.limit_bytes)
 
     def stored(self, chunks: list[TokenChunk], abort: Callable[[Sequence[int]], list[TokenChunk]]) -> list[TokenChunk]:
-        """Return chunks with references in place of their kept-sets and experts, which are in the store then. A
-        sequence for which the store has no room fails with the reason: it is withdrawn with ``abort``, which returns
-        the chunks that are due, and its last tokens are not sent."""
+        """Write the kept-sets and experts of ``chunks`` into the store, and return the chunks with references in their
+        place. If the store has no space for a sequence, the sequence fails: it is withdrawn with ``abort``, which
+        returns chunks that have to be sent, and its last tokens are dropped."""
         if self._store is None:
             return chunks
         sent: list[TokenChunk] = []
         failed: set[int] = set()
-        left = deque(chunks)
-        while left:
-            chunk = left.popleft()
+        pending = deque(chunks)
+        while pending:
+            chunk = pending.popleft()
             if chunk.request_id in failed:
                 continue
             try:
@@ -47,11 +47,11 @@ class EngineColumns:
                 failed.add(chunk.request_id)
                 reason = SequenceFailed(error.problem, remedy=error.remedy)
                 sent.append(TokenChunk(request_id=chunk.request_id, tokens=NO_TOKENS, lost=chunk.lost).failed(reason))
-                left.extend(abort([chunk.request_id]))
+                pending.extend(abort([chunk.request_id]))
         return sent
 
     def read(self, message: ScoreTokens) -> ScoreTokens:
-        """Return an order to score tokens with their kept-sets and experts in memory. Raises
+        """Return a copy of ``message``, an order to score tokens, with the kept-sets and experts in memory. Raises
         :class:`~headrace.base.errors.StoreError` if they cannot be read."""
         kept, routing = message.kept, message.routing
         if self._directory is None or not ((kept and kept.stored) or (routing and routing.stored)):

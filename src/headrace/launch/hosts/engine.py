@@ -1,8 +1,9 @@
-"""The process of an engine: a plain synchronous step loop, which reads its orders between two steps. Staging has a
-thread. A commit is answered when it has taken effect, since some modes let sequences finish first.
+"""The process of an engine. It runs a synchronous step loop, which reads orders between two steps. New versions are
+staged in a separate thread. A commit is answered when it has taken effect, because some interrupt modes let sequences
+finish first.
 
-An order carries a number, its *call*, which the answer repeats. Messages are recorded and replayed by step, if the run
-asks for it, so that a replay samples the same tokens.
+An order has a number, its *call*, which its answer repeats. If the settings require it, messages are recorded or
+replayed with the number of the step, so that a replay samples the same tokens.
 """
 
 from __future__ import annotations
@@ -66,30 +67,31 @@ from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
 
 IDLE_S = 0.5
-"""Seconds for which an idle engine waits for orders at a time."""
+"""The longest time for which an idle engine waits for orders before it checks its state again, in seconds."""
 REPORT_S = 0.25
-"""Seconds after which a busy engine reports its counters and spans, at the latest."""
+"""The longest time between two reports of a busy engine's counters and spans, in seconds."""
 
 
 def run_engine(start: EngineStart, channel: PartChannel) -> None:
-    """Load the engine that ``start`` describes, report over ``channel`` that it is ready, and serve orders until it is
-    ordered to shut down. This is the whole work of an engine's process."""
+    """Load the engine that ``start`` describes, report over ``channel`` that it is ready, and handle orders until the
+    order to shut down. This is the main function of an engine's process."""
     torch.set_num_threads(start.num_threads)
     config = EngineConfig.model_validate(start.engine)
-    with ENGINES.load(config.kind).open(_setup(start, config)) as opened:
+    with ENGINES.load(config.kind).open(_engine_setup(start, config)) as opened:
         facts = {"device": opened.device, "weights_address": opened.address, **machine_facts(start.num_threads)}
         channel.send(Ready(token=run_token(), pid=os.getpid(), facts={**facts, **opened.facts}))
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager, gc_frozen():
             EngineHost(opened.core, channel, stager, _host_config(start, channel)).serve()
 
 
-def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
-    """Return the arguments with which the chosen kind of engine opens its engine in this process, from the settings
-    ``start`` that the launcher sent."""
+def _engine_setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
+    """Return the arguments with which the configured kind of engine opens its engine in this process. ``start`` are the
+    settings from the launcher."""
     route = Route(address=start.memory) if start.own_weights else start.route
 
     def adopt(core: EngineCore, tensors: Mapping[str, Tensor]) -> None:
-        """Give a new engine the tensors of its own model as version 0, through the same transport as later versions."""
+        """Load ``tensors``, the weights of the engine's own model, into a new engine as version 0, through the same
+        transport as later versions."""
         publisher = make_publisher(route, tensors)
         publisher.copy(0)
         core.stage(publisher.announce(0, 0))
@@ -114,25 +116,27 @@ def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHostConfig:
-    """The recorder and the gate of a recorded or replayed run, and the store, the cores and the clock that the engine's
-    loop uses."""
+    """The objects that the engine's loop uses: the recorder and the replay gate of a recorded or replayed run, the
+    answer routes, the store, the cores and the clock."""
 
     recorder: DeliveryRecorder | None = None
-    """Records the messages that the engine handles; ``None``: they are not recorded."""
+    """Records the messages that the engine handles; ``None`` means that they are not recorded."""
     gate: ReplayGate | None = None
-    """Holds messages back until their recorded step, in a replay; ``None``: they are handled when they come."""
+    """Delays messages until their recorded step in a replay; ``None`` means that messages are handled when they
+    arrive."""
     answers: AnswerRoutes | None = None
-    """Sends chunks to the processes that ask beside the controller; ``None``: the controller alone asks."""
+    """Sends chunks to processes other than the controller; ``None`` means that only the controller sends requests."""
     columns: EngineColumns = field(default_factory=EngineColumns)
-    """Puts kept-sets and experts into a store, if the run has one."""
+    """Writes kept-sets and experts into the store, if the run has one."""
     cores: AnyCores = field(default_factory=OwnCores)
-    """The cores with which the engine computes."""
+    """The cores on which the engine computes."""
     clock: Clock = field(default_factory=RealClock)
+    """The clock that measures times and deadlines."""
 
 
 class EngineHost:
-    """The step loop of an engine's process: it drives the engine ``core`` by the orders that come over ``channel``, and
-    sends chunks, answers and counters back. ``stager`` is the thread in which versions are staged."""
+    """The step loop of an engine's process. It executes the orders that arrive over ``channel`` on the engine ``core``,
+    and sends chunks, answers and counters. ``stager`` is the thread in which versions are staged."""
 
     def __init__(
         self,
@@ -141,8 +145,8 @@ class EngineHost:
         stager: ThreadPoolExecutor,
         config: EngineHostConfig,
     ) -> None:
-        """Make the loop; :meth:`serve` runs it. The arguments are described at the class; ``config`` has the recorder,
-        the replay gate, the cores and the clock."""
+        """Create the loop; :meth:`serve` runs it. The class describes the arguments; ``config`` contains the other
+        objects that the loop uses."""
         self._core = core
         self._channel = channel
         self._stager = stager
@@ -154,20 +158,22 @@ class EngineHost:
         self._steps = 0
         self._clock = config.clock
         self._commits: dict[int, int] = {}
-        """The calls that ordered the commit of each version that is not in use yet."""
+        """For each version whose commit has not taken effect: the number of the order to commit it."""
         self._broken: ComponentDied | None = None
-        """The reason why no more versions can be staged; the engine then ends."""
+        """The reason why no more versions can be staged, after which the engine ends; ``None`` if they can."""
         self._busy_since: float | None = None
+        """The time since which the engine has been working, or the last report of its work; ``None`` while it is
+        idle."""
         self._reported_s = 0.0
         self._reported_prefill_s = 0.0
         self._reported_busy_s = 0.0
-        """The seconds of work in all spans that were sent, without commits."""
+        """The total seconds of work in the spans that were sent, without commits."""
         self._spans: list[Span] = []
 
     def serve(self) -> None:
-        """Read orders, make a step and send reports, again and again; return on the order to shut down. Raises
-        :class:`~headrace.base.errors.ComponentDied` if no more versions can be staged or committed."""
-        # no call waits for what the core committed before it had a host
+        """Repeat three steps until the order to shut down: handle orders, make a step of the engine, and send reports.
+        Raises :class:`~headrace.base.errors.ComponentDied` if no more versions can be staged or committed."""
+        # no order waits for the commits that the core made before it had a host
         self._core.take_swaps()
         while self._broken is None:
             chunks: list[TokenChunk] = []
@@ -190,8 +196,8 @@ class EngineHost:
         raise self._broken
 
     def _receive(self) -> list[Message]:
-        """Return the orders that the engine must handle before its next step; wait up to :data:`IDLE_S` for one if
-        there is nothing to do. In a replay, these are the orders that the record has at this step."""
+        """Return the orders that the engine must handle before its next step. If there is no work, wait up to
+        :data:`IDLE_S` for an order. In a replay, the result contains the orders that were recorded at this step."""
         idle = not self._core.has_work()
         if self._gate is not None and self._gate.must_wait(self._steps):
             idle = self._gate.waits_at(self._steps)
@@ -207,22 +213,22 @@ class EngineHost:
         return messages
 
     def _may_step(self) -> bool:
-        """Return whether the core has work and, in a replay, need not wait for an order of the record first."""
+        """Return whether the core has work and, in a replay, does not have to wait for a recorded order first."""
         if self._gate is None:
             return self._core.has_work()
         return not self._gate.must_wait(self._steps) and self._core.has_work()
 
     def _handle(self, message: Message) -> list[TokenChunk]:
-        """Carry out one order, and return the chunks that result from it: those of aborted and refused requests."""
+        """Execute one order, and return the resulting chunks: the last chunks of aborted and refused requests."""
         match message:
             case Generate(requests=requests):
                 if self._answers is not None and not self._answers.add(message):
                     return []
-                return [refused for request in requests for refused in self._add(request)]
+                return [chunk for request in requests for chunk in self._add(request)]
             case AbortAllOf(answers_to=reader) if self._answers is not None:
-                gone = set(self._answers.forget(reader))
-                # the core returns all chunks that are due, those of other processes' requests among them
-                return [chunk for chunk in self._core.abort(list(gone)) if chunk.request_id not in gone]
+                aborted_ids = set(self._answers.forget(reader))
+                # the core returns all pending chunks, including chunks of other processes' requests
+                return [chunk for chunk in self._core.abort(list(aborted_ids)) if chunk.request_id not in aborted_ids]
             case Abort(request_ids=request_ids):
                 return self._core.abort(request_ids)
             case Stage():
@@ -242,7 +248,8 @@ class EngineHost:
         return []
 
     def _add(self, request: GenerateRequest) -> list[TokenChunk]:
-        """Add a request to the engine; return the chunk that ends it at once if the engine refuses it."""
+        """Add a request to the engine. If the engine refuses the request, return the chunk that ends it; otherwise
+        return no chunk."""
         try:
             self._core.add(request)
         except RequestError as error:
@@ -250,8 +257,8 @@ class EngineHost:
         return []
 
     def _stage_ordered(self, message: Stage) -> None:
-        """Stage a version that the controller has ordered, and answer with the seconds that it took, or with the
-        failure. This runs in the thread that stages."""
+        """Stage a version that the controller has ordered, and answer with the seconds that this took, or with the
+        failure. This runs in the staging thread."""
         version, start_s = message.update.version, self._clock.now()
         failure = self._stage_in_core(message.update, message.call)
         if self._broken is None:
@@ -259,8 +266,8 @@ class EngineHost:
             self._channel.send(failure or Staged(call=message.call, version=version, seconds=seconds))
 
     def _stage_announced(self, message: Announce) -> None:
-        """Stage a version that the learner has announced, report the outcome to the controller, and queue its commit if
-        the announcement says so. This runs in the thread that stages."""
+        """Stage a version that the learner has announced, report the outcome to the controller and, if the announcement
+        says so, queue the order to commit it. This runs in the staging thread."""
         version, start_s = message.update.version, self._clock.now()
         failure = self._stage_in_core(message.update, None)
         if self._broken is not None:
@@ -268,30 +275,30 @@ class EngineHost:
         seconds, commits = self._clock.now() - start_s, failure is None and message.commit is not None
         self._channel.send(StageOutcome(version=version, seconds=seconds, failure=failure, commits=commits))
         if failure is None and message.commit is not None:
-            # The commit goes through the queue of orders so that it is recorded and replayed like any other.
+            # The commit is queued as an order, so that it is recorded and replayed like any other commit.
             self._channel.send_to_self(Commit(call=ANNOUNCED, version=version, mode=message.commit))
 
     def _stage_in_core(self, update: WeightUpdate, call: int | None) -> Failure | None:
-        """Stage ``update`` in the core, and return the failure as a message with the number ``call``; ``None`` if it is
-        staged, or if the engine has to end. This runs in the thread that stages."""
+        """Stage ``update`` in the core. Return ``None`` if it is staged or if the engine has to end; otherwise return
+        the failure as a message with the number ``call``. This runs in the staging thread."""
         try:
             self._core.stage(update)
         except ComponentDied as error:
-            self._broken = error  # the step loop raises it, and its end is the answer
+            self._broken = error  # the step loop raises the error, which ends the process
         except HeadraceError as error:
             return _failure(call, error)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the failure is the answer
-            words = f"staging version {update.version} failed: {type(error).__name__}: {error}"
-            return Failure(call=call, kind="WeightsError", problem=words, remedy="see the log")
+            problem = f"staging version {update.version} failed: {type(error).__name__}: {error}"
+            return Failure(call=call, kind="WeightsError", problem=problem, remedy="see the log")
         return None
 
     def _commit(self, message: Commit) -> None:
-        """Let the core begin a commit. Its answer is sent when the core reports that it has taken effect; a commit that
-        the core refuses is answered with the failure."""
+        """Begin a commit in the core. It is answered when the core reports that it has taken effect. If the core
+        refuses the commit, the answer is the failure."""
         try:
             self._core.commit(message.version, message.mode)
         except HeadraceError as error:
-            if message.call == ANNOUNCED:  # no task waits for the answer to this call
+            if message.call == ANNOUNCED:  # the controller has not sent this order and does not wait for an answer
                 self._broken = ComponentDied(error.problem, remedy=error.remedy)
             self._channel.send(_failure(message.call, error))
         else:
@@ -299,8 +306,8 @@ class EngineHost:
             self._answer_commits()
 
     def _answer_commits(self) -> None:
-        """Answer the commits that the core has completed, after a report of the counters and of the times of the
-        commits (spans)."""
+        """Answer the commits that the core has completed. Before each answer, report the counters and the duration of
+        the commit as a span."""
         for report in self._core.take_swaps():
             now_s = self._clock.now()
             self._spans.append(
@@ -312,8 +319,8 @@ class EngineHost:
             self._channel.send(Committed(call=self._commits.pop(report.version), report=report))
 
     def _score(self, message: ScoreTokens) -> None:
-        """Compute the logprobs of given tokens, and the likeliest entries if the order asks for them, and send them, or
-        the failure."""
+        """Compute the logprobs of given tokens and, if the order requests them, the most likely vocabulary entries.
+        Send the result, or the failure."""
         try:
             message = self._columns.read(message)
             if message.top_k:
@@ -329,9 +336,9 @@ class EngineHost:
             self._channel.send(scores)
 
     def _report(self, chunks: list[TokenChunk], *, now: bool = False) -> None:
-        """Send ``chunks``, with counters and spans; their kept-sets and experts go into the store, if there is one, and
-        a sequence for which it has no room fails. Without chunks, send these only ``now``, at the end of the work, or
-        if the last report is :data:`REPORT_S` ago."""
+        """Send ``chunks``, the counters and the spans to the controller. Kept-sets and experts are written into the
+        store, if there is one; a sequence for which the store has no space fails. Without chunks, a report is sent only
+        with ``now``, at the end of the work, or if the last report was :data:`REPORT_S` ago."""
         time_s = self._clock.now()
         idle = self._busy_since is not None and not self._core.has_work()
         due = self._busy_since is not None and time_s - self._reported_s >= REPORT_S
@@ -345,31 +352,32 @@ class EngineHost:
             self._reported_busy_s += time_s - self._busy_since
             self._busy_since = None if idle else time_s
             self._reported_s, self._reported_prefill_s = time_s, stats.prefill_s
-        begun_s = 0.0 if self._busy_since is None else time_s - self._busy_since
-        stats = msgspec.structs.replace(stats, busy_s=self._reported_busy_s + begun_s)
+        unreported_s = 0.0 if self._busy_since is None else time_s - self._busy_since
+        stats = msgspec.structs.replace(stats, busy_s=self._reported_busy_s + unreported_s)
         if self._answers is not None and chunks:
             chunks = self._answers.split(chunks, stats)
             if not (chunks or idle or due or now):
+                # the controller receives no chunks now: its spans are part of the next report
                 self._spans = spans
                 return
         self._channel.send(Chunks(chunks=tuple(chunks), stats=stats, spans=tuple(spans)))
 
 
 def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
-    """Return the spans (for the event trace) of the time from ``start_s`` to ``end_s``, in which the engine worked and
-    spent ``prefill_s`` seconds on prompts. They stand for many passes, so all prefill time is put first.
+    """Return the spans, for the event trace, of the time from ``start_s`` to ``end_s``, in which the engine was working
+    and spent ``prefill_s`` seconds on prompts. The spans summarize many passes, so the total prefill time comes first.
 
     >>> [(span.name, span.end_s - span.start_s) for span in busy_spans(1.0, 1.25, 0.125)]
     [('prefill', 0.125), ('generate', 0.125)]
     """
     turn_s = min(end_s, start_s + prefill_s)
-    both = (("prefill", start_s, turn_s), ("generate", turn_s, end_s))
-    return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in both if left < right]
+    phases = (("prefill", start_s, turn_s), ("generate", turn_s, end_s))
+    return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in phases if left < right]
 
 
 def _host_config(start: EngineStart, channel: PartChannel) -> EngineHostConfig:
-    """Return the configuration of the host over ``channel``: with a recorder if the run records its interleaving, and
-    with a gate that repeats a recorded one if it is a replay."""
+    """Return the configuration of the host over ``channel``. It contains a recorder if the run records its interleaving
+    and, in a replay, also a gate for the recorded interleaving."""
     config = EngineHostConfig(
         cores=cores(start.lending), columns=EngineColumns(start.columns), answers=AnswerRoutes(channel)
     )
@@ -391,8 +399,8 @@ def _host_config(start: EngineStart, channel: PartChannel) -> EngineHostConfig:
 
 
 def _name_request(seed: int, run: RecordedEngine) -> str:
-    """Return the name of the request with this seed, for an error text. It tries all requests of the run, which is
-    slow, but is called only after a replay has failed."""
+    """Return the name of the request with the sampling seed ``seed``, for an error text. This tries all requests of the
+    run, which is slow, and is called only after a replay has failed."""
     for group in range(run.num_groups):
         for place in range(run.group_size):
             if episode_seed(run.seed, EpisodeKey(group, place)) == seed:
@@ -401,5 +409,6 @@ def _name_request(seed: int, run: RecordedEngine) -> str:
 
 
 def _failure(call: int | None, error: HeadraceError) -> Failure:
-    """Return the message that reports ``error`` as the answer to the order ``call``; ``None``: to no order."""
+    """Return the message that reports ``error`` as the answer to the order ``call``; ``None`` if it is not the answer
+    to an order."""
     return Failure(call=call, kind=type(error).__name__, problem=error.problem, remedy=error.remedy)

@@ -1,5 +1,5 @@
-"""The properties of a machine on which results depend to the last bit, beside settings and seeds. They are recorded
-with a run, so that a replay where they differ, whose results would differ too, is refused."""
+"""The properties of a machine, other than settings and seeds, on which the exact bits of the results depend. They are
+recorded with a run. A replay on a machine with other properties would produce other results, and is refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 
 
 def machine_facts(num_threads: int) -> dict[str, str | int | float]:
-    """Return the properties of this process and machine by name: ``threads`` (``num_threads``, with which it computes),
-    the version of torch, the instruction set of the processor and the name of the GPU (``none`` without one)."""
+    """Return the properties of this process and machine by name: ``threads`` (the number of computing threads,
+    ``num_threads``), the version of torch, the instruction set of the processor, and the name of the GPU (``none``
+    without a GPU)."""
     return {
         "threads": num_threads,
         "torch": str(torch.__version__),

@@ -1,11 +1,12 @@
-"""The process from which parts are forked: ``python -m headrace.launch.hosts.forkserver CONTROL LIFELINE TITLE``.
+"""The fork server, the process from which parts are forked: ``python -m headrace.launch.hosts.forkserver CONTROL
+LIFELINE TITLE``.
 
-It imports what engines and learners need and does nothing else: it has one thread, computes nothing, uses no GPU and no
-user code, and draws no random number that two parts could share. Then it forks on request, and reports how each fork
-ends.
+It imports the modules that engines and learners need, and then forks parts on request and reports the exit code of each
+fork. It has a single thread, computes nothing, uses no GPU, runs no user code, and draws no random numbers that two
+parts could share.
 
-CONTROL and LIFELINE are file descriptors: the socket of orders, and a pipe whose closing ends the process. TITLE
-reserves space in which its forks show their command lines.
+CONTROL and LIFELINE are file descriptors: the socket for orders, and a pipe whose closing ends the process. TITLE
+reserves space in the command line, into which forks write their own command lines.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ IMPORTED = (
 )
 """The modules that an engine and a learner import for every model."""
 FOR_GPUS = "triton"
-"""A module that torch imports wherever it is installed: 100 MB that have no use on a machine without a GPU."""
+"""A module that torch imports if it is installed. It needs 100 MB and is useless on a machine without a GPU."""
 ASKS_FOR_GPUS = "torchao"
-"""A module that transformers imports wherever it is installed, and that asks for GPUs. It is of use to checkpoints of
-kinds that are refused, and to one optimizer, which imports it after the fork."""
+"""A module that transformers imports if it is installed, and that queries the GPUs when it is imported. It is needed
+only for kinds of checkpoints that are refused, and for one optimizer, which imports it after the fork."""
 
 
 def serve(control: socket.socket, lifeline: int) -> None:
-    """Carry out the orders to fork that come over the socket ``control``, and report the exit of each fork, until the
-    controller closes the socket. ``lifeline`` is this process's own, which forks close."""
+    """Execute the orders to fork that arrive over the socket ``control``, and report the exit of each fork, until the
+    controller closes the socket. ``lifeline`` is the lifeline of this process; forks close it."""
     children: dict[int, int] = {}
     """The pid of each fork, by its pidfd."""
     poller = select.poll()
@@ -72,9 +73,9 @@ def serve(control: socket.socket, lifeline: int) -> None:
 def _answer_order(
     control: socket.socket, order: ForkOrder, received_fds: list[int], own_fds: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Fork the part of ``order`` and answer the order. Return the part's pidfd and its pid; (0, 0) if the operating
-    system refuses. ``received_fds`` are the part's lifeline and log; ``own_fds`` belong to this process, and the part
-    closes them."""
+    """Fork the part of ``order`` and answer the order. Return the part's pidfd and its process id, or (0, 0) if the
+    operating system refuses to fork. ``received_fds`` are the part's lifeline and log. ``own_fds`` belong to this
+    process, and the part closes them."""
     try:
         pid = _fork(order, received_fds, (control.fileno(), *own_fds))
     except OSError as error:
@@ -86,20 +87,20 @@ def _answer_order(
 
 
 def _send(control: socket.socket, report: Report, *descriptors: int) -> None:
-    """Send a report to the controller, with file descriptors."""
+    """Send ``report`` to the controller, together with file descriptors."""
     socket.send_fds(control, [msgspec.json.encode(report)], descriptors)
 
 
 def _reap(pid: int) -> ForkExit:
-    """Collect the exit status of the fork ``pid``, which has ended, and return the report of its exit code."""
+    """Collect the exit status of the ended fork ``pid``, and return the report of its exit code."""
     _, status = os.waitpid(pid, 0)
     return ForkExit(pid=pid, code=os.waitstatus_to_exitcode(status))
 
 
 def _fork(order: ForkOrder, received_fds: list[int], own_fds: tuple[int, ...]) -> int:
-    """Fork the part of ``order`` and return its pid. When this returns, the part leads a session of its own, so that it
-    can be killed with everything it starts, and shows its own command line. ``received_fds`` are its lifeline and log;
-    it closes ``own_fds``."""
+    """Fork the part of ``order`` and return its process id. When this returns, the part leads its own session, so that
+    it can be killed with all processes that it starts, and shows its own command line. ``received_fds`` are its
+    lifeline and log; it closes ``own_fds``."""
     waiting, started = os.pipe()
     try:
         pid = os.fork()
@@ -113,9 +114,9 @@ def _fork(order: ForkOrder, received_fds: list[int], own_fds: tuple[int, ...]) -
 
 
 def _run_part(order: ForkOrder, received_fds: list[int], fds_to_close: tuple[int, ...], started: int) -> int:
-    """Become the part of ``order`` in this new fork, run it to its end and return its exit code. ``received_fds`` are
-    its lifeline and log; ``fds_to_close`` belong to the fork server. Closing ``started`` tells the fork server that the
-    part has its own session."""
+    """Become the part of ``order`` in this new fork, run it to its end, and return its exit code. ``received_fds`` are
+    its lifeline and log. ``fds_to_close`` belong to the fork server. Closing ``started`` notifies the fork server that
+    the part leads its own session."""
     os.setsid()
     for each in fds_to_close:
         os.close(each)
@@ -131,18 +132,18 @@ def _run_part(order: ForkOrder, received_fds: list[int], fds_to_close: tuple[int
 
 
 def _reseed_numpy() -> None:
-    """Seed numpy's global generator again: numpy seeded it when it was imported, so all forks would draw the same
-    numbers. Python's generator is seeded again by every fork, and torch's is the same in every process."""
+    """Seed numpy's global generator again. numpy has seeded it at import, so without this all forks would draw the same
+    numbers. Python reseeds its generator after every fork, and torch's default seed is the same in every process."""
     import numpy as np
 
     np.random.seed()  # noqa: NPY002 - user code may draw from the old global generator
 
 
 def _set_command_line(words: str) -> None:
-    """Let ``ps`` show ``words`` as the command line of this process.
+    """Make ``ps`` show ``words`` as the command line of this process.
 
-    The words overwrite those that the fork server was started with, in the process's memory. The kernel reads them from
-    there; if the last byte is not zero, it reads up to the first zero (proc(5), fs/proc/base.c).
+    The words overwrite the original command line in the memory of the process, from which the kernel reads it. If the
+    last byte is not zero, the kernel reads up to the first zero (proc(5), fs/proc/base.c).
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end: 48 and 49, counted from 1 with the pid
@@ -152,8 +153,8 @@ def _set_command_line(words: str) -> None:
 
 
 def _import() -> None:
-    """Import the modules that forked parts need. :data:`ASKS_FOR_GPUS` and, without a GPU driver, :data:`FOR_GPUS` are
-    hidden meanwhile, so that they are not imported."""
+    """Import the modules that forked parts need. :data:`ASKS_FOR_GPUS` and, on a machine without a GPU driver,
+    :data:`FOR_GPUS` are hidden in the meantime, so that they are not imported."""
     blocked: dict[str, Any] = {ASKS_FOR_GPUS: None}  # a module that is None counts as missing
     if not has_gpu_driver():
         blocked[FOR_GPUS] = None
@@ -165,7 +166,8 @@ def _import() -> None:
 
 
 def main() -> None:
-    """Import the modules, then fork on request until the controller has ended: the entry point of the process."""
+    """Import the modules, and then fork on request until the controller has ended. This is the entry point of the
+    process."""
     control, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     part.kill_group_on_close(lifeline)

@@ -1,11 +1,12 @@
-"""The recorder and the replay gate between an engine's channel and its step loop, with which a run can be repeated.
+"""The recorder and the replay gate of an engine. They are between the engine's channel and its step loop, and make it
+possible to repeat a run.
 
 channel ──▶ ReplayGate (in a replay) ──▶ DeliveryRecorder ──▶ the engine
-            holds messages back          records which message came
-            until the recorded           before which step
-            step, in its order
+            delays messages until        records which message was handled
+            the recorded step,           before which step
+            in recorded order
 
-A *step* is one pass of the engine; "after n steps" is before the engine makes step n + 1. A request is identified by
+A *step* is one pass of the engine; "after n steps" means before the engine makes step n + 1. A request is identified by
 its sampling seed, which is the same in every replay.
 """
 
@@ -43,15 +44,16 @@ _INPUTS: dict[type, EngineInput] = {
     Pause: EngineInput.PAUSE,
     Resume: EngineInput.RESUME,
 }
-"""The kinds of messages that are recorded. Staging has a thread of its own and changes no token, so it is not."""
+"""The kinds of messages that are recorded. Staging is not recorded, because it runs in its own thread and changes no
+token."""
 
 
 class RequestNames:
-    """The requests in the engine. A request is recorded by its seed, since its id is a new one in every life of the
-    run."""
+    """The requests in the engine, by request id and by sampling seed. A request is recorded by its seed, because its id
+    is different in every process of the run."""
 
     def __init__(self) -> None:
-        """Make the record without requests."""
+        """Create the record without requests."""
         self._seeds: dict[int, int] = {}
         self._ids: dict[int, int] = {}
 
@@ -62,7 +64,7 @@ class RequestNames:
             self._ids[request.sampling.seed] = request.request_id
 
     def ended(self, chunks: Iterable[TokenChunk]) -> None:
-        """Remove the requests for which one of these chunks is the last."""
+        """Remove the requests whose last chunk is among ``chunks``."""
         for chunk in chunks:
             if chunk.ended:
                 seed = self._seeds.pop(chunk.request_id, None)
@@ -70,28 +72,29 @@ class RequestNames:
                     del self._ids[seed]
 
     def seeds(self, request_ids: Iterable[int]) -> tuple[int, ...]:
-        """Return the seeds of the requests with these ids, in order; those that are no longer in the engine are left
+        """Return the seeds of the requests with these ids, in order. Requests that are no longer in the engine are left
         out."""
-        return tuple(self._seeds[one] for one in request_ids if one in self._seeds)
+        return tuple(self._seeds[request_id] for request_id in request_ids if request_id in self._seeds)
 
     def ids(self, seeds: Iterable[int]) -> tuple[int, ...]:
-        """Return the ids of the requests with these seeds, in order; those that are not in the engine are left out."""
+        """Return the ids of the requests with these seeds, in order. Requests that are not in the engine are left
+        out."""
         return tuple(self._ids[seed] for seed in seeds if seed in self._ids)
 
 
 class DeliveryRecorder:
-    """A recorder that appends each message to the file ``path`` before the engine handles it, so that the line survives
-    if the process is killed. ``names`` has the requests in the engine, by which messages are recorded. If the disk is
+    """A recorder that appends each message to the file ``path`` before the engine handles it, so that the line remains
+    if the process is killed. ``names`` contains the requests in the engine, whose seeds are recorded. If the disk is
     full, recording stops and the run continues; a replay then fails at the missing lines."""
 
     def __init__(self, path: Path, names: RequestNames) -> None:
-        """Open the record for appending, after what an earlier life of the run has written there."""
+        """Open the record for appending. It may already contain lines of an earlier process of the run."""
         self._names = names
         self._path = path
         self._encoder = msgspec.json.Encoder()
         self._file: int | None = None
         self._crc = 0
-        """The CRC-32 of what the record holds."""
+        """The CRC-32 of all bytes of the record."""
         try:
             if path.is_file():
                 self._crc = zlib.crc32(path.read_bytes())
@@ -101,8 +104,8 @@ class DeliveryRecorder:
 
     def write(self, messages: Iterable[Message], steps: int) -> None:
         """Record that the engine handles ``messages`` after ``steps`` steps."""
-        told = (self._line(message, steps) for message in messages if type(message) in _INPUTS)
-        lines = b"".join(map(self._seal, filter(None, told)))
+        encoded = (self._encode_line(message, steps) for message in messages if type(message) in _INPUTS)
+        lines = b"".join(map(self._add_checksum, filter(None, encoded)))
         if not lines or self._file is None:
             return
         try:
@@ -112,12 +115,12 @@ class DeliveryRecorder:
             self._stop_recording(error)
 
     def ended(self, chunks: Iterable[TokenChunk]) -> None:
-        """Remove the requests from ``names`` that have ended with these chunks, which the engine returned."""
+        """Remove the requests from ``names`` that have ended with ``chunks``, which the engine has returned."""
         self._names.ended(chunks)
 
-    def _line(self, message: Message, steps: int) -> bytes:
-        """Return the line that records a message, delivered after ``steps`` steps of the engine; empty if the message
-        has no effect."""
+    def _encode_line(self, message: Message, steps: int) -> bytes:
+        """Return the line for a message that is handled after ``steps`` steps of the engine; empty if the message has
+        no effect."""
         seeds: tuple[int, ...] = ()
         version = None
         match message:
@@ -133,26 +136,27 @@ class DeliveryRecorder:
         line = RecordedInput(steps=steps, kind=_INPUTS[type(message)], seeds=seeds, version=version)
         return self._encoder.encode(line)
 
-    def _seal(self, line: bytes) -> bytes:
-        """Return a line of the record with its checksum, which covers the lines before it too, and remember that for
-        the next line."""
+    def _add_checksum(self, line: bytes) -> bytes:
+        """Return a line of the record with its checksum, which also covers all lines before it, and update the checksum
+        for the next line."""
         sealed = with_checksum(line, self._crc)
         self._crc = zlib.crc32(sealed, self._crc)
         return sealed
 
     def _stop_recording(self, why: object) -> None:
-        """Record nothing more, and write to the log that this run cannot be replayed, and why."""
+        """Stop recording, and write to the log that this run cannot be replayed, and why."""
         self._file = None
         sys.stderr.write(f"{self._path} cannot be written: {why}; this run cannot be replayed\n")
 
 
 class ReplayGate:
-    """The gate of a replay: it holds each message back until the step before which the recorded engine handled it, and
-    releases them in the recorded order. ``recorded`` are the lines of the record; ``deadline_s`` is the longest wait
-    for a message that is due; ``name_request`` names a request by its seed, for errors.
+    """The gate of a replay: it delays each message until the step before which the recorded engine handled it, and
+    releases messages in the recorded order. ``recorded`` are the lines of the record. ``deadline_s`` is the longest
+    time to wait for a message that is due, in seconds. ``name_request`` returns the name of a request for its seed, for
+    errors.
 
-    The gate opens after the last recorded commit, since the weights are decided then. Requests are aborted when the
-    record says so, because the controller of the replay may send an abort earlier or later.
+    The gate opens after the last recorded commit, because no later message can change the weights. Requests are aborted
+    at the recorded step, because the controller of the replay may send an abort earlier or later.
     """
 
     def __init__(
@@ -164,11 +168,11 @@ class ReplayGate:
         deadline_s: float,
         name_request: Callable[[int], str],
     ) -> None:
-        """Make the gate, which holds messages back until the last commit of ``recorded`` is released. The arguments are
-        described at the class."""
+        """Create the gate, which delays messages until the last commit in ``recorded`` is released. The class describes
+        the arguments."""
         last = max((place for place, each in enumerate(recorded) if each.kind is EngineInput.COMMIT), default=-1)
         self._due = deque(recorded[: last + 1])
-        """The lines of the record, up to the last commit, whose messages have not been released yet."""
+        """The lines of the record, up to the last commit, whose messages were not released yet."""
         self._names = names
         self._clock = clock
         self._deadline_s = deadline_s
@@ -179,12 +183,12 @@ class ReplayGate:
 
     @property
     def open(self) -> bool:
-        """Whether the gate is open: every recorded message up to the last recorded commit of weights has been released,
-        so that messages now pass as they arrive."""
+        """Whether the gate is open: all recorded messages up to the last recorded commit were released, and later
+        messages pass at once."""
         return not self._due
 
     def must_wait(self, steps: int) -> bool:
-        """Return whether a message is due before the engine makes another step after ``steps`` steps."""
+        """Return whether, after ``steps`` steps, a recorded message is due before the engine may make another step."""
         return bool(self._due) and self._due[0].steps <= steps
 
     def waits_at(self, steps: int) -> bool:
@@ -193,26 +197,26 @@ class ReplayGate:
         return self.must_wait(steps) and not self._has_arrived(self._due[0])
 
     def release(self, messages: list[Message], steps: int) -> list[Message]:
-        """Return those of ``messages``, and of the messages held back, that the engine must handle after ``steps``
-        steps.
+        """Return the messages that the engine must handle after ``steps`` steps, from the new ``messages`` and the
+        delayed messages.
 
-        Raises :class:`~headrace.base.errors.ReplayDiffers` if a message that is due does not come.
+        Raises :class:`~headrace.base.errors.ReplayDiffers` if a message that is due does not arrive in time.
         """
         if self.open:
             return messages
-        at_once = [message for message in messages if not self._held(message)]
+        at_once = [message for message in messages if not self._hold_back(message)]
         due: list[Message] = []
         while self.must_wait(steps):
             if not self._has_arrived(self._due[0]):
-                self._wait(self._due[0])
+                self._check_lateness(self._due[0])
                 break
             self._late_since_s = None
-            due.append(self._take(self._due.popleft()))
+            due.append(self._pop(self._due.popleft()))
         return [*at_once, *due, *(self._release_rest() if self.open else ())]
 
     def refuse_idleness(self, steps: int) -> None:
-        """Raise :class:`~headrace.base.errors.ReplayDiffers` if the engine has nothing to do after ``steps`` steps,
-        unlike the recorded one."""
+        """Raise :class:`~headrace.base.errors.ReplayDiffers` if the engine has no work after ``steps`` steps although
+        the recorded engine had."""
         if not self.open and not self.must_wait(steps):
             expected = self._due[0]
             raise ReplayDiffers(
@@ -221,9 +225,9 @@ class ReplayGate:
                 remedy="the record is damaged, or the engine computes something else than it did",
             )
 
-    def _held(self, message: Message) -> bool:
-        """Store ``message`` until its line of the record is due, and return ``True``; return ``False`` for a message
-        that passes at once, such as the order to stage. An abort is dropped: the record decides about it."""
+    def _hold_back(self, message: Message) -> bool:
+        """Store ``message`` until its line of the record is due, and return ``True``. Return ``False`` for a message
+        that passes at once, such as the order to stage. An abort is dropped, because the record contains the aborts."""
         match message:
             case Generate(requests=requests):
                 for request in requests:
@@ -237,19 +241,20 @@ class ReplayGate:
         return True
 
     def _has_arrived(self, line: RecordedInput) -> bool:
-        """Return whether the message that ``line`` records has come from the controller. An abort need not come."""
+        """Return whether the controller has sent the message that ``line`` records. An abort does not have to
+        arrive."""
         if line.kind is EngineInput.GENERATE:
             return all(self._requests.get(seed) for seed in line.seeds)
         return line.kind is EngineInput.ABORT or bool(self._others[line.kind])
 
-    def _take(self, line: RecordedInput) -> Message:
-        """Remove and return the message that ``line`` records, which has come. Raises
+    def _pop(self, line: RecordedInput) -> Message:
+        """Remove and return the message that ``line`` records and that has arrived. Raises
         :class:`~headrace.base.errors.ReplayDiffers` for a commit of another version."""
         if line.kind is EngineInput.ABORT:
             return Abort(request_ids=self._names.ids(line.seeds))
         if line.kind is EngineInput.GENERATE:
             found = tuple(self._requests[seed].popleft() for seed in line.seeds)
-            self._names.begun(found)  # the next line may withdraw one of them
+            self._names.begun(found)  # the next line may abort one of them
             for seed in line.seeds:
                 if not self._requests[seed]:
                     del self._requests[seed]
@@ -264,23 +269,23 @@ class ReplayGate:
         return first
 
     def _release_rest(self) -> list[Message]:
-        """Remove and return all messages that were held back, when the gate opens."""
+        """Remove and return all delayed messages, when the gate opens."""
         requests = tuple(request for waiting in self._requests.values() for request in waiting)
         others = [message for waiting in self._others.values() for message in waiting]
         self._requests.clear()
         self._others.clear()
         return [*([Generate(requests=requests)] if requests else []), *others]
 
-    def _wait(self, line: RecordedInput) -> None:
-        """Check how long the message that ``line`` records is late, without waiting. Raises
-        :class:`~headrace.base.errors.ReplayDiffers` once it is late by more than the deadline."""
+    def _check_lateness(self, line: RecordedInput) -> None:
+        """Check for how long the message that ``line`` records has been late; this does not wait. Raises
+        :class:`~headrace.base.errors.ReplayDiffers` if it is late by more than the deadline."""
         now = self._clock.now()
         if self._late_since_s is None:
             self._late_since_s = now
         if line.kind is EngineInput.COMMIT or now - self._late_since_s < self._deadline_s:
-            return  # a commit may wait for a long learner step, which has a deadline of its own
-        kept = ", ".join(self._name_request(seed) for seed in list(self._requests)[:3])
-        instead = f"; {len(self._requests)} others are there, of {kept} …" if kept else ""
+            return  # a commit may wait for a long step of the learner, which has its own deadline
+        names = ", ".join(self._name_request(seed) for seed in list(self._requests)[:3])
+        instead = f"; {len(self._requests)} others are there, of {names} …" if names else ""
         raise ReplayDiffers(
             f"before step {line.steps + 1} of the engine the recorded run told it to {self._describe(line)}; the "
             f"controller has not sent that for {self._deadline_s:g} s{instead}",
@@ -289,7 +294,8 @@ class ReplayGate:
         )
 
     def _describe(self, line: RecordedInput) -> str:
-        """Return a recorded input as text for an error message; of requests, it names those that have not arrived."""
+        """Return a recorded input as text for an error message. For requests, the text names the requests that have not
+        arrived."""
         if line.kind is EngineInput.COMMIT:
             return f"commit version {line.version}"
         if line.kind is EngineInput.GENERATE:

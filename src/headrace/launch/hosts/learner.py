@@ -1,10 +1,10 @@
-"""The process of the learner, or of one of its ranks: it carries out orders one after the other. Versions are hashed in
-a thread while the next batch trains, and checkpoints of several ranks are written in another.
+"""The process of the learner, or of one of its ranks. It executes orders one after the other. A thread hashes new
+versions while the next batch is trained, and another thread writes the checkpoints of several ranks.
 
     controller ──▶ rank 0 ──▶ all ranks: the same order ──▶ each computes its part ──▶ rank 0 answers
 
-A *rank* is one process of a learner that is divided among several. A version of the weights is *published* by copying
-it to a buffer (slot), hashing it and announcing it to the engines.
+A *rank* is one process of a learner that is divided among several processes. A version of the weights is *published* by
+copying it into a buffer (slot), hashing it and announcing it to the engines.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher, sent_by_every_rank
 
 Order = Train | Logprobs | Publish | Resend | Save | Shutdown
-"""A message that a learner carries out."""
+"""A message that a learner executes."""
 WAIT_S = 60.0
-"""Seconds of one wait for orders."""
+"""The longest time of one wait for orders, in seconds."""
 HEARTBEAT_S = 1.0
-"""Seconds between two reports to the controller on the unit of work that this process is busy with."""
+"""Seconds between two reports to the controller about the current unit of work of this process."""
 
 
 def run_learner(start: LearnerStart, channel: PartChannel) -> None:
     """Join the other ranks, load the model that ``start`` describes, report over ``channel`` that the learner is ready,
-    and carry out orders until it is ordered to shut down. If another rank is lost, end this process with
+    and execute orders until the order to shut down. If another rank is lost, this process ends with the exit code
     :data:`~headrace.launch.hosts.EXIT_RANK_LOST`."""
     torch.set_num_threads(start.num_threads)
     config = LearnerConfig.model_validate(start.learner)
@@ -95,17 +95,17 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
 
 
 def end_without_rank() -> NoReturn:
-    """End this process at once with the code :data:`~headrace.launch.hosts.EXIT_RANK_LOST`, after the error that is
-    being handled is in its log. Threads that wait for the lost rank never end; the user needs that rank's error, not
-    this one's."""
+    """Write the error that is being handled to the log, and end this process at once with the exit code
+    :data:`~headrace.launch.hosts.EXIT_RANK_LOST`. Threads that wait for the lost rank would never end. The user needs
+    the error of the lost rank, not the error of this rank."""
     traceback.print_exc()
     sys.stderr.flush()
     os._exit(EXIT_RANK_LOST)
 
 
 def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> None:
-    """Load the model and, if ``start`` names one, the snapshot to continue from; report that the learner is ready, and
-    carry out ``orders`` until the order to shut down. Every rank runs this."""
+    """Load the model and, if ``start`` names one, the snapshot from which to continue. Report that the learner is
+    ready, and execute ``orders`` until the order to shut down. Every rank runs this function."""
     model_config = ModelConfig.model_validate(start.model)
     model = load_for(model_config.at(start.snapshot) if start.snapshot else model_config, orders.ranks)
     clock = RealClock()
@@ -137,14 +137,14 @@ def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> Non
 
 @contextmanager
 def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
-    """Within this context, report to the controller every :data:`HEARTBEAT_S` seconds which unit of work the learner is
-    busy with, from ``progress``. A thread sends the reports."""
-    clock, over = RealClock(), threading.Event()
+    """Report the learner's current unit of work, from ``progress``, to the controller every :data:`HEARTBEAT_S` seconds
+    within this context. A thread sends the reports."""
+    clock, stopped = RealClock(), threading.Event()
 
     def beat() -> None:
-        """Send a report on the current unit of work every :data:`HEARTBEAT_S` seconds until ``over`` is set; this is
-        the body of the thread."""
-        while not over.wait(HEARTBEAT_S):
+        """Send a report about the current unit of work every :data:`HEARTBEAT_S` seconds until ``stopped`` is set. This
+        is the body of the thread."""
+        while not stopped.wait(HEARTBEAT_S):
             unit = progress.unit
             channel.send(
                 Working(
@@ -155,30 +155,29 @@ def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
                 )
             )
 
-    beating = threading.Thread(target=beat, daemon=True, name="heartbeat")
-    beating.start()
+    thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
+    thread.start()
     try:
         yield
     finally:
-        over.set()
-        beating.join()
+        stopped.set()
+        thread.join()
 
 
 class OrderStream:
-    """The controller's orders, which every rank receives, and the answers, which rank 0 sends for all."""
+    """The controller's orders, which every rank receives, and the answers, which rank 0 sends for all ranks."""
 
     def __init__(self, channel: PartChannel, ranks: AnyRanks, columns: StoreStart | None = None) -> None:
-        """Receive orders from ``channel`` on rank 0, and from rank 0 on the others; ``ranks`` connects them.
-        ``columns`` is the store in which columns of their batches may lie, if there is one."""
+        """Create the stream. Rank 0 receives orders from ``channel``, and the other ranks receive them from rank 0
+        through ``ranks``. ``columns`` is the store that may contain columns of batches, if there is one."""
         self.channel = channel
         self.ranks = ranks
         self._columns = columns
         self._codec = MessageCodec(Message)
 
     def receive(self) -> Iterator[Order]:
-        """Yield the controller's orders one after the other, the same on every rank, each with its whole batch: rank 0
-        receives the messages and passes them on. This never ends. Raises :class:`~headrace.base.errors.RunError` if a
-        part of a batch has not come."""
+        """Yield the controller's orders one after the other, each with its complete batch. All ranks receive the same
+        orders. This never ends. Raises :class:`~headrace.base.errors.RunError` if a part of a batch is missing."""
         parts: list[BatchPart] = []
         for message in self._messages():
             if isinstance(message, BatchPart):
@@ -191,28 +190,28 @@ class OrderStream:
                 yield message
 
     def _messages(self) -> Iterator[Message]:
-        """Yield the controller's messages one after the other, the same on every rank. This never ends."""
+        """Yield the controller's messages one after the other. All ranks receive the same messages. This never ends."""
         while True:
             if isinstance(self.ranks, SingleRank):
                 yield from self.channel.receive(WAIT_S)
             elif self.ranks.is_leader:
-                yield from self._pass_on(self.ranks)
-            elif words := self.ranks.broadcast(None):
-                yield self._codec.decode(words)
+                yield from self._forward(self.ranks)
+            elif data := self.ranks.broadcast(None):
+                yield self._codec.decode(data)
 
     def read(self, batch: Batch) -> ReadBatch:
-        """Return a batch of an order with the columns that lie in the store; all ranks must call this at the same
+        """Return the batch of an order with all columns from the store in memory. All ranks must call this at the same
         time."""
         return read(batch, self._columns, self.ranks)
 
     def answer(self, message: Any) -> None:
-        """Send ``message`` to the controller if this is rank 0; on other ranks, do nothing."""
+        """Send ``message`` to the controller if this is rank 0; otherwise do nothing."""
         if self.ranks.is_leader:
             self.channel.send(message)
 
-    def _pass_on(self, ranks: Ranks) -> Iterator[Message]:
-        """Wait for orders on rank 0, and pass each on to the other ranks and yield it. If none comes for a while, send
-        the other ranks an empty message, so that none waits beyond its deadline."""
+    def _forward(self, ranks: Ranks) -> Iterator[Message]:
+        """Wait for orders on rank 0, forward each order to the other ranks, and yield it. If no order arrives for a
+        while, send an empty message to the other ranks, so that they do not reach their time limit."""
         messages = self.channel.receive(min(WAIT_S, ranks.config.timeout_s / 2))
         for message in messages:
             ranks.broadcast(self._codec.encode(message))
@@ -222,15 +221,15 @@ class OrderStream:
 
 
 class PublishedBuffers:
-    """The buffers from which new versions reach the engines over the transport ``route``. A publisher hashes and
-    announces versions: rank 0 has it, with the tensors of all ranks, or every rank has one for the parts that it holds;
-    elsewhere it is ``None``."""
+    """The buffers through which new versions reach the engines, over the transport ``route``. A *publisher* hashes and
+    announces versions. Depending on the transport, rank 0 has a publisher for the tensors of all ranks, or every rank
+    has a publisher for its own parts. On ranks without a publisher it is ``None``."""
 
     def __init__(self, model: PreTrainedModel, route: Route, ranks: AnyRanks) -> None:
-        """Open the buffers of the transport ``route`` for the tensors of ``model``: on every rank if each sends the
-        parts that it holds, otherwise on rank 0. All ranks must call this at the same time."""
+        """Open the buffers of the transport ``route`` for the tensors of ``model``: on every rank if each rank sends
+        its own parts, and otherwise on rank 0. All ranks must call this at the same time."""
         self._tensors = weight_tensors(model)
-        self._whole = isinstance(ranks, SingleRank)
+        self._is_whole = isinstance(ranks, SingleRank)
         self._held: Held | None = None
         self.publisher: Publisher | None = None
         if sent_by_every_rank(route):
@@ -242,19 +241,19 @@ class PublishedBuffers:
             self.publisher = make_publisher(route, self._tensors, run_token())
 
     def copy(self, slot: int) -> None:
-        """Copy the present weights into the buffer with the index ``slot``. All ranks must call this at the same time,
-        since each may hold a part of every tensor."""
+        """Copy the current weights into the buffer with the index ``slot``. All ranks must call this at the same time,
+        because each rank may have a part of every tensor."""
         if self._held is not None and self.publisher is not None:
             self.publisher.fill(slot, (local(self._tensors[name].detach()) for name in self._held))
             return
-        if self._whole and self.publisher is not None:
+        if self._is_whole and self.publisher is not None:
             self.publisher.copy(slot)
             return
         gathered = (tensor for _, tensor in wholes(self._tensors.items()))
         if self.publisher is not None:
             self.publisher.fill(slot, gathered)
         else:
-            deque(gathered, maxlen=0)
+            deque(gathered, maxlen=0)  # gathering needs all ranks; the tensors are dropped
 
     def close(self) -> None:
         """Remove the buffers."""
@@ -263,9 +262,9 @@ class PublishedBuffers:
 
 
 class LearnerHost:
-    """The loop of a learner's process, or of one rank: it lets the learner ``core`` carry out the controller's orders
-    and answers them. ``announcer`` is the thread in which versions are hashed and announced; ``cores`` are the cores
-    that it computes with."""
+    """The loop of a learner's process, or of one rank. It executes the controller's orders with the learner ``core``,
+    and answers them. ``announcer`` is the thread in which versions are hashed and announced. ``cores`` are the cores on
+    which the learner computes."""
 
     def __init__(
         self,
@@ -275,8 +274,8 @@ class LearnerHost:
         announcer: ThreadPoolExecutor,
         cores: AnyCores,
     ) -> None:
-        """Make the loop; :meth:`serve` runs it. The arguments are described at the class; ``weights`` are the buffers
-        for new versions, and ``orders`` the controller's orders."""
+        """Create the loop; :meth:`serve` runs it. The class describes the arguments; ``weights`` are the buffers for
+        new versions, and ``orders`` are the controller's orders."""
         self._core = core
         self._weights = weights
         self._orders = orders
@@ -287,36 +286,36 @@ class LearnerHost:
         self._saving: Future[None] | None = None
 
     def serve(self, progress: Progress) -> None:
-        """Carry out orders one after the other, each shown in ``progress``; return on the order to shut down, when the
+        """Execute orders one after the other, each shown in ``progress``. Return after the order to shut down, when the
         last checkpoint is written."""
         with self._saver:
             self._serve(progress)
-            self._await_saving()
+            self._wait_for_saving()
 
     def _serve(self, progress: Progress) -> None:
-        """Carry out orders one after the other, each shown in ``progress``; return on the order to shut down."""
+        """Execute orders one after the other, each shown in ``progress``. Return on the order to shut down."""
         self._cores.rest()
         for message in self._orders.receive():
             if isinstance(message, Shutdown):
                 return
-            unit = progress.at(type(message).__name__, _in_words(message))
+            unit = progress.at(type(message).__name__, _describe(message))
             with unit, self._cores.unit(message.batch.num_tokens if isinstance(message, Train) else None):
                 self._answer(message.call, partial(self._handle, message))
             self._cores.rest()
 
     def _handle(self, message: Order) -> None:
-        """Carry out one order of the controller, and answer it with the result. The order to publish is answered a
-        second time from a thread, when the version is announced."""
+        """Execute one order of the controller, and answer it with the result. The order to publish has a second answer,
+        which a thread sends when the version is announced."""
         match message:
             case Train(call=call, batch=batch):
-                found = self._orders.read(batch)
-                report = found.told(self._core.train(found.batch))
+                loaded = self._orders.read(batch)
+                report = loaded.told(self._core.train(loaded.batch))
                 self._orders.answer(Trained(call=call, report=report, spans=self._core.take_spans()))
             case Logprobs(call=call, batch=batch):
-                found = self._orders.read(batch)
-                if found.why:
-                    raise StoreError(found.why, remedy="look at the folder 'columns' of the run's directory")
-                self._orders.answer(LogprobsReply(call=call, logprobs_N=self._core.logprobs(found.batch)))
+                loaded = self._orders.read(batch)
+                if loaded.why:
+                    raise StoreError(loaded.why, remedy="look at the folder 'columns' of the run's directory")
+                self._orders.answer(LogprobsReply(call=call, logprobs_N=self._core.logprobs(loaded.batch)))
             case Publish():
                 self._publish(message)
             case Resend():
@@ -325,27 +324,29 @@ class LearnerHost:
                 self._save(message)
 
     def _save(self, order: Save) -> None:
-        """Copy what a checkpoint holds, answer that training can go on, and let the saving thread write it, which
-        answers a second time. The checkpoint before is completed first, so that there is one copy at a time."""
-        self._await_saving()
+        """Copy the data of a checkpoint, answer that training can continue, and let the saving thread write the
+        checkpoint, which sends a second answer. The previous checkpoint is completed first, so that only one copy
+        exists at a time."""
+        self._wait_for_saving()
         start_s = self._clock.now()
-        rest = self._core.begin_save(Path(order.directory))
+        write_rest = self._core.begin_save(Path(order.directory))
         seconds = self._clock.now() - start_s
         self._orders.answer(SnapshotTaken(call=order.call, seconds=seconds, spans=self._core.take_spans()))
-        self._saving = self._saver.submit(self._write, order, rest)
+        self._saving = self._saver.submit(self._write, order, write_rest)
 
-    def _await_saving(self) -> None:
-        """Wait until the saving thread has nothing to do. Raises what was unexpected there."""
+    def _wait_for_saving(self) -> None:
+        """Wait until the saving thread has finished its work. Raises an unexpected error of that thread."""
         if self._saving is not None:
             self._saving.result()
 
-    def _write(self, order: Save, rest: Callable[[], None]) -> None:
-        """Do the ``rest`` of a checkpoint, and answer the order with its time or its error. This runs in the saving
-        thread. If another rank is lost, this process ends."""
+    def _write(self, order: Save, write_rest: Callable[[], None]) -> None:
+        """Call ``write_rest``, which writes the remaining parts of a checkpoint, and answer the order with the duration
+        or with the error. This runs in the saving thread. If another rank is lost, this process ends."""
 
         def work() -> None:
+            """Write the checkpoint and send the answer."""
             start_s = self._clock.now()
-            rest()
+            write_rest()
             end_s = self._clock.now()
             span = Span(lane="checkpoint", name="write", start_s=start_s, end_s=end_s)
             self._orders.answer(Saved(call=order.call, seconds=end_s - start_s, spans=(span,)))
@@ -357,8 +358,8 @@ class LearnerHost:
             end_without_rank()
 
     def _publish(self, message: Publish) -> None:
-        """Copy the weights to the buffer that the order names, answer with the time that took, and let the announcing
-        thread announce the new version."""
+        """Copy the weights into the buffer that the order names, answer with the duration of the copy, and let the
+        announcing thread announce the new version."""
         start_s = self._clock.now()
         self._weights.copy(message.slot)
         end_s = self._clock.now()
@@ -367,41 +368,41 @@ class LearnerHost:
         self._announce_soon(message)
 
     def _announce_soon(self, message: Publish | Resend) -> None:
-        """Let the announcing thread announce or resend the version of ``message``; only ranks that have a publisher do
-        so."""
+        """Let the announcing thread announce or resend the version of ``message``. A rank without a publisher does
+        nothing."""
         if self._weights.publisher is not None:
             announce = partial(self._announce, message, self._weights.publisher)
             self._announcer.submit(self._answer, message.call, announce)
 
     def _announce(self, message: Publish | Resend, publisher: Publisher) -> None:
-        """Hash and announce a version, or send it again whole, tell the engines of this machine to stage it, and answer
-        the order with the update. This runs in the announcing thread. Raises
+        """Hash and announce a version, or send it again as complete weights. Announce it to the engines on this
+        machine, and answer the order with the update. This runs in the announcing thread. Raises
         :class:`~headrace.base.errors.WeightsError` if it fails."""
-        again = isinstance(message, Resend)
+        is_resend = isinstance(message, Resend)
         try:
-            update = (publisher.resend if again else publisher.announce)(message.version, message.slot, message.to)
+            update = (publisher.resend if is_resend else publisher.announce)(message.version, message.slot, message.to)
         except HeadraceError:
             raise
         except Exception as error:  # the edge of a thread: the controller waits for the answer
             traceback.print_exc()
-            words = f"publishing version {message.version} failed: {type(error).__name__}: {error}"
-            raise WeightsError(words, remedy="the traceback is in logs/learner.log of the run directory") from error
+            problem = f"publishing version {message.version} failed: {type(error).__name__}: {error}"
+            raise WeightsError(problem, remedy="the traceback is in logs/learner.log of the run directory") from error
         if isinstance(message, Publish) and self._orders.ranks.is_leader:
             update = self._announce_to_engines(update, message)
         self._orders.answer(Published(call=message.call, update=update))
 
     def _announce_to_engines(self, update: WeightUpdate, order: Publish) -> WeightUpdate:
-        """Tell the engines that ``order`` names to stage ``update``, and return it with the addresses of these engines.
-        Engines that its bytes have not reached are left to the controller."""
-        reached = tuple(orders for orders, address in order.announce_to.items() if address not in update.missed)
-        update = msgspec.structs.replace(update, announced_to=reached)
-        # No other engine has an announcement that it has not read: the engines in step have staged the last one.
-        self._orders.channel.send_to(reached, Announce(update=update, commit=order.commit))
+        """Send the announcement of ``update`` to the engines that ``order`` names, and return ``update`` with the
+        addresses of these engines. Engines that the weights have not reached are left to the controller."""
+        addresses = tuple(orders for orders, address in order.announce_to.items() if address not in update.missed)
+        update = msgspec.structs.replace(update, announced_to=addresses)
+        # No engine has an unread announcement: the engines in step have staged the last version.
+        self._orders.channel.send_to(addresses, Announce(update=update, commit=order.commit))
         return update
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
-        """Do ``work`` for the order ``call``. If it fails, the controller gets the error as the answer and the learner
-        continues; only the loss of a rank ends it."""
+        """Call ``work`` for the order ``call``. If it fails, the error is sent to the controller as the answer and the
+        learner continues; only the loss of a rank ends the learner."""
         try:
             work()
         except ComponentDied:
@@ -411,9 +412,8 @@ class LearnerHost:
             self._orders.answer(Failure(call=call, kind=kind, problem=problem, remedy=remedy))
 
 
-def _in_words(order: Order) -> str:
-    """Return a description of an order as the work that the learner is busy with, such as ``step 12``, for the
-    heartbeat."""
+def _describe(order: Order) -> str:
+    """Return a description of an order as a unit of work, such as ``step 12``, for the heartbeat."""
     match order:
         case Train(batch=batch):
             return f"step {batch.step}"

@@ -1,8 +1,8 @@
 """The entry point of every process of a run: ``python -m headrace.launch.hosts.main DIRECTORY PART LIFELINE``, or a
 fork that calls the same function (forkserver.py).
 
-The process lives as long as the pipe LIFELINE (a file descriptor) is open at the other end. When the controller dies,
-the process dies too, with everything it has started.
+The process runs only as long as the other end of the pipe LIFELINE (a file descriptor) is open. When the controller
+dies, the process is killed together with all processes that it has started.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from headrace.launch.starts import (
 
 
 def main(directory: Path, part: str, lifeline: int) -> int:
-    """Read the briefing ``directory``/``part``.json, which says what the part named ``part`` has to do, and run the
-    part until it is ordered to shut down. Return the exit code: 0, ``EXIT_REPORTED`` if it has reported an error to the
-    controller, or 1 if it could not reach the controller."""
+    """Read the briefing ``directory``/``part``.json, which contains the settings of the part named ``part``, and run
+    the part until the order to shut down. Return the exit code: 0, ``EXIT_REPORTED`` if the part has reported an error
+    to the controller, or 1 if it could not connect to the controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C
-    read_token(lifeline)  # before the thread that takes any byte for the controller's end
+    read_token(lifeline)  # before the thread starts that treats any byte as the end of the controller
     die_with_starter(lifeline)
     with gc_disabled():
         briefing = read_briefing(directory / f"{part}.json")
-        receives, run = _role(briefing.start)
+        receives, run = _resolve_role(briefing.start)
     try:
         channel = PartChannel(briefing.addresses, receives)
-    except HeadraceError as error:  # without a channel, the error can only go to the log
+    except HeadraceError as error:  # without a channel, the error can only be written to the log
         sys.stderr.write(f"{error}\n")
         return 1
     try:
@@ -57,17 +57,17 @@ def main(directory: Path, part: str, lifeline: int) -> int:
         return EXIT_REPORTED
     except Exception as error:  # noqa: BLE001 - the edge of the process: the controller tells the user
         traceback.print_exc()
-        words = f"{part} failed: {type(error).__name__}: {error}"
-        channel.send(_failure("ComponentDied", words, f"the traceback is in logs/{part}.log of the run directory"))
+        problem = f"{part} failed: {type(error).__name__}: {error}"
+        channel.send(_failure("ComponentDied", problem, f"the traceback is in logs/{part}.log of the run directory"))
         return EXIT_REPORTED
     finally:
         channel.close()
     return 0
 
 
-def _role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
-    """Return the type of the messages that a part with the settings ``start`` receives, and the function that runs it
-    over its channel. Heavy modules are imported only for the roles that need them."""
+def _resolve_role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
+    """Return the type of the messages that a part with the settings ``start`` receives, and the function that runs the
+    part over its channel. Heavy modules are imported only for roles that need them."""
     match start:
         case EngineStart():
             from headrace.launch.hosts.engine import run_engine
@@ -92,7 +92,7 @@ def _role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
 
 
 def _failure(kind: str, problem: str, remedy: str) -> Failure:
-    """Return the message that reports a failure of the whole process; ``kind`` is the name of the error's class."""
+    """Return the message that reports a failure of the whole process. ``kind`` is the name of the error's class."""
     problem, remedy = (
         text.encode("utf-8", "replace").decode() for text in (problem, remedy)
     )  # the text of an exception may be invalid Unicode
@@ -100,8 +100,9 @@ def _failure(kind: str, problem: str, remedy: str) -> Failure:
 
 
 def die_with_starter(lifeline: int) -> None:
-    """Kill this process and all processes of its group when the other end of the pipe ``lifeline`` is closed, which the
-    process that started this one holds: by the kernel where that is possible, and by a thread."""
+    """Kill this process and all processes of its group when the other end of the pipe ``lifeline`` is closed. The
+    process that started this one holds that end. The kernel sends the signal where this is possible; a thread does so
+    everywhere."""
     kill_group_on_close(lifeline)
 
     def wait() -> None:
@@ -114,8 +115,8 @@ def die_with_starter(lifeline: int) -> None:
 
 
 def kill_group_on_close(lifeline: int) -> None:
-    """Let the kernel kill this process group when the other end of ``lifeline`` is closed (on Linux). User code that
-    holds the interpreter's lock cannot delay that."""
+    """Make the kernel kill this process group when the other end of ``lifeline`` is closed (Linux only). User code that
+    holds the interpreter's lock cannot delay this."""
     if sys.platform == "linux":
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -131,7 +132,7 @@ def exit_with(entry: Callable[[], int]) -> NoReturn:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of the user's code may never return
+    os._exit(code)  # a normal exit would wait for threads of user code, which may never return
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The process of a rollout shard: it runs episodes against the engines, which send it their chunks directly, and
-reports the episodes to the controller when they have ended."""
+"""The process of a rollout shard. It runs episodes against the engines, which send their chunks directly to it, and
+sends the episodes to the controller when they have ended."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from headrace.rollout.siblings import OnEnded, SiblingRunner
 
 
 def run_rollout(start: RolloutStart, channel: PartChannel) -> None:
-    """Run episodes with the settings ``start``, as ordered over ``channel``, until ordered to shut down. This is the
-    whole work of a shard's process."""
+    """Run episodes with the settings ``start``, as ordered over ``channel``, until the order to shut down. This is the
+    main function of a shard's process."""
     with gc_frozen():
         asyncio.run(_serve(start, channel))
 
 
 async def _serve(start: RolloutStart, channel: PartChannel) -> None:
-    """Serve the orders of the controller and the answers of engines; this ends with the process."""
+    """Start the environment of the shard, if it has one, and run the shard. This ends with the process."""
     try:
         if start.environment is None:
             await _run_shard(start, channel, None)
@@ -54,7 +54,7 @@ async def _serve(start: RolloutStart, channel: PartChannel) -> None:
         async with workers_of(start.environment, start.sampling, directory, notes.add) as workers:
             await _run_shard(start, channel, workers, notes.send)
     except BaseExceptionGroup as group:
-        raise _first_of(group) from None
+        raise _first_error(group) from None
 
 
 async def _run_shard(
@@ -73,7 +73,7 @@ async def _run_shard(
 
 
 def _agents(environment: ShardEnvironment | None) -> Agents:
-    """Return the agents that may answer; none of them has an engine of its own."""
+    """Return the agents that may answer in an episode. None of them has its own engine."""
     if environment is None:
         return POLICY_ALONE
     return Agents(known=frozenset(environment.agents), adapters=environment.adapters)
@@ -103,8 +103,8 @@ class _Notes:
             self.add(text)
 
 
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a task, out of all groups."""
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error in ``group`` that is not itself a group."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -112,23 +112,25 @@ def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 class RolloutShard:
-    """The episodes of one shard, and the engines that they ask."""
+    """The running episodes of one shard, and the engines to which they send requests."""
 
     def __init__(
         self, start: RolloutStart, channel: PartChannel, answers: AnswerListener, workers: ShardWorkers | None
     ) -> None:
-        """Run episodes with the settings ``start``, report over ``channel``, and receive the chunks of engines at
-        ``answers``. ``workers`` have the environment; ``None``: each episode is one answer to its prompt."""
+        """Create a shard with the settings ``start``, which reports over ``channel`` and receives the chunks of engines
+        through ``answers``. ``workers`` contains the environment; ``None`` means that each episode is one answer to its
+        prompt."""
         self._channel, self._answers = channel, answers
         self._answers_address = answers_address(channel.addresses)
         self._deadline_s = start.deadline_s
         clock = RealClock()
         self.fleet = Fleet(clock)
+        """The engines, with the states that the controller has sent."""
         self._clients: dict[str, EngineClient] = {}
         self._addresses: dict[str, str] = {}
-        """The address at which each engine receives orders; that of an engine's next process is another one."""
+        """The address at which each engine receives orders. A restarted engine has a new address."""
         self._by_number: dict[int, EngineClient] = {}
-        """The clients by the upper bits of their requests' numbers."""
+        """The clients of engines, by the upper bits of their request numbers."""
         self._turns = RunningTurns(
             lambda stream: channel.send(TurnsGrown(parts=stream.parts)), clock, most=start.record_tokens
         )
@@ -151,43 +153,44 @@ class RolloutShard:
         self._running: dict[EpisodeKey, Withdrawal] = {}
 
     async def listen(self) -> None:
-        """Pass the chunks of engines on to the requests that wait for them; this ends only by cancellation."""
+        """Pass the chunks of engines to the requests that wait for them. This ends only by cancellation."""
         while True:
             for message in await self._answers.receive():
                 client = self._by_number.get(message.chunks[0].request_id >> REQUESTS_BITS)
-                if client is not None:  # else its engine is lost, and the request continues elsewhere
+                if client is not None:  # otherwise the engine is lost, and the request continues elsewhere
                     client.handle(message)
 
     def handle(self, order: Message, calls: asyncio.TaskGroup) -> None:
-        """Carry out an order; episodes run as tasks of ``calls``."""
+        """Execute an order of the controller. Episodes run as tasks of ``calls``."""
         match order:
             case EnginesSeen(engines=engines):
                 for seen in engines:
-                    self._see(seen)
+                    self._update_engine(seen)
             case StartEpisodes():
                 for place in order.places:
                     self._running[EpisodeKey(order.group, place)] = Withdrawal()
                 task = self._calls[order.call] = calls.create_task(self._run(order))
-                task.add_done_callback(lambda _: self._forget(order))
+                task.add_done_callback(lambda _: self._forget_order(order))
             case WithdrawEpisode(key=key, reason=reason):
-                if key in self._running:  # else it has ended meanwhile
+                if key in self._running:  # otherwise it has ended in the meantime
                     self._running[key].withdraw(reason)
             case EndCall(call=call):
                 if call in self._calls:
                     self._calls[call].cancel()
 
-    def _forget(self, order: StartEpisodes) -> None:
-        """Forget an order whose episodes have ended or were cancelled."""
+    def _forget_order(self, order: StartEpisodes) -> None:
+        """Remove the records of an order whose episodes have ended or were cancelled."""
         del self._calls[order.call]
         for place in order.places:
             self._running.pop(EpisodeKey(order.group, place), None)
             self._turns.ended(EpisodeKey(order.group, place))
 
-    def _see(self, seen: EngineSeen) -> None:
-        """Take over the state of an engine from the controller's fleet."""
-        known = self._addresses.get(seen.name)
-        if known is not None and known != seen.orders:  # it has left, or another process has its name
-            self._lose(seen.name)
+    def _update_engine(self, seen: EngineSeen) -> None:
+        """Set the state of an engine to the state that the controller has sent: connect to a new engine, and disconnect
+        from one that has left."""
+        known_address = self._addresses.get(seen.name)
+        if known_address is not None and known_address != seen.orders:  # the engine has left, or was started again
+            self._remove_engine(seen.name)
         if not seen.state:
             return
         if seen.name not in self._clients:
@@ -205,8 +208,8 @@ class RolloutShard:
             self.fleet.join(seen.name, client)
         self.fleet.mirror(seen.name, EngineState[seen.state], seen.version, paused=seen.paused)
 
-    def _lose(self, name: str) -> None:
-        """Remove an engine that has died; its requests continue on other engines."""
+    def _remove_engine(self, name: str) -> None:
+        """Remove an engine that has died. Its requests continue on other engines."""
         client = self._clients.pop(name)
         del self._addresses[name]
         self._by_number = {number: other for number, other in self._by_number.items() if other is not client}
@@ -214,7 +217,7 @@ class RolloutShard:
         client.close()
 
     async def _run(self, order: StartEpisodes) -> None:
-        """Run the episodes of ``order``, and report each when it has ended."""
+        """Run the episodes of ``order``, and report each episode when it has ended."""
 
         async def report(ended: Sequence[EpisodeGraph]) -> None:
             """Report episodes that have ended together."""
@@ -231,7 +234,7 @@ class RolloutShard:
                 group.create_task(self._run_one(key, order.task, begun, report))
 
     async def _run_one(self, key: EpisodeKey, task: Task, begun: Sequence[TokenChunk], report: OnEnded) -> None:
-        """Run one episode, which continues from the recorded tokens ``begun``, and call ``report`` with it."""
+        """Run one episode, continuing from its recorded tokens ``begun``, and call ``report`` with it."""
         episode = await self._runner.run(key, task, self._running[key], begun)
-        del self._running[key]  # what has ended cannot be withdrawn any more
+        del self._running[key]  # an ended episode cannot be withdrawn any more
         await report([episode])

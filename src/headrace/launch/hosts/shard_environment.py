@@ -1,4 +1,5 @@
-"""The environment of a rollout shard that runs in workers: the shard starts them as the controller starts its own."""
+"""The environment of a rollout shard, if the environment runs in workers. The shard starts the workers in the same way
+as the controller starts its own."""
 
 from __future__ import annotations
 
@@ -27,26 +28,26 @@ from headrace.rollout.environments import EnvConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardWorkers:
-    """The environment of a shard, with its workers."""
+    """The environment of a shard: the pool of its workers, and the converter of messages."""
 
     pool: EnvPool
     """The pool of the workers."""
     chat: Chat
-    """Renders and reads the messages of the model."""
+    """The converter between messages and tokens of the model."""
 
 
-class _Workers:
-    """The processes of environment workers that a shard starts in the directory of the run's sockets."""
+class _WorkerStarter:
+    """The starter of a shard's environment workers. Their sockets are in the directory of the run's sockets."""
 
     def __init__(self, site: Rendezvous) -> None:
-        """Start them at ``site``."""
+        """Start workers with the directories and the token ``site``."""
         self._site = site
         self._starter = LocalStarter()
         self._numbers = itertools.count()
 
     async def start(self, start: EnvironmentStart) -> Child:
         """Start a worker with the settings ``start``."""
-        # a later process of this shard must not use the sockets of workers that are about to end
+        # with the process id, so that a restarted shard does not use the sockets of workers that are still ending
         name = f"environment-{os.getpid()}-{next(self._numbers)}"
 
         def peer(channel: ControllerChannel) -> EnvPeer:
@@ -62,9 +63,11 @@ async def workers_of(
     start: ShardEnvironment, sampling: Sampling, directory: Path, warn: Callable[[str], None]
 ) -> AsyncIterator[ShardWorkers]:
     """Start the workers that ``start`` describes, with their sockets in ``directory``, and yield them when they are
-    ready. They end with this process. ``sampling`` are the parameters of training, and ``warn`` receives warnings.
+    ready. The workers end with this process. ``sampling`` are the sampling parameters of training, and ``warn``
+    receives warnings.
 
-    Raises the error of a worker that cannot start, and :class:`~headrace.base.errors.DeadlineError`.
+    Raises the error of a worker that cannot start, and :class:`~headrace.base.errors.DeadlineError` if the workers are
+    not ready in time.
     """
     env = EnvConfig.model_validate(start.env)
     tokenizer = load_tokenizer(start.model)
@@ -72,7 +75,7 @@ async def workers_of(
     site = Rendezvous(directory=directory, logs=Path(start.logs), token=run_token(), on_spans=lambda _: None)
     pool = make_pool(
         env,
-        _Workers(site).start,
+        _WorkerStarter(site).start,
         start_timeout_s=start.start_timeout_s,
         warn=warn,
         listening=endpoint_of(env, sampling, frozenset(start.agents), LocalStarter.host_address),

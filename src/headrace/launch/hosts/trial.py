@@ -1,8 +1,9 @@
-"""The rollout that runs in an environment worker while an environment is checked before a run (a *trial*): the user's
-code, observed from inside, with a scripted agent in place of a model.
+"""The rollout that an environment worker runs in a *trial*, the check of an environment before a run. It calls the
+user's environment and observes it from inside the process. A script answers in place of a model.
 
-It is a rollout itself, so that problems of the user's code are reported as in a run. Observations that only this
-process can make go to the check as a message to the agent :data:`~headrace.rollout.environments.scripted.REPORT`.
+Because it is a rollout, problems of the user's code are reported in the same way as in a run. Observations that only
+this process can make are sent to the check as a message to the agent
+:data:`~headrace.rollout.environments.scripted.REPORT`.
 """
 
 from __future__ import annotations
@@ -33,62 +34,62 @@ from headrace.rollout.environments.scripted import REPORT
 from headrace.rollout.scoring.reward import RewardFunction, load_reward
 
 UNUSABLE = "unusable"
-"""The reason of an attempt whose file, or the object that it names, cannot be used."""
+"""The failure reason of an attempt whose file, or the object that it names, cannot be used."""
 CHECK_S = 0.01
-"""Seconds between two measurements of the event loop's delay."""
+"""Seconds between two measurements of the delay of the event loop."""
 
 
 class TrialReport(msgspec.Struct, kw_only=True):
-    """The observations of one attempt that only the worker process can make; they go to the check as JSON."""
+    """The observations of one attempt that only the worker process can make. They are sent to the check as JSON."""
 
     load_s: float = 0.0
-    """Seconds that the import of the file took; 0 if it was imported already."""
+    """Seconds that the import of the file took; nearly 0 if it was imported before."""
     lag_s: float = 0.0
-    """Longest time, in seconds, for which user code blocked the event loop."""
+    """The longest time for which user code blocked the event loop, in seconds."""
     uncopyable: list[str] = []
     """The attributes of the environment that cannot be copied, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Loaded:
+class _LoadedEnvironment:
     """The user's environment after its file was imported."""
 
     rollout: Rollout
-    """The function that runs one episode of it."""
+    """The function that runs one episode of the environment."""
     uncopyable: list[str] = field(default_factory=list)
-    """Descriptions of attributes that could not be copied; episodes add to it when they end."""
+    """Descriptions of attributes that could not be copied. Each episode appends its own when it ends."""
 
 
 async def trial(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
     """Make one attempt at ``task["row"]`` with the environment that ``task["kind"]``, ``task["entry"]`` and
-    ``task["options"]`` name, send a :class:`TrialReport` to the check, and return the ended episode. Raises
-    :class:`~headrace.base.errors.EpisodeError` if the attempt failed or the environment cannot be used."""
+    ``task["options"]`` name. Send a :class:`TrialReport` to the check, and return the ended episode. Raises
+    :class:`~headrace.base.errors.EpisodeError` if the attempt has failed or the environment cannot be used."""
     clock, report = RealClock(), TrialReport()
     kind, entry = task["kind"], task["entry"]
-    began_s = clock.now()
-    ended: Episode | EpisodeError
+    start_s = clock.now()
+    result: Episode | EpisodeError
     try:
         loaded = await asyncio.to_thread(_load, kind, entry, json.dumps(task["options"]))
-        report.load_s = clock.now() - began_s
+        report.load_s = clock.now() - start_s
         async with asyncio.TaskGroup() as group:
             measuring = group.create_task(_measure_lag(report))
-            ended = await loaded.rollout(task["row"], policy)
+            result = await loaded.rollout(task["row"], policy)
             measuring.cancel()
         report.uncopyable = sorted(set(loaded.uncopyable))
     except BaseException as error:
         if being_cancelled():  # user code may raise CancelledError too
             raise
-        ended = _as_episode_error(error, entry)
+        result = _as_episode_error(error, entry)
     await policy.chat(msgspec.json.encode(report).decode(), agent=REPORT)
-    if isinstance(ended, EpisodeError):
-        raise ended
-    return ended
+    if isinstance(result, EpisodeError):
+        raise result
+    return result
 
 
 def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
-    """Return an error of user code as an :class:`~headrace.base.errors.EpisodeError` that names the line of the user's
-    file, which is the part of ``entry`` before its last colon. An error that says that the file cannot be used gets the
-    reason :data:`UNUSABLE`."""
+    """Return an error of user code as an :class:`~headrace.base.errors.EpisodeError` that contains the line in the
+    user's file, which is the part of ``entry`` before its last colon. An error which means that the file cannot be used
+    has the reason :data:`UNUSABLE`."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EpisodeError):
@@ -96,38 +97,39 @@ def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
     if isinstance(error, HeadraceError):
         return EpisodeError(error.problem, remedy=error.remedy, reason=UNUSABLE)
     try:
-        words = where(error, entry.rpartition(":")[0])
+        problem = where(error, entry.rpartition(":")[0])
     except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
-        words = f"{type(error).__name__}, which cannot be printed"
-    return EpisodeError(words, remedy="")  # the words name the line
+        problem = f"{type(error).__name__}, which cannot be printed"
+    return EpisodeError(problem, remedy="")  # the problem names the line
 
 
 @functools.cache
-def _load(kind: str, entry: str, options: str) -> _Loaded:
-    """Import the user's environment or reward, and return the rollout over it; a second call with the same arguments
-    returns the same. ``entry`` names the file and the object in it, ``kind`` says what that is, and ``options`` are the
-    options of a bridge to another library's environments, or of an installed package's environment, as JSON."""
+def _load(kind: str, entry: str, options: str) -> _LoadedEnvironment:
+    """Import the user's environment or reward, and return it with the rollout that runs it. The result is cached.
+    ``entry`` names the file and the object in it, and ``kind`` says what kind of object it is. ``options`` are the
+    options of a bridge, or of an environment of an installed package, as JSON."""
     threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="environment")
     if kind == "bridge" or kind in ENVIRONMENTS:
-        return _Loaded(rollout=load_environment(kind, entry, json.loads(options), threads))
+        return _LoadedEnvironment(rollout=load_environment(kind, entry, json.loads(options), threads))
     if kind == "reward":
-        return _Loaded(rollout=_scoring(load_reward(entry, threads)))
+        return _LoadedEnvironment(rollout=_reward_rollout(load_reward(entry, threads)))
     uncopyable: list[str] = []
-    rollout = load_entry(kind, entry, threads, adapt=lambda found: _watched(found, uncopyable))
-    return _Loaded(rollout=rollout, uncopyable=uncopyable)
+    rollout = load_entry(kind, entry, threads, adapt=lambda found: _with_copy_check(found, uncopyable))
+    return _LoadedEnvironment(rollout=rollout, uncopyable=uncopyable)
 
 
-def _scoring(function: RewardFunction) -> Rollout:
-    """Return a rollout that tests a reward function: it sends the row's prompt to the model, and scores the answer."""
+def _reward_rollout(function: RewardFunction) -> Rollout:
+    """Return a rollout that tests a reward function: it requests an answer to the row's prompt, and scores the
+    answer."""
 
     async def attempt(row: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-        """Let the scripted policy answer the row's prompt, and return the reward of the answer. Raises
+        """Let the scripted policy answer the row's prompt, and return an episode with the reward of the answer. Raises
         :class:`~headrace.base.errors.EpisodeError` if the reward function fails, and
-        :class:`~headrace.base.errors.EnvError` if the row lacks a column that it reads."""
+        :class:`~headrace.base.errors.EnvError` if the row lacks a column that the function reads."""
         function.signature.refuse_missing(function.name, row.keys(), by_turn=False)
         prompt = row.get("prompt", "")
         answer = (await policy.chat(prompt or "answer")).message.content
-        # no tokenizer is needed for a check: a byte stands for a token
+        # a check uses no tokenizer: each byte counts as one token
         ids = (np.frombuffer(answer.encode(), dtype=np.uint8).astype(np.int32),)
         request = ScoreCompletions(call=0, prompt=prompt, completions=(answer,), row=dict(row), completion_ids=ids)
         scores = await function.score(request)
@@ -139,34 +141,35 @@ def _scoring(function: RewardFunction) -> Rollout:
     return attempt
 
 
-def _watched(found: Any, uncopyable: list[str]) -> Any:
-    """Return a subclass of the :class:`Env` class ``found`` that, when an object of it is closed, adds descriptions of
-    its attributes that cannot be copied to ``uncopyable``. Anything else is returned unchanged."""
+def _with_copy_check(found: Any, uncopyable: list[str]) -> Any:
+    """Return a subclass of the :class:`Env` class ``found`` that checks its attributes when an object of it is closed:
+    descriptions of attributes that cannot be copied are appended to ``uncopyable``. If ``found`` is not an :class:`Env`
+    class, it is returned unchanged."""
     if not (isinstance(found, type) and issubclass(found, Env)):
         return found
 
     class Watched(found):  # type: ignore[misc]
         def close(self) -> Any:
-            uncopyable.extend(_uncopyable(self))
+            uncopyable.extend(_find_uncopyable(self))
             return super().close()
 
     Watched.__name__ = Watched.__qualname__ = found.__name__
     return Watched
 
 
-def _uncopyable(env: Env) -> Iterator[str]:
+def _find_uncopyable(env: Env) -> Iterator[str]:
     """Yield a description of each attribute of the environment that cannot be copied deeply, with the reason."""
     for name, value in vars(env).items():
         try:
             copy.deepcopy(value)
-        except Exception as error:  # noqa: BLE001 - whatever the user's objects do when they are copied
+        except Exception as error:  # noqa: BLE001 - objects of the user may raise any error
             yield f"self.{name}, a {type(value).__name__} ({type(error).__name__}: {error})"[:300]
 
 
 async def _measure_lag(report: TrialReport) -> None:
-    """Measure until cancelled for how long user code blocks the event loop, and store the longest time in
-    ``report.lag_s``. The delay of a thread in the same time is subtracted: the machine caused it, and not the user's
-    code."""
+    """Measure for how long user code blocks the event loop, and store the longest time in ``report.lag_s``. This ends
+    only by cancellation. The delay of a thread in the same time is subtracted, because the load of the machine causes
+    it and not the user's code."""
     with _LatenessWatch() as watch:
         loop = _Lateness()
         while True:
@@ -175,10 +178,11 @@ async def _measure_lag(report: TrialReport) -> None:
 
 
 class _Lateness:
-    """A measurement of lateness: the largest time between two calls of :meth:`measure`, beyond :data:`CHECK_S` seconds,
-    at which it should be called."""
+    """A measurement of delays. :meth:`measure` should be called every :data:`CHECK_S` seconds; the delay is the
+    additional time between two calls."""
 
     def __init__(self) -> None:
+        """Begin without a delay."""
         self._clock = RealClock()
         self._measured_s = self._clock.now()
         self.worst_s = 0.0
@@ -191,10 +195,10 @@ class _Lateness:
 
 
 class _LatenessWatch:
-    """A thread that measures its own lateness beside the event loop, within its context. If the thread is late too, the
-    machine is busy."""
+    """A thread that measures its own delay within its context. If the thread is late too, the machine is busy."""
 
     def __init__(self) -> None:
+        """Create the thread without starting it."""
         self.lateness = _Lateness()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="lateness")
@@ -205,10 +209,10 @@ class _LatenessWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the thread end; it is not waited for."""
+        """Stop the thread, without waiting for its end."""
         self._over.set()
 
     def _run(self) -> None:
-        """Measure the thread's lateness every :data:`CHECK_S` seconds until the context ends."""
+        """Measure the delay of the thread every :data:`CHECK_S` seconds until the context ends."""
         while not self._over.wait(CHECK_S):
             self.lateness.measure()

@@ -1,5 +1,6 @@
-"""The loop of every worker process, which runs user code (a reward or an environment): it reports that it is ready,
-handles orders until it is shut down, and then kills itself with all processes that it has started.
+"""The loop of every worker process, which runs user code (a reward or an environment). It reports that the worker is
+ready, handles orders until the order to shut down, and then kills its own process with all processes that it has
+started.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.base.types.messages.controller import Ready
 from headrace.launch.channel import PartChannel
 
 WAIT_S = 60.0
-"""Seconds of one wait for orders."""
+"""The longest time of one wait for orders, in seconds."""
 
 
 async def serve(
@@ -28,9 +29,9 @@ async def serve(
     facts: dict[str, str | int | float] | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Report over ``channel`` that this worker is ready, with its ``facts``; then call ``handle`` for every order, with
-    a task group for the task that carries it out. The order to shut down ends the process. ``on_ready`` is called after
-    the report and before the first order; nothing may be sent earlier."""
+    """Report over ``channel`` that this worker is ready, with its ``facts``. Then call ``handle`` for every order, with
+    a task group for the task that executes the order. The order to shut down ends the process. ``on_ready`` is called
+    after the report and before the first order; no other message may be sent before the report."""
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts or {}))
     forget_token()
     on_ready()
@@ -42,7 +43,7 @@ async def serve(
 
 
 async def _orders(channel: PartChannel) -> AsyncIterator[Any]:
-    """Yield the controller's orders as they arrive. A thread waits for them, so that the event loop stays free."""
+    """Yield the controller's orders as they arrive. A thread waits for them, so that the event loop is not blocked."""
     receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     while True:
         for order in await asyncio.get_running_loop().run_in_executor(receiver, channel.receive, WAIT_S):
@@ -50,9 +51,10 @@ async def _orders(channel: PartChannel) -> AsyncIterator[Any]:
 
 
 class CallThreads(ThreadPoolExecutor):
-    """The threads in which a worker calls plain functions of the user. If the system refuses a thread, because code
-    that runs here has started as many as it may, the worker ends: all calls are made again, and the code that does this
-    is found alone. To fail the call that wanted the thread would blame another."""
+    """The threads in which a worker calls plain functions of the user. If the system refuses to start a thread, because
+    user code has started as many threads or processes as allowed, the worker ends. All its calls are then repeated, and
+    the call that is the cause is found when it runs alone. If only the call that needs the thread failed, the wrong
+    call would be blamed."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call ``fn`` with the arguments in one of the threads, and return the future of its result. If no thread can
@@ -65,7 +67,7 @@ class CallThreads(ThreadPoolExecutor):
 
 
 def end_now() -> Never:
-    """Kill this process and everything that it has started, at once, so that user code which never returns cannot keep
-    it alive."""
+    """Kill this process and all processes that it has started, at once. User code that never returns cannot prevent
+    this."""
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("a killed process continues")

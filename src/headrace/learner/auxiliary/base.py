@@ -1,11 +1,11 @@
-"""The contract of an auxiliary model: it adds columns to a batch before the model computes it, and follows every
-update.
+"""The contract of an auxiliary model, which adds columns to a batch before the training passes, and is notified of
+every update.
 
-    batch ──▶ mask, weights ──▶ auxiliary.prepare(work) ──▶ ... ──▶ the model's own passes, which read the columns
+    batch ──▶ mask, weights ──▶ auxiliary.prepare(work) ──▶ ... ──▶ the training passes, which read the columns
     gradient is finite ──▶ auxiliary.before_update() ──▶ the optimizer ──▶ auxiliary.after_update(version)
     snapshot ──▶ auxiliary.state() ··▶ one file under its name ··▶ auxiliary.set_state(tensors)
 
-With several ranks, all of them call each method together.
+With several ranks, all ranks call each method together.
 """
 
 from __future__ import annotations
@@ -30,76 +30,76 @@ from headrace.learner.work import StepWork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerParts:
-    """The parts of a learner, at version 0, from which an auxiliary model is built. The learner passes them to the
-    constructor of each auxiliary model."""
+    """The parts of a learner at version 0 that the constructors of auxiliary models get."""
 
     model: PreTrainedModel
     """The trained model."""
     config: LearnerConfig
     """The settings of the learner, ``[learner]`` of the run file."""
     objective: Objective
-    """What is minimised; it says which columns it reads."""
+    """The objective that the learner minimises; its ``columns`` are the columns that it reads."""
     context: LearnerContext
-    """The other settings of the run that a learner needs, such as the sampling temperature."""
+    """Other settings of the run, such as the sampling temperature."""
     forward: Forward
-    """The forward passes of the trained model over a batch."""
+    """The forward passes of the trained model over batches."""
     optimizer: ShardOptimizer
-    """The optimizer of the trained model, which knows all trained weights."""
+    """The optimizer of the trained model, with the list of all trained weights."""
     ranks: AnyRanks
-    """The processes over which the learner is spread."""
+    """The processes of the learner."""
 
 
 class AuxiliaryModel:
-    """The base class of auxiliary models, whose methods do nothing unless they are overridden."""
+    """The base class of auxiliary models. Its methods do nothing; subclasses override the methods that they need."""
 
     name: ClassVar[str]
-    """Name of its files in a snapshot, and of its spans in the trace."""
+    """The name of the model's files in a snapshot, and of its spans in the trace."""
     columns: ClassVar[frozenset[Column]] = frozenset()
-    """Columns that it makes available to an objective."""
+    """The columns that this model computes for objectives."""
 
     @property
     def swaps_weights(self) -> bool:
-        """Return whether the model temporarily holds other weights during :meth:`prepare`, so that no other thread may
-        copy them."""
+        """Return whether the trained model has the weights of another version during :meth:`prepare`, so that no other
+        thread may copy its weights."""
         return False
 
     @property
     def has_state(self) -> bool:
-        """Return whether a snapshot must contain a state of this auxiliary model."""
+        """Return whether a snapshot must contain the :meth:`state` of this auxiliary model."""
         return True
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Return ``work`` with the columns of this auxiliary model, computed without a gradient of the main model.
+        """Return ``work`` with the columns of this auxiliary model, computed without a gradient of the trained model.
 
-        It is called before the first pass of the main model over the batch, or over a part of it. ``work.weights_N``
-        are the weights of the loss; for a part they are not normalised yet. Measured metrics go into ``work.metrics``,
-        where each rank adds its share.
+        Called before the first training pass over the batch, or over a part of it. ``work.weights_N`` are the token
+        weights of the loss; for a part they are not normalised yet. Metrics are added to ``work.metrics``; each rank
+        adds its share.
         """
         return work
 
     def scale(self, factor: float) -> None:
-        """Multiply its own gradient, if it has one, by ``factor``. It is called when all parts of the step have been
-        prepared."""
+        """Multiply the gradient of this model, if it has one, by ``factor``. Called after :meth:`prepare` for all parts
+        of a step."""
 
     def discard_gradient(self) -> None:
-        """Discard its own gradient, if it has one, because the step failed."""
+        """Discard the gradient of this model, if it has one, because the step failed."""
 
     def allocate(self) -> None:
-        """Allocate the memory that its update will need. After a failure it is called again, and then allocates what is
-        missing."""
+        """Allocate the memory for the update of this model. After a failure it is called again, and allocates only
+        missing memory."""
 
     def before_update(self) -> None:
-        """Prepare for an update: the gradient is finite, and the weights are still those of the version before."""
+        """Called before an update: the gradient is finite, and the trained model still has the weights of the previous
+        version."""
 
     def after_update(self, version: int) -> None:
-        """Follow an update: the weights are now those of ``version``."""
+        """Called after an update: the trained model now has the weights of ``version``."""
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the state that a snapshot contains, with the same names in the same order on every rank. A tensor that
-        is sharded over the ranks is written in parts."""
+        """Return pairs of a name and a tensor for a snapshot, with the same names in the same order on every rank. Of a
+        tensor that is sharded over the ranks, each rank writes its part."""
         return ()
 
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
-        """Restore the state that :meth:`state` returned, given as whole tensors, or as saved tensors, of which
+        """Restore the state that :meth:`state` returned. ``state`` contains whole tensors, or saved tensors, of which
         :func:`~headrace.learner.parallel.shards.part_of` reads this rank's part. Raises ``KeyError`` or ``ValueError``
-        if it does not fit."""
+        if it does not match this model."""

@@ -1,4 +1,4 @@
-"""Settings of the auxiliary models: the policy that a reference, a teacher or a kept π_old is, and the critic."""
+"""Settings of the auxiliary models: the policies of references, teachers and kept π_old, and the critic."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headrace.base.config.filling import template_fields
 from headrace.base.errors import ConfigError
 
 MOST_VERSIONS = 256
-"""Greatest number of versions of which copies are kept."""
+"""The most versions of which copies can be kept."""
 
 
 class KeptSection(Section):
-    """The settings of a copy of the trained weights, with which the model computes one pass without gradient."""
+    """The settings of a kept copy of the trained weights, with which the model computes a pass without gradient."""
 
     device: Literal["model", "cpu"] = "model"
     """Where the copy is kept: on the device of the model (``model``), or in the memory of the host (``cpu``), from
@@ -23,7 +23,7 @@ class KeptSection(Section):
 
     @property
     def num_copies(self) -> int:
-        """Return the greatest number of copies of the trained weights that exist at once, for an estimate of memory."""
+        """Return the most copies of the trained weights that exist at a time, for an estimate of memory."""
         return 1
 
     def num_bytes(self, trained: int, itemsize: int) -> int:
@@ -31,13 +31,13 @@ class KeptSection(Section):
         return self.num_copies * trained * itemsize
 
     def version_at(self, version: int) -> int | None:
-        """Return the newest version that the copy contains while the policy is at ``version``; ``None`` if it contains
-        no version of this run."""
+        """Return the newest version in the copy while the policy has ``version``; ``None`` if the copy is not a version
+        of this run."""
         return version
 
 
 class Frozen(KeptSection):
-    """The settings of weights that never change."""
+    """The settings of kept weights that never change."""
 
     kind: Literal["frozen"] = "frozen"
     """Selects these weights."""
@@ -46,8 +46,8 @@ class Frozen(KeptSection):
     weights of the run."""
 
     def version_at(self, version: int) -> int | None:
-        """Return 0, whatever ``version`` the policy is at; ``None`` if the weights come from a directory, and so from
-        no version of this run."""
+        """Return 0 for every ``version``; ``None`` if the weights come from a directory and are not a version of this
+        run."""
         return 0 if self.path is None else None
 
     def __str__(self) -> str:
@@ -55,8 +55,8 @@ class Frozen(KeptSection):
 
 
 class Ema(KeptSection):
-    """The settings of an exponential moving average of the weights in float32: after every update w̄ ← decay · w̄ + (1
-    − decay) · w, starting from the initial weights of the run."""
+    """The settings of an exponential moving average (EMA) of the weights in float32: after every update w̄ ← decay · w̄
+    + (1 − decay) · w, starting from the initial weights of the run."""
 
     kind: Literal["ema"] = "ema"
     """Selects these weights."""
@@ -64,8 +64,8 @@ class Ema(KeptSection):
     """The factor by which an update multiplies the average, which covers about the last 1 / (1 − decay) updates."""
 
     def num_bytes(self, trained: int, itemsize: int) -> int:
-        """Return the number of bytes of the copy, which is in float32 whatever ``itemsize``, the bytes of one trained
-        parameter, is. ``trained`` is the number of trained parameters."""
+        """Return the number of bytes of the copy, which is always in float32. ``trained`` is the number of trained
+        parameters; ``itemsize`` is not used."""
         return trained * 4
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Ema(KeptSection):
 
 
 class Refreshed(KeptSection):
-    """The settings of weights that are copied at every version that is a multiple of ``every``."""
+    """The settings of a copy that is refreshed at every version that is a multiple of ``every``."""
 
     kind: Literal["refreshed"] = "refreshed"
     """Selects these weights."""
@@ -81,7 +81,7 @@ class Refreshed(KeptSection):
     """Number of updates between two copies."""
 
     def version_at(self, version: int) -> int | None:
-        """Return the last multiple of ``every`` up to ``version``, at which the weights were copied.
+        """Return the largest multiple of ``every`` that is not above ``version``: the version of the copy.
 
         >>> Refreshed(every=4).version_at(11)
         8
@@ -93,7 +93,7 @@ class Refreshed(KeptSection):
 
 
 class Lagged(KeptSection):
-    """The settings of the weights of ``versions`` updates ago, or of the first version while there are not so many."""
+    """The settings of a copy of the weights ``versions`` updates ago, or of version 0 in the first updates."""
 
     kind: Literal["lagged"] = "lagged"
     """Selects these weights."""
@@ -118,7 +118,8 @@ class Lagged(KeptSection):
 
 
 class SampledVersions(KeptSection):
-    """The settings of the weights of the last ``versions`` updates, each for the tokens that its version sampled."""
+    """The settings of copies of the last ``versions`` versions. Each copy computes π_old of the tokens that its version
+    sampled."""
 
     kind: Literal["sampled"] = "sampled"
     """Selects these weights."""
@@ -135,8 +136,8 @@ class SampledVersions(KeptSection):
 
 
 class OtherModel(Section):
-    """The settings of another model with the same vocabulary, of any architecture and size, which is loaded beside the
-    trained model and is frozen."""
+    """The settings of a separate frozen model with the same vocabulary, of any architecture and size, which is loaded
+    beside the trained model."""
 
     kind: Literal["model"] = "model"
     """Selects another model."""
@@ -144,7 +145,7 @@ class OtherModel(Section):
     """Directory of the model."""
 
     def version_at(self, version: int) -> int | None:
-        """Return ``None``, because the weights belong to no version of this run."""
+        """Return ``None``, because the weights are not a version of this run."""
         return None
 
     def __str__(self) -> str:
@@ -152,8 +153,9 @@ class OtherModel(Section):
 
 
 class OwnEngine(Section):
-    """The settings of a separate engine with frozen weights. It computes every answer while rewards are computed, and
-    its log-probabilities travel with the episode. The learner does not load the model, and does not wait for it."""
+    """The settings of a separate engine with the frozen weights of a teacher. It scores every answer while rewards are
+    computed, and its log-probabilities are sent with the episode. The learner neither loads this model nor waits for
+    it."""
 
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$", max_length=32)
     """Name of the teacher, needed if there are several: it computes the rows whose column ``learner.teacher_column``
@@ -168,7 +170,7 @@ class OwnEngine(Section):
     """How often a failed call is repeated, after 0.5 s, 1 s, 2 s, ...; then its episode fails."""
 
     @model_validator(mode="after")
-    def _prompt_can_be_filled_in(self) -> Self:
+    def _refuse_invalid_prompt(self) -> Self:
         """Refuse a prompt whose placeholders in braces are not plain names, with
         :class:`~headrace.base.errors.ConfigError`."""
         template_fields(self.prompt, "learner.teachers: engine.prompt", "{prompt}")
@@ -176,7 +178,8 @@ class OwnEngine(Section):
 
 
 class FrozenTeacher(Frozen):
-    """The settings of a teacher with frozen weights, beside the learner or in an engine."""
+    """The settings of a teacher with frozen weights of the trained model, computed by the learner or by a separate
+    engine."""
 
     engine: OwnEngine | None = None
     """Settings of a separate engine that computes the teacher (``{}``: the default settings). Unset: the learner
@@ -187,7 +190,7 @@ class FrozenTeacher(Frozen):
 
 
 class ModelTeacher(OtherModel):
-    """The settings of a teacher that is another model, beside the learner or in an engine."""
+    """The settings of a teacher that is another model, computed by the learner or by a separate engine."""
 
     engine: OwnEngine | None = None
     """Settings of a separate engine that computes the teacher (``{}``: the default settings). Unset: the learner
@@ -200,25 +203,24 @@ class ModelTeacher(OtherModel):
 _IN_ENGINE = ", in an engine of its own"
 
 KeptConfig = Annotated[Frozen | Ema | Refreshed | Lagged, Field(discriminator="kind")]
-"""Any kind of kept weights of the trained model."""
+"""The settings of any kind of kept weights of the trained model."""
 
 OldConfig = Annotated[Frozen | Ema | Refreshed | Lagged | SampledVersions, Field(discriminator="kind")]
-"""Any weights of the trained model that can be π_old."""
+"""The settings of any weights of the trained model that can be π_old."""
 
 PolicyConfig = Annotated[Frozen | Ema | Refreshed | Lagged | OtherModel, Field(discriminator="kind")]
-"""Any policy that can compute log-probabilities of a batch."""
+"""The settings of any policy that can compute log-probabilities of a batch."""
 
 ServedTeacher = FrozenTeacher | ModelTeacher
-"""A teacher that can have a separate engine, because its weights never change."""
+"""The settings of a teacher that can have a separate engine, because its weights never change."""
 
 TeacherConfig = Annotated[FrozenTeacher | Ema | Refreshed | Lagged | ModelTeacher, Field(discriminator="kind")]
-"""Any policy that can be a teacher."""
+"""The settings of any policy that can be a teacher."""
 
 
 class CriticConfig(Section):
-    """The settings of the critic of ``algo.advantage = "gae"``, a second model of which all weights are trained.
-    Settings that are not listed here (betas, decay, gradient clipping, memory, micro-batches) are those of the
-    policy."""
+    """The settings of the critic of ``algo.advantage = "gae"``, a second model, of which all weights are trained. For
+    all other settings (betas, decay, gradient clipping, memory, micro-batches) the critic uses the policy's."""
 
     path: str = ""
     """Directory of the causal language model whose weights initialise the critic, or of a snapshot of a run with a
@@ -235,8 +237,9 @@ class CriticConfig(Section):
     clipping."""
 
     @model_validator(mode="after")
-    def _clip_has_something_to_bound(self) -> CriticConfig:
-        """Refuse a clip range of the values if each batch has one update: then there is no later update to limit."""
+    def _refuse_clip_of_one_update(self) -> CriticConfig:
+        """Refuse a clip range of the values if each batch has a single update, since the clip applies to later updates
+        only."""
         if self.clip is not None and self.updates == 1:
             raise ConfigError(
                 f"learner.critic.clip={self.clip} bounds how far several updates of one batch may go, and updates=1",

@@ -1,17 +1,17 @@
-"""The critic: a second model whose values turn rewards into an advantage for every token.
+"""The critic: a second model, whose values are used to compute an advantage for every token from the rewards (GAE).
 
-    batch, with rewards ──▶ the policy's micro-batches, each:
+    batch, with rewards ──▶ for each of the policy's micro-batches:
         trunk ──▶ hidden state before every loss token ──▶ head ──▶ V ──▶ GAE of whole samples ──▶ returns
               ──▶ ½·(V − return)² / loss tokens of the batch ──▶ backward
-    ──▶ advantages, normalised over the batch ──▶ the policy's own passes
+    ──▶ advantages, normalised over the batch ──▶ the training passes of the policy
     the policy is updated ──▶ the critic's AdamW ──▶ further passes over the batch and updates, if configured
 
-One pass gives values and gradient: no sample is cut, so its returns are known as soon as its values are. The values are
-those of the weights before the update for this batch. A turn at the beginning of several samples carries loss in one of
-them, and is a step of that sample only.
+One pass computes values and gradient: micro-batches contain whole samples, so the returns of a sample can be computed
+from its values at once. The values are computed with the weights before the update for this batch. A turn at the
+beginning of several samples carries loss in one of them, and counts as a step of that sample only.
 
-Shape legend: N tokens of the batch, L of them that carry loss, M tokens of a micro-batch, P of them that carry loss,
-K samples of a micro-batch, D hidden size.
+Shape legend: N tokens of the batch, L loss tokens of the batch, M tokens of a micro-batch, P loss tokens of a
+micro-batch, K samples of a micro-batch, D hidden size.
 """
 
 from __future__ import annotations
@@ -57,36 +57,36 @@ from headrace.models.weights import CORRECTION_BIAS, weight_tensors
 
 NAME = "critic"
 HEAD = "value_head"
-"""Name of the head among the critic's weights."""
+"""The name of the value head among the critic's weights."""
 
 _WEIGHT, _UPDATES = "weight", "updates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PastBatch:
-    """A batch that further updates train on; its columns are 0 for tokens without loss."""
+    """A batch on which further updates of the critic train; the columns are 0 for tokens without loss."""
 
     batch: Batch
     values_N: Tensor
-    """Values before the first update, without gradient."""
+    """The values before the first update, without gradient."""
     returns_N: Tensor
-    """Returns, which are the targets of the values; they are computed once, from ``values_N``."""
+    """The returns, the targets of the values; computed once, from ``values_N``."""
 
 
 class Critic(AuxiliaryModel):
-    """A value model beside the policy, with its own optimizer.
+    """The auxiliary model that is trained as a value function, with an optimizer of its own.
 
-    A batch arrives with the reward of each sample in the column of advantages; :meth:`prepare` replaces it by
+    In a new batch, the column of advantages contains the reward of each sample; :meth:`prepare` replaces it by
     advantages.
     """
 
     name: ClassVar[str] = NAME
 
     def __init__(self, parts: LearnerParts, advantage: GaeAdvantage) -> None:
-        """Load the value model, and make its optimizer. ``parts`` are those of the learner whose policy is trained, and
+        """Load the value model, and create its optimizer. ``parts`` are the parts of the learner of the policy, and
         ``advantage`` computes GAE. Raises :class:`~headrace.base.errors.ConfigError` or
-        :class:`~headrace.base.errors.ModelError` if no critic can be made for this policy."""
-        assert parts.ranks.config.world == 1  # refused at load
+        :class:`~headrace.base.errors.ModelError` if there can be no critic for this policy."""
+        assert parts.ranks.config.world == 1  # several ranks are refused when settings are loaded
         self._config = parts.config.critic
         self._advantage = advantage
         self._forward = parts.forward
@@ -104,8 +104,8 @@ class Critic(AuxiliaryModel):
         self._past_batches: list[_PastBatch] = []
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Return ``work`` with an advantage for each loss token in place of its sample's reward, and with the critic's
-        metrics; add the gradient of the critic's loss, which :meth:`after_update` uses. Raises
+        """Return ``work`` with an advantage for each loss token instead of its sample's reward, and with the critic's
+        metrics. Accumulate the gradient of the critic's loss, which :meth:`after_update` uses. Raises
         :class:`~headrace.base.errors.RunError` if that gradient is not finite."""
         batch, mask_N = work.batch, work.batch.mask_N
         values_N, estimate_N = np.zeros(batch.num_tokens), np.zeros((3, batch.num_tokens))
@@ -115,9 +115,9 @@ class Critic(AuxiliaryModel):
             values_N[places_P] = values_P.detach().cpu().double().numpy()
             estimate = self._estimate(batch, micro, values_N[places_P])
             estimate_N[:, places_P] = estimate
-            self._learn(values_P, values_P.detach(), torch.from_numpy(estimate.returns_N), batch.num_loss_tokens)
+            self._add_gradient(values_P, values_P.detach(), torch.from_numpy(estimate.returns_N), batch.num_loss_tokens)
         norm = self._optimizer.norm()
-        self._refuse_infinite(norm, batch.step)
+        self._refuse_non_finite(norm, batch.step)
         if self._config.updates > 1:
             column_N = torch.from_numpy(values_N), torch.from_numpy(estimate_N[1])
             self._past_batches.append(_PastBatch(batch=batch, values_N=column_N[0], returns_N=column_N[1]))
@@ -126,13 +126,12 @@ class Critic(AuxiliaryModel):
         advantages_N[mask_N] = self._advantage.scaled(
             estimate_L.advantages_N, np.ones(len(estimate_L.advantages_N), bool)
         )
-        metrics = {**_measured(values_N[mask_N], estimate_L), "critic_grad_norm": Ratio(norm, 1.0)}
+        metrics = {**_critic_metrics(values_N[mask_N], estimate_L), "critic_grad_norm": Ratio(norm, 1.0)}
         credited = msgspec.structs.replace(batch, advantages_N=advantages_N)
         return replace(work, batch=credited, metrics={**work.metrics, **metrics})
 
     def discard_gradient(self) -> None:
-        """Discard the critic's gradient, and the batches that were kept for further updates, because the step
-        failed."""
+        """Discard the critic's gradient and the batches kept for further updates, because the step failed."""
         self._optimizer.zero_grad()
         self._past_batches.clear()
 
@@ -141,8 +140,8 @@ class Critic(AuxiliaryModel):
         self._optimizer.allocate()
 
     def after_update(self, version: int) -> None:
-        """Make the update of the critic, and further ones over the same batches. Raises
-        :class:`~headrace.base.errors.RunError` if the gradient of a further update is not finite."""
+        """Update the critic with the accumulated gradient, and then with further passes over the same batches, if
+        configured. Raises :class:`~headrace.base.errors.RunError` if the gradient of a further update is not finite."""
         self._step(version)
         for _ in range(self._config.updates - 1):
             for past in self._past_batches:
@@ -151,8 +150,8 @@ class Critic(AuxiliaryModel):
         self._past_batches.clear()
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the weights, the optimizer's moments and float32 copies, each labelled ``key|parameter name``, and the
-        number of updates."""
+        """Yield the weights and the optimizer's moments and float32 weights, each labelled ``key|parameter name``, and
+        the number of updates."""
         for name, tensor in weight_tensors(self.model).items():
             yield f"{_WEIGHT}|{name}", tensor
         for one in self._optimizer.trained:
@@ -161,22 +160,22 @@ class Critic(AuxiliaryModel):
         yield _UPDATES, torch.tensor(self._optimizer.updates)
 
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
-        """Restore the weights, the optimizer's state and the number of updates that :meth:`state` yielded, from a
-        snapshot."""
+        """Restore the weights, the optimizer's state and the number of updates from the tensors that :meth:`state`
+        yielded."""
         take_weights(self.model, state)
         updates = int(part_of(state[_UPDATES], torch.tensor(0)))
-        held: dict[str, dict[str, Tensor | SavedTensor]] = {}
+        states: dict[str, dict[str, Tensor | SavedTensor]] = {}
         for label, tensor in state.items():
             key, _, name = label.partition("|")
             if key not in (_WEIGHT, _UPDATES):
-                held.setdefault(name, {})[key] = tensor
+                states.setdefault(name, {})[key] = tensor
         for one in self._optimizer.trained:
             one.refresh_master()
-            self._optimizer.set_state(one, held.get(one.name, {}), updates)
+            self._optimizer.set_state(one, states.get(one.name, {}), updates)
 
     def _values(self, batch: Batch, micro: MicroBatch) -> Tensor:
-        """Return the values V ``[P]`` of the loss tokens of one micro-batch, in float32 or wider and with gradient. The
-        value of a token is computed from the hidden state of the token before it."""
+        """Return the values V ``[P]`` of the loss tokens of one micro-batch, in float32 or wider, with gradient. The
+        value of a token is computed from the hidden state of the previous token."""
         loss_P = np.flatnonzero(batch.mask_N[micro.places_M])
         view = view_of(micro, loss_P, self._ranks, self._attention, self._forward.filled)
         before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
@@ -188,7 +187,7 @@ class Critic(AuxiliaryModel):
 
     def _estimate(self, batch: Batch, micro: MicroBatch, values_P: Floats) -> CriticEstimate:
         """Return the GAE advantages and returns of the loss tokens of one micro-batch, from their values ``values_P``.
-        The reward of a sample belongs to its last loss token."""
+        The reward of a sample counts at its last loss token."""
         mask_M = batch.mask_N[micro.places_M]
         lengths_K: Index = np.bincount(micro.local_samples_M()[mask_M], minlength=len(micro.lengths_K))
         last_K = micro.places_M[mask_M][np.cumsum(lengths_K) - 1]
@@ -200,34 +199,33 @@ class Critic(AuxiliaryModel):
         )
         return self._advantage.estimate(outcomes)
 
-    def _learn(self, values_P: Tensor, old_P: Tensor, returns_P: Tensor, count: int) -> None:
-        """Add the gradient of these P tokens' share in the mean value loss over ``count`` tokens, the loss tokens of
-        the batch. ``old_P`` are the values before the first update, from which the clip is measured; ``returns_P`` are
-        the targets."""
+    def _add_gradient(self, values_P: Tensor, old_P: Tensor, returns_P: Tensor, count: int) -> None:
+        """Add the gradient of the value loss of P tokens, divided by ``count``, the number of loss tokens of the batch.
+        ``values_P`` are the values with gradient; ``old_P`` the values before the first update, around which values are
+        clipped; ``returns_P`` the targets."""
         old_P, returns_P = (column_P.to(values_P) for column_P in (old_P, returns_P))
         (value_loss(values_P, old_P, returns_P, self._config.clip).sum() / count).backward()
         self._optimizer.collect()
 
     def _train_again(self, past: _PastBatch) -> None:
-        """Add the gradient of one more pass over a batch from which the critic has learned before, with the returns of
-        that time."""
+        """Add the gradient of one more pass over ``past``, a batch of an earlier update, with its original returns."""
         batch = past.batch
         for micro in self._forward.cut(batch, batch.mask_N):
             places_P = micro.places_M[batch.mask_N[micro.places_M]]
             old_P, returns_P = past.values_N[places_P], past.returns_N[places_P]
-            self._learn(self._values(batch, micro), old_P, returns_P, batch.num_loss_tokens)
+            self._add_gradient(self._values(batch, micro), old_P, returns_P, batch.num_loss_tokens)
 
     def _step(self, version: int) -> None:
-        """Clip the accumulated gradient of the critic, make one optimizer step with it, and clear it. ``version`` is
-        the version that the policy has reached, from which an error names the step."""
-        self._refuse_infinite(self._optimizer.clip_norms(self._max_norm)[""], version - 1)
+        """Clip the accumulated gradient of the critic, update the weights, and clear the gradient. ``version`` is the
+        present version of the policy; an error names the step before it."""
+        self._refuse_non_finite(self._optimizer.clip_norms(self._max_norm)[""], version - 1)
         if self._config.lr > 0:
             self._optimizer.step(self._config.lr)
         self._optimizer.zero_grad()
 
-    def _refuse_infinite(self, norm: float, step: int) -> None:
-        """Raise :class:`~headrace.base.errors.RunError` if ``norm``, the norm of the critic's gradient, is not finite;
-        the gradient is discarded then. ``step`` is named in the message."""
+    def _refuse_non_finite(self, norm: float, step: int) -> None:
+        """Discard the gradient and raise :class:`~headrace.base.errors.RunError` if ``norm``, the norm of the critic's
+        gradient, is not finite. The error names ``step``."""
         if not math.isfinite(norm):
             self.discard_gradient()
             raise RunError(
@@ -236,10 +234,10 @@ class Critic(AuxiliaryModel):
             )
 
 
-def _measured(values_L: Floats, estimate_L: CriticEstimate) -> Metrics:
+def _critic_metrics(values_L: Floats, estimate_L: CriticEstimate) -> Metrics:
     """Return the critic's metrics for the L loss tokens of a batch, from the values before the update: the value loss,
-    the mean value, and ``explained_variance``, the fraction of the rewards' variance that the values predict. The last
-    is missing if all rewards are equal."""
+    the mean value, and ``explained_variance``, the fraction of the rewards' variance that the values predict, which is
+    missing if all rewards are equal."""
     count = float(len(values_L))
     error_L = values_L - estimate_L.returns_N
     variance = float(estimate_L.outcomes_N.var())
@@ -254,12 +252,12 @@ def _measured(values_L: Floats, estimate_L: CriticEstimate) -> Metrics:
 
 
 def value_model(path: str, policy: PreTrainedModel) -> PreTrainedModel:
-    """Return the critic's model: the trunk of the model in ``path``, on the device and in the number format of
-    ``policy``, with a head of one output. The head is 0, or loaded from the directory if it is a snapshot with a
+    """Return the critic's model: the trunk of the model in ``path``, on the device and in the dtype of ``policy``, with
+    a head of one output. The head is initialised with zeros, or loaded from ``path`` if that is a snapshot with a
     critic.
 
-    Raises :class:`~headrace.base.errors.ModelError`, and :class:`~headrace.base.errors.ConfigError` for fewer tokens
-    than the policy's.
+    Raises :class:`~headrace.base.errors.ModelError` for an unsuitable model, and
+    :class:`~headrace.base.errors.ConfigError` for a vocabulary smaller than the policy's.
     """
     dtype: Any = str(policy.dtype).removeprefix("torch.")
     with called("learner.critic.path"):
@@ -298,7 +296,7 @@ def take_weights(model: PreTrainedModel, state: Mapping[str, Tensor | SavedTenso
     into ``model``. Raises ``KeyError`` or ``ValueError`` for the state of another model."""
     for name, tensor in weight_tensors(model).items():
         if name.endswith(CORRECTION_BIAS) and f"{_WEIGHT}|{name}" not in state:
-            continue  # saved before biases were moved: they keep the values that were loaded
+            continue  # older snapshots have no biases: keep the loaded values
         saved = state[f"{_WEIGHT}|{name}"]
         if saved.shape != tensor.shape:
             raise ValueError(f"{name} is {tuple(saved.shape)}, not {tuple(tensor.shape)}")

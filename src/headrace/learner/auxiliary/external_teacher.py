@@ -1,6 +1,7 @@
-"""A teacher that was computed elsewhere: its log-probabilities of each token come with the batch.
+"""The auxiliary model of a teacher that a separate engine has computed. The teacher's log-probabilities of each token
+are in the batch.
 
-    teacher's engine ··▶ scoring ··▶ the episode's columns ··▶ batch.teacher_scores ──▶ log ν, its K likeliest entries
+    teacher's engine ··▶ scoring ··▶ the episode's columns ··▶ batch.teacher_scores ──▶ log ν, K likeliest entries
 
 Shape legend: N tokens of the batch.
 """
@@ -24,32 +25,32 @@ from headrace.learner.work import StepWork
 
 
 class ExternalTeacher(AuxiliaryModel):
-    """The teacher policy of distillation where another process has computed it before the batch was made. It runs no
-    model: it takes the teacher's numbers from the batch."""
+    """The teacher policy of distillation, computed by another process before the batch was assembled. It runs no model,
+    and reads the teacher's log-probabilities from the batch."""
 
     name = "teacher"
     columns = frozenset({"top_k"})
 
     def __init__(self, parts: LearnerParts) -> None:
-        """Note which of the teacher's columns the objective in ``parts`` reads."""
+        """Record which of the teacher's columns the objective of ``parts`` reads."""
         self._objective = parts.objective
         self._reads_top = "top_k" in parts.objective.columns
 
     @property
     def has_state(self) -> bool:
-        """Return ``False``: this teacher has nothing that a snapshot must contain."""
+        """Return ``False``: this model has no state."""
         return False
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Return ``work`` with the teacher's columns: its K likeliest entries if the objective reads them, and the
-        advantages with the objective's credit for log ν. Raises :class:`~headrace.base.errors.RunError` if tokens in
-        the mask have no log-probability of a teacher."""
+        """Return ``work`` with the teacher's K likeliest entries, if the objective reads them, and with the objective's
+        credit for log ν added to the advantages. Raises :class:`~headrace.base.errors.RunError` if tokens in the mask
+        have no teacher's log-probability."""
         teacher_scores = work.batch.teacher_scores
-        lacking = work.mask_N if teacher_scores is None else work.mask_N & ~teacher_scores.known_T
-        if teacher_scores is None or lacking.any() or (self._reads_top and not teacher_scores.ids_TK.shape[1]):
+        missing_N = work.mask_N if teacher_scores is None else work.mask_N & ~teacher_scores.known_T
+        if teacher_scores is None or missing_N.any() or (self._reads_top and not teacher_scores.ids_TK.shape[1]):
             raise RunError(
-                f"step {work.batch.step} learns from teachers, and {int(lacking.sum())} of {int(work.mask_N.sum())} "
-                f"tokens come without what they say{'' if lacking.any() else ', which is without likeliest entries'}",
+                f"step {work.batch.step} learns from teachers, and {int(missing_N.sum())} of {int(work.mask_N.sum())} "
+                f"tokens come without what they say{'' if missing_N.any() else ', which is without likeliest entries'}",
                 remedy="train episodes that were scored with these learner.teachers",
             )
         dated_N = work.mask_N & (teacher_scores.versions_T != FROZEN)
@@ -63,8 +64,8 @@ class ExternalTeacher(AuxiliaryModel):
 
 
 def credited(work: StepWork, objective: Objective, log_nu_N: npt.NDArray[np.float64]) -> StepWork:
-    """Return ``work`` with the objective's credit for log ν added to the advantages, and the metric ``kl_teacher``;
-    return it unchanged if the objective gives no such credit. ``log_nu_N`` is the teacher's log-probability of each
+    """Return ``work`` with the objective's credit for log ν added to the advantages, and with the metric
+    ``kl_teacher``; unchanged if the objective has no such credit. ``log_nu_N`` is the teacher's log-probability of each
     token, ``[N]``; the credit of a loss token is a function of log ν − log μ."""
     credit = objective.teaching
     if credit is None:

@@ -1,15 +1,16 @@
-"""Copies of the trained weights that the model can be switched to for a while.
+"""Kept copies of the trained weights, with which the model can compute for a while, and the rules by which updates
+change them.
 
-    kind         at an update that makes version v                       used for the batch of version v
-    frozen       nothing                                                 the first weights, or those of a directory
-    ema          w̄ ← decay·w̄ + (1 − decay)·w   (float32)                w̄, in the model's number format
+    kind         at the update to version v                              used for the batch of version v
+    frozen       nothing                                                 the initial weights, or those of a directory
+    ema          w̄ ← decay·w̄ + (1 − decay)·w   (float32)                w̄, in the model's dtype
     refreshed    if v is a multiple of ``every``: copy                   the last copy
-    lagged       (before it: the weights of v − 1 replace the oldest)    those of v − ``versions``
+    lagged       before it: the weights of v − 1 replace the oldest      the weights of v − ``versions``
 
-A copy holds this rank's parts of the parameters that require gradients, and the correction biases of routers. For a
-model with an adapter these are the adapter's, so a frozen copy stands for the base model at the price of an adapter.
-Swapping exchanges the contents in place, tensor by tensor, so that other references to a parameter stay valid: tied
-names, torch's sharding, the optimizer.
+A copy contains this rank's parts of the parameters that require gradients, and the correction biases of routers. For a
+model with an adapter these are the adapter's parameters, so a frozen copy needs only the memory of an adapter. Swapping
+exchanges the values of tensors in place, so that all references to a parameter stay valid (tied names, torch's
+sharding, the optimizer).
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ class CopiedTensor:
     """A tensor of the model of which a :class:`Copy` is kept."""
 
     name: str
-    """Name of the parameter or buffer in the model."""
+    """The name of the parameter or buffer in the model."""
     weight: Tensor
     """The tensor in the model."""
     master: Tensor
-    """The tensor that an update changes: the weight itself, or the optimizer's float32 numbers of it."""
+    """The tensor that an update changes: the weight itself, or the optimizer's float32 master weight of it."""
 
 
 class Copy:
-    """A copy of the parameters in ``trained``, and of the biases of a mixture's routers, which an update may move."""
+    """A copy of the parameters in ``trained`` and of the correction biases of a mixture's routers, which updates may
+    change."""
 
     def __init__(
         self, model: nn.Module, trained: Sequence[TrainedWeight], device: str, dtype: torch.dtype | None = None
@@ -70,8 +72,8 @@ class Copy:
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
-        """Move the copy towards the current weights as an exponential moving average: copy ← ``decay`` · copy + (1 −
-        ``decay``) · weights. It reads the optimizer's float32 weights where they exist."""
+        """Update the copy as an exponential moving average of the current weights: copy ← ``decay`` · copy + (1 −
+        ``decay``) · weights. The optimizer's float32 master weights are used, if there are any."""
         for one, part in zip(self._sources, self._parts, strict=True):
             part.lerp_(one.master.detach().to(part.device, part.dtype), 1 - decay)
 
@@ -83,19 +85,19 @@ class Copy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the model compute with this copy, without gradients, inside the ``with`` block; the weights are unchanged
-        afterwards."""
+        """Return a context in which the model computes with this copy, without gradients. Afterwards the weights have
+        their old values."""
         pairs = [(local(one.weight.detach()), part) for one, part in zip(self._sources, self._parts, strict=True)]
-        own: list[Tensor] = []
+        saved_weights: list[Tensor] = []
         with torch.no_grad():
             reshard(self._model)
             try:
-                own.extend(_put_in(*pair) for pair in pairs)
+                saved_weights.extend(_write_copy(*pair) for pair in pairs)
                 yield
             finally:
                 reshard(self._model)
-                for pair, held in zip(pairs[: len(own)], own, strict=True):
-                    _put_back(*pair, held)
+                for pair, saved in zip(pairs[: len(saved_weights)], saved_weights, strict=True):
+                    _restore_weight(*pair, saved)
 
     def state(self) -> Named:
         """Yield the tensors of the copy by parameter name, sharded over the ranks like the parameters."""
@@ -104,67 +106,67 @@ class Copy:
 
     @torch.no_grad()
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
-        """Copy this rank's parts of whole or saved tensors into this copy. Raises ``KeyError`` for a missing tensor and
-        ``ValueError`` for another shape."""
+        """Copy this rank's parts of the tensors in ``state``, by parameter name, into this copy. Raises ``KeyError``
+        for a missing tensor and ``ValueError`` for a wrong shape."""
         for one, part in zip(self._sources, self._parts, strict=True):
             if one.name.endswith(CORRECTION_BIAS) and one.name not in state:
-                continue  # a snapshot from before biases were moved: they keep the values that were loaded
+                continue  # older snapshots have no biases: keep the loaded values
             full = state[one.name]
             if full.shape != one.weight.shape:
                 raise ValueError(f"{one.name} is {list(full.shape)}, expected {list(one.weight.shape)}")
             part.copy_(part_of(full, one.weight))
 
 
-def _put_in(weight: Tensor, part: Tensor) -> Tensor:
-    """Write ``part`` into ``weight``, and return the tensor that keeps the weight's own values until
-    :func:`_put_back`. This is ``part`` itself if both have the same dtype: the two exchange their contents, so that
-    nothing is rounded and no memory is needed."""
+def _write_copy(weight: Tensor, part: Tensor) -> Tensor:
+    """Write ``part`` into ``weight``, and return the tensor that stores the weight's values until
+    :func:`_restore_weight`. If both have the same dtype this is ``part`` itself: they exchange their values, so nothing
+    is rounded and no memory is needed."""
     if part.dtype == weight.dtype:
         _exchange(weight, part)
         return part
-    own = weight.clone()
+    saved_weights = weight.clone()
     weight.copy_(part)
-    return own
+    return saved_weights
 
 
-def _put_back(weight: Tensor, part: Tensor, own: Tensor) -> None:
-    """Restore the values of ``weight`` that :func:`_put_in` kept in the tensor ``own``, which it returned for the same
-    ``weight`` and ``part``."""
-    if own is part:
+def _restore_weight(weight: Tensor, part: Tensor, saved_weights: Tensor) -> None:
+    """Restore the values of ``weight`` from ``saved_weights``, the tensor that :func:`_write_copy` returned for the
+    same ``weight`` and ``part``."""
+    if saved_weights is part:
         _exchange(weight, part)
     else:
-        weight.copy_(own)
+        weight.copy_(saved_weights)
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:
-    """Exchange the values of two tensors of the same shape in place, with the memory of one more such tensor
-    meanwhile."""
-    held = one.clone()
+    """Exchange the values of two tensors of the same shape in place; this needs temporary memory for one such
+    tensor."""
+    saved = one.clone()
     one.copy_(other)
-    other.copy_(held)
+    other.copy_(saved)
 
 
 class KeptWeights(Protocol):
-    """The rule that decides which copy of the trained weights is used, and how an update changes the copies. Its owner,
-    an auxiliary model, calls it around every update."""
+    """The contract of kept weights: copies of the trained weights, the choice of the copy that is used, and the changes
+    at an update. An auxiliary model owns them and calls them before and after every update."""
 
     has_state: bool
-    """Whether a snapshot must contain the copies; not if they come from a directory each time."""
+    """Whether a snapshot must contain the copies; false if they are always loaded from a directory."""
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Let the model compute with the copy; see :meth:`Copy.swapped_in`."""
+        """Return a context in which the model computes with the copy; see :meth:`Copy.swapped_in`."""
         ...
 
     def before_update(self) -> None:
-        """Prepare for an update: the weights are still those of the version before."""
+        """Called before an update: the model still has the weights of the previous version."""
         ...
 
     def after_update(self, version: int) -> None:
-        """Follow an update: the weights are now those of ``version``."""
+        """Called after an update: the model now has the weights of ``version``."""
         ...
 
     def state(self) -> Named:
-        """Yield the tensors that a snapshot contains, with their names."""
+        """Yield pairs of a name and a tensor for a snapshot."""
         ...
 
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
@@ -173,21 +175,21 @@ class KeptWeights(Protocol):
 
 
 class OneCopy:
-    """Kept weights that consist of one copy which no update changes; the base class of copies that updates do
+    """Kept weights of a single copy that updates do not change. It is also the base class of single copies that updates
     change."""
 
     def __init__(self, copy: Copy, *, has_state: bool = True) -> None:
-        """Keep ``copy``. ``has_state`` says whether a snapshot must contain it; not if it comes from a directory each
-        time."""
+        """Use ``copy``. ``has_state`` says whether a snapshot must contain it; false if it is always loaded from a
+        directory."""
         self._copy = copy
         self.has_state = has_state
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Let the model compute with the copy inside the ``with`` block; see :meth:`Copy.swapped_in`."""
+        """Return a context in which the model computes with the copy; see :meth:`Copy.swapped_in`."""
         return self._copy.swapped_in()
 
     def before_update(self) -> None:
-        """Do nothing: the copy does not depend on the weights before an update."""
+        """Do nothing: the copy does not need the weights before an update."""
         return
 
     def after_update(self, version: int) -> None:
@@ -199,7 +201,7 @@ class OneCopy:
         return self._copy.state()
 
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
-        """Restore the tensors that :meth:`state` yielded, given as whole tensors."""
+        """Restore the copy from the tensors that :meth:`state` yielded."""
         self._copy.set_state(state)
 
 
@@ -212,7 +214,7 @@ class Averaged(OneCopy):
         self._decay = decay
 
     def after_update(self, version: int) -> None:
-        """Move the average towards the new weights."""
+        """Update the average with the new weights."""
         self._copy.blend(self._decay)
 
 
@@ -220,7 +222,7 @@ class Renewed(OneCopy):
     """Kept weights that are copied again from the trained weights at every version that is a multiple of ``every``."""
 
     def __init__(self, copy: Copy, every: int) -> None:
-        """Keep the weights of the last version that ``every`` divides in ``copy``."""
+        """Keep in ``copy`` the weights of the last version that is a multiple of ``every``."""
         super().__init__(copy)
         self._every = every
 
@@ -232,32 +234,32 @@ class Renewed(OneCopy):
 
 class Ring:
     """Kept weights of the last versions: a queue of at most ``len(copies)`` copies, the oldest first. It is empty at
-    version 0 and grows by one copy at each update until it is full."""
+    version 0, and each update adds one copy until it is full."""
 
     has_state = True
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        """Keep as many versions as there are ``copies``, whose memory is used one after the other; their contents do
-        not count yet."""
+        """Create an empty queue of at most ``len(copies)`` versions. ``copies`` provide the memory; their present
+        values are not used."""
         self._spare = list(copies)
         self._ring: deque[Copy] = deque(maxlen=len(copies))
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Let the model compute with the oldest copy inside the ``with`` block; at version 0, when there is no copy
-        yet, with its own weights."""
-        return self._ring[0].swapped_in() if self._ring else nullcontext()  # at version 0: the weights themselves
+        """Return a context in which the model computes with the oldest copy; with its own weights at version 0, when
+        there is no copy yet."""
+        return self._ring[0].swapped_in() if self._ring else nullcontext()
 
     def __len__(self) -> int:
-        """Return how many versions have a copy at present."""
+        """Return the number of versions that have a copy at present."""
         return len(self._ring)
 
     def swapped_in_from(self, age: int) -> AbstractContextManager[None]:
-        """Let the model compute with the weights of ``age`` versions ago inside the ``with`` block. ``age`` is between
-        1 and ``len(self)``."""
+        """Return a context in which the model computes with the weights of ``age`` versions ago. ``age`` is between 1
+        and ``len(self)``."""
         return self._ring[-age].swapped_in()
 
     def before_update(self) -> None:
-        """Save the present weights as the newest copy, in the memory of the oldest once all copies are taken."""
+        """Save the present weights as the newest copy. If all copies are in use, it replaces the oldest one."""
         copy = self._spare.pop() if self._spare else self._ring.popleft()
         copy.take()
         self._ring.append(copy)
@@ -273,8 +275,8 @@ class Ring:
                 yield f"{place}|{name}", tensor
 
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
-        """Restore the kept versions from the tensors of a snapshot, which are labelled ``place|name``. Raises
-        ``ValueError`` if there are too many."""
+        """Restore the kept versions from the tensors of a snapshot, labelled ``place|name``. Raises ``ValueError`` for
+        more versions than copies."""
         self._spare += self._ring
         self._ring.clear()
         places = len({label.partition("|")[0] for label in state})
@@ -289,10 +291,11 @@ class Ring:
 
 
 def keep(config: KeptConfig, model: nn.Module, trained: Sequence[TrainedWeight]) -> KeptWeights:
-    """Return the kept weights that ``config`` describes, with copies of the current weights. ``trained`` are the
+    """Return the kept weights that ``config`` describes, with copies of the present weights. ``trained`` are the
     trained weights of ``model``."""
 
     def copy(dtype: torch.dtype | None = None) -> Copy:
+        """Return a copy of the present weights on the device that ``config`` sets."""
         return Copy(model, trained, config.device, dtype)
 
     match config:

@@ -1,15 +1,15 @@
-"""Auxiliary models that compute log-probabilities of another policy: the reference, the teacher, a kept π_old.
+"""The auxiliary models that compute log-probabilities under another policy: the reference, the teacher, a kept π_old.
 
     learner.reference ──▶ log π_ref of each token                       penalties, and the metric kl_ref
     learner.old       ──▶ log π_old of each token                       ratios and their clips (algo.old = "kept",
                                                                         or "sampled": one π_old for each version)
-    learner.teachers  ──▶ its K likeliest entries, with log ν           losses that read "top_k"
+    learner.teachers  ──▶ K likeliest entries, with log ν               losses that read "top_k"
                       └─▶ log ν of each token: A + β (log ν − log μ)    the advantage "reverse_kl"
 
-A teacher with a separate engine has computed both before the batch was made (external_teacher.py).
+For a teacher with a separate engine, both are in the batch already (external_teacher.py).
 
-All are computed at the temperature of the sampling, and log-probabilities of sampled tokens within their kept-sets, as
-log π is. Each policy chooses its own experts; only for π_old they are those that the engine recorded, as for π.
+All log-probabilities are computed in the same way as log π: at the sampling temperature and, for sampled tokens, within
+their kept-sets. π_old uses the experts that the engine recorded, like π; the other policies choose their own experts.
 
 Shape legend: N tokens of the batch.
 """
@@ -57,11 +57,11 @@ from headrace.models.weights import vocabulary_of
 
 
 class Source(Protocol):
-    """The weights of another policy than the trained one, and how to compute with them. Each auxiliary model of this
-    file owns one."""
+    """The contract of a source: the weights of a policy, and the forward passes with them. Each auxiliary model of this
+    file has one, except :class:`SampledPolicies`."""
 
     kept: KeptWeights | None
-    """The copies that updates change and snapshots contain; ``None`` if there are none."""
+    """The kept copies of the trained weights; ``None`` for a separate model."""
 
     def computing(self) -> Any:
         """Return a context manager that yields the :class:`Forward` of this policy."""
@@ -69,23 +69,22 @@ class Source(Protocol):
 
 
 class OfThisModel:
-    """The source of a policy whose weights are kept copies of the trained model's: the trained model is switched to
-    them for one pass."""
+    """The source of a policy whose weights are kept copies of the trained model's weights. The trained model computes
+    with the copies for one pass."""
 
     def __init__(self, parts: LearnerParts, config: KeptConfig, setting: str) -> None:
-        """Keep the weights that ``config`` describes. ``setting`` is the name of its table in the run file, for
+        """Create the kept weights that ``config`` describes. ``setting`` is the name of its table in the run file, for
         errors."""
         self._forward = parts.forward
         trained = parts.optimizer.trained
         if isinstance(config, Frozen) and config.path is not None:
-            self.kept: KeptWeights | None = OneCopy(_read(parts, config, config.path, setting), has_state=False)
+            self.kept: KeptWeights | None = OneCopy(_read_copy(parts, config, config.path, setting), has_state=False)
         else:
             self.kept = keep(config, parts.model, trained)
 
     @contextmanager
     def computing(self) -> Iterator[Forward]:
-        """Yield the forward passes of the trained model, which computes with the kept weights inside the ``with``
-        block."""
+        """Return a context that yields the forward passes of the trained model, in which they use the kept weights."""
         assert self.kept is not None
         with self.kept.swapped_in():
             yield self._forward
@@ -105,7 +104,9 @@ class OfAnother:
             model = load_for(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
         self._forward = Forward(
             model,
-            parts.config.model_copy(update={"mixture": MixtureConfig()}),  # the losses are those of the trained model
+            parts.config.model_copy(
+                update={"mixture": MixtureConfig()}
+            ),  # without balance losses, which only the trained model has
             temperature=parts.context.temperature,
             entropy_gradient=False,
             ranks=parts.ranks,
@@ -113,7 +114,7 @@ class OfAnother:
 
     @contextmanager
     def computing(self) -> Iterator[Forward]:
-        """Yield the forward passes of the other model, without gradients inside the ``with`` block."""
+        """Return a context, without gradients, that yields the forward passes of the other model."""
         with torch.no_grad():
             yield self._forward
 
@@ -127,42 +128,41 @@ def source(parts: LearnerParts, config: PolicyConfig | TeacherConfig, setting: s
 
 
 class QueriedModel(AuxiliaryModel):
-    """The base class of auxiliary models that compute log-probabilities of the batch's tokens under another policy."""
+    """The base class of auxiliary models that compute log-probabilities of a batch's tokens under another policy."""
 
     setting: ClassVar[str]
-    """The field of the learner's settings that describes the policy."""
+    """The name of the learner's setting that describes the policy."""
 
     def __init__(self, parts: LearnerParts, config: PolicyConfig | TeacherConfig) -> None:
-        """Load or copy the weights of the policy that ``config`` describes; ``parts`` are those of the learner."""
+        """Load or copy the weights of the policy that ``config`` describes, for the learner with these ``parts``."""
         self._objective = parts.objective
         self._source = source(parts, config, f"learner.{self.setting}")
         self._kept = self._source.kept
 
     @property
     def swaps_weights(self) -> bool:
-        """Return whether the trained model is switched to kept weights meanwhile; not for a separate model."""
+        """Return whether the trained model computes with kept weights during :meth:`prepare`; false for a separate
+        model."""
         return self._kept is not None
 
     @property
     def has_state(self) -> bool:
-        """Return whether a snapshot must contain kept weights; not for a separate model, nor for weights from a
+        """Return whether a snapshot must contain kept weights; false for a separate model, and for weights from a
         directory."""
         return self._kept is not None and self._kept.has_state
 
     def before_update(self) -> None:
-        """Let the kept weights, if there are any, prepare for an update; the trained weights are still those of the
-        version before."""
+        """Notify the kept weights, if there are any, before an update."""
         if self._kept is not None:
             self._kept.before_update()
 
     def after_update(self, version: int) -> None:
-        """Let the kept weights, if there are any, follow an update: the trained weights are now those of
-        ``version``."""
+        """Notify the kept weights, if there are any, that the trained model now has the weights of ``version``."""
         if self._kept is not None:
             self._kept.after_update(version)
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the tensors of the kept weights by name; none for a separate model."""
+        """Return the tensors of the kept weights by name; empty for a separate model."""
         return () if self._kept is None else self._kept.state()
 
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
@@ -185,7 +185,7 @@ class Reference(QueriedModel):
     columns = frozenset({"log_ref", "baseline"})
 
     def __init__(self, parts: LearnerParts, config: PolicyConfig) -> None:
-        """Make the reference policy that ``config`` describes, for the learner with these ``parts``."""
+        """Create the reference policy that ``config`` describes, for the learner with these ``parts``."""
         super().__init__(parts, config)
         self._own = parts.forward
 
@@ -196,7 +196,8 @@ class Reference(QueriedModel):
         return replace(work, baseline=self._baseline(work.batch)) if "baseline" in self._objective.columns else work
 
     def _baseline(self, batch: Batch) -> float:
-        """Return KL(π‖π_ref) per sample, from the answers of the batch to other prompts of it; at least 0.
+        """Return an estimate of KL(π‖π_ref) per sample, at least 0, from the prompts of the batch with the answers of
+        other samples.
 
         Source: Ethayarajh et al. (KTO), arXiv 2402.01306, section 4.1.
         """
@@ -210,12 +211,12 @@ class Reference(QueriedModel):
 
 
 class OldPolicy(QueriedModel):
-    """The policy π_old of ratios, if it is computed with kept weights."""
+    """The policy π_old of ratios, computed with kept weights."""
 
     name = setting = "old"
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Return ``work`` with log π_old of each token; unchanged if the objective takes π_old from elsewhere."""
+        """Return ``work`` with log π_old of each token; unchanged if the objective uses another π_old."""
         return replace(work, log_old_N=self._logprobs(work, work.batch)) if work.old == "kept" else work
 
 
@@ -227,15 +228,15 @@ class TeacherModel(QueriedModel):
     columns = frozenset({"top_k"})
 
     def __init__(self, parts: LearnerParts, config: TeacherConfig) -> None:
-        """Make the teacher policy that ``config`` describes, for the learner with these ``parts``."""
+        """Create the teacher policy that ``config`` describes, for the learner with these ``parts``."""
         super().__init__(parts, config)
         self._config = config
         vocab_size = vocabulary_of(parts.model)
         self._top_request = TopRequest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Return ``work`` with what the objective needs from the teacher: its likeliest entries, or its logprobs and
-        the advantages from them."""
+        """Return ``work`` with the columns of the teacher that the objective reads: the likeliest entries, or the
+        log-probabilities and the advantages with their credit."""
         batch, version = _unrouted(work.batch), self._config.version_at(work.batch.step)
         if version is not None:
             count = int(work.mask_N.sum())
@@ -257,14 +258,15 @@ class TeacherModel(QueriedModel):
 
 
 def with_other_answers(batch: Batch) -> Batch:
-    """Return the batch with the answer of each sample, from its first loss token on, replaced by that of the sample
-    before it; the first gets that of the last. The answers then have nothing to do with their prompts."""
+    """Return the batch with the answer of each sample (from its first loss token to the end) replaced by the answer of
+    the previous sample; the first sample gets the answer of the last one. The answers are then independent of their
+    prompts."""
     ends = np.cumsum(batch.lengths_S.astype(np.int64))
     places = [np.arange(end - length, end) for end, length in zip(ends, batch.lengths_S, strict=True)]
     begins = [int(np.argmax(batch.mask_N[place])) for place in places]
-    asked = [place[:begin] for place, begin in zip(places, begins, strict=True)]
+    prompts = [place[:begin] for place, begin in zip(places, begins, strict=True)]
     answers = [place[begin:] for place, begin in zip(places, begins, strict=True)]
-    joined = [np.concatenate(pair) for pair in zip(asked, [answers[-1], *answers[:-1]], strict=True)]
+    joined = [np.concatenate(pair) for pair in zip(prompts, [answers[-1], *answers[:-1]], strict=True)]
     order = np.concatenate(joined)
     return Batch(
         step=batch.step,
@@ -284,10 +286,10 @@ def _unrouted(batch: Batch) -> Batch:
     return msgspec.structs.replace(batch, routing=None)
 
 
-def _read(parts: LearnerParts, config: Frozen, path: str, setting: str) -> Copy:
-    """Return a copy of the weights in the directory ``path``. The weights of the model are unchanged afterwards.
-    ``setting`` is the name of the policy's table in the run file; :class:`~headrace.base.errors.ConfigError` is raised
-    with it if the directory does not fit the model."""
+def _read_copy(parts: LearnerParts, config: Frozen, path: str, setting: str) -> Copy:
+    """Return a copy of the weights in the directory ``path``; the model's weights do not change. ``setting`` is the
+    name of the policy's table in the run file, for the :class:`~headrace.base.errors.ConfigError` that is raised if the
+    weights do not match the model."""
     copy = Copy(parts.model, parts.optimizer.trained, config.device)
     try:
         Snapshot(parts.model, parts.optimizer, parts.ranks).restore_weights(Path(path))
@@ -304,33 +306,33 @@ def _read(parts: LearnerParts, config: Frozen, path: str, setting: str) -> Copy:
 
 
 class SampledPolicies(AuxiliaryModel):
-    """The exact π_old of every token: log π under the learner's weights of the version that sampled it.
+    """The exact π_old of every token: the policy with the weights of the version that sampled the token.
 
         version of the learner        v − 2    v − 1      v
         tokens of the batch           ▒▒▒▒▒    ▒▒▒▒▒    ▒▒▒▒▒
         log π_old computed by         copy 2   copy 1   the model itself: log π without its gradient
 
-    π/μ is the product of two ratios: π_old/μ is 1 but for the mismatch of engine and learner, and π/π_old is what the
-    updates since the token's version have changed. One pass over the samples with tokens of a version is needed for
-    each version older than the present one. Source: arXiv 2605.12070.
+    π/μ is the product of two ratios: π_old/μ differs from 1 only by the mismatch of engine and learner, and π/π_old is
+    the change by the updates since the token's version. Each older version with tokens in the batch needs one pass over
+    the samples with its tokens. Source: arXiv 2605.12070.
     """
 
     name = "sampled"
 
     def __init__(self, parts: LearnerParts, config: SampledVersions) -> None:
-        """Allocate a copy of the trained weights for each of the ``config.versions`` versions that are kept."""
+        """Allocate the copies of the trained weights for the last ``config.versions`` versions."""
         self._forward = parts.forward
         trained = parts.optimizer.trained
         self._ring = Ring([Copy(parts.model, trained, config.device) for _ in range(config.versions)])
 
     @property
     def swaps_weights(self) -> bool:
-        """Return ``True``: the trained model is switched to copies of older versions during :meth:`prepare`."""
+        """Return ``True``: the trained model computes with copies of older versions during :meth:`prepare`."""
         return True
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Add log π of the older tokens under the weights that sampled them, age by age. Raises
-        :class:`~headrace.base.errors.RunError` if those weights are not kept any more."""
+        """Return ``work`` with log π_old of tokens of older versions, computed with the weights that sampled them, and
+        NaN for other tokens. Raises :class:`~headrace.base.errors.RunError` if such weights are not kept any more."""
         batch = work.batch
         ages_N = np.where(batch.versions_N < 0, 0, batch.step - batch.versions_N.astype(np.int64))
         log_old_N = np.full(batch.num_tokens, np.nan, np.float32)
@@ -348,7 +350,7 @@ class SampledPolicies(AuxiliaryModel):
         return replace(work, log_old_N=torch.from_numpy(log_old_N))
 
     def before_update(self) -> None:
-        """Keep the weights of the version that the update replaces."""
+        """Keep a copy of the weights that the update will replace."""
         self._ring.before_update()
 
     def state(self) -> Iterable[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The auxiliary models of a learner, built from its settings."""
+"""The construction of a learner's auxiliary models from its settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from headrace.learner.config import COLUMNS, SETTINGS
 
 
 def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
-    """Return the auxiliary models that the settings and the objective need, in the order in which they prepare a
-    batch."""
+    """Create the auxiliary models that the settings and the objective need, and return them in the order in which they
+    prepare a batch."""
     config, found = parts.config, list[AuxiliaryModel]()
     if config.reference is not None:
         found.append(Reference(parts, config.reference))
@@ -34,11 +34,11 @@ def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
 
 
 def refuse_unserved(objective: Objective, found: Sequence[AuxiliaryModel]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the objective reads a column that neither the learner itself
-    nor one of ``found``, its auxiliary models, computes. The message names the settings that would add it."""
-    held = COLUMNS.union(*(model.columns for model in found))
+    """Raise :class:`~headrace.base.errors.ConfigError` if the objective reads a column that neither the learner nor one
+    of ``found``, its auxiliary models, computes. The error names the settings that would add the column."""
+    available = COLUMNS.union(*(model.columns for model in found))
     names = {model.name for model in found}
-    missing: list[str] = sorted(objective.columns - held)
+    missing: list[str] = sorted(objective.columns - available)
     if objective.old == "kept" and "old" not in names:
         missing.append("log_old of kept weights")
     if objective.old == "sampled" and SampledPolicies.name not in names:
@@ -46,8 +46,10 @@ def refuse_unserved(objective: Objective, found: Sequence[AuxiliaryModel]) -> No
     if objective.teaching is not None and "teacher" not in names:
         missing.append("log_nu")
     if missing:
-        said = sorted({SETTINGS[name] for name in missing if name in SETTINGS})
+        settings = sorted({SETTINGS[name] for name in missing if name in SETTINGS})
         raise ConfigError(
             f"the objective reads {', '.join(missing)}, which this learner does not compute",
-            remedy=" or ".join([*(f"set {setting}" for setting in said), "choose a loss and corrections without it"]),
+            remedy=" or ".join(
+                [*(f"set {setting}" for setting in settings), "choose a loss and corrections without it"]
+            ),
         )

@@ -1,4 +1,4 @@
-"""Snapshots of a run, one directory each, which is either complete or absent."""
+"""The snapshots of a run: one directory for each, which gets its final name only when it is complete."""
 
 from headrace.learner.checkpoint.snapshot import (
     SnapshotState,

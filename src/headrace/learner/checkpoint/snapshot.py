@@ -1,16 +1,16 @@
-"""Snapshots of a run. Each is one directory, which appears under its final name only when it is complete.
+"""The snapshots of a run. Each snapshot is one directory, which gets its final name only when it is complete.
 
     begin ──▶ step-000010.tmp-<pid>/ ──▶ commit ──▶ step-000010/
                 │  the learner writes                 │  model.safetensors, config.json, tokenizer files, …:
                 │  the heavy files                    │      an ordinary Hugging Face model directory
                 ▼                                     │  optimizer.safetensors: moments, random state, step
-             abandon, or sweep at the next start      │  state.json: everything the controller must remember,
+             abandon, or sweep at the next start      │  state.json: the state of the controller,
                                                       │      and the size of every file
                                                       ▼  checksums.xxh3: the hash of every file
 
-Files and directories are flushed before the rename, so a directory with the final name is complete, whenever the
-machine stopped. A directory that has changed since then (an interrupted copy, a bad disk) is detected by its sizes and
-hashes, and is refused with its name; an older one is used only when the user says so. This module does not need torch.
+Files and directories are flushed before the rename, so a directory with a final name is complete, even if the machine
+stops at any time. A directory that has changed since then (an interrupted copy, a bad disk) is detected by its sizes
+and hashes and refused. An older snapshot is used only if the user chooses it. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run at a snapshot, beside the files of the learner."""
 
     step: int
-    """Number of optimizer steps done."""
+    """The number of steps before the snapshot."""
     version: int
-    """Version of the weights in the snapshot."""
+    """The version of the weights in the snapshot."""
     config_fingerprint: str
-    """Hash of the configuration of the run, which the controller compares on resume."""
+    """The hash of the configuration of the run, which the controller compares when the run is resumed."""
     controller: dict[str, Any]
-    """State of the controller as plain JSON: ledger position, data position, seeds."""
+    """The state of the controller as plain JSON: ledger position, data position, seeds."""
     files: dict[str, int] = {}
-    """Size in bytes of every other file, by its path in the snapshot; :func:`commit` fills it in."""
+    """The size in bytes of every other file, by its path in the snapshot; set by :func:`commit`."""
     sealed: bool = False
-    """Whether every file has a checksum; :func:`commit` sets it. Older programs wrote no checksums."""
+    """Whether every file has a checksum; set by :func:`commit`. False in snapshots of older versions of Headrace."""
     format: int = FORMAT
-    """Version of the format, which is raised when older programs cannot read it any more."""
+    """The version of the format; increased when older versions of Headrace cannot read it any more."""
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Return a new directory in which to write the snapshot of ``step``. ``directory`` is created if it is missing, but
-    its parent is not: a run directory that was removed does not come back as an empty one."""
+    """Create and return a temporary directory for the files of the snapshot of ``step``. ``directory`` is created if it
+    does not exist, but its parent is not, so that a removed run directory is not created again. Raises
+    :class:`~headrace.base.errors.CheckpointError` on failure."""
     unfinished = directory / f"{_name(step)}.tmp-{os.getpid()}"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -79,7 +80,7 @@ def commit(unfinished: Path, state: SnapshotState) -> Path:
     """
     final = unfinished.with_name(_name(state.step))
     with whole_or_nothing(unfinished, SLACK_BYTES):
-        seal(unfinished)  # the learner has hashed its files; this hashes the others
+        seal(unfinished)  # the learner has hashed its files; this hashes all others
         written = [path for path in _files(unfinished) if path.name != CHECKSUMS_FILE]
         sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in written}
         state = msgspec.structs.replace(state, files=sizes, sealed=True)
@@ -97,12 +98,12 @@ def commit(unfinished: Path, state: SnapshotState) -> Path:
 
 
 def abandon(unfinished: Path) -> None:
-    """Remove the directory that :func:`begin` made, if it still exists."""
+    """Remove the temporary directory that :func:`begin` returned, if it still exists."""
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove unfinished snapshots of an earlier process, and return their paths. Call it before the first
+    """Remove the unfinished snapshots of earlier processes, and return their paths. It must be called before the first
     :func:`begin`."""
     stale = [path for path in _entries(directory) if _UNFINISHED.fullmatch(path.name)]
     for path in stale:
@@ -117,9 +118,8 @@ def latest(directory: Path) -> Path | None:
 
 
 def retain(directory: Path, keep: int) -> list[Path]:
-    """Remove all but the ``keep`` newest complete snapshots, and return the removed paths. The newest complete one
-    always stays."""
-    surplus = _whole(directory)[max(1, keep) :]
+    """Remove all complete snapshots except the ``keep`` newest ones (at least one), and return the removed paths."""
+    surplus = _complete(directory)[max(1, keep) :]
     for path in surplus:
         with _explained(path, "removed"):
             _remove(path)
@@ -127,8 +127,8 @@ def retain(directory: Path, keep: int) -> list[Path]:
 
 
 def newest_weights(directory: Path) -> Path | None:
-    """Return the newest snapshot in ``directory`` after checking its files, without the optimizer's; ``None`` if there
-    is none. A snapshot that the run removes meanwhile is left for the one that took its place. Raises
+    """Return the newest snapshot in ``directory``, after checking its files except the optimizer's; ``None`` if there
+    is none. If the run removes the snapshot meanwhile, its successor is returned. Raises
     :class:`~headrace.base.errors.CheckpointError` as :func:`read_state` does."""
     while (snapshot := latest(directory)) is not None:
         try:
@@ -142,11 +142,11 @@ def newest_weights(directory: Path) -> Path | None:
 
 
 def read_state(snapshot: Path, *, to_resume: bool = True) -> SnapshotState:
-    """Return the state of a snapshot after checking every file, or, where nothing is ``to_resume``, all but those of
-    the optimizer.
+    """Return the state of a snapshot, after checking its files. Without ``to_resume``, the optimizer's files are not
+    checked.
 
-    Raises :class:`~headrace.base.errors.CheckpointError`, which names the file, if a file is missing, has changed, or
-    has another format. For a snapshot without checksums, from an older program, only the sizes of the files are
+    Raises :class:`~headrace.base.errors.CheckpointError`, with the name of the file, if a file is missing, has changed,
+    or has another format. In a snapshot without checksums, of an older version of Headrace, only the sizes of files are
     compared.
     """
     problem = _problem(snapshot, to_resume=to_resume)
@@ -157,8 +157,8 @@ def read_state(snapshot: Path, *, to_resume: bool = True) -> SnapshotState:
 
 
 def _remedy(damaged: Path, *, to_resume: bool) -> str:
-    """Return the remedy for a damaged snapshot: it offers an older one, which is never used without the user's
-    consent."""
+    """Return the remedy for a damaged snapshot. It names an older valid snapshot, if there is one, which the user may
+    choose."""
     again = "copy it again from where it is whole"
     older = next((path for path in _older(damaged) if not _problem(path, to_resume=to_resume)), None)
     if older is None:
@@ -168,47 +168,47 @@ def _remedy(damaged: Path, *, to_resume: bool) -> str:
 
 
 def _older(snapshot: Path) -> list[Path]:
-    """Return the snapshots beside ``snapshot`` with a smaller step, newest first; none if it has not the name of a
-    snapshot."""
+    """Return the snapshots in the same directory with a smaller step, newest first; an empty list if ``snapshot`` does
+    not have the name of a snapshot."""
     named = _named(snapshot.parent)
     return named[named.index(snapshot) + 1 :] if snapshot in named else []
 
 
 def _problem(snapshot: Path, *, to_resume: bool) -> str:
-    """Return why a snapshot cannot be used, in words; empty if it can. Cheap checks of names and sizes come before the
-    hashes of the whole files. Without ``to_resume`` the optimizer's files are not checked."""
-    return _defect(snapshot, to_resume=to_resume) or _change(snapshot, to_resume=to_resume)
+    """Return why a snapshot cannot be used, in words; empty if it can. Names and sizes are checked before the hashes of
+    whole files. Without ``to_resume``, the optimizer's files are not checked."""
+    return _defect(snapshot, to_resume=to_resume) or _changed_file(snapshot, to_resume=to_resume)
 
 
-def _read(state: SnapshotState, *, to_resume: bool) -> list[str]:
-    """Return the names of the files of a snapshot that its use reads: all to resume a run, and all but the optimizer's
-    otherwise."""
+def _files_to_read(state: SnapshotState, *, to_resume: bool) -> list[str]:
+    """Return the names of the files of a snapshot that are read: all files to resume a run; otherwise all except the
+    optimizer's."""
     return [name for name in state.files if to_resume or not name.startswith(RESUMED)]
 
 
 def _decode(snapshot: Path) -> SnapshotState:
-    """Return the content of the snapshot's state file, unchecked."""
+    """Return the content of the snapshot's state file, without verifying its checksum."""
     return msgspec.json.decode((snapshot / STATE_FILE).read_bytes(), type=SnapshotState)
 
 
-def _change(snapshot: Path, *, to_resume: bool) -> str:
-    """Return which file has changed since it was written or is missing, by its checksum and in words; empty if none.
-    ``to_resume`` says whether the files are checked that only a resumed run reads, such as the optimizer's."""
+def _changed_file(snapshot: Path, *, to_resume: bool) -> str:
+    """Return, in words, the first file that is missing or has changed by its checksum; empty if there is none. Without
+    ``to_resume``, the files that only a resumed run reads are not checked."""
     state = _decode(snapshot)
     try:
-        found = verify(snapshot, [STATE_FILE, *_read(state, to_resume=to_resume)])
+        found = verify(snapshot, [STATE_FILE, *_files_to_read(state, to_resume=to_resume)])
     except DataError as error:
         return error.problem
     return f"{CHECKSUMS_FILE} is missing" if state.sealed and not found else ""
 
 
 def _defect(snapshot: Path, *, to_resume: bool = True) -> str:
-    """Return why a snapshot is not complete, judged by its state file and the sizes of the others without reading them;
-    empty if it is complete. Without ``to_resume`` the optimizer's files do not count."""
+    """Return why a snapshot is not complete, in words; empty if it is complete. The state file is read, and the sizes
+    of all other files are compared with it. Without ``to_resume``, the optimizer's files are not checked."""
     try:
         verify(snapshot, [STATE_FILE])  # check the state file before reading it
         state = _decode(snapshot)
-        sizes = {name: (snapshot / name).stat().st_size for name in _read(state, to_resume=to_resume)}
+        sizes = {name: (snapshot / name).stat().st_size for name in _files_to_read(state, to_resume=to_resume)}
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(snapshot)} is missing"
     except DataError as error:
@@ -222,21 +222,21 @@ def _defect(snapshot: Path, *, to_resume: bool = True) -> str:
 
 
 def _named(directory: Path) -> list[Path]:
-    """Return all directories in ``directory`` with the name of a snapshot, complete or not, newest first."""
+    """Return all directories in ``directory`` that have the name of a snapshot, complete or not, newest first."""
     named = [(int(match[1]), path) for path in _entries(directory) if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(named, reverse=True)]
 
 
-def _whole(directory: Path) -> list[Path]:
-    """Return the complete snapshots in ``directory``, newest first. Only sizes are compared; files are not read as a
-    whole."""
+def _complete(directory: Path) -> list[Path]:
+    """Return the complete snapshots in ``directory``, newest first, judged by :func:`_defect` without hashing whole
+    files."""
     return [path for path in _named(directory) if not _defect(path)]
 
 
 @contextmanager
 def _explained(path: Path, action: str) -> Iterator[None]:
-    """Raise an ``OSError`` of the body as :class:`~headrace.base.errors.CheckpointError` about the snapshot ``path``.
-    ``action`` is the participle that completes "cannot be ...": written, read."""
+    """Return a context that converts an ``OSError`` to a :class:`~headrace.base.errors.CheckpointError` about the
+    snapshot ``path``. ``action`` completes the text "cannot be ...": "removed", for example."""
     try:
         yield
     except OSError as error:
@@ -247,14 +247,14 @@ def _explained(path: Path, action: str) -> Iterator[None]:
 
 
 def _remove(snapshot: Path) -> None:
-    """Rename the snapshot before deleting it, so that a half-deleted directory does not count as a snapshot."""
+    """Remove ``snapshot``, if it exists. It is renamed first, so that a partly deleted directory is not a snapshot."""
     if snapshot.exists():
-        doomed = snapshot.rename(snapshot.with_name(f"{snapshot.name}.tmp-removed-{os.getpid()}"))
-        shutil.rmtree(doomed)
+        renamed = snapshot.rename(snapshot.with_name(f"{snapshot.name}.tmp-removed-{os.getpid()}"))
+        shutil.rmtree(renamed)
 
 
 def _entries(directory: Path) -> list[Path]:
-    """Return the directories in ``directory``, in no order; none if it does not exist."""
+    """Return the directories in ``directory``, in any order; an empty list if it does not exist."""
     return [path for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
 
 

@@ -1,7 +1,8 @@
-"""The learner over several ranks: torch's sharding through transformers, with results that do not depend on the ranks.
+"""The learner over several ranks. Torch shards the model through transformers, and the results do not depend on the
+ranks.
 
 A run file configures the ranks (``[learner.parallel]``) and ``headrace train`` starts them. A user's own loop is
-started by ``torchrun --nproc-per-node=2 loop.py``; every rank does the same::
+started by ``torchrun --nproc-per-node=2 loop.py``; every rank makes the same calls::
 
     config = LearnerConfig.model_validate({"parallel": {"data": 2}})
     with joined(config.parallel, rank_place(), torch.device("cpu")) as ranks:       # mesh.py, environ.py

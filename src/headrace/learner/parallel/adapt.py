@@ -1,11 +1,13 @@
-"""Adapters on a model whose parameters are sharded: every rank holds them whole, and the frozen base stays sharded.
+"""LoRA adapters on a model whose parameters are sharded: every rank has the whole adapters, and the frozen base stays
+sharded.
 
-    rank of data, replicate, context   computes with the whole adapter; torch gathers the base around each layer
-    rank of tensor, base cut by rows   A whole: A·x ──▶ its rows of B ──▶ its part of the output
-    rank of tensor, base cut by columns   its columns of A: its part of A·x ──▶ summed over the ranks ──▶ B whole
+    data, replicate, context ranks         compute with the whole adapter; torch gathers the base for each layer
+    tensor ranks, base divided by rows     whole A: A·x ──▶ the rank's rows of B ──▶ its part of the output
+    tensor ranks, base divided by columns  the rank's columns of A: its part of A·x ──▶ sum over ranks ──▶ whole B
 
-Adapters are small, so nothing is gained by sharding them; and every rank has the gradient of its own tokens only. The
-optimizer sums these over all ranks, once a step (:meth:`~headrace.learner.parallel.optim.ShardOptimizer.clip_norms`).
+Adapters are small, so sharding them would save little. Every rank has the gradient of its own tokens only; the
+optimizer sums the gradients over all ranks, once a step
+(:meth:`~headrace.learner.parallel.optim.ShardOptimizer.clip_norms`).
 
 Shape legend: I inputs and O outputs of a layer, R the rank of an adapter.
 """
@@ -33,15 +35,15 @@ from headrace.models.config import LoraConfig
 from headrace.models.weights import of_adapter
 
 BY_ROWS, BY_COLUMNS = "colwise", "rowwise"
-"""The names in transformers' plans of layers whose weight is cut by rows, so that each tensor-parallel rank has a part
-of the outputs, and by columns, so that each has a part of the inputs."""
+"""The names, in transformers' plans for tensor parallelism, of the division of a weight by rows (each rank has a part
+of the outputs) and by columns (each rank has a part of the inputs)."""
 _WHOLE = frozenset({"replicate", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"})
-"""The names in those plans of layers that take and return whole vectors on each rank."""
+"""The names, in these plans, of layers whose inputs and outputs are whole vectors on each rank."""
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, base: str, ranks: Ranks) -> None:
-    """Add the adapters of ``config`` to the sharded ``model``, with the same numbers as on one rank, and freeze all
-    other parameters. ``base`` is the directory of the model. The ranks do not communicate.
+    """Add the adapters of ``config`` to the sharded ``model``, with the same initial values as on one rank, and freeze
+    all other parameters. ``base`` is the directory of the model. The ranks do not communicate.
 
     Raises :class:`~headrace.base.errors.ModelError` as :func:`headrace.models.lora.add_adapters` does, and
     :class:`~headrace.base.errors.ConfigError` for a layer that tensor-parallel ranks cannot compute with an adapter.
@@ -52,15 +54,16 @@ def adapt(model: PreTrainedModel, config: LoraConfig, base: str, ranks: Ranks) -
 
 @contextmanager
 def adding(model: PreTrainedModel, base: str, ranks: AnyRanks) -> Iterator[None]:
-    """Let adapters be added to a model that is sharded over ``ranks`` inside the ``with`` block; all of them require
-    gradients afterwards, and nothing else does. On one rank, nothing is different. See :func:`adapt`."""
+    """Return a context in which the caller adds adapters to a model that is sharded over ``ranks``. Afterwards, only
+    adapters require gradients, and compute their parts on tensor-parallel ranks. On one rank, the context does nothing.
+    See :func:`adapt`."""
     if not isinstance(ranks, Ranks):
         yield
         return
     with _unsharded_shapes(model):
         yield
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(of_adapter(name))  # peft has frozen the stand-ins
+        parameter.requires_grad_(of_adapter(name))  # peft has frozen only the temporary weights
     for name, (layer, *_) in lora.wrapped_layers(model) if ranks.config.tensor > 1 else ():
         _refuse_style(model, name, layer.base_layer.weight, base)
         style = _style(model, name)
@@ -71,9 +74,9 @@ def adding(model: PreTrainedModel, base: str, ranks: AnyRanks) -> Iterator[None]
 
 @torch.no_grad()
 def measure_norms(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Set the norms of the new adapters ``names`` with DoRA, which :func:`adapt` cannot know, to those of the rows of
-    the weights (Liu et al. 2024, eq. 5, at B = 0). All ranks must call it together: one weight at a time is
-    gathered."""
+    """Set the magnitudes of the new DoRA adapters ``names``, which :func:`adapt` cannot compute, to the norms of the
+    rows of the weights (Liu et al. 2024, eq. 5, at B = 0). All ranks must call this together, since the weights are
+    gathered one at a time."""
     for _, (layer, *_) in lora.wrapped_layers(model) if names else ():
         weight_OI = whole(layer.base_layer.weight)
         for name in names:
@@ -81,8 +84,8 @@ def measure_norms(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def parted(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the weights of adapters of which each tensor-parallel rank computes with a part only, so that
-    its gradient is 0 elsewhere. The gradients of all other adapters' weights are the same on each of these ranks."""
+    """Return the names of the adapter weights of which each tensor-parallel rank uses only a part, so that its gradient
+    is 0 elsewhere. The gradients of all other adapter weights are equal on these ranks."""
     part_of = {BY_ROWS: "lora_B", BY_COLUMNS: "lora_A"}
     cuts = {name: _style(model, name) for name, _ in lora.wrapped_layers(model)}
     begins = tuple(f"{name}.{part_of[style]}." for name, style in cuts.items() if style in part_of)
@@ -91,15 +94,17 @@ def parted(model: PreTrainedModel) -> frozenset[str]:
 
 @contextmanager
 def _unsharded_shapes(model: PreTrainedModel) -> Iterator[None]:
-    """Let peft see the shapes of whole weights inside the ``with`` block, and no plan of tensor parallelism: it would
-    make adapters of the shapes of this rank's parts, from numbers that one process does not draw."""
+    """Return a context in which weights have the shapes of whole weights, and the model has no plan for tensor
+    parallelism. Otherwise peft would create adapters with the shapes of this rank's parts, and with other initial
+    values than in one process."""
     sharded = {module: module._parameters["weight"] for module in model.modules() if _is_sharded(module)}
     mesh: Any = model._device_mesh
     try:
         model._device_mesh = None
         for module, weight in sharded.items():
             assert weight is not None
-            shaped = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)  # of one number
+            # without memory for all elements
+            shaped = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
             module._parameters["weight"] = nn.Parameter(shaped, requires_grad=False)
         yield
     finally:
@@ -109,19 +114,20 @@ def _unsharded_shapes(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Return whether this rank holds a part of the weight of ``module`` only."""
+    """Return whether this rank has only a part of the weight of ``module``."""
     return isinstance(module._parameters.get("weight"), DTensor)
 
 
 def _style(model: PreTrainedModel, layer: str) -> str:
-    """Return how transformers' plan cuts the weight of ``layer`` for tensor parallelism; empty if not at all."""
+    """Return the name of the division of ``layer`` in transformers' plan for tensor parallelism; empty if it has
+    none."""
     plan: dict[str, str] = model.tp_plan or {}
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", layer), "")
 
 
 def _refuse_style(model: PreTrainedModel, layer: str, weight: Tensor, base: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a layer of which tensor-parallel ranks compute something
-    else than rows or columns of its ``weight``."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a layer whose ``weight`` is divided among tensor-parallel
+    ranks in another way than by rows or by columns."""
     style = _style(model, layer)
     if style in (BY_ROWS, BY_COLUMNS) or style in _WHOLE or (not style and not _cut_over_tensor(weight)):
         return
@@ -141,15 +147,15 @@ def _cut_over_tensor(weight: Tensor) -> bool:
 
 
 def _rows_of_b(layer: nn.Linear, group: dist.ProcessGroup, inner: Tensor) -> Tensor:
-    """Return this rank's part of the output of B, ``layer``, from A·x, ``inner``, which every rank has. In the backward
-    pass, the gradients that the parts give A·x are summed."""
+    """Return this rank's part of the output of B (``layer``) from A·x (``inner``), which every rank has. The backward
+    pass sums the gradients of A·x over the ranks."""
     backward: Any = _SumBackward.apply
     rows = layer.weight.chunk(dist.get_world_size(group), dim=0)[dist.get_rank(group)]
     return F.linear(backward(inner, group), rows)
 
 
 def _columns_of_a(layer: nn.Linear, group: dist.ProcessGroup, part: Tensor) -> Tensor:
-    """Return A·x on every rank, for A, ``layer``, and this rank's ``part`` of x."""
+    """Return A·x on every rank, from A (``layer``) and this rank's ``part`` of x."""
     forward: Any = _SumForward.apply
     columns = layer.weight.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
     summed: Tensor = forward(F.linear(part, columns), group)
@@ -157,7 +163,7 @@ def _columns_of_a(layer: nn.Linear, group: dist.ProcessGroup, part: Tensor) -> T
 
 
 class _SumForward(torch.autograd.Function):
-    """The sum over ranks that go on with the same numbers: the gradient of the sum is that of each part."""
+    """A sum over ranks, all of which continue with the sum. The gradient of each summand is the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -168,16 +174,17 @@ class _SumForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the sum."""
+        """Return the gradient of the sum as the gradient of this rank's summand."""
         return gradients[0], None
 
 
 class _SumBackward(torch.autograd.Function):
-    """A tensor from which ranks compute different parts of a result; the gradients of the ranks are summed."""
+    """The identity, for a tensor from which ranks compute different parts of a result. The backward pass sums the
+    gradients of the ranks."""
 
     @staticmethod
     def forward(ctx: Any, same: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return ``same``."""
+        """Return ``same``, the tensor that is equal on all ranks."""
         ctx.group = group
         return same.view_as(same)
 

@@ -1,4 +1,4 @@
-"""Settings of the learner's ranks and of their memory.
+"""Settings of the learner's ranks (``[learner.parallel]``), of their memory, and of the optimizer.
 
 rank = ((replicate · data + d) · context + c) · tensor + t
 
@@ -21,7 +21,8 @@ Ways = Annotated[int, Field(ge=1)]
 
 
 class ParallelConfig(Section):
-    """The settings of the ranks over which a learner is spread. The result does not depend on them."""
+    """The number of ranks of a learner in each dimension of parallelism. The result does not depend on them, up to
+    rounding."""
 
     data: Ways = 1
     """Number of ranks with different micro-batches, over which each parameter is sharded (FSDP2)."""
@@ -41,8 +42,9 @@ class ParallelConfig(Section):
     """Seconds that one rank waits for the others before it gives up."""
 
     @model_validator(mode="after")
-    def _experts_fit(self) -> ParallelConfig:
-        """Refuse a number of expert-parallel ranks that the other dimensions cannot be divided by."""
+    def _refuse_expert_ranks(self) -> ParallelConfig:
+        """Refuse a number of expert-parallel ranks that does not divide the data, context and tensor ranks, or is not a
+        multiple of the tensor ranks."""
         if self.expert == 1:
             return self
         inside = self.data * self.context * self.tensor
@@ -72,7 +74,7 @@ class ParallelConfig(Section):
 
     @property
     def num_averaged(self) -> int:
-        """The number of ranks over which torch's sharding averages gradients, instead of adding them up."""
+        """The number of ranks over which torch's sharding averages gradients instead of summing them."""
         return self.replicate * self.data * self.context
 
     def refuse_world(self, launched: int) -> None:
@@ -91,21 +93,21 @@ class ParallelConfig(Section):
         )
 
     def refuse_settings(self, model: ModelConfig) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for settings of ``model`` that these ranks cannot compute as
-        one process does."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings of ``model`` that several ranks do not
+        support."""
         if model.deterministic and self.world > 1:
             raise ConfigError(
                 f"learner.parallel asks for {self.world} ranks, and model.deterministic works in one process only",
                 remedy="leave model.deterministic out, or learner.parallel",
             )
         lora = model.lora
-        wanted = {} if lora is None else {"experts": lora.experts, "use_dora": lora.use_dora}
+        lora_settings = {} if lora is None else {"experts": lora.experts, "use_dora": lora.use_dora}
         for name, setting, ways, reason in (
             ("experts", "expert", self.expert, "each rank has some of the experts, and an adapter is of all"),
             ("experts", "tensor", self.tensor, "each rank has a part of every expert, and an adapter is of the whole"),
             ("use_dora", "tensor", self.tensor, "each rank has a part of a weight, and DoRA needs norms of the whole"),
         ):
-            if wanted.get(name) and ways > 1:
+            if lora_settings.get(name) and ways > 1:
                 raise ConfigError(
                     f"learner.parallel.{setting}={ways} with model.lora.{name}=true: {reason}",
                     remedy=f"set learner.parallel.{setting} = 1 and data to {self.world}, or leave model.lora.{name} "
@@ -113,9 +115,8 @@ class ParallelConfig(Section):
                 )
 
     def refuse_model(self, path: str, model: Any) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for a model that cannot be sharded over these ranks, because
-        its heads or experts cannot be divided evenly. ``model`` is its configuration of transformers, read from
-        ``path``."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for a model whose heads or experts cannot be divided evenly
+        among these ranks. ``model`` is the configuration of transformers in the directory ``path``."""
         needs = (
             ("tensor", self.tensor, ("num_attention_heads",)),
             ("tensor", self.tensor, ("num_key_value_heads",)),
@@ -133,8 +134,8 @@ class ParallelConfig(Section):
 
 
 class MemoryConfig(Section):
-    """The settings that say which tensors are kept, on which device, and in which number format. Only ``masters``
-    changes a result, beyond roundings."""
+    """The settings of which tensors are kept, on which device, and in which dtype. Only ``masters`` changes results by
+    more than rounding."""
 
     recompute: bool = False
     """Whether only each layer's input is kept from the forward pass, and the rest is computed again in the backward
@@ -152,8 +153,8 @@ class MemoryConfig(Section):
 
 
 class ParameterGroup(Section):
-    """The settings of some of the trained weights, in place of those of all others. A weight belongs to the first group
-    that names it."""
+    """The settings of some of the trained weights, which override the learner's. A weight belongs to the first group
+    that matches its name."""
 
     names: tuple[str, ...] = Field(min_length=1)
     """Names of weights, with ``*`` for any characters, or ``embeddings``, ``head`` and ``vectors``, which stands for
@@ -161,13 +162,13 @@ class ParameterGroup(Section):
     lr_scale: float = Field(default=1.0, gt=0)
     """Factor of the learning rate: the group follows the schedule at this multiple."""
     weight_decay: float | None = Field(default=None, ge=0)
-    """Weight decay of all weights of the group, vectors too; unset: that of the learner, for matrices."""
+    """Weight decay of all weights of the group, vectors too; unset: the learner's weight decay, for matrices only."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
-    """The decay rates β of AdamW; unset: those of the learner. They have no effect on matrices that Muon updates."""
+    """The decay rates β of AdamW; unset: the learner's. They have no effect on matrices that Muon updates."""
 
     @model_validator(mode="after")
-    def _sets_something(self) -> ParameterGroup:
-        """Refuse a group that changes nothing."""
+    def _refuse_group_without_effect(self) -> ParameterGroup:
+        """Refuse a group without any setting."""
         if self.lr_scale == 1.0 and self.weight_decay is None and self.betas is None:
             raise ConfigError(
                 f"learner.optimizer.groups: the group {', '.join(self.names)} changes nothing",
@@ -177,7 +178,7 @@ class ParameterGroup(Section):
 
 
 class OptimizerConfig(Section):
-    """The settings of the kind of optimizer; rates, decay and clipping are settings of the learner."""
+    """The kind of optimizer and its parameter groups; rates, decay and clipping are settings of the learner."""
 
     kind: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     """The optimizer. ``muon`` makes orthogonal updates for the matrices between embeddings and head, scaled to the size
@@ -189,7 +190,7 @@ class OptimizerConfig(Section):
     """Weights with settings of their own, one table ``[[learner.optimizer.groups]]`` each."""
 
     @model_validator(mode="after")
-    def _momentum_is_muons(self) -> OptimizerConfig:
+    def _refuse_momentum_without_muon(self) -> OptimizerConfig:
         """Refuse the momentum of Muon for another optimizer."""
         if self.kind != "muon" and self.momentum != type(self).model_fields["momentum"].default:
             raise ConfigError(

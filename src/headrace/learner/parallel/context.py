@@ -1,14 +1,15 @@
-"""One micro-batch over several ranks: each computes some of its tokens, and attends to the keys and values of all.
+"""Context parallelism: several ranks share the tokens of one micro-batch, and each attends to the keys and values of
+all tokens.
 
-    tokens   0 ──────────────────────────── M       cut into 2·C pieces; of C = 2 ranks the first computes
-             └── 0 ──┴── 1 ──┴── 1 ──┴── 0 ──┘      pieces 0 and 3, the second 1 and 2: equal work under causality
+    tokens   0 ──────────────────────────── M       divided into 2·C pieces; with C = 2 ranks, rank 0 computes
+             └── 0 ──┴── 1 ──┴── 1 ──┴── 0 ──┘      pieces 0 and 3, rank 1 pieces 1 and 2: equal causal work
 
-Outside attention, tokens do not depend on each other. In every layer each rank gathers the keys and values of all ranks
-(Llama 3, §3.3.2, "all-gather based"); in the backward pass their gradients are summed and returned to the ranks that
-computed the tokens.
+Outside attention, tokens do not depend on each other. In every layer, each rank gathers the keys and values of all
+ranks (Llama 3, §3.3.2, "all-gather based"). In the backward pass, their gradients are summed, and each rank gets the
+gradients of its own tokens.
 
-Shape legend: M tokens of a micro-batch, N tokens of it on this rank (the same number on every rank, padded), C ranks,
-S sequences of the micro-batch, H query heads, K key-value heads, D head size.
+Shape legend: M tokens of a micro-batch, N tokens on this rank (padded to the same number on every rank), C ranks, S
+sequences of the micro-batch, H query heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from headrace.models.recurrent.base import Key, Recurrence, Tensors
 Index = npt.NDArray[np.int64]
 
 MASKED_ROWS = 2048
-"""Greatest number of queries in one call that needs an explicit mask."""
+"""The most queries in a call with an explicit mask."""
 
-# gate: getattr - torch 2.13 renamed them and warns of the old names
+# gate: getattr - torch 2.13 renamed these functions, and warns about the old names
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -49,38 +50,38 @@ class Pieces:
     """
 
     def __init__(self, num_tokens: int, num_ranks: int) -> None:
-        """Cut ``num_tokens`` tokens into two pieces for each of ``num_ranks`` ranks."""
+        """Divide ``num_tokens`` tokens into two pieces for each of ``num_ranks`` ranks."""
         self.num_tokens = num_tokens
         self.num_ranks = num_ranks
         self._size = -(-num_tokens // (2 * num_ranks))
 
     @property
     def per_rank(self) -> int:
-        """N, the number of positions of each rank; the last of them may be padding."""
+        """N, the number of tokens of each rank, including padding at the end."""
         return 2 * self._size
 
     def of(self, rank: int) -> Index:
         """Return the indices in the micro-batch of the tokens that ``rank`` computes, ascending."""
-        both = [self._piece(rank), self._piece(2 * self.num_ranks - 1 - rank)]
-        return np.concatenate(both)
+        pieces = [self._piece(rank), self._piece(2 * self.num_ranks - 1 - rank)]
+        return np.concatenate(pieces)
 
     def _piece(self, number: int) -> Index:
-        """Return the indices of the tokens of piece ``number``, which counts from 0 to 2·C − 1; the last pieces may be
-        shorter or empty."""
+        """Return the indices of the tokens of piece ``number`` (0 to 2·C − 1); the last pieces may be shorter or
+        empty."""
         first = min(number * self._size, self.num_tokens)
         return np.arange(first, min(first + self._size, self.num_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Consecutive tokens of one sequence that are computed on this rank, for which attention is one call."""
+    """Consecutive tokens of one sequence on this rank, whose attention is computed in one call."""
 
     rows: slice
     """The rows of these tokens on this rank."""
     first: int
-    """Position of the first token in its sequence."""
+    """The position of the first token of the run in its sequence."""
     start: int
-    """Index of the first token of the sequence in the micro-batch."""
+    """The index in the micro-batch of the first token of the sequence."""
 
     @property
     def length(self) -> int:
@@ -89,8 +90,9 @@ class _Run:
 
 
 class ContextPlan:
-    """Block-diagonal causal attention of one rank's tokens (see :class:`headrace.models.attention.Plan`). ``lengths_S``
-    is the number of tokens of each sequence of the micro-batch, and ``group`` holds the C ranks that share it."""
+    """The plan of block-diagonal causal attention for one rank's tokens (see :class:`headrace.models.attention.Plan`).
+    ``lengths_S`` is the number of tokens of each sequence of the micro-batch, and ``group`` the process group of the C
+    ranks that share it."""
 
     def __init__(
         self,
@@ -100,8 +102,9 @@ class ContextPlan:
         device: torch.device,
         compute: Compute | None = None,
     ) -> None:
-        """Lay out the tokens of this rank. ``pieces`` says which tokens of the micro-batch each rank of ``group``
-        computes; ``compute`` is how flex attention is computed, ``None`` for one call for each run of tokens."""
+        """Compute the positions, runs and gathering order of this rank's tokens. ``pieces`` assigns the tokens of the
+        micro-batch to the ranks of ``group``. ``compute`` is the function for flex attention; ``None``: attention is
+        one call for each run of tokens."""
         self._group = group
         rank = dist.get_rank(group)
         places = [pieces.of(other) for other in range(pieces.num_ranks)]
@@ -111,23 +114,23 @@ class ContextPlan:
         self._padding = pieces.per_rank - len(mine)
         positions = np.concatenate([mine - starts_M[mine], np.zeros(self._padding, np.int64)])
         self.positions_N = torch.from_numpy(positions).to(device)
-        found_M = np.empty(pieces.num_tokens, np.int64)
+        gathered_at_M = np.empty(pieces.num_tokens, np.int64)
         for other, theirs in enumerate(places):
-            found_M[theirs] = other * pieces.per_rank + np.arange(len(theirs))
-        self._found_M = torch.from_numpy(found_M).to(device)
+            gathered_at_M[theirs] = other * pieces.per_rank + np.arange(len(theirs))
+        self._gathered_at_M = torch.from_numpy(gathered_at_M).to(device)
         self._flex: FlexMask | None = None
         if compute is not None:
             whole = Reach.of(lengths_S)
             self._flex = FlexMask(whole.take(mine, self._padding), whole, device, compute)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Return the attention ``[N, H, D]`` of this rank's tokens over the keys and values of all ranks, under the
-        mask that ``rule`` describes; zeros for the padding. The model's attention layers call it."""
+        """Return the attention ``[N, H, D]`` of this rank's tokens over the keys and values of all ranks, with the mask
+        that ``rule`` describes; zeros for the padding. Called by the model's attention layers."""
         if self._flex is not None:
             return self._flex.attend(query_NHD, self._gather(key_NKD), self._gather(value_NKD), rule)
         key, value = (self._gather(tensor).transpose(0, 1)[None] for tensor in (key_NKD, value_NKD))
         query = query_NHD.transpose(0, 1)[None]
-        # a run that needs a mask is computed in blocks, which bound the memory of the mask
+        # a run that needs a mask is computed in blocks, to limit the memory of the mask
         blocks = [block for run in self._runs for block in _blocks(run, rule)]
         parts = [self._attend(query, key, value, block, rule) for block in blocks]
         parts.append(query_NHD.new_zeros(self._padding, query_NHD.shape[1], value_NKD.shape[2]))
@@ -150,18 +153,18 @@ class ContextPlan:
         )
 
     def _gather(self, tensor_NKD: Tensor) -> Tensor:
-        """Return the keys or values of all tokens of the micro-batch, in their order, ``[M, K, D]``, from those of this
-        rank's tokens."""
-        return gather(tensor_NKD, self._group).index_select(0, self._found_M)
+        """Return the keys or values of all tokens of the micro-batch, in their order, ``[M, K, D]``. ``tensor_NKD`` are
+        the keys or values of this rank's tokens."""
+        return gather(tensor_NKD, self._group).index_select(0, self._gathered_at_M)
 
     @staticmethod
     def _attend(query: Tensor, key: Tensor, value: Tensor, run: _Run, rule: Rule) -> Tensor:
-        """Return the attention ``[length, H, D]`` of the tokens of one run over the keys that they may see. ``query``
-        is ``[1, H, N, D]``; ``key`` and ``value`` are ``[1, K, M, D]``."""
+        """Return the attention ``[length, H, D]`` of the tokens of one run over the keys that the rule allows.
+        ``query`` is ``[1, H, N, D]``; ``key`` and ``value`` are ``[1, K, M, D]``."""
         end = run.first + run.length
         begin = max(0, run.first + 1 - (rule.window or end), run.first // rule.chunk * rule.chunk if rule.chunk else 0)
-        seen = slice(run.start + begin, run.start + end)
-        query, key, value = query[:, :, run.rows], key[:, :, seen], value[:, :, seen]
+        keys = slice(run.start + begin, run.start + end)
+        query, key, value = query[:, :, run.rows], key[:, :, keys], value[:, :, keys]
         mask: Any = None
         if _masked(run, rule):
             rows = torch.arange(run.first, end, device=query.device)
@@ -172,14 +175,14 @@ class ContextPlan:
 
 
 def _masked(run: _Run, rule: Rule) -> bool:
-    """Return whether attention of the run needs an explicit mask, because ``rule`` is more than plain causal attention
-    for it."""
+    """Return whether the attention of the run needs an explicit mask, because ``rule`` is not plain causal attention
+    for its positions."""
     return not rule.plain or rule.limits(run.first + run.length)
 
 
 def _blocks(run: _Run, rule: Rule) -> list[_Run]:
-    """Divide a run whose attention needs a mask into blocks of at most ``MASKED_ROWS`` rows, to bound the mask's
-    memory."""
+    """Divide a run whose attention needs a mask into blocks of at most ``MASKED_ROWS`` rows, to limit the memory of the
+    mask. Other runs stay whole."""
     if not _masked(run, rule):
         return [run]
     return [
@@ -194,7 +197,7 @@ def _blocks(run: _Run, rule: Rule) -> list[_Run]:
 
 def _runs(mine: Index, starts_M: Index) -> list[_Run]:
     """Return the runs of consecutive tokens of one sequence among this rank's tokens, whose indices in the micro-batch
-    are ``mine``. ``starts_M`` holds the index at which the sequence of each token begins."""
+    are ``mine``. ``starts_M`` is the index at which the sequence of each token begins."""
     breaks = np.flatnonzero((np.diff(mine) != 1) | (np.diff(starts_M[mine]) != 0)) + 1
     edges = [0, *breaks.tolist(), len(mine)] if len(mine) else []
     return [
@@ -204,29 +207,29 @@ def _runs(mine: Index, starts_M: Index) -> list[_Run]:
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks, concatenated along the first axis, for ranks with different losses: the backward
-    pass sums the gradients of all ranks."""
+    """Return the tensors of all ranks, concatenated along the first axis. It is for ranks with different losses: the
+    backward pass sums the gradients of all ranks."""
     apply: Any = _Gather.apply
     gathered: Tensor = apply(tensor.contiguous(), group)
     return gathered
 
 
 def gather_shared(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks, concatenated along the first axis, for ranks that compute the same loss from
-    them: the backward pass gives each rank the gradient of its part."""
+    """Return the tensors of all ranks, concatenated along the first axis. It is for ranks that compute the same loss
+    from the result: the backward pass returns to each rank the gradient of its part, without communication."""
     apply: Any = _GatherShared.apply
     gathered: Tensor = apply(tensor.contiguous(), group)
     return gathered
 
 
 class _Gather(torch.autograd.Function):
-    """The function behind :func:`gather`: an all-gather whose backward pass is a reduce-scatter."""
+    """The autograd function of :func:`gather`: an all-gather whose backward pass is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return the tensors of all ranks of ``group``, concatenated along the first axis."""
         ctx.group = group
-        return _all(tensor, group)
+        return _all_gather(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -239,13 +242,13 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherShared(torch.autograd.Function):
-    """The function behind :func:`gather_shared`: an all-gather whose backward pass sends nothing."""
+    """The autograd function of :func:`gather_shared`: an all-gather whose backward pass does not communicate."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return the tensors of all ranks of ``group``, concatenated along the first axis."""
         ctx.group = group
-        return _all(tensor, group)
+        return _all_gather(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -254,8 +257,8 @@ class _GatherShared(torch.autograd.Function):
         return gradient.tensor_split(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
 
 
-def _all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks of ``group``, of the same shape on each, concatenated along the first axis;
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks of ``group``, which must have the same shape, concatenated along the first axis;
     without gradient."""
     out = tensor.new_empty(tensor.shape[0] * dist.get_world_size(group), *tensor.shape[1:])
     _ALL_GATHER(out, tensor, group=group)

@@ -1,12 +1,12 @@
-"""Snapshots of a learner's model, its optimizer and its auxiliary models, which any number of ranks can read.
+"""The snapshots of a learner's model, its optimizer and its auxiliary models, which any number of ranks can restore.
 
     one process      ``model.safetensors``, ``optimizer.safetensors``: whole tensors
-    several ranks    ``shard-0000r-of-0000R.safetensors``: what rank r holds of everything (saving.py, parts.py);
-                     ``model-*.safetensors``: the weights once more, whole, made of the shards beside the training
-    an adapter       the first rank writes it, with its moments, as one process does: every rank has the whole of it
+    several ranks    ``shard-0000r-of-0000R.safetensors``: the parts of all tensors on rank r (saving.py, parts.py);
+                     ``model-*.safetensors``: the whole weights once more, written from the shards during training
+    an adapter       rank 0 writes it with its moments, like one process, since every rank has the whole adapter
 
-A snapshot is an ordinary model directory in each case. A rank that restores it reads only the parts that it holds, from
-the shards, or from the whole tensors of one process and of older programs. Nothing is pickled.
+In each case a snapshot is an ordinary model directory. A rank restores only its own parts, from the shards, or from the
+whole tensors that one process or an older version of Headrace has written. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -51,34 +51,34 @@ class Snapshot:
         ranks: AnyRanks,
         auxiliary: Sequence[AuxiliaryModel] = (),
     ) -> None:
-        """Take the parts whose state is written and read; ``auxiliary`` are the learner's auxiliary models."""
+        """Use these parts of a learner, whose state is written and restored; ``auxiliary`` are its auxiliary models."""
         self._model = model
         self._optimizer = optimizer
         self._ranks = ranks
         self._auxiliary = auxiliary
 
     def begin(self, directory: Path, step: int, model_dir: Path) -> Callable[[], None]:
-        """Begin a snapshot for the training step ``step`` in the existing ``directory``; the tokenizer's files come
-        from ``model_dir``. Return the rest of the work, which each rank must call once: with several ranks and no
-        adapter only a copy of the tensors has been made, and the rest may run in a thread while training goes on.
-        Otherwise everything is written at once, and the rest is nothing.
+        """Start a snapshot after ``step`` training steps in the existing ``directory``; the tokenizer's files are
+        copied from ``model_dir``. Return a function that completes it, which each rank must call once. With several
+        ranks and no adapter, the tensors have only been copied, and the function may run in a thread while training
+        continues. Otherwise everything has been written, and the function does nothing.
 
-        Both raise :class:`~headrace.base.errors.CheckpointError` on every rank if one of them cannot write; the
-        directory is removed.
+        Both raise :class:`~headrace.base.errors.CheckpointError` on every rank if one rank cannot write; the directory
+        is then removed.
         """
         if isinstance(self._ranks, Ranks) and not is_adapted(self._model):
             self._ranks.open_beside()
             numbers = {STEP: step, UPDATES: self._optimizer.updates}
-            begun = ShardedSnapshot(self._model, self._ranks, directory, numbers)
-            begun.copy(list(self._sources()))
+            sharded = ShardedSnapshot(self._model, self._ranks, directory, numbers)
+            sharded.copy(list(self._sources()))
             if self._ranks.is_leader:
-                begun.add(_RANDOM_STATE, torch.get_rng_state())
-            return partial(begun.write, model_dir)
+                sharded.add(_RANDOM_STATE, torch.get_rng_state())
+            return partial(sharded.write, model_dir)
         self._save_as_one(directory, step, model_dir)
         return lambda: None
 
     def _sources(self) -> Iterator[SourceTensor]:
-        """Yield everything that a snapshot of several ranks holds, in the same order on every rank."""
+        """Yield all tensors of a snapshot of several ranks, in the same order on every rank."""
         for name, tensor in (weight_tensors(self._model) | fixed_buffers(self._model)).items():
             yield SourceTensor(label=f"{WEIGHT}{name}", part=local(tensor.detach()), like=tensor)
         for one in self._optimizer.trained:
@@ -89,8 +89,8 @@ class Snapshot:
                 yield SourceTensor(label=f"{model.name}|{label}", part=local(tensor.detach()), like=tensor)
 
     def _save_as_one(self, directory: Path, step: int, model_dir: Path) -> None:
-        """Write everything into ``directory`` on the first rank, which has all of it, while the others wait. Raises
-        :class:`~headrace.base.errors.CheckpointError` on every rank if it cannot."""
+        """Write all files into ``directory`` on rank 0, which has all tensors whole, while the other ranks wait. Raises
+        :class:`~headrace.base.errors.CheckpointError` on every rank if rank 0 cannot write."""
         failed: CheckpointError | None = None
         if self._ranks.is_leader:
             beside = {f"{one.name}{_ENDING}": _in_host(one.state()) for one in self._auxiliary if one.has_state}
@@ -106,11 +106,11 @@ class Snapshot:
             except CheckpointError as error:
                 failed = error
         words = [failed.problem, failed.remedy] if failed else []
-        if said := msgspec.json.decode(self._ranks.gather(msgspec.json.encode(words))[0], type=list[str]):
-            raise CheckpointError(said[0], remedy=said[1]) from failed
+        if problem := msgspec.json.decode(self._ranks.gather(msgspec.json.encode(words))[0], type=list[str]):
+            raise CheckpointError(problem[0], remedy=problem[1]) from failed
 
     def _moments(self) -> dict[str, Tensor]:
-        """Return the optimizer's tensors by ``weight|moment``; this rank has the whole of each."""
+        """Return the optimizer's tensors by ``weight|moment``; this rank has them whole."""
         if self._optimizer.plain:
             assert self._optimizer.adamw is not None  # an optimizer without Muon
             return snapshot.moments_of(self._model, self._optimizer.adamw)
@@ -119,9 +119,9 @@ class Snapshot:
         return {f"{name}|{key}": part.contiguous() for name, key, part in states}
 
     def restore_weights(self, directory: Path) -> None:
-        """Copy the weights saved in ``directory`` into the model, in place, and from there into the optimizer's float32
-        masters. From a snapshot of several ranks each rank reads its own part; from other directories, whose weights
-        may have other names and forms, a second model is loaded.
+        """Copy the weights in ``directory`` into the model, in place, and into the optimizer's float32 masters. From
+        the shards of several ranks, each rank reads its own part. For other directories, whose weights may have other
+        names and shapes, a second model is loaded.
 
         Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model.
         """
@@ -136,16 +136,17 @@ class Snapshot:
 
     @torch.no_grad()
     def _restore_shards(self, directory: Path, shards: list[Path]) -> None:
-        """Read this rank's part of the weights from the ``shards`` of the snapshot ``directory``. Raises
-        :class:`~headrace.base.errors.CheckpointError` if they belong to another model, or cannot be read."""
-        with _usable(directory, "weights"):
+        """Read this rank's part of the weights from ``shards``, the files of the snapshot ``directory``, into the
+        model. Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model, or cannot be
+        read."""
+        with _reading(directory, "weights"):
             saved = SavedParts(shards).under(WEIGHT)
-            held = weight_tensors(self._model) | fixed_buffers(self._model)
-            if {name: tensor.shape for name, tensor in held.items()} != {
+            model_tensors = weight_tensors(self._model) | fixed_buffers(self._model)
+            if {name: tensor.shape for name, tensor in model_tensors.items()} != {
                 name: one.shape for name, one in saved.items()
             }:
-                raise _of_another(directory, self._model)
-            for name, tensor in held.items():
+                raise _other_model_error(directory, self._model)
+            for name, tensor in model_tensors.items():
                 local(tensor.detach()).copy_(part_of(saved[name], tensor))
 
     @torch.no_grad()
@@ -153,29 +154,31 @@ class Snapshot:
         """Load this rank's part of the weights in ``directory`` into the model. Raises
         :class:`~headrace.base.errors.CheckpointError` if they belong to another model."""
         dtype: Any = str(self._model.dtype).removeprefix("torch.")
-        held = weight_tensors(self._model)
+        model_tensors = weight_tensors(self._model)
         try:
             saved = weight_tensors(load_sharded(ModelConfig(path=str(directory), dtype=dtype), ranks))
         except ModelError as error:
             raise CheckpointError(
                 f"snapshot {directory} holds no usable weights: {error.problem}", remedy="resume from an older snapshot"
             ) from error
-        if {name: tensor.shape for name, tensor in held.items()} != {name: t.shape for name, t in saved.items()}:
-            raise _of_another(directory, self._model)
-        for name, tensor in held.items():
+        if {name: tensor.shape for name, tensor in model_tensors.items()} != {
+            name: t.shape for name, t in saved.items()
+        }:
+            raise _other_model_error(directory, self._model)
+        for name, tensor in model_tensors.items():
             local(tensor.detach()).copy_(local(saved[name].detach()))
 
     def restore_optimizer(self, directory: Path) -> int:
-        """Restore the optimizer's moments, the float32 masters and the random state, each rank its own shard, and
-        return the number of the training step at which they were saved.
+        """Restore this rank's parts of the optimizer's moments and of the float32 masters, and the random state. Return
+        the number of training steps before the snapshot.
 
         Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
         model.
         """
         if is_adapted(self._model):
-            assert self._optimizer.adamw is not None  # refused at load
+            assert self._optimizer.adamw is not None  # settings with an adapter and without AdamW are refused
             return snapshot.restore_optimizer(directory, self._model, self._optimizer.adamw)
-        with _usable(directory, "optimizer"):
+        with _reading(directory, "optimizer"):
             shards = shards_of(directory)
             files = shards or _all_files(directory, "optimizer")
             saved = SavedParts(files)
@@ -196,7 +199,7 @@ class Snapshot:
             return step
 
     def restore_auxiliary(self, directory: Path) -> None:
-        """Restore the saved states of the auxiliary models.
+        """Restore the states of the auxiliary models from the snapshot ``directory``.
 
         Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged, or from other
         settings.
@@ -217,9 +220,9 @@ class Snapshot:
 
 
 @contextmanager
-def _usable(directory: Path, what: str) -> Iterator[None]:
-    """Raise an error of the body that reads the snapshot ``directory`` as
-    :class:`~headrace.base.errors.CheckpointError`; ``what`` names what is read."""
+def _reading(directory: Path, what: str) -> Iterator[None]:
+    """Return a context in which an error while reading the snapshot ``directory`` becomes a
+    :class:`~headrace.base.errors.CheckpointError`. ``what`` names the contents that are read, for the error."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -229,7 +232,7 @@ def _usable(directory: Path, what: str) -> Iterator[None]:
         ) from None
 
 
-def _of_another(directory: Path, model: PreTrainedModel) -> CheckpointError:
+def _other_model_error(directory: Path, model: PreTrainedModel) -> CheckpointError:
     """Return the error for weights in ``directory`` that do not belong to ``model``."""
     return CheckpointError(
         f"the weights in {directory} are of another model than {type(model).__name__} as configured",
@@ -238,8 +241,8 @@ def _of_another(directory: Path, model: PreTrainedModel) -> CheckpointError:
 
 
 def _all_files(directory: Path, kind: str) -> list[Path]:
-    """Return the files of whole tensors of one ``kind``, which one process, or the ranks of an older program, have
-    written. Raises ``OSError`` unless there are all of them."""
+    """Return the files with whole tensors of one ``kind``, which one process or an older version of Headrace has
+    written. Raises ``OSError`` if a file is missing."""
     files = sorted(directory.glob(f"{kind}*.safetensors"))
     if not files or len(files) != number_of_files(files[0]):
         raise OSError(f"of {kind}*.safetensors there are {len(files)} files, and not all")
@@ -247,5 +250,5 @@ def _all_files(directory: Path, kind: str) -> list[Path]:
 
 
 def _in_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the named tensors in host memory, by name."""
+    """Return copies of the tensors in host memory, by name."""
     return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in named}

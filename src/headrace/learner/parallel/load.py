@@ -1,4 +1,5 @@
-"""Loading of a model whose parameters are sharded from the start, so that no rank ever holds a whole one."""
+"""The loading of a model whose parameters are sharded from the start, so that no rank ever has the whole model in
+memory."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from headrace.models.text_part import trunk_name
 
 
 def load_for(config: ModelConfig, ranks: AnyRanks) -> PreTrainedModel:
-    """Return the model of a learner: whole in one process, otherwise sharded over ``ranks``."""
+    """Load and return the model of a learner: whole in one process, sharded over ``ranks`` otherwise."""
     if not isinstance(ranks, Ranks):
         return load.load_model(config, str(ranks.device))
     ranks.config.refuse_settings(config)
@@ -36,8 +37,8 @@ def load_for(config: ModelConfig, ranks: AnyRanks) -> PreTrainedModel:
 
 
 def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
-    """Return the same model as :func:`headrace.models.load.load_model`, with the same refusals, sharded over ``ranks``.
-    All ranks must call it together; each reads its own part of the files.
+    """Load and return the same model as :func:`headrace.models.load.load_model`, with the same checks, sharded over
+    ``ranks``. All ranks must call it together; each reads its own part of the files.
 
     Raises :class:`~headrace.base.errors.ModelError`, and :class:`~headrace.base.errors.ConfigError` if the model cannot
     be sharded in this way.
@@ -48,9 +49,9 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
 
     logging.disable_progress_bar()
     dtype = getattr(torch, config.dtype)
-    with _refusing_together(config, ranks):  # each machine may have other files and libraries
-        read = _readable(config, ranks.config)
-    with _refusing_together(config, ranks):  # each reads its own part of the files, and a number that is none is in one
+    with _refusing_together(config, ranks):  # files and libraries may differ between machines
+        read = _checked_config(config, ranks.config)
+    with _refusing_together(config, ranks):  # each rank reads its own part, so a NaN is found by one rank
         with settings.BUILDING:
             model, info = causal_class(read).from_pretrained(  # type: ignore[union-attr]
                 settings.model_directory(config.path),
@@ -61,15 +62,15 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # and refused below, with their names
+                ignore_mismatched_sizes=True,  # refused below, by name
                 distributed_config=distributed(ranks.config, read, dtype),
             )
         _compute_buffers(model)
         load.refuse_incomplete(config.path, info)
         load.refuse_superfluous(config.path, model, info)
         weights.refuse_not_finite(model, config.path)
-        if joined := _wrongly_joined(model):
-            words = f"its files hold parts of {joined}, which transformers joins in a wrong order"
+        if parameter := _misplaced_parameter(model):
+            words = f"its files hold parts of {parameter}, which transformers joins in a wrong order"
             raise _unshardable(config, model, words)
         if config.lora is not None:
             adapt(model, config.lora, config.path, ranks)
@@ -84,8 +85,8 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
 
 
 def _check(model: PreTrainedModel, config: ModelConfig, ranks: Ranks) -> None:
-    """Raise :class:`~headrace.base.errors.HeadraceError` for a model that these ranks cannot compute as one process
-    does, found by short forward passes. All ranks must call it together."""
+    """Raise :class:`~headrace.base.errors.HeadraceError` for a model for which short forward passes show that these
+    ranks do not compute the same as one process. All ranks must call it together."""
     trunk = model._modules.get(trunk_name(model)) or model
     if ranks.config.num_averaged > 1 and not any(isinstance(each, FSDPModule) for each in trunk.modules()):
         raise _unshardable(config, model, "transformers has no plan that shards its layers")
@@ -95,7 +96,7 @@ def _check(model: PreTrainedModel, config: ModelConfig, ranks: Ranks) -> None:
             f"{own_class(model).__name__}: {reason}",
             remedy="set learner.parallel.context = 1",
         )
-    # the ranks compute this together and find the same; one that fails alone must end, not wait for the others
+    # all ranks compute this together with the same result; a rank that fails alone must end, and not wait for others
     calls: list[nn.Module] = []
     handle = trunk.register_forward_hook(lambda trunk, *_: calls.append(trunk))
     try:
@@ -113,8 +114,8 @@ def _check(model: PreTrainedModel, config: ModelConfig, ranks: Ranks) -> None:
 
 
 def _check_with_gradient(model: PreTrainedModel, path: str) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` for a model that its ranks compute only without a gradient: some
-    change a distributed tensor in place."""
+    """Raise :class:`~headrace.base.errors.ModelError` for a model whose pass with gradient fails on these ranks,
+    because it changes a distributed tensor in place, for example."""
     ids_N = torch.arange(4, device=model.device) % model.config.vocab_size
     try:
         attention.forward(model, ids_N, attention.PackedPlan([4], model.device))
@@ -122,10 +123,10 @@ def _check_with_gradient(model: PreTrainedModel, path: str) -> None:
         raise ModelError(f"model.path={path!r}: a pass with a gradient fails: {error}", remedy="") from error
 
 
-def _wrongly_joined(model: PreTrainedModel) -> str:
-    """Return the name of a parameter whose rows come from several tensors of the files, and are distributed over ranks;
-    empty if there is none. transformers 5.23 distributes each of those tensors before it joins them, so that the rows
-    of a rank are not those that it should have."""
+def _misplaced_parameter(model: PreTrainedModel) -> str:
+    """Return the name of a parameter that is concatenated by rows from several tensors of the files and divided by rows
+    among ranks; empty if there is none. transformers 5.23 divides each of these tensors before it concatenates them, so
+    that the ranks get wrong rows."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, WeightConverter
 
@@ -136,21 +137,22 @@ def _wrongly_joined(model: PreTrainedModel) -> str:
         if any(isinstance(each, Concatenate) and each.dim == 0 for each in converter.operations)
         for end in converter.target_patterns
     ]
-    sharded = (name for name, one in model.named_parameters() if isinstance(one, DTensor) and _cut_by_rows(one))
+    sharded = (name for name, one in model.named_parameters() if isinstance(one, DTensor) and _is_divided_by_rows(one))
     return next((name for name in sharded if any(re.search(end, name) for end in joining)), "")
 
 
-def _cut_by_rows(tensor: DTensor) -> bool:
-    """Return whether the rows of a tensor, its first axis, are distributed over ranks."""
+def _is_divided_by_rows(tensor: DTensor) -> bool:
+    """Return whether the rows (the first axis) of a tensor are divided among ranks."""
     return any(placement.is_shard(0) for placement in tensor.placements)
 
 
 def _use_all_experts(model: PreTrainedModel) -> None:
-    """Give the weights of experts a gradient in every pass of a model that has experts without weights (LongCat-Flash):
-    a pass may choose those alone, and ranks that reduce different gradients would fail, or wait for each other."""
+    """Make every pass of a model that has experts without weights (LongCat-Flash) compute a gradient for all weights of
+    experts. Otherwise, if a pass chooses only experts without weights, ranks would reduce different gradients, and fail
+    or wait for each other."""
 
     def with_weights(experts: nn.Module, args: object, output: Tensor) -> Tensor:
-        """Return the output of the experts unchanged, as one that depends on all their weights; a forward hook."""
+        """Return the output of the experts unchanged, but dependent on all their weights; a forward hook."""
         for weight in experts.parameters():
             output = output + weight[:0].sum()  # zero, with a gradient of zeros
         return output
@@ -161,7 +163,7 @@ def _use_all_experts(model: PreTrainedModel) -> None:
 
 
 def _whole_sequences_only(model: PreTrainedModel) -> str:
-    """Return why a sequence of this model cannot lie on several ranks; empty if it can."""
+    """Return why a sequence of this model cannot be divided among several ranks; empty if it can."""
     if recurrent.recurrent_layers(model):
         return "the state of its recurrent layers cannot be handed from rank to rank"
     if any(map(indexed.is_indexer, model.modules())):
@@ -169,9 +171,9 @@ def _whole_sequences_only(model: PreTrainedModel) -> str:
     return ""
 
 
-def _readable(config: ModelConfig, parallel: ParallelConfig) -> PreTrainedConfig:
-    """Return the settings of a model whose files can be read and sharded. Raises :class:`ModelError` and
-    :class:`ConfigError`."""
+def _checked_config(config: ModelConfig, parallel: ParallelConfig) -> PreTrainedConfig:
+    """Return transformers' configuration of the model, after checking that its files can be read and sharded. Raises
+    :class:`ModelError` and :class:`ConfigError`."""
     if parallel.world > 1:
         refuse_libraries()
     directory = settings.model_directory(config.path)
@@ -184,7 +186,7 @@ def _readable(config: ModelConfig, parallel: ParallelConfig) -> PreTrainedConfig
 
 
 def _unshardable(config: ModelConfig, model: PreTrainedModel, reason: str) -> ConfigError:
-    """Return the error for a model that several ranks cannot train, for ``reason``."""
+    """Return the error for a model that several ranks cannot train, because of ``reason``."""
     kind = own_class(model)
     return ConfigError(
         f"a learner on several ranks with model.path={config.path!r}, which is a {kind.__name__}: {reason}",
@@ -193,8 +195,8 @@ def _unshardable(config: ModelConfig, model: PreTrainedModel, reason: str) -> Co
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that are in no file again: where parameters are sharded as they are read, transformers leaves
-    some of them as the memory was, such as the multipliers of FalconH1."""
+    """Compute the buffers that are not in the files. When parameters are sharded while they are read, transformers
+    leaves some of these buffers uninitialised, such as the multipliers of FalconH1."""
     from accelerate import init_empty_weights  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     with init_empty_weights(include_buffers=False):
@@ -204,16 +206,16 @@ def _compute_buffers(model: PreTrainedModel) -> None:
         for name, one in model.named_buffers():
             if name in in_files:
                 continue
-            if computed[name].shape != one.shape:  # it would stay as the memory was
+            if computed[name].shape != one.shape:  # it would stay uninitialised
                 raise ValueError(f"the buffer {name} of {list(one.shape)} is computed as {list(computed[name].shape)}")
             one.copy_(computed[name])
 
 
 @contextmanager
 def _refusing_together(config: ModelConfig, ranks: Ranks) -> Iterator[None]:
-    """Raise on every rank what the body raised on one, or the first of them: the others would wait for that rank. It
-    becomes a :class:`~headrace.base.errors.ModelError`, unless it is a :class:`~headrace.base.errors.ConfigError`. The
-    ranks must not communicate in the body."""
+    """Return a context after which every rank raises an error if the body has failed on any rank (the error of the
+    first of these ranks), so that no rank waits for it. The error becomes a :class:`~headrace.base.errors.ModelError`,
+    unless it is a :class:`~headrace.base.errors.ConfigError`. The ranks must not communicate in the body."""
     failed: HeadraceError | None = None
     try:
         yield
@@ -227,35 +229,37 @@ def _refusing_together(config: ModelConfig, ranks: Ranks) -> Iterator[None]:
         )
         failed.__cause__ = error
     words = [isinstance(failed, ConfigError), failed.problem, failed.remedy] if failed else []
-    said = [json.loads(each) for each in ranks.gather(json.dumps(words).encode())]
-    rank = next((rank for rank, each in enumerate(said) if each), None)
+    reports = [json.loads(each) for each in ranks.gather(json.dumps(words).encode())]
+    rank = next((rank for rank, each in enumerate(reports) if each), None)
     if rank is not None:
-        of_config, problem, remedy = said[rank]
-        if not all(said):
+        of_config, problem, remedy = reports[rank]
+        if not all(reports):
             problem = f"on rank {rank} of the learner, {problem}"
         raise (ConfigError if of_config else ModelError)(problem, remedy=remedy) from failed
 
 
 def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """Return transformers' settings for the ranks. Ranks that share a context count as ranks with different data there,
-    because their gradients are summed, too."""
+    """Return transformers' settings for the ranks. Context-parallel ranks count there as ranks with different data,
+    because their gradients are also summed."""
     from transformers.distributed import DistributedConfig
 
     from headrace.models.text_part import causal_class
 
-    # By itself it gathers the last norm and the head as one group, whose hooks break where the head runs twice.
+    # By default the last norm and the head are gathered as one group, whose hooks break if the head runs twice.
     causal = causal_class(model)
     assert causal is not None, "architectures without a causal language model are refused before"
     with torch.device("meta"):
         base = trunk_name(causal(model))
     plan = model.base_model_fsdp_plan or {}
-    apart = {f"{base}.{name}": "free_full_weight" for name, style in plan.items() if style == "keep_full_weight"}
+    separate_plan = {
+        f"{base}.{name}": "free_full_weight" for name, style in plan.items() if style == "keep_full_weight"
+    }
     return DistributedConfig(
         tp_size=config.tensor,
         fsdp_size=config.data * config.context,
         dp_replicate_size=config.replicate,
         ep_size=config.expert,
-        fsdp_plan=apart if config.num_averaged > 1 else None,
+        fsdp_plan=separate_plan if config.num_averaged > 1 else None,
         fsdp_mixed_precision=dtype == torch.bfloat16,  # gradients are summed over the ranks in float32
     )
 
@@ -279,8 +283,8 @@ def refuse_libraries() -> None:
 
 
 def keep_inputs_only(model: PreTrainedModel) -> None:
-    """Keep only each layer's input, and compute the layer again in the backward pass. The model stays in evaluation
-    mode: only the layers themselves, not their submodules, are set to training."""
+    """Make the model keep only each layer's input for the backward pass, which computes the layer again. The model
+    stays in evaluation mode: only the layers themselves, not their submodules, are set to training mode."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     newer = getattr(model, "activation_checkpointing_enable", None)  # gate: getattr - renamed in transformers 5.23

@@ -1,10 +1,10 @@
-"""The ranks of one learner, and their communication.
+"""The ranks of one learner and their communication, as a mesh of three dimensions:
 
     samples   ranks with different micro-batches             (replicate · data)
-    context   ranks with different tokens of the same one
+    context   ranks with different tokens of the same micro-batch
     tensor    ranks with the same tokens and different parts of the matrices
 
-Numbers and bytes of the host travel over Gloo; tensors of the device over the device's own library. Nothing is pickled.
+Numbers and bytes in host memory are sent by Gloo; tensors of a GPU by NCCL. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from headrace.learner.parallel.config import ParallelConfig
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 SAMPLES, CONTEXT, TENSOR = "samples", "context", "tensor"
 LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "Timed out waiting", "gloo/transport")
-"""Parts of the messages of torch's libraries that mean that another rank has gone away."""
+"""Parts of error messages of torch's libraries which mean that another rank has ended."""
 
 
 class SingleRank:
-    """The only rank of a learner of one process, in place of :class:`Ranks`. It has no other ranks to communicate with,
-    so its methods return at once what they are given."""
+    """The interface of :class:`Ranks` for a learner of one process. Its methods return their arguments without
+    communication."""
 
     is_leader = True
     rank = share = part = 0
-    """The attributes of :class:`Ranks`: the only rank computes the only part of the only share."""
+    """The attributes of :class:`Ranks`: a single rank computes the single part of the single share."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make the only rank of a learner that computes on ``device``."""
+        """Create the single rank of a learner that computes on ``device``."""
         self.config = ParallelConfig()
         self.device = device
 
@@ -54,7 +54,7 @@ class SingleRank:
         return tensor
 
     def join_shares(self, column_N: Tensor) -> Tensor:
-        """Return ``column_N``, which holds the values of all tokens."""
+        """Return ``column_N``, which has the values of all tokens already."""
         return column_N
 
     def gather(self, message: bytes) -> list[bytes]:
@@ -66,7 +66,7 @@ class SingleRank:
         return [message]
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Return ``message``, which is that of the only rank."""
+        """Return ``message``, the message of the single rank."""
         return message or b""
 
     def wait(self) -> None:
@@ -74,7 +74,7 @@ class SingleRank:
         return
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing: an error travels as it is."""
+        """Return a context that does nothing: errors are raised unchanged."""
         return nullcontext()
 
 
@@ -82,16 +82,17 @@ class Ranks:
     """This process as one of the ranks of its learner. All ranks must call each method, in the same order."""
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
-        """Divide the ranks of torch's process group, which must have been joined, as ``config`` says."""
+        """Arrange the ranks of torch's process group, which must have been joined, in the mesh that ``config``
+        describes."""
         self.config = config
         self.device = device
         self.rank = dist.get_rank()
         shape = (config.num_shares, config.context, config.tensor)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=(SAMPLES, CONTEXT, TENSOR))
         self.share = mesh.get_local_rank(SAMPLES)
-        """Index of the share of the micro-batches that this rank computes."""
+        """The index of the share of the micro-batches that this rank computes."""
         self.part = mesh.get_local_rank(CONTEXT)
-        """Index of the part of their tokens that this rank computes."""
+        """The index of the part of their tokens that this rank computes."""
         self.context_group = mesh.get_group(CONTEXT)
         self.tensor_group = mesh.get_group(TENSOR)
         self._samples_group = mesh.get_group(SAMPLES)
@@ -103,26 +104,26 @@ class Ranks:
         return self.rank == 0
 
     def largest(self, number: int) -> int:
-        """Return the largest of the numbers with which the ranks call it."""
-        return int(_reduced(torch.tensor([number]), dist.ReduceOp.MAX)[0])
+        """Return the maximum of ``number`` over the ranks."""
+        return int(_reduce(torch.tensor([number]), dist.ReduceOp.MAX)[0])
 
     def sum(self, number: float) -> float:
-        """Return the sum of the numbers with which the ranks call it, with the same bits on every rank."""
-        return float(_reduced(torch.tensor([number], dtype=torch.float64), dist.ReduceOp.SUM)[0])
+        """Return the sum of ``number`` over the ranks, with the same bits on every rank."""
+        return float(_reduce(torch.tensor([number], dtype=torch.float64), dist.ReduceOp.SUM)[0])
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the tensors with which the ranks call it, in place and with the same bits on every rank."""
-        return _reduced(tensor, dist.ReduceOp.SUM)
+        """Sum ``tensor`` over the ranks, in place and with the same bits on every rank, and return it."""
+        return _reduce(tensor, dist.ReduceOp.SUM)
 
     def join_shares(self, column_N: Tensor) -> Tensor:
-        """Return the column that the shares make up together: ``column_N`` in host memory, in which each token has a
-        value in one share and 0 in the others, summed over the shares, in place."""
+        """Sum ``column_N``, in host memory, over the shares, in place, and return it. Each token has a value in one
+        share and 0 in all others, so the sum is the whole column."""
         dist.all_reduce(column_N, group=self._samples_group)
         return column_N
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the ``message`` of each rank, in order of rank; their lengths may differ."""
-        return _gathered(message, self.config.world, None)
+        """Return the ``message`` of each rank, in the order of the ranks; the lengths may differ."""
+        return _gather_messages(message, self.config.world, None)
 
     def open_beside(self) -> None:
         """Prepare for :meth:`gather_beside`; a second call does nothing."""
@@ -130,18 +131,19 @@ class Ranks:
             self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_s))
 
     def gather_beside(self, message: bytes) -> list[bytes]:
-        """Do what :meth:`gather` does, in one thread of each rank beside the one that calls the other methods: its
-        messages cannot be confused with theirs. :meth:`open_beside` must have been called."""
+        """Return the ``message`` of each rank like :meth:`gather`, but over a process group of its own, so that one
+        further thread of each rank can call it while the main thread calls the other methods. :meth:`open_beside` must
+        have been called."""
         assert self._beside is not None
-        return _gathered(message, self.config.world, self._beside)
+        return _gather_messages(message, self.config.world, self._beside)
 
     def gather_parts(self, message: bytes) -> list[bytes]:
-        """Return the ``message`` of the first tensor-parallel rank of each context part of each share, in order of
-        rank."""
+        """Return the ``message`` of the first tensor-parallel rank of each part of each share, in the order of the
+        ranks."""
         return self.gather(message)[:: self.config.tensor]
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Return the message of the leading rank, on every rank; the others pass ``None``."""
+        """Return the message of rank 0 on every rank; all other ranks pass ``None``."""
         size = torch.tensor([0 if message is None else len(message)])
         dist.broadcast(size, src=0)
         received = torch.empty(int(size), dtype=torch.uint8) if message is None else _tensor(message)
@@ -154,15 +156,15 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wrap a computation in which the ranks depend on each other. If this rank fails alone it cannot continue,
-        because the others wait for its part. Raises :class:`~headrace.base.errors.ComponentDied` with its rank for any
-        error of the block."""
+        """Return a context for a computation in which the ranks communicate. Any error in it becomes a
+        :class:`~headrace.base.errors.ComponentDied` that names this rank, because a rank that has failed alone cannot
+        continue: the other ranks wait for its part."""
         try:
             with explained_rank_loss(self.rank):
                 yield
         except ComponentDied:
             raise
-        except Exception as error:  # any error must end this process
+        except Exception as error:  # every error must end this process
             received, remedy = f"{type(error).__name__}: {error}", "the traceback is in its log"
             if isinstance(error, HeadraceError):
                 received, remedy = error.problem, error.remedy
@@ -172,15 +174,15 @@ class Ranks:
 
 
 AnyRanks = Ranks | SingleRank
-"""The processes over which a learner is spread: several ranks, or one alone."""
+"""The processes of a learner: several ranks, or a single one."""
 
 
 @contextmanager
 def joined(
     config: ParallelConfig, place: RankPlace, device: torch.device, rendezvous: str = "env://"
 ) -> Iterator[AnyRanks]:
-    """Join the other ranks at ``rendezvous``, if there are any, and yield this process's communication with them; leave
-    them at the end of the ``with`` block. ``place`` is the rank of this process and the number of processes that were
+    """Return a context that joins the other ranks at ``rendezvous``, if there are any, yields the communication with
+    them, and leaves them at its end. ``place`` is the rank of this process and the number of processes that were
     started.
 
     ``rendezvous`` is torch's ``init_method``: ``env://`` under torchrun or Ray, ``file://`` on one machine. Raises
@@ -205,8 +207,8 @@ def joined(
 
 @contextmanager
 def explained_rank_loss(rank: int) -> Iterator[None]:
-    """Turn torch's error about another rank that went away, raised in the ``with`` block of rank ``rank``, into
-    :class:`RankLost`."""
+    """Return a context on rank ``rank`` that converts torch's errors about the end of another rank into
+    :class:`~headrace.base.errors.RankLost`."""
     try:
         yield
     except RuntimeError as error:  # torch raises nothing narrower for every backend
@@ -218,9 +220,9 @@ def explained_rank_loss(rank: int) -> Iterator[None]:
         ) from error
 
 
-def _gathered(message: bytes, world: int, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return the ``message`` of each of the ``world`` ranks, in order of rank, sent over ``group``; ``None`` is the
-    group of all communication but that of a thread beside it."""
+def _gather_messages(message: bytes, world: int, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Return the ``message`` of each of the ``world`` ranks, in the order of the ranks, gathered over ``group``;
+    ``None``: torch's default process group."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
     longest = max(int(size) for size in sizes)
@@ -231,8 +233,8 @@ def _gathered(message: bytes, world: int, group: dist.ProcessGroup | None) -> li
     return [bytes(one[: int(size)].numpy()) for one, size in zip(theirs, sizes, strict=True)]
 
 
-def _reduced(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-    """Return ``tensor`` reduced over all ranks by ``how``, in place."""
+def _reduce(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+    """Reduce ``tensor`` over all ranks by the operation ``how``, in place, and return it."""
     dist.all_reduce(tensor, op=how)
     return tensor
 

@@ -1,13 +1,14 @@
-"""The optimizer over the parts of the weights on this rank.
+"""The optimizer of a learner, over this rank's parts of the weights.
 
     model's weights (bfloat16, sharded) ◀── rounded ── masters (float32, this rank's part, maybe in host memory)
          │ backward of one micro-batch                     ▲
          ▼                                                 │ AdamW: elementwise; Muon: whole matrices
-      p.grad ───────────── collect(): added up ──────▶ master.grad ── clip
+      p.grad ───────────── collect(): accumulated ───▶ master.grad ── clip
 
-Where weights are float32 and stay on the device, a master *is* the weight's memory; in one process, it is the weight
-itself, and nothing has to be collected. AdamW needs nothing from the other ranks. Muon (Jordan 2024) makes the update
-of a matrix orthogonal, for which all parts of its gradient (with momentum) are gathered.
+A *master* is the float32 tensor that the optimizer updates for a weight. For float32 weights that stay on the device, a
+master shares the weight's memory; in one process, it is the weight itself, and gradients need not be collected. AdamW
+is elementwise and needs no communication. Muon (Jordan 2024) makes the update of a matrix orthogonal, for which the
+parts of the gradient (with momentum) are gathered.
 """
 
 from __future__ import annotations
@@ -36,33 +37,34 @@ from headrace.models.weights import DEFAULT, adapter_of, is_adapted, of_adapter
 ADAMW = ("exp_avg", "exp_avg_sq")
 MUON = ("momentum_buffer",)
 MASTER = "master"
-"""Torch's names of the state of each optimizer, and our name of the float32 copy of a weight in another format."""
+"""The keys of an optimizer's state: torch's names for AdamW and Muon, and our name for the master of a weight in
+another dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedWeight:
-    """One trained weight, and the tensor that the optimizer updates in its place."""
+    """One trained weight and its master, the tensor that the optimizer updates."""
 
     name: str
-    """Name of the parameter in the model."""
+    """The name of the parameter in the model."""
     weight: Parameter
     """The parameter with which the model computes."""
     master: Parameter
-    """This rank's part of the weight, in the format and on the device in which the optimizer updates it."""
+    """This rank's part of the weight, in the dtype and on the device in which the optimizer updates it."""
     has_own_memory: bool
-    """Whether the master has memory of its own; otherwise it shares the weight's."""
+    """Whether the master has memory of its own; otherwise it shares the weight's memory."""
 
     muon: bool
-    """Whether Muon updates it, because it is a matrix."""
+    """Whether Muon updates the weight, because it is a matrix."""
     agent: str = ""
-    """Agent whose adapter it belongs to, if agents train their own; empty otherwise."""
+    """The agent whose adapter contains the weight, if agents train adapters of their own; else empty."""
     summands: int = 0
-    """For a weight of an adapter over several ranks, which all hold it whole: by how many the sum of their gradients is
-    divided. 0 for other weights, whose gradients torch's sharding sums."""
+    """For an adapter's weight with several ranks, all of which have it whole: the number by which the sum of their
+    gradients is divided. 0 for other weights, whose gradients torch's sharding reduces."""
 
     def collect(self) -> None:
-        """Move the weight's gradient of one backward pass to its master, added to the gradient there. Nothing is done
-        if the master is the weight itself."""
+        """Move the weight's gradient of one backward pass to its master, where it is accumulated. If the master is the
+        weight itself, do nothing."""
         if self.weight.grad is None or self.master is self.weight:
             return
         part = local(placed(self.weight.grad, self.weight)).to(device=self.master.device, dtype=self.master.dtype)
@@ -73,24 +75,24 @@ class TrainedWeight:
         self.weight.grad = None
 
     def publish(self) -> None:
-        """Round the master, which an update has changed, into the weight. Nothing is done if both share their
-        memory."""
+        """Copy the updated master into the weight, rounded to the weight's dtype. If they share their memory, do
+        nothing."""
         if self.has_own_memory:
             local(self.weight.detach()).copy_(self.master.detach())
 
     def refresh_master(self) -> None:
-        """Copy the weight into its master, because something other than the optimizer has changed the weight."""
+        """Copy the weight into its master, after the weight was changed by other code than the optimizer."""
         if self.has_own_memory:
             self.master.detach().copy_(local(self.weight.detach()))
 
 
 class ShardOptimizer:
-    """AdamW, or Muon for matrices and AdamW for the rest, over every rank's own part of the weights. All ranks must
-    call :meth:`clip_norms`, :meth:`step` and :meth:`state` together."""
+    """The optimizer: AdamW for all weights, or Muon for matrices and AdamW for other weights. Each rank updates its own
+    parts of the weights. All ranks must call :meth:`clip_norms`, :meth:`step` and :meth:`state` together."""
 
     def __init__(self, model: PreTrainedModel, config: LearnerConfig, ranks: AnyRanks) -> None:
-        """Make the optimizer of all parameters of ``model`` that require gradients. Raises
-        :class:`~headrace.base.errors.ConfigError` for settings that the model cannot have."""
+        """Create the optimizer of all parameters of ``model`` that require gradients. Raises
+        :class:`~headrace.base.errors.ConfigError` for settings that do not apply to the model."""
         self._model = model
         self._ranks = ranks
         if config.optimizer.kind == "muon" and is_adapted(model):
@@ -114,24 +116,25 @@ class ShardOptimizer:
         self.trained = _trained_weights(model, config.memory, matrices, ranks)
         plain = [one for one in self.trained if not one.muon and one.master.numel()]
         self.updates = 0
-        """Number of updates made."""
+        """The number of updates so far."""
         self._rules = rules
         masters, own = [one.master for one in plain], [rules[one.name] for one in plain]
         self.adamw = build_optimizer(masters, config, own) if plain else None
         """The AdamW optimizer; ``None`` if this rank has no parameters for it."""
         self._low_bit = None if isinstance(self.adamw, torch.optim.AdamW) else self.adamw
-        """The AdamW optimizer if its moments have 8 bits; ``None`` for another one."""
+        """The AdamW optimizer if its moments have 8 bits; else ``None``."""
         self._momenta: dict[str, dict[str, Tensor]] = {}
         self._momentum = config.optimizer.momentum
-        self._summing = model if config.memory.whole_gradients and isinstance(model, FSDPModule) else None
-        """The model if torch is to sum its gradients over the ranks after the last micro-batch only."""
-        self._summed = False
-        """Whether the gradients of adapters have been summed over the ranks since they were last discarded."""
+        self._model_reduced_once = model if config.memory.whole_gradients and isinstance(model, FSDPModule) else None
+        """The model if torch should reduce its gradients over the ranks only after the last micro-batch; else
+        ``None``."""
+        self._has_summed_adapters = False
+        """Whether the present gradients of adapters have been summed over the ranks."""
 
     @property
     def plain(self) -> bool:
-        """Return whether the optimizer is only AdamW over the weights themselves, without masters of their own memory
-        and without Muon. Such a state is written in torch's own form."""
+        """Return whether the optimizer is only AdamW over the weights themselves, without separate masters and without
+        Muon. The state of such an optimizer is saved in torch's own form."""
         return all(one.master is one.weight and not one.muon for one in self.trained)
 
     @property
@@ -140,31 +143,31 @@ class ShardOptimizer:
         return all(one.master.grad is None for one in self.trained)
 
     def expect(self, *, last: bool) -> None:
-        """Prepare for the pass of a micro-batch, which is the ``last`` of a batch or not."""
-        if self._summing is not None:
-            self._summing.set_requires_gradient_sync(last)
+        """Prepare for the pass of a micro-batch. ``last`` says whether it is the last one of a batch."""
+        if self._model_reduced_once is not None:
+            self._model_reduced_once.set_requires_gradient_sync(last)
 
     def collect(self) -> None:
-        """Move the gradients of a backward pass to the masters, added to those that :meth:`step` will use."""
-        assert not self._summed, "this gradient would be added to one that has been summed over the ranks"
+        """Move the gradients of a backward pass to the masters, where they are accumulated for :meth:`step`."""
+        assert not self._has_summed_adapters, "this gradient would be added to one that has been summed over the ranks"
         for one in self.trained:
             one.collect()
 
     def clip_norms(self, max_norm: float) -> dict[str, float]:
-        """Sum the gradients of adapters over the ranks. Then scale all gradients down to a global norm of ``max_norm``,
-        separately for each adapter, because the size of one agent's gradient must not affect another's step. Return the
-        norms before scaling, by agent; ``""`` is the policy, or all weights."""
+        """Sum the gradients of adapters over the ranks. Then clip the gradients to the global norm ``max_norm``,
+        separately for each agent's adapter, so that the gradient of one agent does not affect the update of another.
+        Return the norms before clipping, by agent; the empty name is the policy, or all weights."""
         self._sum_adapters()
         norms: dict[str, float] = {}
-        for agent, those in self._by_agent().items():
-            norm = norms[agent] = self._norm(those)
+        for agent, weights in self._by_agent().items():
+            norm = norms[agent] = self._norm(weights)
             if norm > max_norm:
-                torch._foreach_mul_(_gradients(those), _clip_factor(norm, max_norm))
+                torch._foreach_mul_(_gradients(weights), _clip_factor(norm, max_norm))
         return norms
 
     def _by_agent(self) -> dict[str, list[TrainedWeight]]:
-        """Return the weights that have a gradient by the agent whose adapter they belong to. The gradients of one agent
-        are clipped to one common norm. Every rank returns the same agents, the policy among them in any case."""
+        """Return the weights that have a gradient, by the agent whose adapter contains them. Every rank returns the
+        same agents, and always the policy (the empty name)."""
         found: dict[str, list[TrainedWeight]] = {"": []}
         for one in self.trained:
             if one.master.grad is not None:
@@ -172,25 +175,26 @@ class ShardOptimizer:
         return found
 
     def _sum_adapters(self) -> None:
-        """Sum the gradients of adapters over the ranks, in one message, unless that has been done. Every rank has added
-        up those of its own tokens, because torch's sharding knows nothing of adapters. A weight that no token of any
-        rank has used, as may be with experts, keeps no gradient, as in one process."""
+        """Sum the gradients of adapters over the ranks, in one message, unless they have been summed already. Torch's
+        sharding does not include adapters, so each rank has accumulated the gradients of its own tokens. A weight
+        without a gradient on any rank, such as of an unused expert, has none afterwards, as in one process."""
         with_gradient = {one.agent for one in self.trained if one.summands and one.master.grad is not None}
-        if not with_gradient or self._summed:
+        if not with_gradient or self._has_summed_adapters:
             return
-        self._summed = True
-        those = [one for one in self.trained if one.agent in with_gradient]
+        self._has_summed_adapters = True
+        weights = [one for one in self.trained if one.agent in with_gradient]
         parts = [
-            torch.zeros_like(one.master) if one.master.grad is None else one.master.grad / one.summands for one in those
+            torch.zeros_like(one.master) if one.master.grad is None else one.master.grad / one.summands
+            for one in weights
         ]
-        has_one = torch.tensor([float(one.master.grad is not None) for one in those])
+        has_one = torch.tensor([float(one.master.grad is not None) for one in weights])
         flat = torch.cat([*(part.reshape(-1) for part in parts), has_one.to(parts[0])])
-        *summed, used = self._ranks.add_up(flat).split([*(part.numel() for part in parts), len(those)])
-        for one, total, count in zip(those, summed, used.tolist(), strict=True):
+        *summed, used = self._ranks.add_up(flat).split([*(part.numel() for part in parts), len(weights)])
+        for one, total, count in zip(weights, summed, used.tolist(), strict=True):
             one.master.grad = total.view_as(one.master) if count else None
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients that were collected by ``factor``."""
+        """Multiply the accumulated gradients by ``factor``."""
         torch._foreach_mul_(_gradients(self.trained), factor)
 
     def norm(self) -> float:
@@ -198,32 +202,37 @@ class ShardOptimizer:
         self._sum_adapters()
         return self._norm(self.trained)
 
-    def _norm(self, those: Sequence[TrainedWeight]) -> float:
-        """Return the common 2-norm of the gradients of these weights, the same on every rank."""
+    def _norm(self, weights: Sequence[TrainedWeight]) -> float:
+        """Return the 2-norm of the gradients of ``weights`` together, the same on every rank."""
         by_copies: dict[int, list[Tensor]] = {}
-        for one in those:
+        for one in weights:
             by_copies.setdefault(copies(one.weight, self._ranks.config.world), []).extend(_gradients([one]))
         squares = [sum_of_squares(parts) / count for count, parts in by_copies.items()]
         return math.sqrt(self._ranks.sum(sum(squares)))
 
     def allocate(self) -> None:
-        """Allocate all moments that the first update needs before it changes any weight; AdamW would allocate them
-        group by group. If it raises, nothing has changed."""
+        """Allocate all moments for the first update, since AdamW would allocate them group by group during the update.
+        On failure, nothing has changed."""
         fresh = [
-            one for one in self.trained if one.master.grad is not None and one.master.numel() and not self._held(one)
+            one
+            for one in self.trained
+            if one.master.grad is not None and one.master.numel() and not self._state_of(one)
         ]
         try:
             for one in fresh:
-                held = self._zeros(one)
-                self._held(one).update(held if one.muon else {"step": self._count(one, 0), **held})
+                optimizer_state = self._zeros(one)
+                self._state_of(one).update(
+                    optimizer_state if one.muon else {"step": self._count(one, 0), **optimizer_state}
+                )
         except BaseException:
             for one in fresh:
-                self._held(one).clear()
+                self._state_of(one).clear()
             raise
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update the weights at rate ``lr`` and discard the gradients. :meth:`allocate` must be called before."""
+        """Update the weights with the learning rate ``lr``, and discard the gradients. :meth:`allocate` must be called
+        before."""
         reshard(self._model)
         if self._low_bit is not None:
             self._low_bit.set_rates(lr)
@@ -242,23 +251,23 @@ class ShardOptimizer:
 
     def zero_grad(self) -> None:
         """Discard the gradients of the weights and of their masters."""
-        self._summed = False
+        self._has_summed_adapters = False
         for one in self.trained:
             one.weight.grad = one.master.grad = None
 
     def state(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return the state of ``one`` in a snapshot beside the weight, sharded like the weight, under the same keys on
-        every rank; empty before the first update."""
+        """Return the optimizer's state of the weight ``one`` for a snapshot, sharded like the weight, with the same
+        keys on every rank; empty before the first update."""
         device = local(one.weight).device
         return {key: like(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
 
     def parts(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return this rank's parts of the tensors of :meth:`state`, under the same keys, on the device on which the
-        optimizer keeps them. All but those of 8 bits share its memory."""
+        """Return this rank's parts of the tensors of :meth:`state`, with the same keys, on the device on which the
+        optimizer keeps them. They share the optimizer's memory, except moments of 8 bits."""
         if not self.updates:
             return {}
-        held = self._held(one) or self._zeros(one)  # empty where this rank's part is
-        state = {key: held[key] for key in (MUON if one.muon else ADAMW)}
+        optimizer_state = self._state_of(one) or self._zeros(one)  # empty tensors if this rank's part is empty
+        state = {key: optimizer_state[key] for key in (MUON if one.muon else ADAMW)}
         if self._low_bit is not None:
             state = self._low_bit.plain(state)
         if one.has_own_memory and one.master.dtype != one.weight.dtype:
@@ -267,9 +276,9 @@ class ShardOptimizer:
 
     @torch.no_grad()
     def set_state(self, one: TrainedWeight, state: Mapping[str, Tensor | SavedTensor], updates: int) -> None:
-        """Restore some of the tensors that :meth:`state` returned, given whole or as saved tensors, of which this
-        rank's part is read, after ``updates`` updates. Raises ``ValueError`` for the state of another optimizer, and
-        what :meth:`SavedTensor.read` raises."""
+        """Restore some of the tensors that :meth:`state` returned after ``updates`` updates. ``state`` contains whole
+        tensors, or saved tensors, of which this rank's part is read. Raises ``ValueError`` for the state of another
+        optimizer, and the errors of :meth:`SavedTensor.read`."""
         known = MUON if one.muon else ADAMW
         if self._low_bit is None and (strange := sorted(state.keys() - {*known, MASTER})):
             raise ValueError(f"{strange[0]} of {one.name} is another optimizer's")
@@ -280,56 +289,55 @@ class ShardOptimizer:
         if not one.master.numel() or not updates:
             return
         if self._low_bit is not None:
-            held = self._held(one)
-            held.update({} if held else self._zeros(one))
-            self._low_bit.fill(held, {key: part for key, part in parts.items() if key != MASTER})
+            optimizer_state = self._state_of(one)
+            optimizer_state.update({} if optimizer_state else self._zeros(one))
+            self._low_bit.fill(optimizer_state, {key: part for key, part in parts.items() if key != MASTER})
         else:
-            self._held(one).update({key: part.to(one.master.dtype) for key, part in parts.items() if key in known})
+            self._state_of(one).update({key: part.to(one.master.dtype) for key, part in parts.items() if key in known})
         if not one.muon:
-            self._held(one)["step"] = self._count(one, updates)
+            self._state_of(one)["step"] = self._count(one, updates)
 
     def _part(self, tensor: Tensor | SavedTensor, one: TrainedWeight) -> Tensor:
-        """Return this rank's part of one tensor of a weight's state. Codes and scales of 8 bits, on one rank, have
-        shapes of their own."""
+        """Return this rank's part of one tensor of a weight's state. Codes and scales of 8-bit moments are whole, since
+        they are used with one rank only, and their shapes differ from the weight's."""
         if self._low_bit is not None and isinstance(tensor, SavedTensor):
             return tensor.whole()
         return part_of(tensor, one.weight)
 
     def _zeros(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return the optimizer's state of a weight before its first update: AdamW's moments, or Muon's momentum, of
-        zeros."""
+        """Return the optimizer's state of a weight before its first update: zeros for AdamW's moments, or for Muon's
+        momentum."""
         if self._low_bit is not None:
             return self._low_bit.moments(one.master)
         return {key: torch.zeros_like(one.master) for key in (MUON if one.muon else ADAMW)}
 
     def _count(self, one: TrainedWeight, updates: int) -> Tensor:
-        """Return the number of ``updates`` as the tensor in which AdamW counts them."""
+        """Return ``updates`` as the tensor in which AdamW stores the number of updates."""
         return torch.tensor(float(updates), dtype=torch.float32, device=one.master.device)
 
-    def _held(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return the optimizer's state of a weight on this rank, which the caller may change in place: its momentum
-        under Muon, its moments under AdamW; empty before it is allocated."""
+    def _state_of(self, one: TrainedWeight) -> dict[str, Tensor]:
+        """Return the optimizer's state of a weight on this rank, which the caller may change in place: the momentum of
+        Muon or the moments of AdamW; empty before it is allocated."""
         if one.muon:
             return self._momenta.setdefault(one.name, {})
         assert self.adamw is not None
-        held: dict[str, Tensor] = self.adamw.state[one.master]
-        return held
+        optimizer_state: dict[str, Tensor] = self.adamw.state[one.master]
+        return optimizer_state
 
     def _orthogonal_step(self, one: TrainedWeight, gradient: Tensor, lr: float) -> None:
-        """Make one update of the matrix ``one`` by Muon, with decoupled weight decay. ``gradient`` is this rank's part
-        of the gradient. ``lr`` is the rate of all weights, which the rule of this weight scales. Every rank applies
-        torch's Muon to the whole matrix and uses its own part of the update, so that the result does not depend on how
-        the matrix is sharded.
+        """Update the matrix ``one`` by Muon, with decoupled weight decay. ``gradient`` is this rank's part of the
+        gradient. ``lr`` is the common learning rate, which is scaled by this weight's rule. Every rank applies torch's
+        Muon to the whole matrix and uses its own part of the result, which therefore does not depend on the sharding.
 
-        Nesterov momentum is elementwise, so each rank keeps and computes only its own part of it. Torch's Muon is then
-        applied, without momentum, to a matrix of zeros, which thereby becomes the update itself.
+        Nesterov momentum is elementwise, so each rank computes only its own part of it. Torch's Muon is then applied,
+        without momentum, to a matrix of zeros, whose new value is the update.
         """
         rule = self._rules[one.name]
         lr *= rule.lr_scale
-        momentum = self._held(one).setdefault(MUON[0], torch.zeros_like(one.master))
+        momentum = self._state_of(one).setdefault(MUON[0], torch.zeros_like(one.master))
         momentum.lerp_(gradient, 1 - self._momentum)
-        wanted = gradient.lerp(momentum, self._momentum).to(local(one.weight).device)
-        full = whole(like(wanted, one.weight))
+        nesterov = gradient.lerp(momentum, self._momentum).to(local(one.weight).device)
+        full = whole(like(nesterov, one.weight))
         update = Parameter(torch.zeros_like(full))
         update.grad = full
         torch.optim.Muon(
@@ -338,39 +346,40 @@ class ShardOptimizer:
         one.master.mul_(1 - lr * rule.weight_decay).add_(part_of(update.detach(), one.weight).to(one.master.device))
 
 
-def _gradients(those: Sequence[TrainedWeight]) -> list[Tensor]:
-    """Return the gradients of these weights, as far as they have one."""
-    return [one.master.grad for one in those if one.master.grad is not None]
+def _gradients(weights: Sequence[TrainedWeight]) -> list[Tensor]:
+    """Return the gradients of ``weights``, without the weights that have none."""
+    return [one.master.grad for one in weights if one.master.grad is not None]
 
 
 def _clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor that scales gradients of ``norm`` down to ``max_norm``, as torch's ``clip_grad_norm_``."""
+    """Return the factor that clips gradients with the norm ``norm`` to ``max_norm``, as in torch's
+    ``clip_grad_norm_``."""
     return max_norm / (norm + 1e-6)
 
 
 def _trained_weights(
     model: PreTrainedModel, memory: MemoryConfig, matrices: frozenset[str], ranks: AnyRanks
 ) -> list[TrainedWeight]:
-    """Return the record of each trained weight of ``model``; Muon updates those in ``matrices``."""
+    """Return a record for each trained weight of ``model``; ``matrices`` are the names of weights that Muon updates."""
     parallel, found = ranks.config, list[TrainedWeight]()
     parts = parted(model) if parallel.tensor > 1 and is_adapted(model) else frozenset[str]()
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
-        copied = 1 if name in parts else parallel.tensor
-        summands = copied * parallel.num_averaged if of_adapter(name) and parallel.world > 1 else 0
+        num_equal = 1 if name in parts else parallel.tensor
+        summands = num_equal * parallel.num_averaged if of_adapter(name) and parallel.world > 1 else 0
         found.append(
-            _trained(name, weight, memory, muon=name in matrices, summands=summands, alone=parallel.world == 1)
+            _trained_weight(name, weight, memory, muon=name in matrices, summands=summands, alone=parallel.world == 1)
         )
     return found
 
 
-def _trained(
+def _trained_weight(
     name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, summands: int, alone: bool
 ) -> TrainedWeight:
-    """Return the record of a trained weight, with a master copy where the memory settings ask for one. ``alone`` says
-    that there is a single rank. There, and where every rank has the whole weight of an adapter, the master may be the
-    weight itself. ``muon`` says that Muon updates the weight; see :class:`TrainedWeight` for ``summands``."""
+    """Return the record of a trained weight, with a separate master if the memory settings require one. With a single
+    rank (``alone``), and for a weight of an adapter, which every rank has whole, the master may be the weight itself.
+    For ``muon`` and ``summands`` see :class:`TrainedWeight`."""
     part = local(weight.detach())
     dtype = torch.float32 if memory.masters else part.dtype
     device = torch.device("cpu") if memory.offload_optimizer else part.device
@@ -389,8 +398,8 @@ def _trained(
 
 
 def _ends(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights of both ends of the model by name: ``embeddings``, and ``head`` unless it is the same
-    weight."""
+    """Return the weights ``embeddings`` and ``head`` of the model, by these names; without ``head`` if both are the
+    same weight."""
     ends = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     found = {name: end.weight for name, end in ends.items() if end is not None}
     if found.get("head") is found.get("embeddings"):
@@ -399,7 +408,7 @@ def _ends(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _matrices(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the matrices that Muon updates: those between the embeddings and the head."""
+    """Return the names of the matrices that Muon updates: all matrices except the embeddings and the head."""
     ends = {id(weight) for weight in _ends(model).values()}
     named = model.named_parameters(remove_duplicate=True)
     return frozenset(name for name, weight in named if weight.ndim == 2 and id(weight) not in ends)

@@ -1,12 +1,12 @@
-"""Files that hold parts of tensors: each is written by one rank, and any part of a tensor can be read from them again.
+"""Files with parts of tensors, each written by one rank, from which any part of a tensor can be read.
 
     shard-00002-of-00004.safetensors        tensors: the boxes that the second of four ranks has written
-        metadata  boxes: {key: [label, at, shape]}   the tensor that a box is of, its first indices, the whole shape
+        metadata  boxes: {key: [label, at, shape]}   a box's tensor, its first indices, the shape of the whole tensor
                   step, updates                      the numbers of the training step and of the updates
 
-A box is the part of a tensor between two indices of every axis. A file says itself what it holds, and its name says
-how many files there are, so a missing one is noticed. Nothing is pickled. Files with whole tensors are read in the same
-way: each of their tensors is one box.
+A *box* is the part of a tensor between two indices of every axis. The metadata of a file describe its contents, and its
+name contains the number of files, so that a missing file is detected. Nothing is pickled. Files with whole tensors can
+also be read: each of their tensors is one box.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch import Tensor
 from headrace.models.load import SHARD
 
 Ranges = Sequence[Sequence[range]]
-"""For each axis of a tensor, the ranges of indices that a part of it has, in their order in the part."""
+"""For each axis of a tensor, the ranges of indices in a part of it, in their order in the part."""
 STEP, UPDATES = "step", "updates"
 """The names of the two numbers in the metadata of a file: the training step, and the number of updates."""
 _BOXES = "boxes"
 
 
 class _PlaceOfBox(msgspec.Struct, frozen=True, array_like=True):
-    """What a file says of one of its boxes."""
+    """The description of a box in the metadata of a file."""
 
     label: str
-    """Name of the tensor that the box is a part of."""
+    """The name of the tensor of which the box is a part."""
     at: tuple[int, ...]
     """The first index of the box on each axis."""
     shape: tuple[int, ...]
@@ -49,17 +49,17 @@ class Part:
     """One box of a named tensor, in host memory."""
 
     label: str
-    """Name of the tensor."""
+    """The name of the tensor."""
     at: tuple[int, ...]
     """The first index of the box on each axis."""
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     values: Tensor
-    """The numbers of the box."""
+    """The values of the box."""
 
 
 def shard_name(rank: int, world: int) -> str:
-    """Return the name of the file with the parts of one of ``world`` ranks.
+    """Return the name of the file with the parts of the rank with the index ``rank``, of ``world`` ranks.
 
     >>> shard_name(1, 4)
     'shard-00002-of-00004.safetensors'
@@ -68,7 +68,8 @@ def shard_name(rank: int, world: int) -> str:
 
 
 def write_parts(path: Path, parts: Sequence[Part], numbers: Mapping[str, int]) -> None:
-    """Write ``parts`` and the ``numbers`` into the new file ``path``. Raises ``OSError`` or ``SafetensorError``."""
+    """Write ``parts`` and, as metadata, ``numbers`` into the new file ``path``. Raises ``OSError`` or
+    ``SafetensorError``."""
     keys = [f"{number}" for number in range(len(parts))]
     places = {key: _PlaceOfBox(one.label, one.at, one.shape) for key, one in zip(keys, parts, strict=True)}
     metadata = {_BOXES: msgspec.json.encode(places).decode(), **{name: str(one) for name, one in numbers.items()}}
@@ -76,7 +77,7 @@ def write_parts(path: Path, parts: Sequence[Part], numbers: Mapping[str, int]) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
+class _StoredBox:
     """One box of a tensor in a file."""
 
     path: Path
@@ -84,20 +85,20 @@ class _Stored:
     file: Any
     """The open file: a reader of safetensors."""
     key: str
-    """Name of the box in the file."""
+    """The name of the box in the file."""
     at: tuple[int, ...]
     """The first index of the box on each axis of the tensor."""
     size: tuple[int, ...]
     """The shape of the box."""
 
     def copy_into(self, part: Tensor, wanted: Sequence[range]) -> int:
-        """Copy the numbers with the indices ``wanted`` that lie in this box into ``part``, which has all those
-        indices. Return how many numbers they are."""
+        """Copy the values of this box whose indices are in the ranges ``wanted`` into ``part``, which covers these
+        ranges. Return the number of copied values."""
         begins = [max(axis.start, at) for axis, at in zip(wanted, self.at, strict=True)]
         ends = [min(axis.stop, at + size) for axis, at, size in zip(wanted, self.at, self.size, strict=True)]
         if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
             return 0
-        if not wanted:  # a single number has no axes
+        if not wanted:  # a scalar has no axes
             part.copy_(self.file.get_tensor(self.key))
             return 1
         here = tuple(slice(a - at, b - at) for a, b, at in zip(begins, ends, self.at, strict=True))
@@ -107,23 +108,23 @@ class _Stored:
 
 
 class SavedTensor:
-    """A tensor in files, whole or in parts; only the part that is asked for is read."""
+    """A tensor in files, whole or in parts. Only requested parts are read."""
 
-    def __init__(self, label: str, shape: tuple[int, ...], boxes: list[_Stored]) -> None:
-        """Make the tensor ``label`` of the whole ``shape``, which lies in ``boxes``."""
+    def __init__(self, label: str, shape: tuple[int, ...], boxes: list[_StoredBox]) -> None:
+        """Describe the tensor ``label`` with the whole shape ``shape``, which is stored in ``boxes``."""
         self.label = label
-        """Name of the tensor in the files."""
+        """The name of the tensor in the files."""
         self.shape = torch.Size(shape)
-        """Shape of the whole tensor."""
+        """The shape of the whole tensor."""
         self._boxes = boxes
 
     def whole(self) -> Tensor:
-        """Return the whole tensor. Raises ``ValueError`` as :meth:`read` does."""
+        """Return the whole tensor. Raises the errors of :meth:`read`."""
         return self.read([[range(length)] for length in self.shape])
 
     def read(self, ranges: Ranges) -> Tensor:
-        """Return the part with the indices ``ranges``, in host memory. Raises ``ValueError`` if the files do not hold
-        all of it, and ``SafetensorError`` for a damaged file."""
+        """Return the part with the indices ``ranges``, in host memory. Raises ``ValueError`` if the files do not
+        contain all of it, and ``SafetensorError`` for a damaged file."""
         part = torch.empty([sum(map(len, axis)) for axis in ranges], dtype=self._dtype())
         found = 0
         placed = [list(zip(axis, slots(axis), strict=True)) for axis in ranges]
@@ -137,14 +138,14 @@ class SavedTensor:
         return part
 
     def _dtype(self) -> torch.dtype:
-        """Return the number format of the tensor, which the first of its boxes has."""
+        """Return the dtype of the tensor, which is the dtype of its first box."""
         first = self._boxes[0]
         some: Tensor = first.file.get_slice(first.key)[:0] if first.size else first.file.get_tensor(first.key)
         return some.dtype
 
 
 def slots(axis: Sequence[range]) -> Iterator[slice]:
-    """Yield where each range of an axis lies in a part that has all of them, one after the other."""
+    """Yield for each range of an axis its slice in a part that contains all these ranges, one after the other."""
     at = 0
     for run in axis:
         yield slice(at, at + len(run))
@@ -152,33 +153,33 @@ def slots(axis: Sequence[range]) -> Iterator[slice]:
 
 
 class SavedParts:
-    """The tensors in some files that belong together, by label. The files stay open as long as this object lives."""
+    """The tensors in the files of one snapshot, by label. The files stay open as long as this object exists."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Open the files ``paths`` and read what they hold, but no tensor. Raises ``OSError`` or ``SafetensorError``,
-        which name the file, for one that is missing or damaged, and ``ValueError`` for one with other contents."""
+        """Open the files ``paths`` and read their metadata. Raises ``OSError`` or ``SafetensorError`` with the file's
+        name for a missing or damaged file, and ``ValueError`` for a file with inconsistent metadata."""
         self.numbers: dict[str, str] = {}
         """The metadata of the first file, such as the step, as text."""
-        found: dict[str, tuple[tuple[int, ...], list[_Stored]]] = {}
+        found: dict[str, tuple[tuple[int, ...], list[_StoredBox]]] = {}
         for path in paths:
-            file = _opened(path)
+            file = _open(path)
             metadata = file.metadata() or {}
             self.numbers = self.numbers or metadata
             for key, place, size in _boxes(path, file, metadata):
                 shape, boxes = found.setdefault(place.label, (place.shape, []))
                 if shape != place.shape:
                     raise ValueError(f"{path}: the shape of {place.label} is another than in other files")
-                boxes.append(_Stored(path=path, file=file, key=key, at=place.at, size=size))
+                boxes.append(_StoredBox(path=path, file=file, key=key, at=place.at, size=size))
         self._tensors = {label: SavedTensor(label, shape, boxes) for label, (shape, boxes) in found.items()}
 
     def under(self, prefix: str) -> dict[str, SavedTensor]:
-        """Return the tensors whose label begins with ``prefix``, by the rest of it."""
+        """Return the tensors whose label begins with ``prefix``, by the label without the prefix."""
         return {label.removeprefix(prefix): one for label, one in self._tensors.items() if label.startswith(prefix)}
 
 
 def shards_of(directory: Path) -> list[Path]:
-    """Return the files with the parts of all ranks that have written the snapshot ``directory``; none if one process
-    has written it, or an older program. A file that is missing is among them."""
+    """Return the paths of the files with the parts of all ranks that have written the snapshot ``directory``, including
+    missing files; empty if one process or an older version of Headrace has written it."""
     found = sorted(directory.glob(f"{SHARD}*.safetensors"))
     if not found:
         return []
@@ -187,7 +188,7 @@ def shards_of(directory: Path) -> list[Path]:
 
 
 def number_of_files(path: Path) -> int:
-    """Return how many files were written of which ``path`` is one.
+    """Return the number of files that were written together with ``path``, including it, by its name.
 
     >>> number_of_files(Path("shard-00001-of-00004.safetensors")), number_of_files(Path("optimizer.safetensors"))
     (4, 1)
@@ -196,8 +197,8 @@ def number_of_files(path: Path) -> int:
     return int(count) if count.isdigit() else 1
 
 
-def _opened(path: Path) -> Any:
-    """Return ``path`` opened by safetensors. Raises ``OSError`` or ``SafetensorError``, which names it."""
+def _open(path: Path) -> Any:
+    """Return ``path`` opened by safetensors. Raises ``OSError`` or ``SafetensorError`` with the path."""
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -205,8 +206,8 @@ def _opened(path: Path) -> Any:
 
 
 def _boxes(path: Path, file: Any, metadata: Mapping[str, str]) -> Iterator[tuple[str, _PlaceOfBox, tuple[int, ...]]]:
-    """Yield the key, the place and the shape of every box of an opened file. Raises ``ValueError`` if its metadata do
-    not describe its tensors."""
+    """Yield the key, the description and the shape of every box of an open file. Raises ``ValueError`` if its metadata
+    do not match its tensors."""
     sizes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a mapping
     if _BOXES not in metadata:  # whole tensors
         yield from ((key, _PlaceOfBox(key, (0,) * len(size), size), size) for key, size in sizes.items())

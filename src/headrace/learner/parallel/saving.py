@@ -1,14 +1,15 @@
-"""Writing a snapshot of a sharded model: each rank writes what it holds, beside the training.
+"""The writing of a snapshot of a sharded model: each rank writes its own parts while training continues.
 
-    all ranks, while training stands still     agree who writes which box ──▶ copy the own boxes to host memory
-    a thread of each, while training goes on   write and flush the own shard ──▶ wait for those of all ranks
+    all ranks, while training stands still     assign boxes to ranks ──▶ copy the assigned boxes to host memory
+    a thread of each, while training continues write and flush the rank's shard ──▶ wait for all ranks
                                                ──▶ read a share of the weights from the shards, a file at a time, and
                                                    write it whole, as ordinary files of a model
-    the first rank                             index, configuration, tokenizer, checksums
+    rank 0                                     write index, configuration, tokenizer, checksums
 
-No tensor is gathered. A box that several ranks hold is written by the one with the fewest bytes to write. The first
-part costs a rank host memory for its own boxes, which is free before it writes whole weights; those are read and
-written in files of about :data:`FILE_BYTES`, which is what that costs.
+A *box* is the part of a tensor between two indices of every axis. No tensor is gathered. A box that several ranks have
+is written by the rank with the fewest bytes to write. The first phase needs host memory for the boxes of a rank, which
+is freed before the rank writes whole weights. Whole weights are read and written in files of about :data:`FILE_BYTES`,
+so they need that much memory.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from headrace.models.load import INDEX_FILE
 from headrace.models.weights import in_file_format
 
 FILE_BYTES = 1 << 30
-"""Size of a file of whole weights, in bytes; its last tensor may exceed it."""
+"""The size of a file of whole weights in bytes; the last tensor of a file may exceed it."""
 WEIGHT = "model|"
-"""The beginning of the labels of weights; the name in the model follows."""
+"""The prefix of the labels of weights; the name in the model follows."""
 
 Box = tuple[tuple[int, int], ...]
-"""The first index of a box on each axis of its tensor, and the one after the last."""
+"""For each axis of a tensor, the first index of a box and the index after its last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensor:
-    """A tensor of a snapshot, of which this rank holds a part."""
+    """A tensor of a snapshot, of which this rank has a part."""
 
     label: str
-    """Name in the snapshot."""
+    """The name of the tensor in the snapshot."""
     part: Tensor
-    """This rank's part, wherever it lies."""
+    """This rank's part, on any device."""
     like: Tensor
-    """The tensor as which it is sharded."""
+    """A tensor with the same shape and the same sharding."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,23 +63,23 @@ class SourceTensor:
         return self.like.numel() * self.part.element_size()
 
 
-class _Written(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of one rank about the files that it has written."""
+class _WriteReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of one rank about its written files."""
 
     names: dict[str, str] = {}
-    """The file of each weight that it wrote whole, by the weight's name there."""
+    """The file of each whole weight that the rank has written, by the weight's name in the file."""
     sums: dict[str, str] = {}
-    """Checksums of its files: the rank that wrote a file hashes it."""
+    """The checksums of the rank's files, by path; each rank hashes its own files."""
     problem: str = ""
-    """Why it could not write; empty if it could."""
+    """The reason why the rank could not write; empty if it could."""
 
 
 class ShardedSnapshot:
-    """A snapshot of a sharded model whose tensors are copied, and whose files are not written yet."""
+    """A snapshot of a sharded model during its creation: first the tensors are copied, then the files are written."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks, directory: Path, numbers: Mapping[str, int]) -> None:
-        """Begin a snapshot of ``model`` in the existing ``directory``, with the ``numbers`` of the training step and of
-        the updates. All ranks must do so together."""
+        """Start a snapshot of ``model`` in the existing ``directory``. ``numbers`` are the number of training steps and
+        the number of updates. All ranks must call this together."""
         self._model = model
         self._ranks = ranks
         self._directory = directory
@@ -89,54 +90,54 @@ class ShardedSnapshot:
         self._problem = ""
 
     def copy(self, tensors: Sequence[SourceTensor]) -> None:
-        """Copy this rank's share of ``tensors`` to host memory, after agreeing with the other ranks who writes what.
-        All ranks must call this together, with the same tensors in the same order."""
+        """Assign the boxes of ``tensors`` to ranks, and copy the boxes of this rank to host memory. All ranks must call
+        this together, with the same tensors in the same order."""
         boxes = [[box for box, _ in _places(one.like)] for one in tensors]
-        said = self._ranks.gather(msgspec.json.encode(boxes))
-        everybody = [msgspec.json.decode(each, type=list[list[Box]]) for each in said]
-        mine = assigned(everybody, lambda index, box: _num_bytes(tensors[index], box))[self._ranks.rank]
+        messages = self._ranks.gather(msgspec.json.encode(boxes))
+        boxes_by_rank = [msgspec.json.decode(each, type=list[list[Box]]) for each in messages]
+        mine = assigned(boxes_by_rank, lambda index, box: _num_bytes(tensors[index], box))[self._ranks.rank]
         self._total_bytes = sum(one.num_bytes for one in tensors)
         self._weights = [
             (one.label.removeprefix(WEIGHT), one.num_bytes) for one in tensors if one.label.startswith(WEIGHT)
         ]
         try:
             for index, one in enumerate(tensors):
-                self._parts += [_copied(one, box, where) for box, where in _places(one.like) if (index, box) in mine]
-        except (RuntimeError, MemoryError) as error:  # no memory: the other ranks must hear of it
+                self._parts += [_copy_box(one, box, where) for box, where in _places(one.like) if (index, box) in mine]
+        except (RuntimeError, MemoryError) as error:  # out of memory: reported to the other ranks later
             self._parts = []
             self._problem = f"rank {self._ranks.rank}: its part cannot be copied to host memory: {error}"
 
     def add(self, label: str, values: Tensor) -> None:
-        """Add a whole tensor in host memory, which only this rank writes."""
+        """Add the whole tensor ``values``, in host memory, which only this rank writes."""
         self._parts.append(Part(label=label, at=(0,) * values.ndim, shape=tuple(values.shape), values=values))
 
     def write(self, model_dir: Path) -> None:
-        """Write all files, flushed, with the tokenizer's files from ``model_dir``. All ranks must call this together,
-        each in the thread beside its training, or in place of it.
+        """Write and flush all files, with the tokenizer's files from ``model_dir``. All ranks must call this together;
+        each may do so in a thread beside its training.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` on every rank if one of them cannot; the directory is
-        removed then.
+        Raises :class:`~headrace.base.errors.CheckpointError` on every rank if one rank cannot write; the directory is
+        then removed.
         """
-        said = self._told(self._write_shard())
-        joined = self._told(self._write_weights()) if not _problems(said) else said
-        sealed = _Written()
+        shard_reports = self._gather_reports(self._write_shard())
+        weight_reports = self._gather_reports(self._write_weights()) if not _problems(shard_reports) else shard_reports
+        seal_report = _WriteReport()
         if self._ranks.is_leader:
-            sealed = self._seal([*said, *joined], model_dir)
-        ended = self._told(sealed)
-        if problems := _problems(said) or _problems(joined) or _problems(ended):
+            seal_report = self._seal([*shard_reports, *weight_reports], model_dir)
+        seal_reports = self._gather_reports(seal_report)
+        if problems := _problems(shard_reports) or _problems(weight_reports) or _problems(seal_reports):
             raise CheckpointError(
                 f"snapshot {self._directory} cannot be written: {'; '.join(problems)}",
                 remedy=f"free space at {self._directory.parent} (df -h), keep fewer snapshots, or choose another run "
                 "directory; the last whole snapshot is untouched",
             )
 
-    def _told(self, mine: _Written) -> list[_Written]:
-        """Return the reports of all ranks, in their order; ``mine`` is that of this rank."""
-        said = self._ranks.gather_beside(msgspec.json.encode(mine))
-        return [msgspec.json.decode(one, type=_Written) for one in said]
+    def _gather_reports(self, mine: _WriteReport) -> list[_WriteReport]:
+        """Return the reports of all ranks, in their order; ``mine`` is the report of this rank."""
+        messages = self._ranks.gather_beside(msgspec.json.encode(mine))
+        return [msgspec.json.decode(one, type=_WriteReport) for one in messages]
 
-    def _write_shard(self) -> _Written:
-        """Write and flush the parts that were copied, forget them, and return the report."""
+    def _write_shard(self) -> _WriteReport:
+        """Write and flush the copied parts, free their memory, and return the report."""
         path = self._directory / shard_name(self._ranks.rank, self._ranks.config.world)
         try:
             if self._problem:
@@ -146,15 +147,15 @@ class ShardedSnapshot:
                 raise OSError(f"not enough space: {needed} bytes are needed in all")
             write_parts(path, self._parts, self._numbers)
             flush_one(path)
-            return _Written(sums=checksums_of(self._directory, [path]))
+            return _WriteReport(sums=checksums_of(self._directory, [path]))
         except (OSError, SafetensorError) as error:
-            return _Written(problem=self._problem or f"rank {self._ranks.rank}: {error}")
+            return _WriteReport(problem=self._problem or f"rank {self._ranks.rank}: {error}")
         finally:
             self._parts = []
 
-    def _write_weights(self) -> _Written:
-        """Write this rank's share of the whole weights, which it reads from the shards of all ranks, and return the
-        report."""
+    def _write_weights(self) -> _WriteReport:
+        """Write this rank's share of the files of whole weights, which are read from the shards of all ranks, and
+        return the report."""
         world, names, written = self._ranks.config.world, dict[str, str](), list[Path]()
         files = weight_files([size for _, size in self._weights], world)
         try:
@@ -167,30 +168,30 @@ class ShardedSnapshot:
                 flush_one(path)
                 names |= dict.fromkeys(tensors, path.name)
                 written.append(path)
-            return _Written(names=names, sums=checksums_of(self._directory, written))
+            return _WriteReport(names=names, sums=checksums_of(self._directory, written))
         except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
-            return _Written(problem=f"rank {self._ranks.rank}: {error}")
+            return _WriteReport(problem=f"rank {self._ranks.rank}: {error}")
 
-    def _seal(self, said: list[_Written], model_dir: Path) -> _Written:
-        """Write the small files and the checksums and flush them, or remove the directory if a rank has reported a
-        problem in ``said``; return the report. Only the first rank does so."""
+    def _seal(self, reports: list[_WriteReport], model_dir: Path) -> _WriteReport:
+        """Write and flush the small files and the checksums on rank 0, or remove the directory if a rank has reported a
+        problem in ``reports``. Return the report."""
         try:
-            if not _problems(said):
+            if not _problems(reports):
                 _write_small(self._directory, self._model, model_dir)
-                _write_index(self._directory, {name: file for one in said for name, file in one.names.items()})
-                seal(self._directory, {name: found for one in said for name, found in one.sums.items()})
+                _write_index(self._directory, {name: file for one in reports for name, file in one.names.items()})
+                seal(self._directory, {name: found for one in reports for name, found in one.sums.items()})
                 flush(self._directory)
-                return _Written()
+                return _WriteReport()
         except OSError as error:
             shutil.rmtree(self._directory, ignore_errors=True)
-            return _Written(problem=str(error))
+            return _WriteReport(problem=str(error))
         shutil.rmtree(self._directory, ignore_errors=True)
-        return _Written()
+        return _WriteReport()
 
 
 def weight_files(sizes: Sequence[int], world: int) -> list[list[int]]:
-    """Return which tensors lie in which file of whole weights, by their places in ``sizes``, their sizes in bytes: in
-    their order, in files of about equal size, at least one for each of ``world`` ranks.
+    """Return for each file of whole weights the indices of its tensors in ``sizes``, the sizes of all tensors in bytes.
+    Tensors keep their order, and files have about equal sizes; there is at least one file for each of ``world`` ranks.
 
     >>> weight_files([4, 4, 4, 4], world=2), weight_files([9, 1, 1], world=2)
     ([[0, 1], [2, 3]], [[0], [1, 2]])
@@ -204,7 +205,7 @@ def weight_files(sizes: Sequence[int], world: int) -> list[list[int]]:
 
 
 def _places(tensor: Tensor) -> Iterator[tuple[Box, tuple[slice, ...]]]:
-    """Yield each box of ``tensor`` that this rank holds, and where it lies in this rank's part."""
+    """Yield each box of ``tensor`` that this rank has, and its slices in this rank's part."""
     axes = [list(zip(axis, slots(axis), strict=True)) for axis in held(tensor)]
     for chosen in itertools.product(*axes):
         box = tuple((run.start, run.stop) for run, _ in chosen)
@@ -217,15 +218,15 @@ def _num_bytes(one: SourceTensor, box: Box) -> int:
     return math.prod(end - begin for begin, end in box) * one.part.element_size()
 
 
-def _copied(one: SourceTensor, box: Box, where: tuple[slice, ...]) -> Part:
-    """Return a copy of one box of a tensor in host memory; ``where`` is its place in this rank's part."""
+def _copy_box(one: SourceTensor, box: Box, where: tuple[slice, ...]) -> Part:
+    """Return a copy of one box of a tensor in host memory; ``where`` are its slices in this rank's part."""
     values = one.part[where].to("cpu", copy=True, memory_format=torch.contiguous_format)
     return Part(label=one.label, at=tuple(begin for begin, _ in box), shape=tuple(one.like.shape), values=values)
 
 
-def _problems(said: Sequence[_Written]) -> list[str]:
-    """Return the problems that ranks have reported."""
-    return [one.problem for one in said if one.problem]
+def _problems(reports: Sequence[_WriteReport]) -> list[str]:
+    """Return the problems in the reports of all ranks."""
+    return [one.problem for one in reports if one.problem]
 
 
 def _write_small(directory: Path, model: PreTrainedModel, model_dir: Path) -> None:
@@ -239,7 +240,7 @@ def _write_small(directory: Path, model: PreTrainedModel, model_dir: Path) -> No
 
 
 def _write_index(directory: Path, files: Mapping[str, str]) -> None:
-    """Write transformers' index into ``directory``: the file of each weight."""
+    """Write transformers' index into ``directory``, which maps each weight to its file (``files``)."""
     size = sum((directory / file).stat().st_size for file in set(files.values()))
     index = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(files)}, indent=1)
     (directory / INDEX_FILE).write_text(index, encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Functions for tensors that are sharded over several ranks."""
+"""Functions for tensors that are sharded over several ranks: the part of a rank, the whole tensor, and the assignment
+of equal parts to ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +14,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from headrace.learner.parallel.parts import SavedTensor
 
 H = TypeVar("H", bound=Hashable)
-"""The boxes of tensors that ranks hold, in whatever form the caller describes them."""
+"""The type by which the caller describes boxes of tensors."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``tensor``, which shares its memory. A tensor that is whole on every rank is its own
-    part."""
+    """Return this rank's part of ``tensor``, without a copy. A tensor that is not sharded is returned itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return the distributed tensor of which ``part`` is this rank's part, sharded like ``tensor``; ``part`` itself if
-    ``tensor`` is not sharded."""
+    """Return a distributed tensor that is sharded like ``tensor`` and of which ``part`` is this rank's part; ``part``
+    itself if ``tensor`` is not sharded."""
     if not isinstance(tensor, DTensor):
         return part
     return DTensor.from_local(
@@ -33,21 +33,22 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def placed(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return ``tensor`` sharded as ``other`` is, with the communication that this needs; both are on the same ranks."""
+    """Return ``tensor`` with the sharding of ``other``, redistributed among the ranks if necessary; both are on the
+    same ranks."""
     if not isinstance(tensor, DTensor) or not isinstance(other, DTensor) or tensor.placements == other.placements:
         return tensor
     return tensor.redistribute(placements=other.placements)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, gathered from the ranks that hold its parts, which must all call this together."""
+    """Return the whole tensor, gathered from the ranks that have its parts, which must all call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(full: Tensor | SavedTensor, tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``full``, a whole tensor that every rank has or can read, cut as ``tensor`` is
-    sharded; nothing is sent. Of a saved tensor only that part is read. Raises what :meth:`SavedTensor.read` raises, and
-    ``ValueError`` for a saved tensor of another shape."""
+    """Return this rank's part of ``full`` with the sharding of ``tensor``, without communication. ``full`` is a whole
+    tensor that every rank has, or a saved tensor, of which only this part is read. Raises the errors of
+    :meth:`SavedTensor.read`, and ``ValueError`` for a saved tensor of another shape."""
     if isinstance(full, SavedTensor):
         if full.shape != tensor.shape:
             raise ValueError(f"{full.label} is {list(full.shape)}, expected {list(tensor.shape)}")
@@ -59,8 +60,8 @@ def part_of(full: Tensor | SavedTensor, tensor: Tensor) -> Tensor:
 
 
 def held(tensor: Tensor) -> list[list[range]]:
-    """Return the indices of ``tensor`` that this rank's part has: for each axis, ranges in the order in which they lie
-    in the part. A tensor that is not sharded is held whole."""
+    """Return the indices of ``tensor`` in this rank's part: for each axis a list of ranges, in their order in the part.
+    A tensor that is not sharded has one whole range for each axis."""
     if not isinstance(tensor, DTensor):
         return [[range(length)] for length in tensor.shape]
     found = [_runs(_indices(tensor, axis)) for axis in range(tensor.ndim)]
@@ -70,10 +71,10 @@ def held(tensor: Tensor) -> list[list[range]]:
 
 
 def _indices(tensor: DTensor, axis: int) -> list[int]:
-    """Return the indices along one ``axis`` of the whole tensor that this rank's part has."""
+    """Return the indices along ``axis`` of the whole tensor that are in this rank's part."""
     mesh, length = tensor.device_mesh, tensor.shape[axis]
     numbers = torch.arange(length, device=mesh.device_type)
-    others = [mesh.size()] * tensor.ndim  # every rank gets some of each axis, however it is cut
+    others = [mesh.size()] * tensor.ndim  # as long as the mesh, so that every rank gets some indices of each axis
     others[axis] = length
     shaped = numbers.view([length if place == axis else 1 for place in range(tensor.ndim)]).expand(others)
     part = distribute_tensor(shaped, mesh, tensor.placements, src_data_rank=None).to_local()
@@ -82,7 +83,7 @@ def _indices(tensor: DTensor, axis: int) -> list[int]:
 
 
 def _runs(indices: list[int]) -> list[range]:
-    """Return ``indices`` as ranges, in their order.
+    """Return ``indices`` as a list of ranges of consecutive numbers, in their order.
 
     >>> _runs([4, 5, 6, 0, 1])
     [range(4, 7), range(0, 2)]
@@ -93,11 +94,12 @@ def _runs(indices: list[int]) -> list[range]:
 
 
 def assigned(held_boxes: Sequence[Sequence[Sequence[H]]], size: Callable[[int, H], int]) -> list[set[tuple[int, H]]]:
-    """Return, for each rank, the boxes that it sends or writes for all, each with the index of its tensor. A box that
-    several ranks hold goes to the one that has the fewest bytes so far, so every rank returns the same.
+    """Assign each box to one of the ranks that have it, which sends or writes it, and return for each rank its pairs
+    (index of the tensor, box). A box that several ranks have is assigned to the rank with the fewest bytes so far.
+    Every rank computes the same result.
 
-    ``held_boxes`` are, for each rank and each tensor, the boxes that the rank holds; ``size`` returns the bytes of a
-    box of the tensor with a given index.
+    ``held_boxes`` are, for each rank and each tensor, the boxes that the rank has; ``size`` returns the bytes of a box
+    of the tensor with a given index.
 
     >>> assigned([[["a"], ["b"]], [["a"], ["b"]]], lambda tensor, box: 1)
     [{(0, 'a')}, {(1, 'b')}]
@@ -117,8 +119,8 @@ def assigned(held_boxes: Sequence[Sequence[Sequence[H]]], size: Callable[[int, H
 
 
 def copies(tensor: Tensor, world: int) -> int:
-    """Return how many of the ``world`` ranks hold the same part of ``tensor``, by which sums over all ranks are
-    divided."""
+    """Return how many of the ``world`` ranks have the same part of ``tensor``. A sum over all ranks counts each part so
+    many times."""
     if not isinstance(tensor, DTensor):
         return world
     mesh = tensor.device_mesh
@@ -129,9 +131,9 @@ def copies(tensor: Tensor, world: int) -> int:
 
 
 def wholes(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor whole, one at a time, with its name. All ranks must iterate together, to the end.
+    """Yield each name with its whole tensor, gathered one at a time. All ranks must iterate together, to the end.
 
-    With ``dtype``, floating-point numbers are rounded to it before they are sent.
+    Floating-point tensors are rounded to ``dtype`` before they are gathered; ``None``: they are not rounded.
     """
     for name, tensor in named:
         part = tensor.detach()

@@ -1,4 +1,4 @@
-"""The parts of the weights that each rank of a learner sends to engines: nothing is gathered for it."""
+"""The assignment of the parts of the weights to the ranks of a learner that send them to engines, without gathering."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from headrace.sync.pieces import Box
 
 
 class _HeldPart(msgspec.Struct, frozen=True):
-    """The part of a tensor that a rank holds: the arguments of its box."""
+    """The part of a tensor on a rank, as a message: the fields of its :class:`Box`."""
 
     starts: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 def held_part(name: str, tensor: Tensor) -> Box:
-    """Return which part of the ``tensor`` called ``name`` this rank holds: all of it, if it is not sharded. Raises
-    :class:`~headrace.base.errors.ConfigError` if it holds several ranges of an axis, which are no box."""
+    """Return the box of the ``tensor`` called ``name`` that this rank has: the whole tensor if it is not sharded.
+    Raises :class:`~headrace.base.errors.ConfigError` if the rank has several ranges of an axis, which are not a box."""
     axes = held(tensor)
     for ranges in axes:
         if len(ranges) > 1:
@@ -37,17 +37,17 @@ def held_part(name: str, tensor: Tensor) -> Box:
 
 
 def shared_out(tensors: Mapping[str, Tensor], ranks: AnyRanks) -> list[dict[str, Box]]:
-    """Return, for each rank, the part of each tensor that it sends. A part that several ranks hold is sent by one of
-    them. Every rank gets the same result; all must call this at the same time. Raises
+    """Return, for each rank, the boxes that it sends, by the names of the tensors. A box that several ranks have is
+    sent by one of them. All ranks must call this together, and get the same result. Raises
     :class:`~headrace.base.errors.ConfigError` as :func:`held_part` does."""
     parts = [held_part(name, tensor) for name, tensor in tensors.items()]
     message = msgspec.json.encode([_HeldPart(part.starts, part.shape) for part in parts])
-    everybody = [msgspec.json.decode(each, type=list[_HeldPart]) for each in ranks.gather(message)]
-    return share_out(tensors, [[Box(starts=part.starts, shape=part.shape) for part in each] for each in everybody])
+    parts_by_rank = [msgspec.json.decode(each, type=list[_HeldPart]) for each in ranks.gather(message)]
+    return share_out(tensors, [[Box(starts=part.starts, shape=part.shape) for part in each] for each in parts_by_rank])
 
 
 def share_out(tensors: Mapping[str, Tensor], held_parts: Sequence[Sequence[Box]]) -> list[dict[str, Box]]:
-    """Return what :func:`shared_out` does, from the parts of ``tensors`` that each rank holds, in their order."""
+    """Return the result of :func:`shared_out` from ``held_parts``, the boxes of ``tensors`` that each rank has."""
     names, sizes = list(tensors), [tensor.element_size() for tensor in tensors.values()]
     empty = [not tensor.numel() for tensor in tensors.values()]
     # an empty part is sent only if the whole tensor is empty

@@ -1,13 +1,13 @@
-"""Computation of log π with a sharded model.
+"""The computation of log π with a model whose parameters are sharded over ranks.
 
-    model's own forward pass, its head for the last token only     ──▶ hidden states, taken by a hook on the trunk
-    head's own forward pass, which computes tiles, or chunks       ──▶ log π
+    model's forward pass, with the head for the last token only    ──▶ hidden states, from a hook on the trunk
+    head's forward pass, replaced by a pass over tiles or chunks   ──▶ log π
 
-Torch's sharding is attached to the forward passes of the whole model and of its head: before a pass, parameters are
-gathered; after its backward pass, gradients are summed over the ranks. So the trunk runs inside the model's pass, and
-all chunks run inside one pass of the head, whose ``forward`` is replaced for that pass: its parameters are gathered
-once, however many chunks there are. A head that is a single matrix is computed there in tiles (head.py): it is whole,
-or the part of the vocabulary that one of the tensor-parallel ranks has.
+Torch's sharding is implemented by hooks on the forward passes of the model and of its head: before a pass, parameters
+are gathered; after its backward pass, gradients are reduced over the ranks. Therefore the trunk runs inside the model's
+pass. All chunks run inside one pass of the head, whose ``forward`` is replaced for this pass, so its parameters are
+gathered once. A head that is a single matrix is computed in tiles (head.py); with tensor parallelism, each rank
+computes its part of the vocabulary.
 
 Shape legend: M tokens of a micro-batch, P positions before a loss token, C positions of one chunk, V vocabulary,
 D hidden size.
@@ -38,27 +38,27 @@ MakeLogprobs = Callable[[TrunkAndHead], Callable[..., tuple[Tensor, ...]]]
 
 class ShardedLogprobs:
     """The computation of :class:`~headrace.learner.logits.TokenLogprobs` (log π and entropies) for a model whose
-    parameters are sharded over ranks. ``make`` returns that computation, or one like it, for a given trunk and head.
+    parameters are sharded over ranks. ``make`` returns this computation, or a similar one, for a given trunk and head.
 
-    Every rank must call it equally often, in the same order; tokens and rows may differ.
+    All ranks must make the same number of calls, in the same order, but with their own tokens and rows.
     """
 
     def __init__(self, model: PreTrainedModel, make: MakeLogprobs, probe: dict[str, Any]) -> None:
-        """Prepare the computation for ``model``; ``make`` returns it for a trunk and a head. All ranks must do so
-        together, because they compute the ``probe``, the keyword arguments of a short forward pass."""
+        """Prepare the computation for ``model`` by a forward pass over ``probe``, the keyword arguments of a short
+        pass. All ranks must call this together."""
         self._model = model
         self._trunk: nn.Module = model.get_submodule(trunk_name(model))
         self._head: nn.Module = model.get_output_embeddings()
         alone = _HeadAlone(model, self._head)
         self._logprobs = make(alone)
         with torch.no_grad():
-            self._hidden(probe)  # a head that shares the embedding's weight has it gathered afterwards
-            self._inside_head(alone.look, torch.zeros(1, device=model.device))
+            self._hidden(probe)  # afterwards, a weight that the head shares with the embedding is gathered
+            self._inside_head(alone.detect_matrix, torch.zeros(1, device=model.device))
         reshard(model)
 
     def __call__(self, inputs: dict[str, Any], before_P: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         """Return the same tensors as :meth:`TokenLogprobs.__call__`, for the same arguments: the keyword arguments of a
-        forward pass, the positions before the loss tokens, and ``rest``, which describes what is computed there."""
+        forward pass, the positions before the loss tokens, and ``rest``, the further arguments of the computation."""
         hidden_PD = self._hidden(inputs)[before_P]
         rows_P = torch.arange(len(before_P), device=hidden_PD.device)
         found = self._inside_head(lambda given_PD: self._columns(given_PD, rows_P, *rest), hidden_PD)
@@ -67,87 +67,89 @@ class ShardedLogprobs:
         return found
 
     def _columns(self, hidden_PD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        """Return the columns that are computed from given hidden states of the P positions, inside the head's forward
-        pass."""
+        """Compute the columns from the hidden states of the P positions; called inside the head's forward pass."""
         found = self._logprobs({"hidden": hidden_PD}, *rest)
-        return tuple(column_P.clone() for column_P in found)  # a view would lose torch's hooks if it were changed
+        # copies, since a view would lose torch's hooks if it were changed
+        return tuple(column_P.clone() for column_P in found)
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Run the model over ``inputs``, the keyword arguments of its forward pass, and return the output of its trunk
         for every token, ``[M, D]``."""
-        taken: list[Tensor] = []
-        handle = self._trunk.register_forward_hook(lambda _module, _args, out: taken.append(out.last_hidden_state))
+        outputs: list[Tensor] = []
+        handle = self._trunk.register_forward_hook(lambda _module, _args, out: outputs.append(out.last_hidden_state))
         try:
             self._model(**inputs, use_cache=False, logits_to_keep=1)
         finally:
             handle.remove()
-        return taken[0][0]
+        return outputs[0][0]
 
     def _inside_head(self, work: Callable[[Tensor], tuple[Tensor, ...]], hidden_PD: Tensor) -> tuple[Tensor, ...]:
         """Run ``work`` on the hidden states as the forward pass of the head, so that torch gathers the head's
-        parameters for it, and return its result."""
-        had = self._head.__dict__.get("forward")
+        parameters, and return its result."""
+        original_forward = self._head.__dict__.get("forward")
         self._head.forward = work
         try:
             found: tuple[Tensor, ...] = self._head(hidden_PD)
         finally:
             del self._head.__dict__["forward"]
-            if had is not None:
-                self._head.forward = had
+            if original_forward is not None:
+                self._head.forward = original_forward
         return found
 
 
 class _HeadAlone:
-    """The :class:`TrunkAndHead` of a model without its trunk, for use inside the head's forward pass."""
+    """The :class:`TrunkAndHead` that is used inside the head's forward pass: the hidden states are given, and only the
+    head is computed."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
-        """Make a shallow copy of ``model`` in which ``head`` has no sharding hooks and the trunk returns given hidden
+        """Create a shallow copy of ``model`` in which ``head`` has no sharding hooks and the trunk returns given hidden
         states."""
         trunk = model.get_submodule(trunk_name(model))
-        self._given = GivenHidden(trunk)
+        self._given_hidden = GivenHidden(trunk)
         self._head = head
         self._is_matrix = False
-        replaced = {id(head): _HeadWithoutSharding(head), id(trunk): self._given}
+        replaced = {id(head): _HeadWithoutSharding(head), id(trunk): self._given_hidden}
         children = {name: replaced.get(id(child), child) for name, child in model._modules.items()}
-        self._model = _bare(model, children)
+        self._model = _copy_without_hooks(model, children)
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
-        """Return the hidden states that ``inputs`` contains: the trunk has already run."""
+        """Return the hidden states in ``inputs``, since the trunk has run already."""
         hidden_PD: Tensor = inputs["hidden"]
         return hidden_PD
 
-    def look(self, unused: Tensor) -> tuple[Tensor, ...]:
-        """Find out whether the head is a single matrix, as the forward pass of the head; its input is ``unused``, and
-        is returned."""
+    def detect_matrix(self, unused: Tensor) -> tuple[Tensor, ...]:
+        """Determine whether the head is a single matrix. It is called as the forward pass of the head, so it returns
+        its argument, which is not used."""
         found = _matrix(self._head) if plain_class(self._head) is nn.Linear else None
         self._is_matrix = found is not None and acts_as_matrix(found, self.logits)
         return (unused,)
 
     def matrix(self) -> HeadMatrix | None:
-        """Return a head that is a single matrix, as this rank has it inside the head's forward pass; otherwise
-        ``None``."""
+        """Return the head, or this rank's part of it inside the head's forward pass, if it is a single matrix;
+        otherwise ``None``."""
         return _matrix(self._head) if self._is_matrix else None
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return the logits ``[C, V]`` that the model's own head computes from hidden states."""
-        self._given.hidden = hidden_CD[None]
+        self._given_hidden.hidden = hidden_CD[None]
         try:
             logits_CV: Tensor = self._model(input_ids=None, use_cache=False).logits[0]
         finally:
-            self._given.hidden = None
+            self._given_hidden.hidden = None
         return logits_CV
 
 
 def _matrix(linear: Any) -> HeadMatrix | None:
-    """Return the matrix of a linear layer as this rank has it inside the layer's forward pass: whole, or some rows of
-    it; ``None`` where it is distributed in another way."""
+    """Return the matrix of a linear layer on this rank inside the layer's forward pass: the whole matrix, or some rows
+    of it; ``None`` if it is distributed in another way."""
     weight, bias = linear.weight, linear.bias
     if type(weight) is nn.Parameter:
         return HeadMatrix(weight, bias)
     if not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
         return None
     group, rows = weight.device_mesh.get_group(), local(weight)
-    first = min(len(weight), group.rank() * -(-len(weight) // group.size()))  # torch cuts into parts of equal size
+    # torch divides rows into parts of equal size, except the last
+    first = min(len(weight), group.rank() * -(-len(weight) // group.size()))
     return HeadMatrix(rows, None if bias is None else local(bias), VocabularyPart(first, group))
 
 
@@ -155,17 +157,17 @@ class _HeadWithoutSharding(nn.Module):
     """The head's computation without the hooks of its sharding."""
 
     def __init__(self, head: nn.Module) -> None:
-        """Wrap ``head``, whose parameters stay those of the sharded model."""
+        """Wrap ``head``; its parameters remain parameters of the sharded model."""
         super().__init__()
         self._forward = head.forward
-        self.__dict__["head"] = head  # not as a child: its parameters are those of the sharded model
+        self.__dict__["head"] = head  # not as a submodule, since its parameters belong to the sharded model
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the model's forward pass reads of its head, such as the dtype of its weight."""
+        """Return the attribute ``name`` of the head, such as its weight, whose dtype the model's forward pass reads."""
         return getattr(self.__dict__["head"], name)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states, by the head's own forward pass."""
+        """Return the logits of hidden states, computed by the head's original forward method."""
         logits: Tensor = self._forward(hidden)
         return logits
 
@@ -177,13 +179,13 @@ def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 
 def plain_class(module: nn.Module) -> Any:
-    """Return the class that ``module`` had before it was sharded: torch makes a class (FSDPModule, Original), which
-    cannot be copied."""
+    """Return the class that ``module`` had before it was sharded. Torch replaces the class by a subclass of FSDPModule
+    and the original class, which cannot be copied."""
     kind = type(module)
     return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
 
 
-def _bare(model: PreTrainedModel, children: dict[str, Any]) -> nn.Module:
+def _copy_without_hooks(model: PreTrainedModel, children: dict[str, Any]) -> nn.Module:
     """Return a shallow copy of ``model`` with the modules ``children`` in place of its own, and without the hooks of
     its sharding."""
     bare: nn.Module = object.__new__(own_class(model))
@@ -193,8 +195,8 @@ def _bare(model: PreTrainedModel, children: dict[str, Any]) -> nn.Module:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters: after a forward pass without a backward pass some are kept, and would be stale after an
-    update."""
+    """Free the gathered parameters. After a forward pass without a backward pass, some would be kept, and would be
+    outdated after an update."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

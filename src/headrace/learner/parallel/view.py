@@ -1,7 +1,7 @@
-"""A micro-batch as one rank computes it: all of it, some of its tokens, or none.
+"""The part of a micro-batch that one rank computes: all of its tokens, some of them (context parallelism), or none.
 
-Shape legend: M tokens of the micro-batch, R rows that are computed here (there may be padding), P tokens that carry
-loss and whose logits are computed here.
+Shape legend: M tokens of the micro-batch, R rows on this rank (including padding), P loss tokens whose logits this rank
+computes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from headrace.models.packed import PADDED, ChosenAttention
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ColumnParts:
-    """The parts of a column that several ranks computed, and how they are joined."""
+    """The places of the parts of a column that several ranks compute, by which the column is joined."""
 
     group: dist.ProcessGroup
     places: list[Index]
     """For each rank, the indices in the micro-batch of the loss tokens whose logits it computes."""
 
     def join(self, column_P: Tensor) -> tuple[Index, Tensor]:
-        """Gather a column, of which this rank has ``column_P``, from all ranks of the group; return the indices of its
+        """Gather a column from all ranks of the group; ``column_P`` is this rank's part. Return the indices of the
         entries in the micro-batch, and the entries."""
         most = max(len(places) for places in self.places)
         padding = column_P.new_zeros(most - len(column_P), *column_P.shape[1:])
@@ -43,20 +43,22 @@ class _ColumnParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """The part of a micro-batch that one rank computes, and how it is turned into columns of the micro-batch."""
+    """The rows that one rank computes for a micro-batch, and the conversion of its results to columns of the
+    micro-batch."""
 
     micro: MicroBatch
     """The whole micro-batch."""
     plan: Plan
-    """How attention is computed over the rows of this rank."""
+    """The plan of the attention over the rows of this rank."""
     rows_R: Index
-    """Index in the micro-batch of the token of each row; empty if a rank computes only because others do."""
+    """The index in the micro-batch of each row's token; empty if this rank only joins the collectives of other
+    ranks."""
     before_P: Index
-    """Indices of the rows whose logits predict the loss tokens. The logits of a token come from the token before it."""
+    """The indices of the rows whose logits predict the loss tokens: the rows of the tokens before them."""
     places_P: Index
-    """Indices of those tokens in the micro-batch, ascending."""
+    """The indices of these loss tokens in the micro-batch, ascending."""
     parts: _ColumnParts | None
-    """The parts of the other ranks; ``None`` if everything is computed here."""
+    """The places of the parts of all ranks; ``None`` if this rank computes the whole micro-batch."""
 
     @property
     def rows_in_batch(self) -> Index:
@@ -72,8 +74,8 @@ class RankView:
         return {"input_ids": ids[None], "position_ids": positions_R[None], PLAN: self.plan}
 
     def join(self, column_P: Tensor) -> Tensor:
-        """Return ``column_P``, a number or a row for each loss token, as a column of the micro-batch ``[M, ...]`` on
-        every rank; 0 elsewhere."""
+        """Return the column of the micro-batch ``[M, ...]`` with the values ``column_P`` (a number or a row for each
+        loss token), joined from all ranks; 0 for other tokens."""
         places, column = (self.places_P, column_P) if self.parts is None else self.parts.join(column_P)
         at = torch.from_numpy(places).to(column.device)
         return column.new_zeros(len(self.micro.places_M), *column.shape[1:]).index_copy(0, at, column)
@@ -86,10 +88,10 @@ def view_of(
     attention: ChosenAttention = PADDED,
     filled: Callable[[int], int] = int,
 ) -> RankView:
-    """Return the view of ``micro`` on this rank. ``loss_P`` are the indices in ``micro`` of all its loss tokens. An
-    empty micro-batch is computed as one unused token, because ranks gather their parameters together. ``attention`` is
-    how attention is computed; ``filled`` returns the number of rows that a pass on one rank is filled up to, from the
-    number that it needs: a sequence of unused tokens follows the others."""
+    """Return the view of ``micro`` on this rank. ``loss_P`` are the indices in ``micro`` of all its loss tokens. For an
+    empty micro-batch, the rank computes one unused token, because ranks gather their parameters together. ``attention``
+    is the attention implementation. ``filled`` returns, from the number of rows of a pass on one rank, the number to
+    which it is padded by a sequence of unused tokens."""
     idle = not len(micro.places_M)
     lengths_K = np.ones(1, np.int64) if idle else micro.lengths_K
     if not isinstance(ranks, SingleRank) and ranks.config.context > 1:
@@ -116,7 +118,7 @@ def view_of(
         )
     rows_M = np.arange(len(micro.places_M)) if micro.rows_M is None else micro.rows_M
     followed_M = np.ones(len(micro.places_M), np.bool_)
-    followed_M[np.cumsum(lengths_K) - 1] = False  # nothing follows the last token of a sample
+    followed_M[np.cumsum(lengths_K) - 1] = False  # no token follows the last token of a sample, so it is not computed
     rows_R, first_R, rows_T = np.unique(rows_M[followed_M], return_index=True, return_inverse=True)
     lengths_K, unused = lengths_K - 1, filled(len(rows_R)) - len(rows_R)
     if unused:

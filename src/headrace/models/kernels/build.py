@@ -1,8 +1,8 @@
-"""Compile the kernels once, keep the library in the user's cache, and load it; or return the reason why not.
+"""The compilation of the kernels: the library is built once, stored in the user's cache, and loaded.
 
-The library's name is a hash of all that determines its contents: sources, flags, processor. The file ends with its own
-checksum, so that an incomplete or foreign file is built again. A file that a process may have loaded is never written:
-a library is built in a temporary folder and renamed.
+The library's name is a hash of everything that determines its content: sources, flags, processor. The file ends with
+its own checksum, so that an incomplete or foreign file is built again. A library is built in a temporary folder and
+then renamed, so that a file that another process may have loaded is never written.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from headrace.base.clock import RealClock
 from headrace.base.environ import cache_root
 
 COMPILERS = ("g++", "c++", "clang++")
-"""The C++ compilers to try, in this order; the first that is installed is used."""
+"""The C++ compilers to try, in this order; the first installed compiler is used."""
 
 NO_COMPILER = "no C++ compiler is installed"
+"""The beginning of the reason if there is no compiler."""
 INSTALL = "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
+"""The remedy if there is no compiler."""
 
 NATIVE = ("-march=native",)
 """The compiler options that select the processor of this machine."""
@@ -40,15 +42,19 @@ _MAIN = "kernels.cpp"
 _SOURCES = {
     name: (_HERE / name).read_bytes() for name in (_MAIN, "linear.h", "paged.h", "recurrent.h", "team.h", "vec.h")
 }
-"""The sources. They are read when this module is imported, together with the Python functions that call them: files
-that are replaced later might not fit."""
+"""The content of the source files, by name. It is read when this module is imported, at the same time as the Python
+functions that call the kernels: files that are replaced later might not match them."""
 _FLAGS = ("-std=gnu++17", "-O3", "-ffp-contract=fast", "-fPIC", "-pthread", "-w", "-shared", "-Wl,-z,defs")
 _DEADLINE_S = 120.0
+"""The time limit of one compilation, in seconds."""
 WAIT_S = 45.0
-"""Seconds for which a process waits for another one that compiles. A compilation takes a few seconds, on a machine with
-much else to do some tens; ``launch.start_timeout_s`` leaves time for another one after that."""
-_LOOK_S = 0.1
-_building = threading.Lock()
+"""The number of seconds for which a process waits for another process that compiles. A compilation takes a few seconds,
+or some tens of seconds on a busy machine. ``launch.start_timeout_s`` leaves time for a second compilation after
+that."""
+_CHECK_INTERVAL_S = 0.1
+"""The interval, in seconds, at which a waiting process checks whether the library is complete."""
+_build_lock = threading.Lock()
+"""The lock that allows only one thread of this process to build the library."""
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -60,7 +66,7 @@ class Unavailable:
     """The reason in words."""
 
     def __str__(self) -> str:
-        """Return a warning for users: the reason, its cost, and the remedy."""
+        """Return a warning for users with the reason, its cost, and the remedy."""
         remedy = f"{INSTALL}, and start again" if self.reason.startswith(NO_COMPILER) else "mend that, and start again"
         return f"the compiled kernels are missing ({self.reason}): sampling takes about twice as long; {remedy}"
 
@@ -70,18 +76,18 @@ class _CannotBuild(Exception):
 
 
 def kernel_cache() -> Path:
-    """Return the folder of the user's cache in which the compiled kernels are kept."""
+    """Return the folder for the compiled kernels in the user's cache."""
     return cache_root() / "kernels"
 
 
 def build_ahead() -> None:
-    """Start to compile in a thread, if the library has to be built. A later call of :func:`open_library` waits for
-    the rest. It is meant for programs that have modules to import meanwhile."""
+    """Start the compilation in a thread, if the library has to be built. A later call of :func:`open_library` waits for
+    its end. This is meant for programs that import modules in the meantime."""
     threading.Thread(target=open_library, args=(kernel_cache(),), name="kernels").start()
 
 
 def find_compiler(compilers: Sequence[str] = COMPILERS) -> str | None:
-    """Return the path of the first of ``compilers`` that is installed; ``None`` if none is."""
+    """Return the path of the first of ``compilers`` that is installed; ``None`` if none of them is."""
     return next(filter(None, map(shutil.which, compilers)), None)
 
 
@@ -92,11 +98,11 @@ def open_library(
     *,
     wait_s: float = WAIT_S,
 ) -> ctypes.CDLL | Unavailable:
-    """Return the compiled kernels, from the folder ``cache`` or built into it (a few seconds); otherwise the reason why
-    there are none. Many processes may do so at once.
+    """Return the compiled kernels from the folder ``cache``, after building them if necessary (a few seconds). If this
+    fails, return the reason. Several processes may call this at the same time.
 
-    ``target`` are the compiler options that select the processor. A process that finds another one compiling waits for
-    it for at most ``wait_s`` seconds.
+    ``target`` are the compiler options that select the processor. If another process is compiling, this process waits
+    for at most ``wait_s`` seconds.
     """
     try:
         compiler = find_compiler(compilers)
@@ -105,7 +111,7 @@ def open_library(
         _refuse_shared_directory(cache)
         command = (compiler, *_FLAGS, *target)
         file = cache / f"{_name(command)}.so"
-        with _building:
+        with _build_lock:
             _ensure(command, file, wait_s)
         return ctypes.CDLL(str(file))
     except (_CannotBuild, OSError, subprocess.SubprocessError) as error:
@@ -113,8 +119,8 @@ def open_library(
 
 
 def _ensure(command: Sequence[str], file: Path, wait_s: float) -> None:
-    """Build ``file`` by the compiler ``command`` unless it is there, while other processes wait up to ``wait_s``
-    seconds for it."""
+    """Build ``file`` with the compiler ``command`` unless the file is complete. Other processes wait for at most
+    ``wait_s`` seconds in the meantime."""
     if _is_complete(file):
         return
     with _one_process(file, wait_s):
@@ -124,11 +130,11 @@ def _ensure(command: Sequence[str], file: Path, wait_s: float) -> None:
 
 @contextmanager
 def _one_process(file: Path, wait_s: float) -> Iterator[None]:
-    """Let one process compile ``file`` while the others wait for its lock.
+    """A context in which one process compiles ``file`` while other processes wait for its lock.
 
-    A process waits at most ``wait_s``, since the one that holds the lock may be stopped; then it says so on standard
-    error and compiles too, which is safe, because each compiles in a folder of its own. On a file system without locks
-    all of them compile.
+    A process waits for at most ``wait_s`` seconds, since the process with the lock may be suspended. It then writes a
+    warning to standard error and compiles too, which is safe, because each process compiles in its own folder. On a
+    file system without locks, all processes compile.
     """
     descriptor = os.open(file.parent, os.O_RDONLY)
     clock = RealClock()
@@ -138,14 +144,14 @@ def _one_process(file: Path, wait_s: float) -> Iterator[None]:
             if clock.now() > ends_s:
                 sys.stderr.write(f"{_overdue(file.parent, wait_s)}\n")
                 break
-            threading.Event().wait(_LOOK_S)
+            threading.Event().wait(_CHECK_INTERVAL_S)
         yield
     finally:
-        os.close(descriptor)  # which releases the lock, as the end of the process does
+        os.close(descriptor)  # this releases the lock, as the end of the process does
 
 
 def _has_lock(descriptor: int) -> bool:
-    """Try to lock the directory. Return whether it is locked by this process, or cannot be locked at all."""
+    """Try to lock the directory. Return whether this process has the lock, or the directory cannot be locked at all."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -156,7 +162,7 @@ def _has_lock(descriptor: int) -> bool:
 
 
 def _overdue(directory: Path, wait_s: float) -> str:
-    """Return the sentence that says which process has held the lock of ``directory`` for too long."""
+    """Return the warning that another process has had the lock of ``directory`` for too long."""
     holders = [f"process {pid} ({_state(pid)})" for pid in _holders(directory)]
     by = " and ".join(holders) or "another process"
     return (
@@ -166,7 +172,8 @@ def _overdue(directory: Path, wait_s: float) -> str:
 
 
 def _holders(directory: Path) -> list[int]:
-    """Return the processes that hold a lock of ``directory``, where the system lists them (Linux)."""
+    """Return the ids of the processes that have a lock of ``directory``; empty on systems that do not list them (only
+    Linux does)."""
     facts = directory.stat()
     place = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}:{facts.st_ino}"
     try:
@@ -177,7 +184,7 @@ def _holders(directory: Path) -> list[int]:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process in the system's words, such as ``sleeping``."""
+    """Return the state of a process in the words of the system, such as ``sleeping``."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -187,30 +194,30 @@ def _state(pid: int) -> str:
 
 
 def _refuse_shared_directory(directory: Path) -> None:
-    """Raise :class:`_CannotBuild` for a directory in which another user could put a library: its code would run
-    here."""
+    """Create ``directory`` if necessary. Raises :class:`_CannotBuild` if another user could write a library into it,
+    since the code of the library is executed in this process."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     resolved = directory.resolve()
     for place in (resolved, *resolved.parents):
         facts = place.stat()
         shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        sticky = place != resolved and facts.st_mode & stat.S_ISVTX  # where nobody renames others' entries
+        sticky = place != resolved and facts.st_mode & stat.S_ISVTX  # users cannot rename entries of others there
         if facts.st_uid not in {os.geteuid(), 0} or (shared and not sticky):
             raise _CannotBuild(f"{place} can be written by other users, so no code is loaded from {directory}")
 
 
 def _name(command: Sequence[str]) -> str:
-    """Return the name of the library's file, without its ending, which differs whenever the sources, the compiler's
-    command or the processor differ."""
-    known = hashlib.sha256()
+    """Return the file name of the library without its extension. It is a hash of the sources, the compiler's command
+    and the processor."""
+    digest = hashlib.sha256()
     for source in _SOURCES.values():
-        known.update(source)
-    known.update(repr((command, _processor())).encode())
-    return known.hexdigest()[:32]
+        digest.update(source)
+    digest.update(repr((command, _processor())).encode())
+    return digest.hexdigest()[:32]
 
 
 def _processor() -> str:
-    """Return a description of the processor's model and its instructions."""
+    """Return a description of the processor's model and its instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -219,7 +226,8 @@ def _processor() -> str:
 
 
 def _is_complete(file: Path) -> bool:
-    """Return whether the file is complete: its last bytes are the checksum of the others."""
+    """Return whether the file is complete, which means that its last bytes are the checksum of the others, and belongs
+    to this user."""
     if not file.is_file() or file.stat().st_uid != os.geteuid():
         return False
     content = file.read_bytes()
@@ -227,8 +235,8 @@ def _is_complete(file: Path) -> bool:
 
 
 def _build(command: Sequence[str], file: Path) -> None:
-    """Compile the kernels into ``file`` by the compiler ``command``, with a digest of their bytes at its end. The file
-    appears only when it is complete."""
+    """Compile the kernels into ``file`` with the compiler ``command``, and append a checksum. The file is created only
+    when it is complete."""
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
         for name, source in _SOURCES.items():
             (Path(scratch) / name).write_bytes(source)
@@ -240,9 +248,9 @@ def _build(command: Sequence[str], file: Path) -> None:
 
 
 def _run(command: list[str], directory: str) -> None:
-    """Run the compiler ``command`` in ``directory``. Raises :class:`_CannotBuild` with its first message if it
-    fails."""
+    """Execute the compiler ``command`` in ``directory``. Raises :class:`_CannotBuild` with the first line of its error
+    output if it fails."""
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     if done.returncode:
-        said = (done.stderr.strip() or "nothing").splitlines()[0]
-        raise _CannotBuild(f"{command[0]} could not compile the kernels (exit {done.returncode}): {said}")
+        message = (done.stderr.strip() or "nothing").splitlines()[0]
+        raise _CannotBuild(f"{command[0]} could not compile the kernels (exit {done.returncode}): {message}")

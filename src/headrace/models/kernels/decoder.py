@@ -1,9 +1,9 @@
-"""One call for a whole decoder layer, if the layer is two norms, attention or the gated delta rule, and a gated MLP
-around two residuals.
+"""Execution of a whole decoder layer in one kernel call, for layers that consist of two norms, a mixer (attention or
+the gated delta rule) and a gated MLP with two residual connections.
 
-The call computes what the layer's fused modules compute, operation by operation, with the same bits. It saves the time
-of Python calls and of threads that wait for each other. It is used for passes over a paged cache, of layers with a
-state for those in which all sequences decode; other passes, and those with gradients, call the modules.
+The call computes the same operations as the layer's fused modules, with the same bits. It saves the time of Python
+calls and of threads that wait for each other. It is used for passes over a paged cache; in a layer with a recurrent
+state, only if all sequences of the pass decode. Other passes, and passes with gradients, call the modules.
 
 Shape legend: N tokens, D hidden size, K key-value heads, S tokens of a block, E head size, R rows, B blocks.
 """
@@ -41,22 +41,24 @@ from headrace.models.recurrent import StatePass, StatePool, state_shapes
 _NORMS, _MLP = ("input_layernorm", "post_attention_layernorm"), "mlp"
 _ATTENTION, _DELTA = "self_attn", "linear_attn"
 _PARTS = {**dict.fromkeys(_NORMS, FusedNorm), _MLP: FusedGated}
+"""The submodules of a decoder layer besides its mixer, by name, and the class that computes each."""
 _GAP = 16
-"""The padding, in numbers, between the rows of the MLP's inner activations; the same value as in kernels.cpp."""
+"""The padding, in numbers, between the rows of the MLP's inner activations. kernels.cpp contains the same value."""
 _PROBE = (2, 15)
-"""The numbers of new tokens of the probe's two rows. The second row reaches its second block when it continues."""
+"""The numbers of new tokens in the two rows of the probe. The second row enters its second block when it continues."""
 
 
 class ScratchBuffers:
-    """Scratch memory that the layers of a model use one after the other. Memory that is allocated anew each time
-    would be cleared by the system each time."""
+    """Scratch memory that all layers of a model use in turn. The system would have to clear newly allocated memory at
+    each allocation."""
 
     def __init__(self) -> None:
+        """Start without any memory."""
         self._numbers = torch.empty(0)
 
     def of(self, count: int) -> Tensor:
-        """Return a tensor of at least ``count`` float32 numbers with arbitrary values, which the next call may
-        overwrite."""
+        """Return a tensor of at least ``count`` float32 numbers with arbitrary values. The next call may return the
+        same memory."""
         if len(self._numbers) < count:
             self._numbers = torch.empty(count)
         return self._numbers
@@ -64,14 +66,13 @@ class ScratchBuffers:
 
 class FusedBlock(Fused):
     """The base class of the fused decoder layers: the parts of a layer around its mixer (attention or the gated delta
-    rule). ``mixer`` is the fused mixer, whose input products are among the kernel's arguments, and ``mixed`` is the
-    number of numbers for a token that it leaves for the output product. ``room`` is scratch memory."""
+    rule)."""
 
     def __init__(
         self, module: nn.Module, ops: Kernels, room: ScratchBuffers, mixer: FusedAttention | FusedDeltaNet, mixed: int
     ) -> None:
-        """Collect the products of the layer ``module``; ``mixer`` is its fused mixer, which leaves ``mixed`` numbers
-        for a token."""
+        """Collect the matrix products of the decoder layer ``module``. ``mixer`` is its fused mixer, whose output has
+        ``mixed`` numbers per token before the output product. ``room`` is scratch memory."""
         super().__init__(module, ops)
         self._room = room
         self._before, self._after, self._mlp = (getattr(module, name).__dict__["forward"] for name in _PARTS)
@@ -84,23 +85,23 @@ class FusedBlock(Fused):
         self._scratch = self._hidden + sum(part.linear.out_features for part in mixer.parts) + mixed + inner
 
     def tokens(self, x: Tensor, turn: RotaryArgs) -> tuple[DecoderTokens, Tensor]:
-        """Return the kernel's argument for the tokens ``x``, which are dense, and the memory of the result. ``turn`` is
-        the rotation of the heads."""
+        """Return the kernel's argument for the tokens ``x``, which must be contiguous, and the tensor for the result.
+        ``turn`` is the rotation of the heads."""
         count = x.numel() // self._hidden
         y, scratch = torch.empty_like(x), self._room.of(count * self._scratch)
         return DecoderTokens(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), turn, count, self._hidden), y
 
     def block(self, num_tokens: int) -> Block:
         """Return the kernel's arguments for the parts around the mixer in a pass of ``num_tokens``, with the present
-        address of every weight."""
+        addresses of the weights."""
         block = Block(norm_args(self._before.norm), norm_args(self._after.norm))
         for name, product in self._products:
             point(getattr(block, name), product.weights(), num_tokens)
         return block
 
     def products(self, num_tokens: int) -> Any:
-        """Return the kernel's arguments for the matrix products of the layer's mixer (attention or delta rule), in
-        passes of ``num_tokens``."""
+        """Return the kernel's arguments for the input products of the layer's mixer (attention or delta rule) in a pass
+        of ``num_tokens``."""
         parts = (ProductPart * len(self._parts))()
         for part, product in zip(parts, self._parts, strict=True):
             point(part, product.weights(), num_tokens)
@@ -108,19 +109,19 @@ class FusedBlock(Fused):
 
 
 class FusedDecoder(FusedBlock):
-    """The forward of a decoder layer that attends, as one kernel call for a pass over a paged cache; other passes call
-    the layer's modules."""
+    """The forward method of a decoder layer with attention, as one kernel call for a pass over a paged cache. Other
+    passes call the layer's modules."""
 
     def __init__(self, module: nn.Module, ops: Kernels, room: ScratchBuffers) -> None:
-        """Prepare the call for the decoder layer ``module``, whose modules are fused already; ``room`` is scratch
+        """Prepare the call for the decoder layer ``module``, whose submodules are already fused. ``room`` is scratch
         memory."""
         self._attention: FusedAttention = getattr(module, _ATTENTION).__dict__["forward"]
         self._heads, value_size = self._attention.sizes[0][0], self._attention.sizes[2][1]
         super().__init__(module, ops, room, self._attention, self._heads * value_size)
 
     def compute(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute the decoder layer in one call of the kernels, with its keys and values in the paged cache; other
-        passes than those over such a cache use the original modules."""
+        """Compute the decoder layer in one kernel call, with its keys and values in the paged cache. Passes without
+        such a cache call the original modules."""
         plan, turn = kwargs.get(PLAN), kwargs.get("position_embeddings")
         if not isinstance(plan, PagedPlan) or turn is None:
             return self.original(hidden_states, *args, **kwargs)
@@ -136,19 +137,19 @@ class FusedDecoder(FusedBlock):
 
 
 class FusedDeltaDecoder(FusedBlock):
-    """The forward of a decoder layer with the gated delta rule, as one kernel call for a pass in which all sequences
-    decode; other passes call the layer's modules."""
+    """The forward method of a decoder layer with the gated delta rule, as one kernel call for a pass in which all
+    sequences decode. Other passes call the layer's modules."""
 
     def __init__(self, module: nn.Module, ops: Kernels, room: ScratchBuffers) -> None:
-        """Prepare the call for the decoder layer ``module``, whose modules are fused already; ``room`` is scratch
+        """Prepare the call for the decoder layer ``module``, whose submodules are already fused. ``room`` is scratch
         memory."""
         self._mixer: FusedDeltaNet = getattr(module, _DELTA).__dict__["forward"]
         _, heads, _, size = self._mixer.sizes
         super().__init__(module, ops, room, self._mixer, heads * size)
 
     def compute(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute a layer with the gated delta rule in one call of the kernels, if all sequences of the pass decode;
-        otherwise use the original modules."""
+        """Compute the decoder layer in one kernel call, if all sequences of the pass decode; otherwise call the
+        original modules."""
         states = decoding_states(kwargs.get(PLAN))
         if states is None or states.num_decode < hidden_states.shape[1]:
             return self.original(hidden_states, *args, **kwargs)
@@ -160,18 +161,18 @@ class FusedDeltaDecoder(FusedBlock):
 
 
 def fuse_mixers(model: nn.Module, ops: Kernels) -> tuple[dict[str, int], str]:
-    """Replace the mixers with the gated delta rule of a model whose modules are fused, if it decodes to the same logits
-    up to rounding. Return the number of replaced mixers of each class, and the class of those that are not replaced
-    (empty if there are none)."""
+    """Replace the mixers with the gated delta rule in a model whose modules are fused, if the model then decodes to the
+    same logits up to rounding. Return the number of replaced mixers of each class, and the class of mixers that could
+    not be replaced (empty if there is none)."""
     mixers = [module for module in model.modules() if fits_delta_net(module)]
     if not mixers:
         return {}, ""
     with torch.inference_mode():
-        wanted = _decoded(model, ops)
+        expected = _decode_probe(model, ops)
         for module in mixers:
             module.forward = FusedDeltaNet(module, ops)
         try:
-            same = close(_decoded(model, ops), wanted)
+            same = close(_decode_probe(model, ops), expected)
         except Exception:  # noqa: BLE001 - a foreign mixer may raise anything
             same = False
     if not same:
@@ -182,31 +183,31 @@ def fuse_mixers(model: nn.Module, ops: Kernels) -> tuple[dict[str, int], str]:
 
 
 def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
-    """Replace the plain decoder layers of a model whose modules are fused, if its logits stay the same bit for bit.
+    """Replace the decoder layers of a model whose modules are fused, if its logits stay the same, bit for bit.
 
     Return the number of replaced layers of each class.
     """
-    layers = {module: kind for module in model.modules() if (kind := _kind_of(module)) is not None}
+    layers = {module: kind for module in model.modules() if (kind := _fused_layer_class(module)) is not None}
     if not layers:
         return {}
     with torch.inference_mode():
-        wanted, room = _decoded(model, ops), ScratchBuffers()
+        expected, scratch = _decode_probe(model, ops), ScratchBuffers()
         for module, kind in layers.items():
-            module.forward = kind(module, ops, room)
+            module.forward = kind(module, ops, scratch)
         try:
-            same = torch.equal(_decoded(model, ops), wanted)
+            same = torch.equal(_decode_probe(model, ops), expected)
         except Exception:  # noqa: BLE001 - a foreign layer may raise anything
             same = False
-    if not same:  # the layer does more than its modules
+    if not same:  # the layer computes more than its modules
         for module in layers:
             del module.forward
         return {}
     return dict(Counter(type(module).__name__ for module in layers))
 
 
-def _kind_of(module: nn.Module) -> type[FusedDecoder | FusedDeltaDecoder] | None:
-    """Return the class that computes the decoder layer ``module`` in one call; ``None`` for a module that is no plain
-    decoder layer of fused parts."""
+def _fused_layer_class(module: nn.Module) -> type[FusedDecoder | FusedDeltaDecoder] | None:
+    """Return the class that computes the decoder layer ``module`` in one call; ``None`` for a module that is not a
+    decoder layer, or that does not consist of exactly the fused parts."""
     children = dict(module.named_children())
     kinds: dict[str, tuple[type[FusedDecoder | FusedDeltaDecoder], type[Fused]]] = {
         _ATTENTION: (FusedDecoder, FusedAttention),
@@ -221,9 +222,9 @@ def _kind_of(module: nn.Module) -> type[FusedDecoder | FusedDeltaDecoder] | None
     return None
 
 
-def _decoded(model: nn.Module, ops: Kernels) -> Tensor:
-    """Return the logits of a probe that fills a paged cache and then decodes over it, by the model's present modules.
-    Before and after a replacement they are compared."""
+def _decode_probe(model: nn.Module, ops: Kernels) -> Tensor:
+    """Return the logits of a probe that fills a paged cache and then decodes over it with the model's present modules.
+    They are compared before and after a replacement."""
     cache = PagedCache(cache_shapes(model), 4, dtype=torch.float32, device="cpu")  # also layers that attend on torch
     shapes = state_shapes(model)
     pool = StatePool(shapes, 2, "cpu", ops) if shapes else None

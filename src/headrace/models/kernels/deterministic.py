@@ -1,8 +1,9 @@
-"""A learner's model whose numbers equal an engine's, bit for bit: batch-invariant kernels forward, torch backward.
+"""A deterministic model for a learner: batch-invariant kernels compute the forward pass, torch the backward pass.
 
-The engine decodes one token at a time, in batches that change with every step; the learner computes whole sequences,
-packed. With kernels that compute the same bits for a token either way, log π of the learner equals log μ of the engine
-at equal weights. Gradients are those of the same formulas in torch, recomputed in the backward pass.
+The engine decodes one token at a time, in batches that change with every step. The learner computes whole sequences,
+packed. The kernels compute the same bits for a token in both cases, so that log π of the learner equals log μ of the
+engine at equal weights. Gradients are those of the same formulas in torch, which are computed again in the backward
+pass.
 
 Shape legend: N tokens, H query heads, K key-value heads, E head size, R rows, V vocabulary, T tokens of all sequences
 (N, unless some share rows), S sequences.
@@ -34,29 +35,29 @@ from headrace.models.routing import find_routing
 
 _CPU = torch.device("cpu")
 _PROBE = (19, 2, 33)
-"""The lengths of the sequences that are computed both ways before a model is called deterministic."""
+"""The lengths of the sequences that are computed in both ways before a model is called deterministic."""
 
 Tensors = tuple[Tensor, ...]
 
 
 class _Recomputed(torch.autograd.Function):
-    """An autograd function that computes ``compiled()`` forward, and backward differentiates ``plain``, the same
-    formula in torch."""
+    """An autograd function whose forward pass is ``compiled``, and whose backward pass differentiates ``plain``, the
+    same formula in torch."""
 
     @staticmethod
     def forward(
         ctx: Any, compiled: Callable[..., Tensors], plain: Callable[..., Tensors], num_inputs: int, *tensors: Tensor
     ) -> Tensors:
-        """Compute forward. The first ``num_inputs`` tensors are the functions' arguments; the others are parameters
-        that they use."""
+        """Return ``compiled`` of the first ``num_inputs`` tensors. The other tensors are parameters that the formula
+        uses."""
         ctx.plain, ctx.num_inputs = plain, num_inputs
         ctx.save_for_backward(*tensors)
         return compiled(*tensors[:num_inputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Compute the plain form of the operation again, with gradients, and differentiate it. The kernels have no
-        backward pass of their own."""
+        """Compute ``plain`` again, with gradients, and return its derivative, since the kernels have no backward
+        pass."""
         wanted = ctx.needs_input_grad[3:]
         parameters = ctx.saved_tensors[ctx.num_inputs :]
         with torch.enable_grad():
@@ -70,18 +71,18 @@ class _Recomputed(torch.autograd.Function):
 def _recomputed(
     compiled: Callable[..., Tensors], plain: Callable[..., Tensors], inputs: Tensors, parameters: Tensors
 ) -> Tensors:
-    """Return ``compiled`` of the ``inputs``, whose gradients, and those of ``parameters``, are those of ``plain``: the
-    same formula in torch, which uses the parameters."""
+    """Return ``compiled`` of the ``inputs``. The gradients of the inputs and of ``parameters`` are those of ``plain``,
+    the same formula in torch, which uses the parameters."""
     out: Tensors = _Recomputed.apply(compiled, plain, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     return out
 
 
 def invariant_log_softmax(logits_RV: Tensor) -> Tensor:
-    """Return ``log softmax`` of each row of float32 logits, whose bits do not depend on the other rows, with gradients.
-    Entries of −∞ are left out. It needs the compiled kernels.
+    """Return ``log softmax`` of each row of float32 logits, with gradients. The bits of a row do not depend on the
+    other rows. Entries of −∞ are excluded. The compiled kernels must be available.
 
-    Both log π and log μ are computed with it, from logits that are divided by the temperature and −∞ outside a
-    kept-set.
+    Both log π and log μ are computed with this function, from logits that are divided by the temperature and are −∞
+    outside a kept-set.
     """
     loaded = kernels()
     assert isinstance(loaded, Kernels)
@@ -91,7 +92,7 @@ def invariant_log_softmax(logits_RV: Tensor) -> Tensor:
 
 
 class InvariantPlan(PackedPlan):
-    """A plan for packed sequences whose attention computes the same bits as decoding over a paged cache."""
+    """A plan for packed sequences whose attention has the same bits as decoding over a paged cache."""
 
     def __init__(
         self,
@@ -99,10 +100,12 @@ class InvariantPlan(PackedPlan):
         device: torch.device | str = "cpu",
         rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Lay out the sequences as :class:`PackedPlan` does, and as the rows of a cache that holds this pass alone."""
+        """Arrange the sequences as :class:`PackedPlan` does, and as the rows of a cache that contains only this
+        pass."""
         super().__init__(lengths_S, device, rows_T)
         counts_R = np.asarray(lengths_S, np.int64)
         counts_R = counts_R[counts_R > 0]
+        # every row has its own consecutive blocks of the cache, from first_R on
         blocks_R = -(-counts_R // BLOCK)
         first_R = np.cumsum(blocks_R) - blocks_R
         self._num_blocks = int(blocks_R.sum())
@@ -113,15 +116,15 @@ class InvariantPlan(PackedPlan):
             num_decode=0,
         )
         self._shared_rows: tuple[Tensor, Tensor] | None = None
-        """The row of the pass of each token of the sequences, and one of the tokens of each row; ``None`` if they
-        are the same."""
+        """Two index tensors: for each token of the sequences, its row in the pass; and for each row of the pass, one
+        token of the sequences. ``None`` if the two are the same."""
         if rows_T is not None:
             rows = np.asarray(rows_T, np.int64)
             self._shared_rows = torch.from_numpy(rows), torch.from_numpy(np.unique(rows, return_index=True)[1])
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Compute the forward pass with the engine's attention kernel, so that the bits are those of the engine, and
-        the backward pass through the plain form."""
+        """Compute the forward pass with the engine's attention kernel, with the same bits as the engine, and the
+        backward pass with torch."""
         loaded = kernels()
         assert isinstance(loaded, Kernels)
         attention = CompiledAttention(loaded, self._geometry, _CPU)
@@ -129,8 +132,8 @@ class InvariantPlan(PackedPlan):
         plain = super().attend
 
         def compiled(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
-            """Compute the attention with the kernel, over a cache that holds only this pass. Tokens that several
-            sequences share are computed once."""
+            """Compute the attention with the kernel, over a cache that contains only this pass. Tokens that several
+            sequences share are copied for each sequence."""
             pool = PagedCache([shape], self._num_blocks, dtype=torch.float32, device=_CPU)
             if self._shared_rows is None:
                 return (attention.attend((query, key, value), pool.layers[0], rule),)
@@ -143,11 +146,11 @@ class InvariantPlan(PackedPlan):
 
 
 class _FusedForward:
-    """The forward of a fused module of a deterministic model: the kernel if no gradients are needed, else the kernel
-    with torch's backward."""
+    """The forward method of a fused module in a deterministic model: the kernel, with torch's backward pass if
+    gradients are enabled."""
 
     def __init__(self, fused: Fused) -> None:
-        """Wrap ``fused``, the module's forward on kernels."""
+        """Wrap ``fused``, the module's forward method on kernels."""
         self.fused = fused
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -159,18 +162,18 @@ class _FusedForward:
         return _recomputed(lambda t: (fused.compute(t),), lambda t: (fused.original(t),), (x,), parameters)[0]
 
 
-class _Attention:
-    """The forward of a fused attention module of a deterministic model, with gradients."""
+class _AttentionForward:
+    """The forward method of a fused attention module in a deterministic model, with gradients."""
 
     def __init__(self, fused: FusedAttention) -> None:
-        """Wrap ``fused``, the attention module's forward on kernels."""
+        """Wrap ``fused``, the attention module's forward method on kernels."""
         self.fused = fused
 
     def __call__(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Return the output of the attention block, as transformers' attention modules do; the plan is among the
-        keywords."""
+        """Return the output of the attention block, as transformers' attention modules do. The keyword arguments
+        contain the plan."""
         fused, turn = self.fused, position_embeddings
         if not torch.is_grad_enabled():
             return fused.compute(hidden_states, position_embeddings, **kwargs)
@@ -185,13 +188,13 @@ class _Attention:
         return out, None
 
     def _parameters(self) -> Tensors:
-        """Return the parameters that queries, keys and values depend on, which need gradients."""
+        """Return the parameters that queries, keys and values depend on. They need gradients."""
         linears = [part.linear for part in self.fused.parts]
         linear = [tensor for part in linears for tensor in (part.weight, part.bias) if tensor is not None]
         return (*linear, *(norm[0] for norm in self.fused.norms if norm is not None))
 
     def _plain(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensors:
-        """Return query, key and value by torch's operations, for the backward pass."""
+        """Return query, key and value computed with torch's operations, for the backward pass."""
         shaped = []
         for part, size, norm in zip(self.fused.parts, self.fused.sizes, (*self.fused.norms, None), strict=True):
             tensor = nn.functional.linear(x[0], part.linear.weight, part.linear.bias).unflatten(-1, size)
@@ -204,22 +207,23 @@ class _Attention:
 
 
 class _InvariantProducts(TorchFunctionMode):
-    """A context in which ``F.linear`` is batch-invariant, also where a module's own code calls it."""
+    """A context in which ``F.linear`` is batch-invariant, including calls in a module's own code."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute ``F.linear`` with the compiled kernel, and every other function of torch as usual. Torch calls it for
-        each function inside the context."""
+        """Compute ``F.linear`` with the compiled kernel, and every other function of torch as usual. Torch calls this
+        method for each function inside the context."""
         if func is not nn.functional.linear:
             return func(*args, **(kwargs or {}))
         return _linear(*args, **(kwargs or {}))
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a linear layer with the compiled kernel forward and torch backward, in place of ``F.linear``."""
+    """Return ``F.linear`` of the arguments, computed with the compiled kernel; torch computes its gradients."""
     loaded = kernels()
     assert isinstance(loaded, Kernels)
 
     def compiled(*tensors: Tensor) -> Tensors:
+        """Compute the linear layer with the kernel, from contiguous copies of input, weight and bias."""
         x, w, *b = (tensor.contiguous() for tensor in tensors)
         return (loaded.linear(x, PackedProduct(w, b[0] if b else None)),)
 
@@ -228,23 +232,24 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class _InvariantForward:
-    """The original forward of a router, or of experts, with batch-invariant matrix products."""
+    """The original forward method of a router, or of experts, with batch-invariant matrix products."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Take the place of the forward of ``module``."""
+        """Replace the forward method of ``module``. The caller assigns this object to it."""
         self.original = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original forward with batch-invariant matrix products."""
+        """Call the original forward method with batch-invariant matrix products."""
         with _InvariantProducts():
             return self.original(*args, **kwargs)
 
 
 def make_deterministic(model: nn.Module) -> FuseReport:
-    """Replace the forward of a float32 model on a CPU by batch-invariant kernels, with gradients.
+    """Replace the forward methods of a float32 model on a CPU by batch-invariant kernels, with gradients.
 
-    The model must be called with an :class:`InvariantPlan`. Raises :class:`~headrace.base.errors.ModelError` if
-    packed and decoded tokens do not have the same bits, as in architectures with operations that no kernel covers.
+    The model must then be called with an :class:`InvariantPlan`. Raises :class:`~headrace.base.errors.ModelError` if
+    packed tokens and decoded tokens do not have the same bits, as in architectures with operations that no kernel
+    covers.
     """
     loaded = kernels()
     if isinstance(loaded, Unavailable):
@@ -269,22 +274,22 @@ def make_deterministic(model: nn.Module) -> FuseReport:
     for module in model.modules():
         fused = module.__dict__.get("forward")
         if isinstance(fused, FusedAttention) and fused.gated:
-            del module.forward  # its own, on the products of kernels: it has gradients
-    _swap_mixtures(model)
-    if not _same_both_ways(model):
+            del module.forward  # the module's own forward, whose products are kernels, has gradients
+    _make_mixtures_invariant(model)
+    if not _is_invariant(model):
         raise ModelError(f"the model's logits still depend on the batch ({report})", remedy=remedy)
     for module in model.modules():
         fused = module.__dict__.get("forward")
         if isinstance(fused, FusedAttention):
-            module.forward = _Attention(fused)
+            module.forward = _AttentionForward(fused)
         elif isinstance(fused, Fused):
             module.forward = _FusedForward(fused)
     return report
 
 
-def _swap_mixtures(model: nn.Module) -> None:
-    """Make the products invariant in those parts of a mixture of experts that no kernel covers and that have
-    parameters of their own."""
+def _make_mixtures_invariant(model: nn.Module) -> None:
+    """Make the matrix products batch-invariant in the parts of a mixture of experts that no kernel covers and that have
+    their own parameters."""
     routed = find_routing(model)
     if routed is None:
         return
@@ -297,29 +302,31 @@ def _swap_mixtures(model: nn.Module) -> None:
 
 def is_deterministic(model: nn.Module) -> bool:
     """Return whether :func:`make_deterministic` has been applied to the model."""
-    return any(isinstance(module.__dict__.get("forward"), _FusedForward | _Attention) for module in model.modules())
+    return any(
+        isinstance(module.__dict__.get("forward"), _FusedForward | _AttentionForward) for module in model.modules()
+    )
 
 
 @torch.inference_mode()
-def _same_both_ways(model: nn.Module) -> bool:
-    """Return whether packed sequences get the same bits as sequences that are decoded token by token."""
+def _is_invariant(model: nn.Module) -> bool:
+    """Return whether packed sequences have the same bits as sequences that are decoded token by token."""
     loaded = kernels()
     assert isinstance(loaded, Kernels)
     plan = InvariantPlan(_PROBE)
     shapes: dict[int, LayerShape] = {}
 
-    class Watching(InvariantPlan):
+    class ShapeRecorder(InvariantPlan):
         """A plan that also records the shape of each layer's keys and values."""
 
         def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-            """Record the shape of the layer's keys and values, then attend."""
+            """Record the shape of the layer's keys and values, then compute attention."""
             shapes[rule.layer] = LayerShape(
                 heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2]
             )
             return super().attend(query_NHD, key_NKD, value_NKD, rule)
 
     ids_N = torch.arange(sum(_PROBE)) * 7 % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-    packed_NV = forward(model, ids_N, Watching(_PROBE))
+    packed_NV = forward(model, ids_N, ShapeRecorder(_PROBE))
     tables_RB, begins_R = plan._geometry.tables_RB, np.cumsum(_PROBE) - _PROBE
     cache = PagedCache([shapes[i] for i in sorted(shapes)], plan._num_blocks, dtype=torch.float32, device=_CPU)
     for step in range(max(_PROBE)):

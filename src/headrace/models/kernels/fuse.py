@@ -1,17 +1,17 @@
-"""Replace the operations inside a loaded model by compiled kernels; modules, names and parameters stay the same.
+"""Replacement of the operations in a loaded model by compiled kernels. Modules, names and parameters stay the same.
 
     attention    q, k, v as one product, norm and rotation in place, then the plan; out
     gated MLP    gate and up, SiLU and product, down: one call
     RMSNorm      with weight w or 1 + w
     Linear       all others, the head included
     mixers       the gated delta rule of sequences that decode, with its states (:mod:`.mixers`)
-    layers       a decoder layer that consists of just these: all of it in one call (:mod:`.decoder`)
+    layers       a decoder layer that consists of exactly these: one call for the whole layer (:mod:`.decoder`)
 
-A module's class does not tell what it computes. So a replacement stays only if it computes what the module computed on
-a probe of a few tokens, and all replacements stay only if the whole model's logits are the same. Both are compared with
-:func:`telling_weights`: under the weights of now a wrong kernel may be right until they are trained. Parameters are
-looked up at every call, so that weights may be exchanged (``parameter.data = view``), and with them their packed copies
-(:mod:`.panels`).
+The class of a module does not determine what it computes. So a replacement is accepted only if it computes the same as
+the module on a probe of a few tokens, and all replacements are accepted only if the whole model's logits stay the same.
+Both comparisons use :func:`telling_weights`: with the present weights, a wrong kernel could compute the right result
+until the weights are trained. Parameters are read at every call, so that weights can be exchanged
+(``parameter.data = view``), together with their packed copies (:mod:`.panels`).
 
 Shape legend: N tokens, H query heads, K key-value heads, E head size, V vocabulary.
 """
@@ -48,11 +48,12 @@ from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.rope import context_limit
 
 _PROBE = (3, 9)
-"""The lengths of the sequences of the probe. The second ends at the end of the longest context: what a module computes
-of a token may depend on its position."""
+"""The lengths of the sequences of the probe. The second sequence ends at the end of the longest context, since the
+result of a module may depend on a token's position."""
 
 _SHIFT, _SMALLEST = 0.1, 1e-3
-"""How far vectors of parameters are moved for the probe, and the largest value of a matrix that it replaces."""
+"""The standard deviation by which vectors of parameters are changed for the probe, and the largest absolute value of a
+matrix that is replaced by a random matrix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,22 +61,22 @@ class FuseReport:
     """The result of replacing a model's operations by kernels."""
 
     swapped: Mapping[str, int]
-    """The number of modules of each class that run on kernels."""
+    """The number of modules of each class that are computed by kernels."""
     kept: Mapping[str, str]
-    """The reason why a module or class runs on torch, by its name. The key ``model`` stands for all modules."""
+    """The reason why a module or class is computed by torch, by its name. The key ``model`` stands for all modules."""
 
     def __str__(self) -> str:
-        """Return in words how many modules of each class run on kernels, and why the others do not."""
+        """Return in words how many modules of each class are computed by kernels, and why other modules are not."""
         done = ", ".join(f"{count} {name}" for name, count in self.swapped.items()) or "nothing"
         return "; ".join([f"compiled kernels run {done}", *(f"{name}: {why}" for name, why in self.kept.items())])
 
 
 class _ProbePlan(PackedPlan):
-    """The plan of a forward pass over the probe: a few tokens in two sequences, the second at the end of the longest
-    context."""
+    """The plan of a forward pass over the probe, which consists of a few tokens in two sequences. The second sequence
+    is at the end of the longest context."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Lay out the probe for ``model``, whose longest context decides the position of the second sequence."""
+        """Arrange the probe for ``model``, whose longest context determines the position of the second sequence."""
         super().__init__(_PROBE)
         limit = context_limit(model.config)
         if limit is not None and limit.length > sum(_PROBE):
@@ -83,25 +84,25 @@ class _ProbePlan(PackedPlan):
 
 
 class _SampleRecorder(_ProbePlan):
-    """The plan of the probe, which also records the attention inputs of every layer."""
+    """The plan of the probe, which also records the inputs of attention in every layer."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Lay out the probe for ``model``, without any recorded call."""
+        """Arrange the probe for ``model``, without any recorded call."""
         super().__init__(model)
         self.seen: dict[int, AttentionSample] = {}
-        """The recorded call of each layer, by the layer's index."""
+        """The recorded call of each layer's attention, by the layer's index."""
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Record the layer's rule and its queries, keys and values, then attend."""
+        """Record the layer's rule and its queries, keys and values, then compute attention."""
         self.seen[rule.layer] = AttentionSample(rule, (query_NHD, key_NKD, value_NKD))
         return super().attend(query_NHD, key_NKD, value_NKD, rule)
 
 
 def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: bool = True) -> FuseReport:
-    """Replace every supported operation in a float32 model on a CPU in evaluation mode; the others run as before.
-    Return which were replaced. ``ops`` are the kernels; ``None``: those of this process.
+    """Replace every supported operation in a float32 model on a CPU in evaluation mode, and return a report. Other
+    operations are not changed. ``ops`` are the kernels; ``None``: the kernels of this process.
 
-    The model must be called with a plan (:func:`headrace.models.attention.forward`). With gradients enabled, the
+    The model must be called with a plan (:func:`headrace.models.attention.forward`). If gradients are enabled, the
     replaced modules compute as before. Without ``layers``, decoder layers are not replaced as a whole.
     """
     ops = kernels() if ops is None else ops
@@ -114,16 +115,16 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
 
 
 def _fuse(model: nn.Module, ops: Kernels, kept: dict[str, str], *, layers: bool) -> FuseReport:
-    """Replace what can be replaced under the present parameters, and return the report; ``kept`` gets the reasons for
-    the rest, by the name of the module."""
-    before_NV, seen = _watch(model)
+    """Replace the operations that kernels can compute under the present parameters, and return the report. ``kept``
+    receives the reasons why other modules are not replaced, by the name of the module."""
+    before_NV, samples = _record_calls(model)
     swapped: Counter[str] = Counter()
     for name, module in model.named_modules():
-        offer = _offer(module, ops, seen)
-        why = None if offer is None else _swap(offer, seen.get(id(module)))
-        if why is not None:
-            kept[name] = why
-        elif offer is not None:
+        candidate = _candidate_for(module, ops, samples)
+        reason = None if candidate is None else _replace_if_equal(candidate, samples.get(id(module)))
+        if reason is not None:
+            kept[name] = reason
+        elif candidate is not None:
             swapped[type(module).__name__] += 1
     try:
         after_NV = forward(model, _ids(model), _ProbePlan(model))
@@ -142,44 +143,49 @@ def _fuse(model: nn.Module, ops: Kernels, kept: dict[str, str], *, layers: bool)
 
 @contextmanager
 def telling_weights(model: nn.Module) -> Iterator[None]:
-    """Give the modules of ``model``, within this context, parameters that show what they compute.
+    """A context in which the modules of ``model`` have parameters that reveal what the modules compute.
 
-    Norms whose weights are all 0 or all 1, biases of 0 and blocks that begin as the identity compute the same as other
-    functions until they are trained. So vectors are moved by random numbers, and matrices that are nearly 0 are random.
-    Parameters that others hold, such as a learner of the same process, are not touched.
+    Norms whose weights are all 0 or all 1, biases of 0 and blocks that are initialised as the identity compute the same
+    as other functions until they are trained. So random numbers are added to vectors, and matrices that are nearly 0
+    become random. The parameters themselves, which a learner of the same process may share, are not changed.
     """
     generator = torch.Generator().manual_seed(0)
-    put = {parameter: _telling(parameter, generator) for parameter in model.parameters() if _hides(parameter)}
-    places: list[dict[str, Any]] = [module._parameters for module in model.modules()]
-    before = [(held, name, own) for held in places for name, own in held.items() if own is not None and own in put]
+    probe_values = {
+        parameter: _probe_parameter(parameter, generator)
+        for parameter in model.parameters()
+        if _is_ambiguous(parameter)
+    }
+    owners: list[dict[str, Any]] = [module._parameters for module in model.modules()]
+    before = [
+        (owner, name, own) for owner in owners for name, own in owner.items() if own is not None and own in probe_values
+    ]
     try:
-        for held, name, own in before:
-            held[name] = put[own]
+        for owner, name, own in before:
+            owner[name] = probe_values[own]
         yield
     finally:
-        for held, name, own in before:
-            held[name] = own
+        for owner, name, own in before:
+            owner[name] = own
 
 
-def _hides(parameter: Tensor) -> bool:
-    """Return whether a wrong kernel may compute the same as a right one with this parameter: a vector, which may be all
-    0 or 1, or a matrix that is nearly 0."""
+def _is_ambiguous(parameter: Tensor) -> bool:
+    """Return whether a wrong kernel could compute the right result with this parameter: a vector, which may be all 0 or
+    1, or a matrix that is nearly 0."""
     if parameter.ndim < 2:
         return True
     least, most = parameter.aminmax()
     return bool(max(-least, most) < _SMALLEST)
 
 
-def _telling(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
-    """Return a parameter of the same shape that shows what is computed with it: the given one moved by random
-    numbers."""
+def _probe_parameter(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
+    """Return a parameter of the same shape that reveals how it is used: ``parameter`` plus random numbers."""
     scale = _SHIFT if parameter.ndim < 2 else 1 / math.sqrt(parameter.shape[-1])
-    moved = parameter + scale * torch.randn(parameter.shape, generator=generator)
-    return nn.Parameter(moved, requires_grad=False)
+    changed = parameter + scale * torch.randn(parameter.shape, generator=generator)
+    return nn.Parameter(changed, requires_grad=False)
 
 
 def unfuse(model: nn.Module) -> None:
-    """Restore the original forward of every module."""
+    """Restore the original forward method of every module."""
     for module in model.modules():
         module.__dict__.pop("product", None)
         fused = module.__dict__.get("forward")
@@ -193,7 +199,7 @@ def fits(model: nn.Module) -> bool:
 
 
 def _unfit(model: nn.Module) -> str | None:
-    """Return why the kernels cannot compute ``model``, in words; ``None`` if they can."""
+    """Return the reason why the kernels cannot compute ``model``, in words; ``None`` if they can."""
     strange = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype != torch.float32}
     places = {p.device.type for p in model.parameters()} - {"cpu"}
     if strange or places:
@@ -201,16 +207,16 @@ def _unfit(model: nn.Module) -> str | None:
     return "it is in training mode" if model.training else None
 
 
-def _watch(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]:
-    """Return the model's logits on the probe, and the recorded call of each attention module by its id."""
+def _record_calls(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]:
+    """Return the model's logits on the probe, and the recorded call of each attention module by the module's ``id``."""
     plan = _SampleRecorder(model)
     found: dict[int, AttentionSample] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Complete the recorded sample of the layer with this call of its attention module; a forward hook."""
-        seen = plan.seen[module.layer_idx]  # type: ignore[index]
-        seen.args, seen.kwargs, seen.output = args, kwargs, output
-        found[id(module)] = seen
+        sample = plan.seen[module.layer_idx]  # type: ignore[index]
+        sample.args, sample.kwargs, sample.output = args, kwargs, output
+        found[id(module)] = sample
 
     hooks = [
         module.register_forward_hook(note, with_kwargs=True) for module in model.modules() if _is_attention(module)
@@ -222,37 +228,37 @@ def _watch(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]:
 
 
 def _ids(model: nn.Module) -> Tensor:
-    """Return the token ids of the probe, which are all in the model's vocabulary."""
+    """Return the token ids of the probe, all of which are in the model's vocabulary."""
     return torch.arange(sum(_PROBE)) % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type, no-any-return]
 
 
-def _offer(module: nn.Module, ops: Kernels, seen: Mapping[int, AttentionSample]) -> Fused | None:
-    """Return a candidate that could replace a module; ``None`` for modules that no kernel computes. ``seen`` are the
-    recorded calls of attention modules, by the module's id."""
+def _candidate_for(module: nn.Module, ops: Kernels, samples: Mapping[int, AttentionSample]) -> Fused | None:
+    """Return a fused forward method that may replace the module's own; ``None`` for a module that no kernel computes.
+    ``samples`` are the recorded calls of attention modules, by the module's ``id``."""
     if "forward" in module.__dict__:  # another library has replaced this forward
         return None
     if type(module) is nn.Linear:
         return FusedLinear(module, ops)
     if _all_linear(module, "gate_proj", "up_proj", "down_proj") and len(list(module.parameters(recurse=False))) == 0:
         return FusedGated(module, ops)
-    if id(module) in seen and seen[id(module)].name_of_sinks(module) is not None:
-        return FusedAttention(module, ops, seen[id(module)])
+    if id(module) in samples and samples[id(module)].name_of_sinks(module) is not None:
+        return FusedAttention(module, ops, samples[id(module)])
     how = find_norm(module)
     return None if how is None else FusedNorm(module, ops, how)
 
 
-def _swap(fused: Fused, seen: AttentionSample | None) -> str | None:
-    """Replace the forward of the module of ``fused`` by ``fused`` if both compute the same, and return ``None``;
-    otherwise return the reason why not. ``seen`` is the recorded call of an attention module; ``None`` for other
-    modules, which are compared on random rows."""
+def _replace_if_equal(fused: Fused, sample: AttentionSample | None) -> str | None:
+    """Replace the forward method of ``fused.module`` by ``fused`` if both compute the same, and return ``None``;
+    otherwise return the reason why it is not replaced. ``sample`` is the recorded call of an attention module; ``None``
+    for other modules, which are compared on random rows."""
     module = fused.module
     try:
-        if seen is not None and seen.kwargs is not None:
-            wanted, given = seen.output[0], fused.compute(*seen.args, **seen.kwargs)[0]
+        if sample is not None and sample.kwargs is not None:
+            expected, actual = sample.output[0], fused.compute(*sample.args, **sample.kwargs)[0]
         else:
             probe = _probe(fused)
-            wanted, given = fused.original(probe), fused.compute(probe)
-        right = close(given, wanted)
+            expected, actual = fused.original(probe), fused.compute(probe)
+        right = close(actual, expected)
     except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
         return f"it is called, or turns positions, in a way that the kernels do not know ({type(error).__name__})"
     if not right:
@@ -262,8 +268,8 @@ def _swap(fused: Fused, seen: AttentionSample | None) -> str | None:
 
 
 def _probe(fused: Fused) -> Tensor:
-    """Return an input for the module of ``fused``: three rows of very different sizes, so that a wrong epsilon
-    shows."""
+    """Return an input for ``fused.module``: three rows of very different magnitudes, so that a wrong epsilon changes
+    the result."""
     inner = fused.parts[0].linear if isinstance(fused, FusedGated) else fused.module
     width = inner.in_features if isinstance(inner, nn.Linear) else inner.weight.numel()  # type: ignore[operator]
     rows = torch.randn(3, int(width), generator=torch.Generator().manual_seed(0))
@@ -271,12 +277,12 @@ def _probe(fused: Fused) -> Tensor:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module is an attention module that a kernel may compute: with the usual four projections and the
-    index of its layer."""
+    """Return whether a kernel may compute ``module`` as attention: it has the four usual projections, the index of its
+    layer, and its original forward method."""
     named = _all_linear(module, "q_proj", "k_proj", "v_proj", "o_proj") and "forward" not in module.__dict__
     return named and isinstance(getattr(module, "layer_idx", None), int)
 
 
 def _all_linear(module: nn.Module, *names: str) -> bool:
-    """Return whether the children of these names are all plain linear layers."""
+    """Return whether the submodules with these names are all plain linear layers."""
     return all(type(getattr(module, name, None)) is nn.Linear for name in names)

@@ -1,4 +1,4 @@
-"""Forwards on kernels that replace those of a model's modules: they read the module's parameters at every call.
+"""Forward methods on kernels that replace those of a model's modules. They read the module's parameters at every call.
 
 Shape legend: N tokens, H query heads, E head size.
 """
@@ -19,34 +19,35 @@ from headrace.models.kernels.ops import Kernels, Norm
 from headrace.models.kernels.panels import Product, product_of
 
 TOLERANCE = 1e-4
-"""The largest difference of a probe's numbers, relative to the largest number."""
+"""The largest allowed difference between two results of a probe, relative to the largest number."""
 
 
 class Fused:
-    """The base class of a module's forward on kernels, which takes the place of ``module.forward``. If gradients are
-    enabled, the module's own forward is used. ``ops`` are the kernels."""
+    """The base class of forward methods on kernels, objects that replace ``module.forward``. If gradients are enabled,
+    they call the module's original forward method. ``ops`` are the kernels."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
-        """Prepare to take the place of the forward of ``module``, which is not changed yet."""
+        """Prepare the replacement of the forward method of ``module``, which is not changed yet."""
         self.module, self.ops = module, ops
         self.inherited = "forward" not in module.__dict__
-        """Whether the original forward is that of the module's class."""
+        """Whether the original forward method is that of the module's class, and not an attribute of the module."""
         self.original = module.forward
-        """The forward that is replaced."""
+        """The forward method that is replaced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output, by the original forward if gradients are enabled and by the kernels otherwise."""
+        """Return the module's output, from the original forward method if gradients are enabled, otherwise from the
+        kernels."""
         if torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         return self.compute(*args, **kwargs)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output, computed by the kernels; each subclass defines it."""
+        """Return the module's output, computed by the kernels. Every subclass overrides this method."""
         raise NotImplementedError
 
 
 def restore(fused: Fused) -> None:
-    """Give the module of ``fused`` the forward back that it had before it was replaced."""
+    """Restore the forward method that ``fused.module`` had before it was replaced."""
     if fused.inherited:
         del fused.module.forward
     else:
@@ -54,15 +55,15 @@ def restore(fused: Fused) -> None:
 
 
 class FusedLinear(Fused):
-    """The forward of a linear module on kernels."""
+    """The forward method of a linear module on kernels."""
 
     def __init__(self, module: nn.Linear, ops: Kernels) -> None:
-        """Prepare the forward of a linear layer on the kernels ``ops``."""
+        """Prepare the forward method of the linear layer ``module`` on the kernels ``ops``."""
         super().__init__(module, ops)
         self.product = product_of(module)
 
     def compute(self, input: Tensor) -> Tensor:
-        """Return the linear layer's output for ``input``, by the kernels."""
+        """Return the linear layer's output for ``input``, computed by the kernels."""
         return self.ops.linear(input, self.product.weights())
 
 
@@ -78,52 +79,54 @@ class RmsNorm:
     """The constant that is added to the weight, 0 or 1."""
 
     def now(self) -> Norm:
-        """Return the kernel's arguments for the normalisation, with the weight that the module has at present."""
+        """Return the kernel's arguments for the normalisation, with the present weight of the module."""
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         return weight, self.eps, self.plus
 
 
 class FusedNorm(Fused):
-    """The forward of an RMSNorm module on kernels."""
+    """The forward method of an RMSNorm module on kernels."""
 
     def __init__(self, module: nn.Module, ops: Kernels, how: RmsNorm) -> None:
-        """Prepare the forward of a normalisation on the kernels ``ops``; ``how`` are its parameters."""
+        """Prepare the forward method of a normalisation on the kernels ``ops``; ``how`` are its parameters."""
         super().__init__(module, ops)
         self._how = how
 
     @property
     def norm(self) -> Norm:
-        """Return the kernel's arguments for the normalisation, with the weight that the module has at present."""
+        """Return the kernel's arguments for the normalisation, with the present weight of the module."""
         return self._how.now()
 
     def compute(self, hidden_states: Tensor) -> Tensor:
-        """Return the normalised hidden states, by the kernels."""
+        """Return the normalised hidden states, computed by the kernels."""
         return self.ops.rms_norm(hidden_states, *self.norm)
 
 
 class FusedGated(Fused):
-    """The forward of a gated feed-forward module, whose layers are ``gate_proj``, ``up_proj`` and ``down_proj``."""
+    """The forward method of a gated feed-forward module with the layers ``gate_proj``, ``up_proj`` and
+    ``down_proj``."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
-        """Prepare the forward of a gated feed-forward module on the kernels ``ops``."""
+        """Prepare the forward method of a gated feed-forward module on the kernels ``ops``."""
         super().__init__(module, ops)
         self.parts: list[Product] = [
             product_of(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj")
         ]
 
     def compute(self, x: Tensor) -> Tensor:
-        """Return ``down(silu(gate(x)) · up(x))``, by the kernels in one call."""
+        """Return ``down(silu(gate(x)) · up(x))``, computed by the kernels in one call."""
         return self.ops.gated(x, *(part.weights() for part in self.parts))
 
 
 class FusedAttention(Fused):
-    """The forward of an attention module: queries, keys and values by one product, normalised and rotated in place;
-    then the plan's attention; then the output product. In some families, as Qwen3.5, the product of the queries also
-    has a gate for each head, behind its query: the head's output is multiplied by the sigmoid of it."""
+    """The forward method of an attention module on kernels: one product for queries, keys and values, normalisation and
+    rotation in place, then the plan's attention, then the output product. In some families, such as Qwen3.5, the query
+    product also contains a gate for each head, after its query. The head's output is multiplied by the gate's
+    sigmoid."""
 
     def __init__(self, module: nn.Module, ops: Kernels, seen: AttentionSample) -> None:
-        """Prepare the forward from ``seen``, a recorded call of the module, which shows the sizes of its heads and its
-        rule."""
+        """Prepare the forward method. ``seen`` is a recorded call of the module, from which the sizes of its heads and
+        its rule are read."""
         super().__init__(module, ops)
         self.parts: list[Product] = [product_of(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
         self.out: Product = product_of(module.o_proj)  # type: ignore[arg-type]
@@ -144,11 +147,11 @@ class FusedAttention(Fused):
         return [None if how is None else how.now() for how in self._norms]
 
     def qkv(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Return queries ``[N, H, E]``, keys and values of the hidden states ``x``, as a plan takes them, and the gates
-        if there are any. ``turn`` are the cosines and sines of the rotary embedding."""
+        """Return queries ``[N, H, E]``, keys and values of the hidden states ``x``, as a plan accepts them, and the
+        gates if there are any. ``turn`` are the cosines and sines of the rotary embedding."""
         joined = self.ops.linears(x, [part.weights() for part in self.parts])[0]
-        apart = joined.split([part.linear.out_features for part in self.parts], -1)
-        heads = [part.unflatten(-1, (num, -1)) for part, (num, _) in zip(apart, self.sizes, strict=True)]
+        split = joined.split([part.linear.out_features for part in self.parts], -1)
+        heads = [part.unflatten(-1, (num, -1)) for part, (num, _) in zip(split, self.sizes, strict=True)]
         query, *gate = heads[0].chunk(2, -1) if self.gated else heads[:1]
         shaped = (query, *heads[1:], *gate)
         for tensor, norm in zip(shaped[:2], self.norms, strict=True):
@@ -158,8 +161,8 @@ class FusedAttention(Fused):
     def compute(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Compute the attention block with the kernels: projections, attention over the plan of the pass, gate if the
-        model has one, and output projection."""
+        """Compute the attention block with the kernels: projections, attention over the plan of the pass, the gate if
+        the model has one, and the output projection."""
         query, key, value, *gate = self.qkv(hidden_states, position_embeddings)
         mixed = kwargs[PLAN].attend(query, key, value, self.rule)
         if gate:
@@ -168,13 +171,13 @@ class FusedAttention(Fused):
 
 
 def rotate_halves(x_NHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the heads ``x_NHE`` rotated by ``turn``, the cosines and sines of the rotary embedding, as the fused
-    attention does it but in torch: ``x cos + (-second half, first half) sin``."""
+    """Return the heads ``x_NHE`` rotated by ``turn``, the cosines and sines of the rotary embedding. This is the
+    rotation of the fused attention in torch: ``x cos + (-second half, first half) sin``."""
     cos, sin = (tensor[0][:, None] for tensor in turn)
     size = cos.shape[-1]
-    turned, rest = x_NHE[..., :size], x_NHE[..., size:]
-    first, second = turned.chunk(2, -1)
-    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+    rotary, rest = x_NHE[..., :size], x_NHE[..., size:]
+    first, second = rotary.chunk(2, -1)
+    return torch.cat([rotary * cos + torch.cat([-second, first], -1) * sin, rest], -1)
 
 
 @dataclass(slots=True)
@@ -193,8 +196,8 @@ class AttentionSample:
     """The value that the call returned."""
 
     def name_of_sinks(self, module: nn.Module) -> str | None:
-        """Return the name of the parameter of ``module`` that holds the sinks; empty if there are none, ``None`` if
-        they are no parameter of it."""
+        """Return the name of the parameter of ``module`` that contains the sinks; empty if there are no sinks, ``None``
+        if they are not a parameter of ``module``."""
         sinks = self.rule.sinks_H
         if sinks is None:
             return ""
@@ -203,13 +206,13 @@ class AttentionSample:
 
 def close(given: Tensor, wanted: Tensor) -> bool:
     """Return whether two results are the same up to rounding: no number of ``given`` differs from that of ``wanted`` by
-    more than :data:`TOLERANCE` times the largest one."""
+    more than :data:`TOLERANCE` times the largest number of ``wanted``."""
     return given.shape == wanted.shape and bool((given - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
 
 
 def find_norm(module: nn.Module | None) -> RmsNorm | None:
-    """Return the parameters of a module's normalisation if it is an RMSNorm, found by evaluating it; ``None``
-    otherwise."""
+    """Return the parameters of a module's normalisation if the module is an RMSNorm, which is tested by evaluating it;
+    ``None`` otherwise."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if module is None or not type(module).__name__.endswith("RMSNorm") or weight is None or not isinstance(eps, float):

@@ -1,9 +1,9 @@
-"""The mixer of a layer with the gated delta rule as one kernel call for all sequences that decode.
+"""The mixer of a layer with the gated delta rule, as one kernel call for all sequences that decode.
 
     [q | k | v | z | b | a] as one product ──▶ convolution, delta rule, norm and gate: states in their slots ──▶ out
 
-The other rows of a pass, which are prompts, run the mixer's own code (:mod:`headrace.models.recurrent`), so that what a
-row gets does not depend on the other rows.
+The other rows of a pass, which are prompts, use the mixer's own code (:mod:`headrace.models.recurrent`), so that the
+result of a row does not depend on the other rows.
 
 Shape legend: N tokens of the pass, R rows that decode.
 """
@@ -27,14 +27,14 @@ from headrace.models.paged.plan import PagedPlan
 from headrace.models.recurrent import RecurrentForward, StatePass
 
 PRODUCTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-"""The products of the mixer's input, in the order of their columns."""
+"""The input products of the mixer, in the order of their columns."""
 
 
 class FusedDeltaNet(Fused):
-    """The forward of a mixer with the gated delta rule, as Qwen3.5 has it."""
+    """The forward method of a mixer with the gated delta rule, such as Qwen3.5's, on kernels."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
-        """Prepare the forward of a mixer on the kernels ``ops``."""
+        """Prepare the forward method of a mixer on the kernels ``ops``."""
         super().__init__(module, ops)
         self.parts: list[Product] = [product_of(getattr(module, name)) for name in PRODUCTS]
         self.out: Product = product_of(module.out_proj)  # type: ignore[arg-type]
@@ -45,8 +45,8 @@ class FusedDeltaNet(Fused):
         """The numbers of key heads and of value heads, and the sizes of a key and of a value."""
 
     def compute(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        """Compute the mixer: the sequences that decode with the kernels, the prompts after them with the original
-        module."""
+        """Compute the mixer: the kernels compute the sequences that decode, and the original module computes the
+        prompts after them."""
         states = decoding_states(kwargs.get(PLAN))
         if states is None:
             return self.original(hidden_states, **kwargs)
@@ -61,8 +61,8 @@ class FusedDeltaNet(Fused):
         return torch.cat([decoded, rest], 1)
 
     def net(self, states: StatePass) -> DeltaNet:
-        """Return the kernel's arguments for the rows that decode, whose states are in ``states``, with the present
-        address of every weight."""
+        """Return the kernel's arguments for the rows that decode. ``states`` contains their states. The addresses of
+        the weights are the present ones."""
         module: Any = self.module
         windows, deltas, slots_R = states.decode_pools(self._layer)
         weight = module.conv1d.weight[:, 0]
@@ -77,8 +77,8 @@ class FusedDeltaNet(Fused):
 
 @contextmanager
 def _later_tokens(products: Sequence[Product], count: int) -> Iterator[None]:
-    """Let the adapters of these products apply to the tokens after the first ``count`` inside the ``with`` block, which
-    computes those tokens alone."""
+    """A context in which the adapters of ``products`` apply to the tokens after the first ``count``, which the body
+    computes alone."""
     before = [product.lora for product in products]
     try:
         for product, lora in zip(products, before, strict=True):
@@ -91,14 +91,14 @@ def _later_tokens(products: Sequence[Product], count: int) -> Iterator[None]:
 
 def decoding_states(plan: Any) -> StatePass | None:
     """Return the recurrent states of a pass in which some sequences decode; ``None`` for any other pass. ``plan`` is
-    the pass's plan, or ``None``."""
+    the plan of the pass, or ``None``."""
     states = plan.states if isinstance(plan, PagedPlan) else None
     return states if states is not None and states.num_decode else None
 
 
 def fits_delta_net(module: nn.Module) -> bool:
-    """Return whether a module has the parts of a mixer that :class:`FusedDeltaNet` can replace. Whether it computes
-    what the kernel computes is seen when it decodes."""
+    """Return whether a module has the parts of a mixer that :class:`FusedDeltaNet` can replace. Whether it computes the
+    same as the kernel is tested later, by decoding."""
     own = module.__dict__.get("forward")
     linear = all(type(getattr(module, name, None)) is nn.Linear for name in (*PRODUCTS, "out_proj"))
     if not linear or not isinstance(own, RecurrentForward):

@@ -1,7 +1,7 @@
-"""The compiled kernels as functions on tensors: float32 on a CPU, without gradients.
+"""The compiled kernels as Python functions on tensors, for float32 on a CPU, without gradients.
 
-Each is batch-invariant: the result of one token does not depend on the other tokens of the call, nor on the number of
-threads.
+Each function is batch-invariant: the result for one token does not depend on the other tokens of the call, nor on the
+number of threads. The classes derived from ``ctypes.Structure`` are the arguments of the C++ functions.
 
 Shape legend: M tokens, K inputs, N outputs, G adapters, R rank of an adapter (in recurrent kernels: rows, the sequences
 with one token each), E head size, H heads, V vocabulary.
@@ -22,22 +22,23 @@ from headrace.models.kernels.build import NATIVE, Unavailable, kernel_cache, ope
 from headrace.models.kernels.panels import PackedProduct
 
 WIDEST = 4
-"""The largest number of weights of a channel in a convolution on kernels."""
+"""The largest number of weights per channel in a convolution that the kernels support."""
 Norm = tuple[Tensor, float, float]
-"""The weight, ε, and the constant that is added to the weight."""
+"""The arguments of an RMS normalisation: the weight, ε, and the constant that is added to the weight."""
 
 
 class Input(ctypes.Structure):
-    """The input tokens of a call (``Input`` in linear.h): ``x`` is ``[M, K]``, its rows ``ldx`` numbers apart."""
+    """The input tokens of a call (``Input`` in linear.h): ``x`` is ``[M, K]``, and its row stride is ``ldx``
+    numbers."""
 
     _fields_ = (("x", c_void_p), ("ldx", c_long), ("M", c_long), ("K", c_long))
 
 
 class LoraPart(ctypes.Structure):
-    """The part that LoRA adapters add to a matrix product (``Lora`` in linear.h).
+    """The product that LoRA adapters add to a matrix product (``Lora`` in linear.h).
 
     ``a`` ``[G, K, R]`` and ``b`` ``[G, R, N]`` are the matrices of G adapters; ``of`` ``[M]`` is the number of each
-    token's adapter, −1 for none; ``h`` ``[M, R]`` is scratch memory, which the kernel provides. R is the rank, padded
+    token's adapter, −1 for none; ``h`` ``[M, R]`` is scratch memory, which the kernel allocates. R is the rank, padded
     to whole vectors of the processor.
     """
 
@@ -46,7 +47,7 @@ class LoraPart(ctypes.Structure):
 
 class ProductPart(ctypes.Structure):
     """One of several products ``y = x wᵀ + bias + add`` with the same input tokens x (``Part`` in linear.h). ``panels``
-    is the weight ``w`` packed for the kernel, or null; the rows of ``y`` lie ``ldy`` numbers apart."""
+    is the weight ``w`` packed for the kernel, or null; the row stride of ``y`` is ``ldy`` numbers."""
 
     _fields_ = (
         ("w", c_void_p),
@@ -61,15 +62,15 @@ class ProductPart(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    """A weight and the memory for its panels (``Weight`` in kernels.cpp): the addresses of ``w`` ``[N, K]`` and of
-    ``panels``, to which the packed weight is written."""
+    """A weight and the memory for its panels (``Weight`` in kernels.cpp): the address of ``w`` ``[N, K]``, and the
+    address of ``panels``, to which the kernel writes the packed weight."""
 
     _fields_ = (("w", c_void_p), ("panels", c_void_p), ("N", c_long), ("K", c_long))
 
 
 class NormOf(ctypes.Structure):
     """The parameters of an RMS normalisation of rows, ``x / rms(x) · (w + plus)`` (``Norm`` in linear.h). ``eps`` is
-    added to the mean square; a null ``w`` stands for no normalisation."""
+    added to the mean square; a null ``w`` means no normalisation."""
 
     _fields_ = (("w", c_void_p), ("eps", c_float), ("plus", c_float))
 
@@ -82,8 +83,8 @@ class RotaryArgs(ctypes.Structure):
 
 
 class Block(ctypes.Structure):
-    """The parts that decoder layers have in common (``Block`` in kernels.cpp): the norms ``before`` the mixer and
-    ``after`` it, the mixer's output product ``out``, and the products ``gate``, ``up`` and ``down`` of the MLP."""
+    """The parts that all decoder layers have (``Block`` in kernels.cpp): the norms ``before`` and ``after`` the mixer,
+    the mixer's output product ``out``, and the products ``gate``, ``up`` and ``down`` of the MLP."""
 
     _fields_ = (
         *((name, NormOf) for name in ("before", "after")),
@@ -92,9 +93,9 @@ class Block(ctypes.Structure):
 
 
 class Decoder(ctypes.Structure):
-    """The parts of a decoder layer that attends (``Decoder`` in kernels.cpp): those around the mixer, the norms of
-    ``query`` and ``key``, the products of queries, keys and values, and whether each query is followed by a gate of its
-    head's output."""
+    """The parts of a decoder layer with attention (``Decoder`` in kernels.cpp): the common parts ``block``, the norms
+    of ``query`` and ``key``, and the products of queries, keys and values. ``gated`` says whether the query product
+    also contains a gate for the output of each head."""
 
     _fields_ = (("block", Block), ("query", NormOf), ("key", NormOf), ("parts", ProductPart * 3), ("gated", c_long))
 
@@ -107,11 +108,11 @@ class FilterOf(ctypes.Structure):
 
 
 class DeltaNet(ctypes.Structure):
-    """The parts of a mixer with the gated delta rule between its products, and the states of its rows (``DeltaNet`` in
-    recurrent.h).
+    """The parts of a mixer with the gated delta rule between its input and output products, and the states of its rows
+    (``DeltaNet`` in recurrent.h).
 
     ``filter`` is the convolution of queries, keys and values; ``rate`` and ``step`` ``[H]`` are the logarithms of A and
-    the biases of the step; ``norm`` is that of a head's output. ``windows`` and ``states`` are the pools of both
+    the biases of the step; ``norm`` normalises a head's output. ``windows`` and ``states`` are the pools of the two
     states, and ``of`` ``[R]`` is the slot of each row. There are R rows, G key heads of size K, and H value heads of
     size V.
     """
@@ -126,15 +127,15 @@ class DeltaNet(ctypes.Structure):
 
 
 class DeltaDecoder(ctypes.Structure):
-    """The parts of a decoder layer with the gated delta rule (``DeltaDecoder`` in kernels.cpp): those around the mixer,
-    the mixer, and its four input products."""
+    """The parts of a decoder layer with the gated delta rule (``DeltaDecoder`` in kernels.cpp): the common parts
+    ``block``, the mixer ``net``, and its four input products."""
 
     _fields_ = (("block", Block), ("net", DeltaNet), ("parts", ProductPart * 4))
 
 
 class DecoderTokens(ctypes.Structure):
     """The tokens of a decoder layer's call (``Step`` in kernels.cpp): the addresses of the input ``x`` and the output
-    ``y``, ``[M, hidden]`` each, of scratch memory, and the rotation of their positions."""
+    ``y``, each ``[M, hidden]``, the address of scratch memory, and the rotation ``turn`` of the tokens' positions."""
 
     _fields_ = (
         ("x", c_void_p),
@@ -147,8 +148,8 @@ class DecoderTokens(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """The rows of a pass over a paged cache (``Pass`` in paged.h): ``tables`` ``[R, width]`` holds the blocks of each
-    row, ``starts`` ``[R]`` its number of cached tokens, and ``counts`` ``[R]`` its number of new ones."""
+    """The rows of a pass over a paged cache (``Pass`` in paged.h): ``tables`` ``[R, width]`` contains the blocks of
+    each row, ``starts`` ``[R]`` its number of cached tokens, and ``counts`` ``[R]`` its number of new tokens."""
 
     _fields_ = (
         ("tables", c_void_p),
@@ -160,8 +161,8 @@ class Pass(ctypes.Structure):
 
 
 class Tensor3(ctypes.Structure):
-    """A tensor ``[N, heads, size]`` whose last dimension is dense (``Tensor3`` in paged.h): its address ``at``, and the
-    distances from one ``token``, and from one ``head``, to the next, in numbers."""
+    """A tensor ``[N, heads, size]`` whose last dimension is contiguous (``Tensor3`` in paged.h): its address ``at``,
+    and the strides of its first two dimensions, ``token`` and ``head``, in numbers."""
 
     _fields_ = (("at", c_void_p), ("token", c_long), ("head", c_long))
 
@@ -169,9 +170,9 @@ class Tensor3(ctypes.Structure):
 class PagedLayer(ctypes.Structure):
     """The pools of one layer, and its attention parameters (``Layer`` in paged.h).
 
-    ``keys`` and ``values`` are the addresses of the pools, ``sinks`` ``[H]`` that of the sinks or null. There are H
-    query heads and K key-value heads; E and V are the sizes of a key and of a value. 0 in ``window``, ``chunk`` or
-    ``softcap`` means that there is none.
+    ``keys`` and ``values`` are the addresses of the pools; ``sinks`` ``[H]`` is the address of the sinks, or null.
+    There are H query heads and K key-value heads; E and V are the sizes of a key and of a value. A ``window``,
+    ``chunk`` or ``softcap`` of 0 means that there is none.
     """
 
     _fields_ = (
@@ -190,14 +191,14 @@ class PagedLayer(ctypes.Structure):
 
 
 class PoolSlots(ctypes.Structure):
-    """The slots of R sequences in a pool of states (``Slots`` in recurrent.h): ``of`` ``[R]`` is the slot of each
+    """The slots of R sequences in a ``pool`` of states (``Slots`` in recurrent.h): ``of`` ``[R]`` is the slot of each
     sequence."""
 
     _fields_ = (("pool", c_void_p), ("of", c_void_p), ("R", c_long))
 
 
 class HeadInputs(ctypes.Structure):
-    """A dense tensor ``[R, heads, size]`` (``Heads`` in recurrent.h), by its address ``at``."""
+    """A contiguous tensor ``[R, heads, size]`` at the address ``at`` (``Heads`` in recurrent.h)."""
 
     _fields_ = (("at", c_void_p), ("heads", c_long), ("size", c_long))
 
@@ -224,10 +225,11 @@ _SIGNATURES = {
     "hr_decoder": (POINTER(DecoderTokens), POINTER(Decoder), POINTER(Pass), POINTER(PagedLayer), c_int),
     "hr_delta_decoder": (POINTER(DecoderTokens), POINTER(DeltaDecoder), c_int),
 }
+"""The argument types of every C++ function that is called."""
 
 
 class Kernels:
-    """The functions of a loaded library of kernels, on tensors. They use as many threads as torch."""
+    """The functions of a loaded library of kernels, for tensors. They use as many threads as torch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Declare the argument types of the functions in ``library``, the compiled kernels."""
@@ -244,13 +246,13 @@ class Kernels:
         self._scan, self._select = library.hr_scan, library.hr_select
 
     def panel_numbers(self, weight: Tensor) -> int:
-        """Return the number of elements that the panels of ``weight`` take: its rows are rounded up to whole panels."""
+        """Return the number of elements of the panels of ``weight``, whose rows are rounded up to whole panels."""
         rows, inputs = weight.shape
         return -(-rows // self._panel) * self._panel * inputs
 
     def pack(self, pairs: Sequence[tuple[Tensor, Tensor]], threads: int) -> None:
-        """Write the panels of the first tensor of each pair, a weight, into the second, which has :meth:`panel_numbers`
-        elements."""
+        """Pack weights with ``threads`` threads. Each pair consists of a weight and the memory for its panels, which
+        has :meth:`panel_numbers` elements."""
         weights = (Weight * len(pairs))(*(Weight(at(w), at(panels), *w.shape) for w, panels in pairs))
         self._pack(weights, len(pairs), threads)
 
@@ -259,7 +261,7 @@ class Kernels:
         return self.linears(x, (weights,))
 
     def linears(self, x: Tensor, several: Sequence[PackedProduct]) -> Tensor:
-        """Return several products with the same ``x``, side by side in the last dimension."""
+        """Return the products of several weights with the same ``x``, concatenated in the last dimension."""
         x = x.contiguous()
         total = sum(weights.weight.shape[0] for weights in several)
         y = torch.empty(*x.shape[:-1], total)
@@ -292,17 +294,17 @@ class Kernels:
         return y
 
     def heads_(self, x_MHE: Tensor, norm: Norm | None, turn: tuple[Tensor, Tensor]) -> None:
-        """Normalise every head in place, then rotate its halves by (cos ``[M, T]``, sin ``[M, T]``)."""
+        """Normalise every head in place, then rotate it by ``turn``, the cosines and sines ``[M, T]``."""
         shape = (x_MHE.stride(0), x_MHE.stride(1), *x_MHE.shape)
         self._heads(x_MHE.data_ptr(), *shape, norm_args(norm), rotary_args(turn), torch.get_num_threads())
 
     def gate_(self, x_MHV: Tensor, gate_MHV: Tensor) -> None:
-        """Multiply ``x_MHV``, which is dense, by the sigmoid of ``gate_MHV`` in place."""
+        """Multiply ``x_MHV``, which must be contiguous, by the sigmoid of ``gate_MHV``, in place."""
         gate = Tensor3(gate_MHV.data_ptr(), gate_MHV.stride(0), gate_MHV.stride(1))
         self._gate(at(x_MHV), gate, *x_MHV.shape, torch.get_num_threads())
 
     def log_softmax(self, logits_MV: Tensor) -> Tensor:
-        """Return the logarithm of the softmax over the last dimension."""
+        """Return the log-softmax over the last dimension."""
         x = logits_MV.contiguous()
         y = torch.empty_like(x)
         self._log_softmax(_input(x), y.data_ptr(), torch.get_num_threads())
@@ -311,31 +313,39 @@ class Kernels:
     def convolve(
         self, x_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *, silu: bool, pool: Tensor, slots_R: Tensor
     ) -> Tensor:
-        """Return the convolution ``[R, C]`` of each row's window and its new input ``x_RC``, with SiLU if ``silu``, and
-        move the windows, which are in ``slots_R`` of the ``pool`` ``[P, C, W - 1]``, on by the new input."""
+        """Return the convolution ``[R, C]`` of each row's window and its new input ``x_RC``, with SiLU if ``silu``. The
+        windows, which are in the slots ``slots_R`` of ``pool`` ``[P, C, W - 1]``, are shifted to include the new
+        input."""
         weight, y = weight_CW.contiguous(), torch.empty(x_RC.shape)
         x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
         self._convolve(
-            *(_slots(pool, slots_R), filter_args(weight, bias_C, silu=silu), x.data_ptr(), x.stride(0), at(y)),
+            *(_slots_args(pool, slots_R), filter_args(weight, bias_C, silu=silu), x.data_ptr(), x.stride(0), at(y)),
             torch.get_num_threads(),
         )
         return y
 
     def delta(self, inputs_R: Sequence[Tensor], *, normed: bool, pool: Tensor, slots_R: Tensor) -> Tensor:
-        """Return one token of the gated delta rule per row ``[R, H, V]``, and update the states in ``slots_R`` of the
-        ``pool`` ``[P, H, K, V]``. ``inputs_R`` are queries, keys, values, log decays and rates; with ``normed``,
-        queries and keys are normalised first."""
+        """Return the output ``[R, H, V]`` of the gated delta rule for one token per row, and update the states in the
+        slots ``slots_R`` of ``pool`` ``[P, H, K, V]``. ``inputs_R`` are queries, keys, values, log decays and rates;
+        with ``normed``, queries and keys are normalised first."""
         dense = [each.contiguous() for each in inputs_R]
         decay, rate, y = dense[3], dense[4], torch.empty_like(dense[2])
         self._delta(
-            *(_slots(pool, slots_R), (HeadInputs * 3)(*map(_heads, dense[:3])), at(decay), at(rate), int(normed)),
+            *(
+                _slots_args(pool, slots_R),
+                (HeadInputs * 3)(*map(_head_args, dense[:3])),
+                at(decay),
+                at(rate),
+                int(normed),
+            ),
             *(at(y), torch.get_num_threads()),
         )
         return y
 
     def delta_net(self, net: DeltaNet, rows_RN: Tensor) -> Tensor:
-        """Return what a mixer with the gated delta rule makes of the products of one token per row, ``[R, H · V]``, and
-        update its states. ``rows_RN`` are the mixer's input products, side by side; they are overwritten."""
+        """Return the output ``[R, H · V]`` of a mixer with the gated delta rule before its output product, for one
+        token per row, and update its states. ``rows_RN`` are the mixer's concatenated input products; they are
+        overwritten."""
         y = torch.empty(rows_RN.shape[0], net.H * net.V)
         self._delta_net(net, rows_RN.data_ptr(), rows_RN.stride(0), at(y), torch.get_num_threads())
         return y
@@ -343,84 +353,85 @@ class Kernels:
     def scan(
         self, inputs_R: Sequence[Tensor], rate_H: Tensor, skip_H: Tensor | None, *, pool: Tensor, slots_R: Tensor
     ) -> Tensor:
-        """Return one token of Mamba-2's state space per row ``[R, H, E]``, and update the states in ``slots_R`` of the
-        ``pool`` ``[P, H, E, S]``. ``inputs_R`` are inputs, steps, B and C; ``rate_H`` is A of each head, and ``skip_H``
-        D, ``None`` for none."""
+        """Return the output ``[R, H, E]`` of Mamba-2's state space for one token per row, and update the states in the
+        slots ``slots_R`` of ``pool`` ``[P, H, E, S]``. ``inputs_R`` are inputs, steps, B and C; ``rate_H`` is A of each
+        head, and ``skip_H`` is D, or ``None`` for none."""
         x, step, *both = (each.contiguous() for each in inputs_R)
         y, rate, skip = torch.empty_like(x), rate_H.contiguous(), None if skip_H is None else skip_H.contiguous()
         self._scan(
-            *(_slots(pool, slots_R), _heads(x), at(step), (HeadInputs * 2)(*map(_heads, both)), at(rate)),
+            *(_slots_args(pool, slots_R), _head_args(x), at(step), (HeadInputs * 2)(*map(_head_args, both)), at(rate)),
             *(None if skip is None else at(skip), at(y), torch.get_num_threads()),
         )
         return y
 
     def select(self, inputs_R: Sequence[Tensor], rate_ES: Tensor, *, pool: Tensor, slots_R: Tensor) -> Tensor:
-        """Return one token of Mamba's selective state space per row ``[R, E]``, and update the states in ``slots_R`` of
-        the ``pool`` ``[P, E, S]``. ``inputs_R`` are inputs, steps, B and C; ``rate_ES`` is A."""
+        """Return the output ``[R, E]`` of Mamba's selective state space for one token per row, and update the states in
+        the slots ``slots_R`` of ``pool`` ``[P, E, S]``. ``inputs_R`` are inputs, steps, B and C; ``rate_ES`` is A."""
         x, step, *both = (each.contiguous() for each in inputs_R)
         y, rate = torch.empty_like(x), rate_ES.contiguous()
-        vectors = (HeadInputs * 2)(*(_heads(each[:, None]) for each in both))
+        vectors = (HeadInputs * 2)(*(_head_args(each[:, None]) for each in both))
         self._select(
-            *(_slots(pool, slots_R), _heads(x[:, None]), at(step), vectors, at(rate), at(y)), torch.get_num_threads()
+            *(_slots_args(pool, slots_R), _head_args(x[:, None]), at(step), vectors, at(rate), at(y)),
+            torch.get_num_threads(),
         )
         return y
 
 
 def filter_args(weight_CW: Tensor, bias_C: Tensor | None, *, silu: bool) -> FilterOf:
-    """Return the kernel's argument for a convolution of at most :data:`WIDEST` weights for a channel, followed by SiLU
+    """Return the kernel's argument for a convolution with at most :data:`WIDEST` weights per channel, followed by SiLU
     if ``silu``."""
     return FilterOf(at(weight_CW), None if bias_C is None else at(bias_C), *weight_CW.shape, int(silu))
 
 
-def _slots(pool: Tensor, slots_R: Tensor) -> PoolSlots:
+def _slots_args(pool: Tensor, slots_R: Tensor) -> PoolSlots:
     """Return the kernel's argument for the slots ``slots_R`` of R sequences in a pool of states."""
     return PoolSlots(at(pool), at(slots_R), len(slots_R))
 
 
-def _heads(tensor_RHE: Tensor) -> HeadInputs:
-    """Return the kernel's argument for a dense tensor of heads."""
+def _head_args(tensor_RHE: Tensor) -> HeadInputs:
+    """Return the kernel's argument for a contiguous tensor of heads."""
     return HeadInputs(at(tensor_RHE), *tensor_RHE.shape[1:])
 
 
 def at(tensor: Tensor) -> int:
-    """Return the memory address of a dense tensor, as the kernels take it."""
+    """Return the memory address of a contiguous tensor, for an argument of a kernel."""
     assert tensor.is_contiguous()
     return tensor.data_ptr()
 
 
 def point(part: ProductPart, weights: PackedProduct, num_tokens: int) -> None:
-    """Set the weights and adapters in ``part``, the argument of a product of ``num_tokens`` tokens, to their present
-    addresses. Raises ``ValueError`` if fewer tokens have an adapter number."""
+    """Set ``part``, the argument of a product of ``num_tokens`` tokens, to the present addresses of the weights and
+    adapters. Raises ``ValueError`` if adapter numbers exist for fewer tokens."""
     weight, bias, panels, lora = weights
     part.w, part.N, part.bias = at(weight), weight.shape[0], None if bias is None else at(bias)
     part.panels = None if panels is None else at(panels)
     if lora is not None:
-        if len(lora.adapter_N) < num_tokens:  # the kernel would read what lies behind it
+        if len(lora.adapter_N) < num_tokens:  # the kernel would read beyond the end of the tensor
             raise ValueError(f"{num_tokens} tokens, and adapters for {len(lora.adapter_N)} of them")
         part.lora.a, part.lora.b, part.lora.of = at(lora.a_GIR), at(lora.b_GRO), at(lora.adapter_N)
         part.lora.R = lora.b_GRO.shape[1]
 
 
 def norm_args(norm: Norm | None) -> NormOf:
-    """Return the kernel's argument for a normalisation, with the weight's present address; ``None`` becomes the
-    argument for no normalisation."""
+    """Return the kernel's argument for a normalisation, with the weight's present address. ``None`` means no
+    normalisation."""
     return NormOf() if norm is None else NormOf(at(norm[0]), norm[1], norm[2])
 
 
 def rotary_args(turn: tuple[Tensor, Tensor]) -> RotaryArgs:
-    """Return the kernel's argument for the rotation by cos and sin, ``[M, T]``."""
+    """Return the kernel's argument for a rotation by ``turn``, the cosines and sines ``[M, T]``."""
     cos, sin = turn
     return RotaryArgs(at(cos), at(sin), cos.shape[-1])
 
 
 def _input(x: Tensor) -> Input:
-    """Return the kernel's argument for a dense ``x``, whose last dimension is the inputs of a token."""
+    """Return the kernel's argument for a contiguous ``x``, whose last dimension is the inputs of a token."""
     size = x.shape[-1]
     return Input(x.data_ptr(), size, x.numel() // size, size)
 
 
 def open_kernels(cache: Path, target: Sequence[str] = NATIVE) -> Kernels | Unavailable:
-    """Return the kernels, compiled for ``target`` and checked, or the reason why there are none."""
+    """Return the kernels, compiled for ``target`` and tested, or the reason why they are not available."""
     library = open_library(cache, target=target)
     if isinstance(library, Unavailable):
         return library
@@ -430,7 +441,7 @@ def open_kernels(cache: Path, target: Sequence[str] = NATIVE) -> Kernels | Unava
 
 
 def _check(kernels: Kernels) -> str | None:
-    """Return what a miscompiled library computes wrong; ``None`` if the results are right."""
+    """Test a few results, since a compiler may be faulty. Return what is wrong, in words; ``None`` if all are right."""
     rng = torch.Generator().manual_seed(0)
     x, w, bias = (torch.randn(shape, generator=rng) for shape in ((7, 83), (21, 83), (21,)))
     panels = torch.empty(kernels.panel_numbers(w))
@@ -447,5 +458,5 @@ def _check(kernels: Kernels) -> str | None:
 
 @cache
 def kernels() -> Kernels | Unavailable:
-    """Return the kernels of this process, from the user's cache."""
+    """Return the kernels of this process from the user's cache, or the reason why they are not available."""
     return open_kernels(kernel_cache())

@@ -1,7 +1,7 @@
-"""Attention of packed passes, with gradients: implementations, and the choice among them before a run starts.
+"""Attention of packed passes with gradients: implementations, and the choice among them before a run starts.
 
-a short pass ──▶ kinds of attention of the layers (kinds.py) ──▶ is there a reason against it? ──▶ a trial of each
-                                                                               └─────── padded ◀──── it fails
+a short pass ──▶ kinds of attention of the layers (kinds.py) ──▶ known reasons against flex ──▶ a trial of each kind
+                                                                          └────── padded ◀────── a reason or a failure
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ from headrace.models.packed.kinds import AttentionKind
 from headrace.models.packed.trial import failure_of
 
 LEAST_HEAD = 16
-"""The smallest head size of which torch's kernels for GPUs compute products."""
+"""The smallest head size that torch's matrix products for GPUs support."""
 
 MakePlan = Callable[..., Plan]
-"""Returns the plan of a pass, from the lengths of its sequences, the device, and the rows of shared tokens."""
+"""A function that returns the plan of a pass, given the lengths of its sequences, the device, and the rows of shared
+tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenAttention:
-    """The attention that a learner computes with."""
+    """The implementation of attention that a learner uses."""
 
     name: str
     """``flex``, ``padded``, or ``deterministic``."""
     plan: MakePlan
-    """Returns the plan of a pass."""
+    """The function that returns the plan of a pass."""
     why: str
     """The reason for the choice in words."""
     layers: tuple[AttentionKind, ...] = ()
-    """The kind of attention of each layer that attends; empty where it was not requested."""
+    """The kind of attention of each layer with attention; empty if it was not requested."""
     compute: Compute | None = None
-    """How flex attention is computed, for plans of parts of a pass; ``None`` for other attention."""
+    """The function that computes flex attention, for plans of parts of a pass; ``None`` for other implementations."""
 
 
 PADDED = ChosenAttention(name="padded", plan=PackedPlan, why="learner.attention = 'padded'")
-"""Attention in padded rows, which computes everything everywhere."""
+"""Attention in padded rows, which supports every kind of attention on every device."""
 
 
 def choose(
     prefer: AttentionName, layers: Sequence[AttentionKind], device: torch.device, compute: Compute | None = None
 ) -> ChosenAttention:
-    """Return the attention for a model whose ``layers`` compute these kinds on ``device``.
+    """Return the implementation of attention for a model whose ``layers`` compute these kinds on ``device``.
 
-    ``auto`` is flex attention on a GPU, if a trial there compiles and is right; otherwise padded rows. On a CPU, flex
-    attention is computed with scores written out. ``compute`` replaces what computes it. Raises
-    :class:`~headrace.base.errors.ConfigError` if ``flex`` is asked for and cannot be computed.
+    ``auto`` is flex attention on a GPU, if it compiles and its results are right in a trial; otherwise padded rows. On
+    a CPU, flex attention stores all scores in memory. ``compute`` replaces the function that computes flex attention.
+    Raises :class:`~headrace.base.errors.ConfigError` if ``flex`` is requested and cannot be computed.
     """
     padded = replace(PADDED, layers=tuple(layers))
     if prefer == "padded":
@@ -78,8 +79,8 @@ def choose(
 
 
 def _reason_against(kinds: Sequence[AttentionKind], device: torch.device) -> str | None:
-    """Return why flex attention cannot compute these kinds on ``device``, as far as it is known before a trial;
-    ``None`` if no reason is known."""
+    """Return the reason why flex attention cannot compute these kinds on ``device``, if one is known before a trial;
+    ``None`` otherwise."""
     if any(kind.indexed for kind in kinds):
         return "an indexer chooses the tokens that are attended to, and padded rows compute it"
     if device.type == "cpu":

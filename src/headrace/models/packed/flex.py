@@ -1,15 +1,15 @@
-"""Attention of a packed pass by torch's flex attention (Dong et al. 2024), which never holds scores.
+"""Attention of a packed pass with torch's flex attention (Dong et al. 2024), which does not store scores in memory.
 
-    sequences ──▶ which token sees which (reach.py) ──▶ tables of blocks ──▶ one call over the flat pass
+    sequences ──▶ which token attends to which (reach.py) ──▶ tables of blocks ──▶ one call over the flat pass
                   soft cap ──▶ a function of each score                       └── fused on a GPU: blocks of scores exist
-                  sinks ◀── log-sum-exp of the scores ◀─────────────────────      on the chip alone
+                  sinks ◀── log-sum-exp of the scores ◀─────────────────────      only on the chip
 
-No sequence is padded or copied, and tokens that sequences share are computed once, as queries and as keys. Attention
-sinks take part in the softmax and have no value: with the log-sum-exp L of a row's scores and a sink s, the output
-without the sink is multiplied by exp(L) / (exp(L) + exp(s)), which is sigmoid(L − s).
+No sequence is padded or copied, and tokens that several sequences share are computed once, as queries and as keys. An
+attention sink takes part in the softmax and has no value: with the log-sum-exp L of a row's scores and a sink s, the
+output without the sink is multiplied by exp(L) / (exp(L) + exp(s)) = sigmoid(L − s).
 
-On a CPU torch has no backward pass for its fused kernels, and no log-sum-exp: there the same functions are applied to
-scores that are written out, which proves what a GPU computes and saves nothing.
+On a CPU, torch's fused kernels have no backward pass and no log-sum-exp. There the same functions are applied to scores
+in memory: this tests what a GPU computes, but saves no memory.
 
 Shape legend: N tokens of the pass, Q queries, M keys, H query heads, K key-value heads, D head size, S sequences.
 """
@@ -31,30 +31,30 @@ from headrace.models.packed.reach import BLOCK, BlockTables, Queries, Reach
 from headrace.models.recurrent.base import Key, Recurrence, Tensors
 
 MOST_VARIANTS = 64
-"""The greatest number of kernels that are compiled in one process: one for each combination of head sizes, number of
-heads, dtype, soft cap, sinks, and whether there are gradients."""
+"""The largest number of kernels that are compiled in one process. There is one kernel for each combination of head
+sizes, number of heads, dtype, soft cap, sinks, and whether there are gradients."""
 
 ScoreFunction = Callable[..., Tensor]
-"""A function of a score, its batch entry, its head, its query and its key, as flex attention takes it."""
+"""A function of a score, its batch index, head, query and key, as flex attention calls it."""
 
 
 class Compute(Protocol):
-    """A way to compute flex attention."""
+    """The interface of a function that computes flex attention."""
 
     def __call__(
         self, qkv: Tensors, score: ScoreFunction, mask: BlockMask, *, scale: float, with_sums: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention ``[1, H, Q, D]`` of the queries ``[1, H, Q, D]`` over the keys and values ``[1, K, M,
-        D]`` in ``qkv``, and the log-sum-exp of the scores of each query, ``[1, H, Q]`` in float32, if ``with_sums``
-        asks for it. Scores are multiplied by ``scale`` before ``score`` changes them."""
+        D]`` in ``qkv``. With ``with_sums``, also return the log-sum-exp of the scores of each query, ``[1, H, Q]`` in
+        float32; otherwise ``None``. Scores are multiplied by ``scale`` before ``score`` changes them."""
         ...
 
 
 def fused(
     qkv: Tensors, score: ScoreFunction, mask: BlockMask, *, scale: float, with_sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute flex attention with the kernels that torch compiles for it (see :class:`Compute`). What cannot be
-    compiled raises an error: nothing is ever computed with scores written out instead."""
+    """Compute flex attention with the kernels that torch compiles for it; see :class:`Compute` for the arguments. If a
+    kernel cannot be compiled, an error is raised: the scores are never stored in memory instead."""
     with torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS):  # beyond it torch raises an error
         found: Any = _compiled()(
             *qkv,
@@ -72,8 +72,8 @@ def fused(
 def written_out(
     qkv: Tensors, score: ScoreFunction, mask: BlockMask, *, scale: float, with_sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute flex attention as torch defines it, with all scores in memory (see :class:`Compute`). Its gradients are
-    those of torch's formulas for the kernels."""
+    """Compute flex attention as torch defines it, with all scores in memory; see :class:`Compute` for the arguments.
+    The gradients are computed by torch's formulas for the kernels."""
     given = {"BACKEND": "TRITON", "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
     out, sums, _ = torch.ops.higher_order.flex_attention(*qkv, score, mask.as_tuple(), scale, given)
     return out, sums * math.log(2.0) if with_sums else None
@@ -81,17 +81,17 @@ def written_out(
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """Return flex attention as torch compiles it, for passes of any length."""
+    """Return torch's compiled flex attention, for passes of any length."""
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return compiled
 
 
 class FlexMask:
-    """The attention of some queries to some keys of packed sequences: which sees which, for rules of any layer."""
+    """The attention of some queries to some keys of packed sequences, under the rules of any layer."""
 
     def __init__(self, queries: Reach, keys: Reach, device: torch.device | str, compute: Compute) -> None:
-        """Prepare the attention of tokens with the reach ``queries`` to those with the reach ``keys``, of the same
-        sequences, on ``device``. ``compute`` is how it is computed."""
+        """Prepare the attention of tokens with the reach ``queries`` to tokens with the reach ``keys`` of the same
+        sequences, on ``device``. ``compute`` is the function that computes flex attention."""
         self._queries, self._keys, self._device, self._compute = queries, keys, torch.device(device), compute
         self._number_Q, self._number_M, self._end_M, self._place_M = (
             self._upload(each) for each in (queries.number_N, keys.number_N, keys.end_N, keys.place_N)
@@ -100,9 +100,13 @@ class FlexMask:
 
     def attend(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, rule: Rule) -> Tensor:
         """Return the attention ``[Q, H, D]`` of one layer, with the head size of the values; zeros for a query that
-        sees nothing."""
+        attends to no key."""
         qkv = tuple(each.transpose(0, 1)[None] for each in (query_QHD, key_MKD, value_MKD))
-        score = _same if rule.softcap is None else _capped(_scalar(rule.softcap, qkv[0].dtype, qkv[0].device))
+        score = (
+            _unchanged_score
+            if rule.softcap is None
+            else _cap_function(_scalar(rule.softcap, qkv[0].dtype, qkv[0].device))
+        )
         with_sums = rule.sinks_H is not None
         out, sums_1HQ = self._compute(qkv, score, self._mask(rule), scale=rule.scale, with_sums=with_sums)
         if rule.sinks_H is not None and sums_1HQ is not None:
@@ -111,56 +115,58 @@ class FlexMask:
         return out[0].transpose(0, 1)
 
     def _mask(self, rule: Rule) -> BlockMask:
-        """Return the mask of a layer with this rule; layers of one kind have the same, which is kept."""
+        """Return the mask of a layer with this rule. Masks are cached, since layers of one kind have the same mask."""
         key = rule.window, rule.chunk
         if key not in self._masks:
             self._masks[key] = self._make_mask(self._queries.first(*key))
         return self._masks[key]
 
     def _make_mask(self, first_Q: np.ndarray[Any, Any]) -> BlockMask:
-        """Return the mask of queries that see no position before ``first_Q``. Its tables are made on the host, so that
-        nothing waits for the device."""
+        """Return the mask of queries that attend to no position before ``first_Q``. Its tables are computed on the
+        host, so that the host does not wait for the device."""
         tables = BlockTables.of(Queries(number_Q=self._queries.number_N, first_Q=first_Q), self._keys)
         some, every = (_ordered(table) for table in (tables.some_IJ, tables.all_IJ))
-        seen = _seen(self._number_Q, self._upload(first_Q), self._number_M, self._end_M, self._place_M)
+        seen = _mask_function(self._number_Q, self._upload(first_Q), self._number_M, self._end_M, self._place_M)
         lengths = len(self._number_Q), len(self._number_M)
         mask = BlockMask.from_kv_blocks(*some, *every, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=lengths)
         return mask.to(self._device)
 
     def _upload(self, numbers: np.ndarray[Any, Any]) -> Tensor:
-        """Return whole numbers as a tensor on the device, in 32 bits."""
+        """Return integers as a tensor of 32-bit integers on the device."""
         return torch.from_numpy(numbers.astype(np.int32)).to(self._device)
 
 
 def _ordered(table_IJ: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
-    """Return a table of blocks as flex attention takes it: the number of blocks of keys of each block of queries, and
-    their indices, ascending and followed by the others."""
+    """Return a table of blocks in the format of flex attention: for each block of queries, the number of its blocks of
+    keys, and the indices of these blocks in ascending order, followed by all other indices."""
     counts, indices = table_IJ.sum(1), np.argsort(~table_IJ, axis=1, kind="stable")
     return torch.from_numpy(counts.astype(np.int32))[None, None], torch.from_numpy(indices.astype(np.int32))[None, None]
 
 
-def _seen(number_Q: Tensor, first_Q: Tensor, number_M: Tensor, end_M: Tensor, place_M: Tensor) -> Callable[..., Tensor]:
-    """Return the function that tells whether a query sees a key, from the numbers of both (reach.py)."""
+def _mask_function(
+    number_Q: Tensor, first_Q: Tensor, number_M: Tensor, end_M: Tensor, place_M: Tensor
+) -> Callable[..., Tensor]:
+    """Return the function that computes whether a query attends to a key, from the numbers of both (see reach.py)."""
 
     def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return whether the query ``q`` sees the key ``k``."""
+        """Return whether the query ``q`` attends to the key ``k``."""
         number = number_Q[q]
         return (number_M[k] <= number) & (number < end_M[k]) & (place_M[k] >= first_Q[q])
 
     return seen
 
 
-def _same(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return the score as it is."""
+def _unchanged_score(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return the score unchanged."""
     return score
 
 
-def _capped(cap: Tensor) -> ScoreFunction:
-    """Return the function that limits a score to ±``cap``, which is a tensor: torch would make a Python number one of
-    64 bits, and compute in these."""
+def _cap_function(cap: Tensor) -> ScoreFunction:
+    """Return the function that limits a score to ±``cap``. The cap is a tensor, since torch would convert a Python
+    number to 64 bits and compute with 64 bits."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return the capped score."""
+        """Return the score limited to ±``cap``."""
         return torch.tanh(score / cap) * cap
 
     return capped
@@ -168,14 +174,14 @@ def _capped(cap: Tensor) -> ScoreFunction:
 
 @cache
 def _scalar(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number as a tensor on the device, in the format in which scores of ``dtype`` are computed."""
+    """Return a number as a tensor on the device, in the dtype in which scores of ``dtype`` are computed."""
     return torch.tensor(number, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
 
 
 class FlexPlan:
-    """Block-diagonal causal attention of a packed pass by flex attention; see
-    :class:`~headrace.models.attention.Plan`. It computes what :class:`~headrace.models.attention.PackedPlan` does, and
-    leaves recurrences and layers with an indexer to that."""
+    """Block-diagonal causal attention of a packed pass by flex attention; it implements
+    :class:`~headrace.models.attention.Plan`. It computes the same as
+    :class:`~headrace.models.attention.PackedPlan`, to which it leaves recurrences and layers with an indexer."""
 
     def __init__(
         self,
@@ -185,28 +191,29 @@ class FlexPlan:
         *,
         compute: Compute = fused,
     ) -> None:
-        """Lay out sequences of ``lengths_S`` tokens. ``rows_T`` gives the index in the pass of each token of each
-        sequence, so that sequences can share their first tokens; ``None`` for one sequence after the other.
-        ``compute`` is how attention is computed."""
-        self._made_of = lengths_S, device, rows_T
+        """Arrange sequences of ``lengths_S`` tokens. ``rows_T`` is the index in the pass of each token of each
+        sequence, so that sequences can share their first tokens; ``None`` if the sequences are concatenated.
+        ``compute`` is the function that computes flex attention."""
+        self._layout = lengths_S, device, rows_T
         reach = Reach.of(lengths_S, rows_T)
         self.positions_N = torch.from_numpy(reach.place_N).to(device)
         self._flex = FlexMask(reach, reach, device, compute)
 
     @cached_property
     def _padded(self) -> PackedPlan:
-        """The plan of the same sequences in padded rows."""
-        return PackedPlan(*self._made_of)
+        """Return the plan of the same sequences in padded rows."""
+        return PackedPlan(*self._layout)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Compute the attention of all sequences of the pass by one layer's ``rule``; each token sees only its own
-        sequence. A pass of one token, for which a kernel would have to be compiled, is computed in padded rows."""
+        """Compute the attention of all sequences of the pass under one layer's ``rule``; a token attends only to its
+        own sequence. A pass of one token is computed in padded rows, since it would need another compiled kernel."""
         if rule.choice is not None or len(self.positions_N) < 2:
             return self._padded.attend(query_NHD, key_NKD, value_NKD, rule)
         return self._flex.attend(query_NHD, key_NKD, value_NKD, rule)
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
-        """Let the indexer of a layer choose, for each token, among the tokens before it in its sequence."""
+        """Return the tokens that the indexer of a layer chooses for each token, among the earlier tokens of its
+        sequence."""
         return self._padded.choose(layer, choose, inputs_N)
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:

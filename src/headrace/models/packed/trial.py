@@ -1,4 +1,4 @@
-"""A trial of flex attention before a run depends on it: values and gradients beside those of padded rows.
+"""A trial of flex attention before a run uses it: its values and gradients are compared with those of padded rows.
 
 Shape legend: N tokens of the pass, H query heads, K key-value heads, D head size.
 """
@@ -16,18 +16,18 @@ from headrace.models.packed.flex import Compute, FlexPlan
 from headrace.models.packed.kinds import AttentionKind
 
 LENGTHS = ((150, 1, 70), (40, 260, 99))
-"""The lengths of the sequences of two passes: of several blocks, with a sequence of one token, and of two sizes, so
-that kernels are compiled for passes of any size."""
+"""The lengths of the sequences of two passes. They have several blocks and a sequence of one token. The passes differ
+in size, so that kernels for passes of any size are compiled."""
 SHORT = 50
-"""The longest window and the largest chunk of a trial, in tokens, so that they are shorter than its sequences."""
+"""The largest window and chunk of a trial, in tokens, so that they are shorter than its sequences."""
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""The largest difference, by dtype and relative to the largest number of a tensor, that rounding explains. Softmax is
-computed in float32 in any case."""
+"""The largest difference that rounding can cause, by dtype and relative to the largest number of a tensor. Softmax is
+always computed in float32."""
 
 
 def failure_of(kinds: Sequence[AttentionKind], device: torch.device, compute: Compute) -> str | None:
-    """Return why flex attention cannot be used for these kinds on ``device``, because it does not compile, or because
-    its results are wrong; ``None`` if it can."""
+    """Return why flex attention cannot be used for ``kinds`` on ``device``: a kernel does not compile, or its results
+    are wrong. Return ``None`` if it can be used."""
     for kind in kinds:
         try:
             found = _trial(kind, device, compute)
@@ -40,7 +40,7 @@ def failure_of(kinds: Sequence[AttentionKind], device: torch.device, compute: Co
 
 
 def in_words(kind: AttentionKind) -> str:
-    """Return a kind of attention in words, for messages."""
+    """Return a description of a kind of attention, for messages."""
     sizes = f"{kind.heads} heads of {kind.key_size} over {kind.kv_heads} in {str(kind.dtype).removeprefix('torch.')}"
     extras = [
         "sinks" if kind.has_sinks else "",
@@ -52,16 +52,18 @@ def in_words(kind: AttentionKind) -> str:
 
 
 def _trial(kind: AttentionKind, device: torch.device, compute: Compute) -> str | None:
-    """Compute passes of random numbers both ways, with gradients and without; return what differs, ``None`` if nothing
-    does."""
+    """Compute two passes of random numbers with flex attention and with padded rows, with and without gradients. Return
+    the first difference, in words; ``None`` if the results are the same up to rounding."""
     for lengths in LENGTHS:
-        tensors, rule, towards = _random(kind, sum(lengths), device)
+        tensors, rule, output_gradient = _random_inputs(kind, sum(lengths), device)
         flex = FlexPlan(lengths, device, compute=compute)
-        found, wanted = (_values(plan, tensors, rule, towards) for plan in (flex, PackedPlan(lengths, device)))
+        found, expected_values = (
+            _output_and_gradients(plan, tensors, rule, output_gradient) for plan in (flex, PackedPlan(lengths, device))
+        )
         with torch.no_grad():
             found["the output without gradients"] = flex.attend(tensors[0], tensors[1], tensors[2], rule)
-        wanted["the output without gradients"] = wanted["the output"]
-        for name, expected in wanted.items():
+        expected_values["the output without gradients"] = expected_values["the output"]
+        for name, expected in expected_values.items():
             gap = (found[name].double() - expected.double()).abs().max().item()
             scale = max(expected.double().abs().max().item(), 1e-3)
             if not gap <= TOLERANCES[kind.dtype] * scale:
@@ -69,13 +71,13 @@ def _trial(kind: AttentionKind, device: torch.device, compute: Compute) -> str |
     return None
 
 
-def _random(kind: AttentionKind, count: int, device: torch.device) -> tuple[list[Tensor], Rule, Tensor]:
-    """Return random queries, keys, values and sinks for ``count`` tokens, with the rule of the kind, and what outputs
-    are multiplied with for a gradient. They are drawn on the host, so that every device gets the same."""
+def _random_inputs(kind: AttentionKind, count: int, device: torch.device) -> tuple[list[Tensor], Rule, Tensor]:
+    """Return random queries, keys, values and sinks for ``count`` tokens, the rule of the kind, and the gradient of the
+    output. The numbers are drawn on the host, so that they are the same on every device."""
     rng = torch.Generator().manual_seed(count)
 
     def draw(*shape: int) -> Tensor:
-        """Return normal numbers of this shape."""
+        """Return standard normal random numbers of this shape."""
         return torch.randn(shape, generator=rng).to(device, kind.dtype)
 
     shapes = (
@@ -91,10 +93,11 @@ def _random(kind: AttentionKind, count: int, device: torch.device) -> tuple[list
     return leaves, rule, draw(count, kind.heads, kind.value_size)
 
 
-def _values(plan: Plan, leaves: list[Tensor], rule: Rule, towards: Tensor) -> dict[str, Tensor]:
-    """Return the output of attention under a plan and its gradients, by their names in messages."""
+def _output_and_gradients(plan: Plan, leaves: list[Tensor], rule: Rule, output_gradient: Tensor) -> dict[str, Tensor]:
+    """Return the output of attention under a plan and the gradients of ``leaves``, by their names in messages.
+    ``towards`` is the gradient of the output."""
     with torch.enable_grad():
         out = plan.attend(leaves[0], leaves[1], leaves[2], rule)
-        gradients = torch.autograd.grad((out * towards).sum(), leaves)
+        gradients = torch.autograd.grad((out * output_gradient).sum(), leaves)
     names = ("the gradient of queries", "the gradient of keys", "the gradient of values", "the gradient of sinks")
     return {"the output": out.detach(), **dict(zip(names, gradients, strict=False))}

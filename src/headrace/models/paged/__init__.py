@@ -1,4 +1,5 @@
-"""Attention over a key-value cache in blocks: a contract (:mod:`.base`), and implementations in order of preference."""
+"""Attention over a key-value cache in blocks: the interface (:mod:`.base`), and implementations in order of
+preference."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from headrace.base.errors import ConfigError, nearest
 from headrace.models.paged.base import AttentionMaker
 
 Offer = Callable[[torch.dtype, torch.device], AttentionMaker | None]
-"""An entry of the registry: it returns the implementation's maker, or ``None`` if the implementation cannot run."""
+"""An entry of the registry: a function that returns the maker of the implementation, or ``None`` if it cannot run."""
 
 
 def _compiled(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
-    """Return the attention that is compiled for the CPU, if it can compute this dtype on this device and could be
-    built; otherwise ``None``."""
+    """Return the maker of the attention that is compiled for the CPU; ``None`` if it does not support this dtype and
+    device, or could not be built."""
     if device.type != "cpu" or dtype != torch.float32:
         return None
     from headrace.models.paged import compiled
@@ -25,7 +26,7 @@ def _compiled(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None
 
 
 def _triton(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
-    """Return the attention in Triton, if the device is a GPU and Triton is installed; otherwise ``None``."""
+    """Return the maker of the attention in Triton; ``None`` if the device is not a GPU or Triton is not installed."""
     if device.type != "cuda" or not importlib.util.find_spec("triton"):
         return None
     from headrace.models.paged.triton import TritonAttention
@@ -34,20 +35,21 @@ def _triton(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
 
 
 def _reference(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
-    """Return the attention in plain torch, which runs everywhere."""
+    """Return the maker of the attention in plain torch, which runs everywhere."""
     from headrace.models.paged.reference import ReferenceAttention
 
     return ReferenceAttention
 
 
 IMPLEMENTATIONS: dict[str, Offer] = {"compiled": _compiled, "triton": _triton, "reference": _reference}
-"""The implementations in order of preference; the last one runs everywhere."""
+"""The implementations in order of preference. The last implementation runs everywhere."""
 
 
 def choose(dtype: torch.dtype, device: torch.device, prefer: str | None = None) -> tuple[str, AttentionMaker]:
-    """Return the name and the maker of the best implementation for caches of ``dtype`` on ``device``, or of ``prefer``.
+    """Return the name and the maker of the best implementation, or of the implementation ``prefer``, for caches of
+    ``dtype`` on ``device``.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the preferred one does not exist or cannot run here.
+    Raises :class:`~headrace.base.errors.ConfigError` if ``prefer`` does not exist or cannot run here.
 
     >>> choose(torch.float64, torch.device("cpu"))[0]
     'reference'

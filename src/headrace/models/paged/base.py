@@ -1,9 +1,9 @@
-"""A key-value cache in blocks, and the plan of a forward pass over it.
+"""The key-value cache in blocks, the layout of a forward pass over it, and the interface of its attention.
 
 A sequence's cache is a list of blocks (Kwon et al. 2023, *PagedAttention*), which is a row of the *table*. A block may
-belong to several sequences: siblings of one group share their prompt, forks share their prefix. In every layer the keys
-and values of all tokens of the pass are written before any of them attends, so a sequence may share a block that
-another one fills in the same pass.
+belong to several sequences: siblings of one group share their prompt, forks share their prefix. In every layer, the
+keys and values of all tokens of the pass are written before attention is computed, so that a sequence may share a block
+that another sequence fills in the same pass.
 
     tokens of the pass:   row 0 ──── row 1 ─ row 2 ──────────     each row: counts_R tokens, from position starts_R on
     table of row r:       block 7, block 2, block 9, …             position p is in block p // S, at index p % S
@@ -28,7 +28,7 @@ from headrace.base.buffers import zeros
 from headrace.models.attention import Rule
 
 BLOCK = 16
-"""The number of tokens in a block; a prefix is shared in whole blocks."""
+"""The number of tokens in a block. Prefixes are shared in whole blocks."""
 
 Index = npt.NDArray[np.int64]
 
@@ -46,35 +46,35 @@ class LayerShape:
 
     @property
     def numbers(self) -> int:
-        """Return the size of one token's keys and values together."""
+        """Return the number of numbers in the keys and values of one token."""
         return self.heads * (self.key_size + self.value_size)
 
 
 class PagedCache:
-    """The memory pool of a key-value cache: for every layer keys ``[P, K, S, E]`` and values ``[P, K, S, E]``,
-    allocated at once. The engine owns it, and decides which block belongs to which sequence. On a CPU the system
-    provides a memory page when it is first written."""
+    """The memory pool of a key-value cache: for every layer, keys ``[P, K, S, E]`` and values ``[P, K, S, E]``,
+    allocated at once. The engine owns the pool, and assigns blocks to sequences. On a CPU, the system provides a memory
+    page when it is first written."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], num_blocks: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """Allocate ``num_blocks`` blocks for each layer; ``shapes`` are the sizes of one token's keys and values, layer
-        by layer."""
+        """Allocate ``num_blocks`` blocks for each layer. ``shapes`` are the sizes of one token's keys and values, one
+        per layer."""
         self.shapes = tuple(shapes)
         self.num_blocks = num_blocks
         self._dtype, self._device = dtype, device
         self.layers: list[tuple[Tensor, Tensor]] = []
         self.allocated = False
-        """Whether the memory is allocated."""
+        """Whether the memory is allocated at present."""
         self.allocate()
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the whole pool in bytes, whether it is allocated or released."""
+        """Return the size of the whole pool in bytes, also while it is released."""
         return self.num_blocks * BLOCK * self._dtype.itemsize * sum(shape.numbers for shape in self.shapes)
 
     def allocate(self) -> None:
-        """Allocate the memory, also after a release; its contents are zeros."""
+        """Allocate the memory, which may have been released before; its content is zeros."""
         self.layers = [
             (self._pool(shape.heads, shape.key_size), self._pool(shape.heads, shape.value_size))
             for shape in self.shapes
@@ -82,28 +82,29 @@ class PagedCache:
         self.allocated = True
 
     def release(self) -> None:
-        """Free the memory; its contents are lost."""
+        """Free the memory; its content is lost."""
         self.layers = []
         self.allocated = False
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the whole blocks with the numbers ``sources`` into those with the numbers ``targets``, in every layer: a
-        fork gets its own copy of a block that is not full."""
+        """Copy the blocks with the numbers ``sources`` into the blocks with the numbers ``targets``, in every layer: a
+        fork needs its own copy of a block that is not full."""
         for pair in self.layers:
             for pool in pair:
                 pool[list(targets)] = pool[list(sources)]
 
     @torch.inference_mode()
     def clear(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with zeros: a value that is not finite would reach a later sequence as 0 · NaN."""
+        """Fill blocks with zeros. Otherwise a value that is not finite would enter a later sequence as 0 · NaN."""
         for pair in self.layers:
             for pool in pair:
                 pool[list(blocks)] = 0
 
     @torch.inference_mode()
     def clear_places(self, blocks: Index, places: Index) -> None:
-        """Fill single places of blocks with zeros, for the same reason."""
+        """Fill single positions of blocks with zeros: in each of ``blocks``, the position in ``places``. The reason is
+        that of :meth:`clear`."""
         for pair in self.layers:
             for pool in pair:
                 pool[blocks, :, places] = 0
@@ -114,23 +115,23 @@ class PagedCache:
         shape = (self.num_blocks, heads, BLOCK, size)
         if torch.device(self._device).type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        num_bytes = math.prod(shape) * self._dtype.itemsize  # torch.zeros would write all of them, which takes seconds
+        num_bytes = math.prod(shape) * self._dtype.itemsize  # torch.zeros would write all bytes, which takes seconds
         return torch.from_numpy(zeros(num_bytes)).view(self._dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """The layout of a pass: the tokens that it computes and the blocks of their context. Rows with one token
-    (decoding) come first."""
+    """The layout of a pass: the tokens to compute, and the blocks of their context. Rows with one token (decoding) come
+    first."""
 
     tables_RB: npt.NDArray[np.int32]
-    """The blocks of each row, enough for its context and its new tokens; entries beyond are never read."""
+    """The blocks of each row, enough for its context and its new tokens; further entries are never read."""
     starts_R: Index
     """The number of cached tokens of each row before the pass, which is the position of its first new token."""
     counts_R: Index
-    """The number of new tokens of each row, ≥ 1."""
+    """The number of new tokens of each row, at least 1."""
     num_decode: int
-    """The number of rows at the beginning that have exactly one new token."""
+    """The number of rows at the beginning with exactly one new token."""
 
     def positions_N(self) -> Index:
         """Return the position of every token of the pass in its sequence."""
@@ -150,17 +151,17 @@ class Geometry:
 
 
 class PagedAttention(Protocol):
-    """The attention over a cache for one pass. An instance is made from the geometry of the pass."""
+    """The interface of the attention over a cache in one pass. An instance is created for the layout of the pass."""
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Write the keys ``[N, K, E]`` and values of ``qkv`` into the ``layer``'s pools, then compute attention for
-        its queries ``[N, H, E]``, and return ``[N, H, E]``. The token of row r at position p attends to positions ≤
-        p of its own table, within the rule's window."""
+        """Write the keys ``[N, K, E]`` and values in ``qkv`` into the ``layer``'s pools, compute attention for the
+        queries ``[N, H, E]``, and return ``[N, H, E]``. The token at position p of row r attends to positions ≤ p of
+        its own table, within the limits of ``rule``."""
         ...
 
 
 class AttentionMaker(Protocol):
-    """A function that makes the attention of one pass; the registry contains these."""
+    """The interface of a function that creates the attention of one pass, for the registry of implementations."""
 
     def __call__(self, geometry: Geometry, device: torch.device) -> PagedAttention:
         """Return the attention of a pass with this ``geometry`` on ``device``."""

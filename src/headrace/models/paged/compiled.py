@@ -1,4 +1,4 @@
-"""Attention over blocks by compiled kernels: float32 on a CPU, batch- and chunk-invariant.
+"""Attention over a cache in blocks with compiled kernels, in float32 on a CPU. It is batch- and chunk-invariant.
 
 The keys and values of a block are read once for all query heads that share them, directly from the pool.
 
@@ -20,17 +20,17 @@ from headrace.models.paged.base import AttentionMaker, Geometry
 
 
 def maker() -> AttentionMaker | None:
-    """Return the maker of a pass's attention; ``None`` if the kernels are not available. The first call compiles
-    them."""
+    """Return the maker of a pass's attention; ``None`` if the kernels are not available. The first call compiles the
+    kernels."""
     loaded = kernels()
     return None if isinstance(loaded, Unavailable) else partial(CompiledAttention, loaded)
 
 
 class CompiledAttention:
-    """The attention of one pass on compiled kernels (see :class:`headrace.models.paged.base.PagedAttention`)."""
+    """The attention of one pass with compiled kernels (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, loaded: Kernels, geometry: Geometry, device: torch.device) -> None:
-        """Prepare the pass with this ``geometry`` for the kernels ``loaded``; ``device`` must be the CPU."""
+        """Prepare the pass with the layout ``geometry`` for the kernels ``loaded``; ``device`` must be the CPU."""
         assert device.type == "cpu"
         self._loaded = loaded
         self._tables = np.ascontiguousarray(geometry.tables_RB, np.int32)
@@ -42,8 +42,8 @@ class CompiledAttention:
         )  # fmt: skip
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Write the keys and values of the pass into the layer's blocks, and return the attention [N, H, E] that the
-        kernel computes over them."""
+        """Write the keys and values of the pass into the layer's blocks, and return the attention ``[N, H, E]`` over
+        them."""
         query, key, value = (_dense(tensor) for tensor in qkv)
         out = torch.empty(query.shape[0], query.shape[1], value.shape[2])
         views = (Tensor3 * 3)(*(Tensor3(t.data_ptr(), t.stride(0), t.stride(1)) for t in (query, key, value)))
@@ -52,8 +52,8 @@ class CompiledAttention:
         return out
 
     def decode(self, step: DecoderTokens, decoder: Decoder, shape: PagedLayer) -> None:
-        """Compute a whole decoder layer, its attention over the cache included, in one kernel call (kernels.cpp).
-        ``step`` has the tokens and the memory of the result, ``decoder`` the weights, and ``shape`` the layer's
+        """Compute a whole decoder layer, including its attention over the cache, in one kernel call (kernels.cpp).
+        ``step`` contains the tokens and the memory of the result, ``decoder`` the weights, and ``shape`` the layer's
         pools."""
         self._loaded.decoder(step, decoder, self._pass, shape, torch.get_num_threads())
 
@@ -69,5 +69,5 @@ class CompiledAttention:
 
 
 def _dense(tensor_NHE: Tensor) -> Tensor:
-    """Return the tensor with a dense last dimension; the others may have any stride."""
+    """Return the tensor with a contiguous last dimension; the other dimensions may have any stride."""
     return tensor_NHE if tensor_NHE.stride(2) == 1 else tensor_NHE.contiguous()

@@ -1,7 +1,8 @@
-"""Attention to chosen tokens over a cache in blocks, in plain torch (:mod:`headrace.models.indexed`).
+"""Sparse attention over a cache in blocks, in plain torch (see :mod:`headrace.models.indexed`).
 
-The keys of an indexer lie in blocks too, beside those of its layer, so that prefixes, forks and preemption share, copy
-and drop both alike. All keys of a pass are written before a row of it chooses: a block may be filled by another row.
+The keys of an indexer are in blocks, too, like the keys of its layer, so that prefixes, forks and preemption share,
+copy and drop both in the same way. All keys of a pass are written before a row of the pass chooses, since another row
+may fill a shared block.
 
 Shape legend: N tokens of the pass, B rows of a bucket, L their padded number of new tokens, M blocks of the longest, S
 tokens of a block, C = M · S positions, P blocks of the pool, K key-value heads, H query heads, E head size.
@@ -22,31 +23,31 @@ from headrace.models.paged.base import BLOCK, Geometry, Index
 from headrace.models.paged.reference import Writer, row_buckets
 
 Pools = tuple[Tensor, Tensor]
-"""The keys and the values of a layer: ``[P, K, S, E]`` each."""
+"""The keys and the values of a layer, each ``[P, K, S, E]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _IndexedRows:
-    """The indices that rows of similar lengths need in a pass, padded to the longest of them."""
+    """The index tensors for rows of similar lengths in a pass, padded to the longest row."""
 
     gather_BL: Tensor
-    """The index in the pass of each new token; padding repeats the first of its row."""
+    """The index in the pass of each new token; padding repeats the first token of its row."""
     blocks_BM: Tensor
-    """The blocks of each row; a shorter row repeats its last one."""
+    """The blocks of each row; a shorter row repeats its last block."""
     seen_BLC: Tensor
-    """Which positions each new token sees."""
+    """Whether each new token may attend to each position."""
 
     def gathered(self, pool_PKSE: Tensor) -> Tensor:
-        """Return the keys or values of all positions: ``[B, K, C, E]``."""
+        """Return the keys or values of all positions, ``[B, K, C, E]``, from a pool."""
         return pool_PKSE[self.blocks_BM].transpose(1, 2).flatten(2, 3)
 
 
 class IndexedPass:
-    """Sparse attention in one engine pass: an indexer chooses positions for each token, which attends to them alone.
-    The plan of the pass makes one when a layer with an indexer calls it."""
+    """Sparse attention in one engine pass: an indexer chooses positions for each token, and the token attends only to
+    these. The plan of the pass creates this object when the first layer with an indexer calls it."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Prepare the pass with this ``geometry``: rows of similar length are grouped."""
+        """Prepare the pass with the layout ``geometry``: rows of similar length are grouped into buckets."""
         self._write = Writer(geometry, device)
         rows = np.arange(len(geometry.counts_R))
         decode, others = rows[: geometry.num_decode], rows[geometry.num_decode :]
@@ -61,12 +62,12 @@ class IndexedPass:
             place_N[gather_BL[inside_BL]] = filled + np.flatnonzero(inside_BL)
             filled += gather_BL.size
             self._buckets.append(_rows_of(geometry, members, gather_BL, device))
-        # where each token of the pass lies in the buckets, one after the other
+        # the index of each token of the pass in the concatenated buckets
         self._place_N = torch.from_numpy(place_N).to(device)
 
     def choose(self, choose: Choose, inputs_N: tuple[Tensor, ...], pool_P1SE: Tensor) -> ChosenTokens:
-        """Write the keys that the indexer computes for the pass into its ``pool``, and return what it chooses among all
-        positions of each row. ``choose`` runs the indexer, whose inputs are ``inputs_N``."""
+        """Write the indexer's keys for the tokens of the pass into its pool ``pool_P1SE``, and return the positions
+        that it chooses in each row. ``choose`` executes the indexer with the inputs ``inputs_N``."""
         pool_P1SE[self._write.blocks_N, :, self._write.places_N] = keys_of(choose, inputs_N)[:, None]
         masks = []
         for rows in self._buckets:
@@ -76,8 +77,8 @@ class IndexedPass:
         return ChosenTokens(tuple(masks))
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: Pools, rule: Rule) -> Tensor:
-        """Write the keys and values of ``qkv`` into the ``layer``'s pools, and return the attention ``[N, H, E]`` of
-        its queries to the positions in ``rule.choice``."""
+        """Write the keys and values in ``qkv`` into the ``layer``'s pools, and return the attention ``[N, H, E]`` of
+        the queries to the positions in ``rule.choice``."""
         assert rule.choice is not None
         self._write(qkv[1], qkv[2], layer)
         parts = []
@@ -91,13 +92,13 @@ class IndexedPass:
 
 
 def _keys_of_sequences(keys_BCE: Tensor, _: Tensor) -> Tensor:
-    """Return the keys of whole sequences, instead of those of the pass that an indexer gives."""
+    """Return the keys of whole sequences, ``keys_BCE``, instead of the indexer's keys for the pass."""
     return keys_BCE
 
 
 def _rows_of(geometry: Geometry, members: Index, gather_BL: Index, device: torch.device) -> _IndexedRows:
-    """Return the indices that the rows ``members`` of a pass need: their tokens, which are ``gather_BL``, their blocks,
-    and which positions each token may see."""
+    """Return the index tensors for the rows ``members`` of a pass: their tokens ``gather_BL``, their blocks, and the
+    positions to which each token may attend."""
     starts_B, counts_B = geometry.starts_R[members], geometry.counts_R[members]
     final_B = (starts_B + counts_B - 1) // BLOCK
     places_BM = np.minimum(np.arange(int(final_B.max()) + 1), final_B[:, None])

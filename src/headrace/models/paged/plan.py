@@ -1,4 +1,4 @@
-"""The plan of an engine pass over a paged cache, and the shapes that the cache of a model needs.
+"""The plan of an engine pass over a paged cache, and the shapes of the cache that a model needs.
 
 Shape legend: N tokens of the pass, R rows (sequences of the pass), H query heads, K key-value heads, E head size in a
 pass over the cache, D head size in a pass without one.
@@ -21,10 +21,8 @@ from headrace.models.recurrent.states import StatePass
 
 
 class PagedPlan:
-    """The plan of one engine pass over a paged cache (see :class:`headrace.models.attention.Plan`). The layers of a
-    model call it for attention, for attention to chosen tokens, and for recurrences over the states of sequences.
-
-    ``make`` returns the attention of the pass for its ``geometry``.
+    """The plan of one engine pass over a paged cache; it implements :class:`headrace.models.attention.Plan`. The layers
+    of a model call it for attention, for the choices of indexers, and for recurrences over the states of sequences.
     """
 
     def __init__(
@@ -35,11 +33,11 @@ class PagedPlan:
         device: torch.device,
         states: StatePass | None = None,
     ) -> None:
-        """Prepare the pass with this ``geometry`` over ``cache``. ``make`` returns its attention; ``states`` are the
-        states of recurrent layers, ``None`` for a model that only attends."""
+        """Prepare the pass with the layout ``geometry`` over ``cache``. ``make`` creates the attention of the pass.
+        ``states`` are the states of recurrent layers; ``None`` for a model without such layers."""
         self._cache = cache
         self.states = states
-        """The states of recurrent layers in this pass; ``None`` for a model that only attends."""
+        """The states of recurrent layers in this pass; ``None`` for a model without such layers."""
         self._make_indexed = partial(IndexedPass, geometry, device)
         self._indexed: IndexedPass | None = None
         if states is not None:
@@ -47,48 +45,48 @@ class PagedPlan:
         self._attention = make(geometry, device)
         self.positions_N = torch.from_numpy(geometry.positions_N()).to(device)
         self.last_R = torch.from_numpy(geometry.last_R()).to(device)
-        """The index in the pass of each row's last token, whose logits are needed."""
+        """The index in the pass of each row's last token, the only token of a row whose logits are computed."""
 
     def attend(self, query_NHE: Tensor, key_NKE: Tensor, value_NKE: Tensor, rule: Rule) -> Tensor:
         """Write the keys and values of one layer into its pools, and return its attention ``[N, H, E]``. A rule with a
-        choice limits it to the tokens that :meth:`choose` has returned in this pass."""
+        choice restricts attention to the tokens that :meth:`choose` has returned in this pass."""
         attention = self._attention if rule.choice is None or self._indexed is None else self._indexed
         return attention.attend((query_NHE, key_NKE, value_NKE), self._cache.layers[rule.layer], rule)
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
-        """Write the keys of a layer's indexer into their pool, and return the tokens that it chooses for each token of
-        the pass."""
+        """Write the keys of a layer's indexer into their pool, and return the tokens that the indexer chooses for each
+        token of the pass."""
         if self._indexed is None:
             self._indexed = self._make_indexed()
-        # in a model with indexers the second half of the cache's layers holds their keys, see cache_shapes
+        # in a model with indexers, the second half of the cache's layers contains their keys, see cache_shapes
         index_keys, _ = self._cache.layers[len(self._cache.layers) // 2 + layer]
         return self._indexed.choose(choose, inputs_N, index_keys)
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence over the tokens of the pass, update the states of their sequences, and return its
-        outputs ``[N, ...]``. ``key`` names the state."""
+        """Compute a recurrence over the tokens of the pass, update the states of the sequences, and return the outputs
+        ``[N, ...]``. ``key`` identifies the state."""
         assert self.states is not None, "a pass over a model with recurrent layers needs their states"
         return self.states.recur(key, recurrence, inputs_N)
 
     def layer(self, rule: Rule) -> tuple[PagedAttention, tuple[Tensor, Tensor]]:
-        """Return the attention of the pass, and the pools of the rule's layer, for a kernel that computes more than
-        attention in one call."""
+        """Return the attention of the pass and the pools of the rule's layer, for a kernel that computes attention
+        together with other operations."""
         return self._attention, self._cache.layers[rule.layer]
 
 
 NUM_TOKENS = 2
-"""The number of tokens of the pass that :func:`cache_shapes` runs; enough for every layer to be called."""
+"""The number of tokens of the pass in :func:`cache_shapes`; enough for every layer to be called."""
 
 
 _NO_CACHE = LayerShape(heads=0, key_size=0, value_size=0)
-"""The shape of a layer that does not attend."""
+"""The shape of a layer without attention."""
 
 
 class _ShapeRecorder(PackedPlan):
     """A plan that records the shapes of each layer's keys and values in a short pass, for :func:`cache_shapes`."""
 
     def __init__(self, device: torch.device) -> None:
-        """Lay out one short sequence on ``device``."""
+        """Arrange one short sequence on ``device``."""
         super().__init__([NUM_TOKENS], device)
         self.shapes: dict[int, LayerShape] = {}
         self.indexers: dict[int, LayerShape] = {}
@@ -100,7 +98,7 @@ class _ShapeRecorder(PackedPlan):
         return super().choose(layer, choose, inputs_N)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Record the shape of the keys and values of the layer that calls, then attend as :class:`PackedPlan` does."""
+        """Record the shape of the layer's keys and values, then compute attention as :class:`PackedPlan` does."""
         self.shapes[rule.layer] = LayerShape(
             heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2]
         )
@@ -109,12 +107,13 @@ class _ShapeRecorder(PackedPlan):
 
 @torch.inference_mode()
 def cache_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
-    """Return the shape of every layer's keys and values, in the order of the layers, up to the last one that attends.
-    The shape of a layer that does not attend is empty: :mod:`headrace.models.check` checks at load that the cache may
-    leave the layer out. If the model has indexers, as many shapes follow: those of the keys of each layer's indexer.
+    """Return the shapes of every layer's keys and values, in the order of the layers, up to the last layer with
+    attention. The shape of a layer without attention is empty: :mod:`headrace.models.check` has verified that such a
+    layer needs no cache. If the model has indexers, the same number of shapes follows, for the keys of each layer's
+    indexer.
     """
-    watch = _ShapeRecorder(model.device)
-    forward(model, torch.zeros(NUM_TOKENS, dtype=torch.long, device=model.device), watch)
-    layers = range(max(watch.shapes, default=-1) + 1)
-    shapes = tuple(watch.shapes.get(layer, _NO_CACHE) for layer in layers)
-    return shapes + (tuple(watch.indexers.get(layer, _NO_CACHE) for layer in layers) if watch.indexers else ())
+    recorder = _ShapeRecorder(model.device)
+    forward(model, torch.zeros(NUM_TOKENS, dtype=torch.long, device=model.device), recorder)
+    layers = range(max(recorder.shapes, default=-1) + 1)
+    shapes = tuple(recorder.shapes.get(layer, _NO_CACHE) for layer in layers)
+    return shapes + (tuple(recorder.indexers.get(layer, _NO_CACHE) for layer in layers) if recorder.indexers else ())

@@ -1,10 +1,11 @@
-"""Attention over blocks in plain torch, on any device: write by index, gather the tables' blocks, attend.
+"""Attention over a cache in blocks in plain torch, on any device. Keys and values are written by index, the blocks of
+the tables are gathered, and attention is computed over them.
 
 A pass has three kinds of rows. *Decoding* rows have one query each: their blocks are gathered for one batched call.
-*Fresh* rows start at position 0: their whole context is in the pass, so nothing is gathered. *Resumed* rows have some
-context and several queries: rows with similar lengths and numbers of queries are gathered together.
+*Fresh* rows start at position 0: their whole context is in the pass, so that nothing is gathered. *Resumed* rows have
+some context and several queries: rows with similar lengths and numbers of queries are gathered together.
 
-Shape legend: N tokens of the pass, F of them after the decoding ones, R rows of one bucket, Q their padded number of
+Shape legend: N tokens of the pass, F of them after the decoding rows, R rows of one bucket, Q their padded number of
 queries, B their blocks, C = B · S columns, P blocks of the pool, S tokens of a block, K key-value heads, H query heads,
 G = H / K, E head size.
 """
@@ -26,15 +27,15 @@ class ReferenceAttention:
     """The attention of one pass in plain torch (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Prepare the pass with this ``geometry``: its decoding rows, and the others."""
+        """Prepare the decoding rows and the other rows of the pass with the layout ``geometry``."""
         self._write = Writer(geometry, device)
         self._num_decode = split = geometry.num_decode
         self._decode = _Gathered(geometry, np.arange(split), device) if split else None
         self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Write the keys and values of the pass into the layer's blocks, and return the attention of the rows that
-        decode, followed by that of the prompts."""
+        """Write the keys and values of the pass into the layer's blocks, and return the attention of the decoding rows,
+        followed by that of the other rows."""
         self._write(qkv[1], qkv[2], layer)
         split = self._num_decode
         parts = []
@@ -47,10 +48,11 @@ class ReferenceAttention:
 
 
 class Writer:
-    """A writer of the keys and values of a pass into their blocks, for the attention of any implementation."""
+    """A function object that writes the keys and values of a pass into their blocks; all implementations use it."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Find the block and the place in it of each token of the pass with this ``geometry``."""
+        """Compute the block of each token of the pass with the layout ``geometry``, and the token's index in the
+        block."""
         positions_N = geometry.positions_N()
         rows_N = np.repeat(np.arange(len(geometry.counts_R)), geometry.counts_R)
         blocks_N = geometry.tables_RB[rows_N, positions_N // BLOCK].astype(np.int64)
@@ -66,18 +68,19 @@ class Writer:
 
 
 class Prompts:
-    """The attention of the rows after the decoding ones. Its tensors contain the tokens of those rows only."""
+    """The attention of the rows after the decoding rows. Its tensors contain only the tokens of these rows."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Divide the rows after the decoding ones into those that start at position 0 and those with some context
-        before."""
+        """Divide the rows after the decoding rows into fresh rows, which start at position 0, and resumed rows, which
+        have some context."""
         rows = np.arange(geometry.num_decode, len(geometry.counts_R))
         counts_R = geometry.counts_R
         begins_R = np.cumsum(counts_R) - counts_R - geometry.num_decode
         fresh, resumed = rows[geometry.starts_R[rows] == 0], rows[geometry.starts_R[rows] > 0]
         self._fresh = PackedPlan(counts_R[fresh], device) if len(fresh) else None
         self._resumed: list[tuple[_Gathered, Tensor]] = []
-        fresh_F = _runs(begins_R[fresh], counts_R[fresh])
+        # place_F: the index of each token in the concatenated outputs of all parts
+        fresh_F = _concatenate_runs(begins_R[fresh], counts_R[fresh])
         place_F = np.empty(int(counts_R[rows].sum()), np.int64)
         place_F[fresh_F] = np.arange(len(fresh_F))
         filled = len(fresh_F)
@@ -93,8 +96,8 @@ class Prompts:
         self._place_F = torch.from_numpy(place_F).to(device)
 
     def attend(self, qkv_F: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Compute attention ``[F, H, E]`` of the F tokens after the decoding ones. Their keys and values must already
-        be in the blocks of ``layer``."""
+        """Compute the attention ``[F, H, E]`` of the F tokens after the decoding rows. Their keys and values must
+        already be in the blocks of ``layer``."""
         if self._fresh is not None and not self._resumed:
             return self._fresh.attend(*qkv_F, rule)
         parts = []
@@ -108,21 +111,20 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _VisibleContext:
-    """The part of the context of some rows that is visible within one window and chunk."""
+    """The context of some rows that is visible under one window and chunk size."""
 
     blocks_RB: Tensor
-    """The visible blocks of each row. A shorter row repeats its own last block: a block of another sequence might
+    """The visible blocks of each row. A shorter row repeats its last block, since a block of another sequence may
     contain values that are not finite."""
     mask_RQC: Tensor
-    """The mask that is added to the scores: 0 where a query sees a key, else −∞."""
+    """The mask that is added to the scores: 0 where a query attends to a key, else −∞."""
 
 
 class _Gathered:
-    """The attention of the rows ``rows_R`` over their gathered blocks, in one call. Padded queries repeat the last
-    query of their row."""
+    """The attention of some rows over their gathered blocks, in one call. Padding repeats the last query of a row."""
 
     def __init__(self, geometry: Geometry, rows_R: Index, device: torch.device) -> None:
-        """Prepare the attention of the rows with the numbers ``rows_R`` in the pass with this ``geometry``."""
+        """Prepare the attention of the rows with the indices ``rows_R`` in the pass with the layout ``geometry``."""
         self._tables_RB = geometry.tables_RB[rows_R]
         self._starts_R = geometry.starts_R[rows_R]
         self._last_R = self._starts_R + geometry.counts_R[rows_R] - 1
@@ -132,37 +134,37 @@ class _Gathered:
         self._visible_contexts: dict[tuple[int, int, torch.dtype], _VisibleContext] = {}
         self._indices: dict[tuple[int, int, int], Tensor] = {}
         self._gathered: dict[tuple[int, ...], Tensor] = {}
-        """Buffers for gathered keys and values, which one layer after the other uses: new memory costs more than
-        filling it."""
+        """Buffers for gathered keys and values, which all layers use in turn, since allocating memory takes longer than
+        writing it."""
 
     def attend(self, query_RQHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Return the attention ``[R, Q, H, E]`` of the rows' queries over the blocks of ``layer``, under the window,
         chunks and soft cap of ``rule``."""
         window = self._longest if rule.window is None else min(rule.window, self._longest)
         limits = window, rule.chunk or self._longest
-        sight = self._visible_context(limits, query_RQHE.dtype)
-        key_RKCE, value_RKCE = (self._gather(which, layer[which], sight, limits) for which in (0, 1))
+        visible = self._visible_context(limits, query_RQHE.dtype)
+        key_RKCE, value_RKCE = (self._gather(which, layer[which], visible, limits) for which in (0, 1))
         if not rule.plain:
             query_RHQE = query_RQHE.transpose(1, 2)
-            mask = sight.mask_RQC[:, None, None]
+            mask = visible.mask_RQC[:, None, None]
             return attend_masked(query_RHQE, key_RKCE, value_RKCE, mask, rule).transpose(1, 2)
         # query heads of one key-value head become further queries, so that no key or value is repeated
         groups = query_RQHE.shape[2] // key_RKCE.shape[1]
         query = query_RQHE.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mask = sight.mask_RQC if self._num_queries == 1 else sight.mask_RQC.repeat(1, groups, 1)
+        mask = visible.mask_RQC if self._num_queries == 1 else visible.mask_RQC.repeat(1, groups, 1)
         out = attend_masked(query, key_RKCE, value_RKCE, mask[:, None], rule)
-        apart: Tensor = out.unflatten(2, (groups, self._num_queries))
-        return apart.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        separate: Tensor = out.unflatten(2, (groups, self._num_queries))
+        return separate.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def _gather(self, which: int, pool_PKSE: Tensor, sight: _VisibleContext, limits: tuple[int, int]) -> Tensor:
-        """Return the keys (``which`` = 0) or values (1) ``[R, K, C, E]`` of the visible blocks in one copy, with the
-        pool viewed as rows ``[P · K, S · E]``. ``limits`` are the window and the size of the chunks, for which the
-        indices are cached."""
+    def _gather(self, which: int, pool_PKSE: Tensor, visible: _VisibleContext, limits: tuple[int, int]) -> Tensor:
+        """Return the keys (``which`` = 0) or values (1) ``[R, K, C, E]`` of the visible blocks, gathered in one copy,
+        for which the pool is viewed as rows ``[P · K, S · E]``. ``limits`` are the window and the chunk size; the
+        indices are cached for each."""
         num_heads, size = pool_PKSE.shape[1], pool_PKSE.shape[3]
         place = (*limits, num_heads)
         if place not in self._indices:
             heads_K1 = torch.arange(num_heads, device=self._device)[:, None]
-            self._indices[place] = (sight.blocks_RB[:, None] * num_heads + heads_K1).flatten()
+            self._indices[place] = (visible.blocks_RB[:, None] * num_heads + heads_K1).flatten()
         index = self._indices[place]
         key = (which, len(index), size)
         if key not in self._gathered:
@@ -171,16 +173,17 @@ class _Gathered:
         return self._gathered[key].view(len(self._starts_R), num_heads, -1, size)
 
     def _visible_context(self, limits: tuple[int, int], dtype: torch.dtype) -> _VisibleContext:
-        """Return the part of the context that is visible under ``limits``, the window and the size of the chunks, with
-        a mask in ``dtype``; it is cached for later layers."""
+        """Return the visible context under ``limits``, the window and the chunk size, with a mask in ``dtype``. It is
+        cached for later layers."""
         key = (*limits, dtype)
         if key not in self._visible_contexts:
             self._visible_contexts[key] = self._compute_visible_context(*limits, dtype)
         return self._visible_contexts[key]
 
     def _compute_visible_context(self, window: int, chunk: int, dtype: torch.dtype) -> _VisibleContext:
-        """Return the blocks that hold the context of each row within a window and a chunk of these sizes, and the mask
+        """Return the blocks that contain the visible context of each row under this window and chunk size, and the mask
         of their positions."""
+        # the first query of a row sees the earliest positions: its first visible block is the row's first
         first_R: Index = np.maximum(self._starts_R - window + 1, self._starts_R // chunk * chunk) // BLOCK
         final_R: Index = self._last_R // BLOCK
         places_RB = first_R[:, None] + np.arange(int((final_R - first_R).max()) + 1)
@@ -198,17 +201,17 @@ class _Gathered:
         )
 
 
-def _runs(begins_R: Index, counts_R: Index) -> Index:
-    """Return the consecutive numbers from each of ``begins_R`` on, as many as its count in ``counts_R``,
-    concatenated."""
+def _concatenate_runs(begins_R: Index, counts_R: Index) -> Index:
+    """Return the concatenation of runs of consecutive numbers. Run r begins with ``begins_R[r]`` and has
+    ``counts_R[r]`` numbers."""
     ends_R = np.cumsum(counts_R)
     numbers: Index = np.arange(int(counts_R.sum())) + np.repeat(begins_R - (ends_R - counts_R), counts_R)
     return numbers
 
 
 def row_buckets(geometry: Geometry, rows: Index) -> Iterator[Index]:
-    """Yield groups of those ``rows`` of a pass that have similar numbers of queries and similar lengths, so that little
-    of a padded group is padding."""
+    """Yield groups of ``rows`` of a pass with similar numbers of queries and similar lengths, so that a padded group
+    contains little padding."""
     for few in cut(geometry.counts_R[rows]):
         alike = rows[few]
         for chosen in cut(geometry.starts_R[alike] + geometry.counts_R[alike]):

@@ -1,16 +1,17 @@
-"""Attention over blocks by Triton kernels, on CUDA: writing, and decoding directly from the pool.
+"""Attention over a cache in blocks with Triton kernels, on CUDA. One kernel writes keys and values, another computes
+the attention of decoding rows directly over the pool.
 
-One program decodes one row, one key-value head and one part of the context (a *share*), with all query heads of that
-head. The shares are combined by their log-sum-exps (Dao et al. 2023, *Flash-Decoding*), and so are a layer's sinks.
-Rows with several tokens are gathered, as in :mod:`.reference`, and so are all rows of heads that are too large for the
-kernel. The number of shares depends on the batch, so the last bits of a result do too.
+One program computes one row, one key-value head and one part of the context (a *share*), for all query heads of this
+key-value head. The shares are combined by their log-sum-exps (Dao et al. 2023, *Flash-Decoding*), together with a
+layer's sinks. Rows with several tokens are gathered, as in :mod:`.reference`, and so are all rows if heads are too
+large for the kernel. The number of shares depends on the batch, and so do the last bits of a result.
 
 Shape legend: N tokens of the pass, D decoding rows, B blocks of the longest table, P blocks of the pool, S tokens of a
 block, K key-value heads, H query heads, G = H / K, E head size, V size of a value, X shares. GP, EP and VP are G, E and
 V rounded up to a power of two.
 """
 
-# gate: parameters - a kernel is told what it reads and how that lies, one by one
+# gate: parameters - a kernel receives every tensor and every stride as an argument of its own
 
 from __future__ import annotations
 
@@ -26,28 +27,28 @@ from headrace.models.paged.base import BLOCK, Geometry
 from headrace.models.paged.reference import Prompts, ReferenceAttention, Writer
 
 tl: Any = None
-"""The module ``triton.language``, once a kernel has been compiled; the kernels read it from here."""
+"""The module ``triton.language`` after a kernel has been compiled. The kernels read it from this global variable."""
 
 PROGRAMS = 256
-"""The number of programs below which parts of the device would be idle: the context is split until there are as
-many."""
+"""The number of programs below which parts of the device would be idle. The context is divided into shares to reach
+this number."""
 
 TILES = (64, 32, 16)
-"""The numbers of columns that a program may read at a time: the first with which it has room for keys and values."""
+"""The numbers of columns that a program may read at a time. The first for which keys and values fit is used."""
 
 TILE_BYTES = 64 << 10
-"""The room for the keys and values of a tile. With what else a program needs, every card that is supported has it: the
-smallest has 99 KiB (compute capability 8.6)."""
+"""The largest size of the keys and values of a tile. Every supported device has this much memory per program, together
+with the program's other data: the smallest has 99 KiB (compute capability 8.6)."""
 
 LEAST = 16
-"""The smallest side of a matrix that the device multiplies."""
+"""The smallest side of a matrix that the device's matrix units support."""
 
 
 class TritonAttention:
-    """The attention of one pass on Triton kernels (see :class:`headrace.models.paged.base.PagedAttention`)."""
+    """The attention of one pass with Triton kernels (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Prepare the pass with this ``geometry``: its decoding rows for the kernel, and the others as in
+        """Prepare the pass with the layout ``geometry``: its decoding rows for the kernel, the others as in
         :mod:`.reference`."""
         self._geometry, self._device = geometry, device
         self._gathered: ReferenceAttention | None = None
@@ -60,16 +61,16 @@ class TritonAttention:
         self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Write the new keys and values to the cache, and return the attention ``[N, H, E]`` of the pass."""
+        """Write the new keys and values into the cache, and return the attention ``[N, H, E]`` of the pass."""
         if self._num_decode and not columns(qkv[0].shape[2], layer[1].shape[3], qkv[0].itemsize):
             self._gathered = self._gathered or ReferenceAttention(self._geometry, self._device)
             return self._gathered.attend(qkv, layer, rule)
-        with torch.cuda.device_of(qkv[0]):  # triton launches on the thread's device, not on that of its arguments
+        with torch.cuda.device_of(qkv[0]):  # triton launches on the thread's current device, whatever its arguments
             return self._attend(qkv, layer, rule)
 
     def _attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Write the new keys and values to the cache, then attend: decoding rows with the kernel, prompts with
-        torch."""
+        """Write the new keys and values into the cache, then compute attention: the kernel computes decoding rows,
+        torch computes prompts."""
         query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in qkv)
         for new_NKE, pool in zip((key, value), layer, strict=True):
             self._write(new_NKE, pool)
@@ -93,8 +94,8 @@ class TritonAttention:
         )
 
     def _decode(self, query_DHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Return the attention of the decoding rows, which have one query each: each share of a row's context is
-        computed by a program, then the shares are joined."""
+        """Return the attention of the decoding rows, which have one query each. One program computes each share of a
+        row's context, then the shares are combined."""
         num_heads, size, value_size = layer[0].shape[1], query_DHE.shape[2], layer[1].shape[3]
         constants = decode_constants(query_DHE.shape[1] // num_heads, (size, value_size), query_DHE.itemsize)
         window = self._longest if rule.window is None else min(rule.window, self._longest)
@@ -112,8 +113,8 @@ class TritonAttention:
 
 
 def _join(parts_DHXE: Tensor, sums_DHX: Tensor, sinks_H: Tensor | None) -> Tensor:
-    """Combine the attention of each share, ``[D, H, X, E]``, with the log-sum-exp of its scores, ``[D, H, X]``, to
-    attention over all shares, ``[D, H, E]``. ``sinks_H`` are the layer's sinks; ``None`` for none."""
+    """Combine the attention of each share, ``[D, H, X, E]``, with the log-sum-exps of the shares' scores, ``[D, H,
+    X]``, into attention over the whole context, ``[D, H, E]``. ``sinks_H`` are the layer's sinks; ``None`` for none."""
     shares = sums_DHX.shape[2]
     if sinks_H is not None:
         sums_DHX = torch.cat([sums_DHX, sinks_H.float()[None, :, None].expand(len(sums_DHX), -1, 1)], dim=2)
@@ -123,20 +124,20 @@ def _join(parts_DHXE: Tensor, sums_DHX: Tensor, sinks_H: Tensor | None) -> Tenso
 
 
 def _power(size: int) -> int:
-    """Return the power of two, at least :data:`LEAST`, to which a side of a tile is padded."""
+    """Return ``size``, a side of a tile, rounded up to a power of two that is at least :data:`LEAST`."""
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
 def columns(size: int, value_size: int, itemsize: int) -> int:
-    """Return the number of columns that a program reads at a time, for keys and values of these sizes in numbers of
-    ``itemsize`` bytes; 0 if the kernel has no room for them."""
+    """Return the number of columns that a program reads at a time, for keys and values of these sizes with ``itemsize``
+    bytes per number; 0 if they are too large for the kernel."""
     line = (_power(size) + _power(value_size)) * itemsize
     return next((tile for tile in TILES if tile * line <= TILE_BYTES), 0)
 
 
 def decode_constants(group: int, sizes: tuple[int, int], itemsize: int) -> dict[str, int]:
-    """Return what the decoding kernel is compiled for: ``group`` query heads for each key-value head, and the sizes of
-    a key and a value, in numbers of ``itemsize`` bytes."""
+    """Return the constants for which the decoding kernel is compiled: ``group`` is the number of query heads per
+    key-value head, and ``sizes`` are those of a key and a value, with ``itemsize`` bytes per number."""
     size, value_size = sizes
     padded = {"GP": _power(group), "EP": _power(size), "VP": _power(value_size)}
     return {"TILE": columns(size, value_size, itemsize), "S": BLOCK, "G": group, "E": size, "V": value_size, **padded}
@@ -144,9 +145,9 @@ def decode_constants(group: int, sizes: tuple[int, int], itemsize: int) -> dict[
 
 @cache
 def kernel(name: str) -> Any:
-    """Return a kernel, which is compiled for a device at its first launch, or interpreted if TRITON_INTERPRET is
-    set."""
-    global tl  # noqa: PLW0603 - kernels see their module's globals only, and importing the module must not need Triton
+    """Return the kernel ``name``. It is compiled for a device at its first launch, or interpreted if TRITON_INTERPRET
+    is set."""
+    global tl  # noqa: PLW0603 - kernels can only access globals of their module, whose import must not need Triton
     import triton
     import triton.language
 
@@ -171,8 +172,8 @@ def _decode(  # type: ignore[no-untyped-def]
     E: tl.constexpr, EP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one row's newest token over one share of its context, for the query heads of one
-    key-value head; a Triton kernel. It stores the weighted mean of the values of that share and the logarithm of the
-    sum of their weights, by which :func:`_join` combines the shares."""
+    key-value head; a Triton kernel. It stores the weighted mean of the share's values in ``parts``, and the logarithm
+    of the sum of the weights in ``sums``, with which :func:`_join` combines the shares."""
     row, head, share = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     first = tl.maximum(position - window + 1, position // chunk * chunk)
@@ -199,6 +200,7 @@ def _decode(  # type: ignore[no-untyped-def]
         if CAPPED:
             scores = (2 * tl.sigmoid(2 * scores / softcap) - 1) * softcap  # tanh
         scores = tl.where(seen[None], scores, float("-inf"))
+        # online softmax: earlier sums are rescaled to the new maximum
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
         shrink = tl.exp(highest - higher)

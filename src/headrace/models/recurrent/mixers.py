@@ -1,10 +1,10 @@
-"""Let the mixers of a loaded model compute flattened tokens of many sequences.
+"""Replacement of the forward methods of a model's mixers, so that they compute flattened tokens of many sequences.
 
-A mixer of transformers calls a few functions of its module that look at more than one token: a convolution, the scan of
-a state space, the delta rule. In a call with a plan it runs the same code with other functions under these names: they
-pass their arguments to the plan as a recurrence. The names are those by which transformers itself replaces these
-functions with kernels, so they are the same in all families. A mixer that looks at several tokens in any other way is
-found by :mod:`headrace.models.check`, which compares packed sequences with sequences alone.
+A mixer of transformers calls a few functions of its module that use more than one token: a convolution, the scan of a
+state space, the delta rule. In a call with a plan, the same code is executed with other functions under these names,
+which pass their arguments to the plan as a recurrence. transformers itself replaces functions by kernels under these
+names, so that the names are the same in all families. A mixer that uses several tokens in another way is detected by
+:mod:`headrace.models.check`, which compares packed sequences with single sequences.
 
 Shape legend: N tokens, C channels, H heads, W weights of a channel.
 """
@@ -34,20 +34,22 @@ from headrace.models.recurrent.selective import Selective
 from headrace.models.recurrent.state_space import StateSpace
 
 Function = Callable[..., Any]
+"""A function of a mixer's module."""
 
 
 class MixerCall:
-    """One call of a mixer in a pass: the plan of the pass, and the number of the mixer's recurrences so far."""
+    """One call of a mixer in a pass: the plan of the pass, and the number of recurrences that the mixer has
+    computed."""
 
     def __init__(self, plan: Any, layer: int) -> None:
-        """Begin a call of the mixer of ``layer`` in the pass of ``plan``."""
+        """Start a call of the mixer of the layer with index ``layer``, in a pass with ``plan``."""
         self._plan = plan
         self._layer = layer
         self._count = 0
 
     def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Let the plan compute a recurrence over the tokens of the pass, and return its outputs. The state is named by
-        the layer and by the number of recurrences before this one."""
+        """Compute a recurrence over the tokens of the pass with the plan, and return its outputs. The state is
+        identified by the layer and by the number of earlier recurrences."""
         key = self._layer, self._count
         self._count += 1
         found: Tensor = self._plan.recur(key, recurrence, inputs_N)
@@ -55,15 +57,15 @@ class MixerCall:
 
 
 GIVEN: ContextVar[Any] = ContextVar("plan of the layer", default=None)
-"""The plan of the layer that is being computed; some layers do not pass it on to their mixer."""
+"""The plan of the layer that is being computed, since some layers do not pass it to their mixer."""
 
 
 class RecurrentForward:
-    """The forward of a mixer: in a call with a plan it computes the plan's recurrences, in any other call it is the
-    mixer's own."""
+    """A replacement for the forward method of a mixer. In a call with a plan, it computes recurrences with the plan;
+    any other call executes the mixer's own forward method."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Prepare to take the place of the forward of ``module``, a mixer."""
+        """Prepare the replacement of the forward method of ``module``, a mixer. The caller assigns it to the module."""
         self.layer: int = module.layer_idx  # type: ignore[assignment]
         self._own = module.forward
         self._call: MixerCall | None = None
@@ -71,8 +73,8 @@ class RecurrentForward:
         self._packed = self._bind()
 
     def _bind(self) -> Function:
-        """Return the code of the module's own forward, changed so that it hands its recurrences to :meth:`recur` in
-        place of calling transformers' functions."""
+        """Return the code of the module's own forward method with other global names: in place of transformers'
+        functions, it calls functions that compute their recurrences with :meth:`recur`."""
         plain = inspect.unwrap(type(self._module).forward)
         replaced = {
             name: make(self.recur, inspect.unwrap(plain.__globals__[name]))
@@ -87,16 +89,16 @@ class RecurrentForward:
         return bound
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentForward:
-        """Return the forward of the module's copy, which has plans of its own."""
-        twin = memo[id(self)] = object.__new__(RecurrentForward)
-        twin.layer, twin._call = self.layer, None
-        twin._module, twin._own = copy.deepcopy(self._module, memo), copy.deepcopy(self._own, memo)
-        twin._packed = twin._bind()
-        return twin
+        """Return the replacement for the copy of the module, with its own calls."""
+        replacement = memo[id(self)] = object.__new__(RecurrentForward)
+        replacement.layer, replacement._call = self.layer, None
+        replacement._module, replacement._own = copy.deepcopy(self._module, memo), copy.deepcopy(self._own, memo)
+        replacement._packed = replacement._bind()
+        return replacement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the mixer: packed sequences if the call, or its layer, has a plan, and as transformers does
-        otherwise."""
+        """Compute the mixer. If the call, or its layer, has a plan, packed sequences are computed; otherwise the
+        mixer's own forward method is called."""
         plan = kwargs.get(PLAN, GIVEN.get())
         GIVEN.set(None)
         if plan is None:
@@ -108,12 +110,12 @@ class RecurrentForward:
             self._call = None
 
     def follow(self, layer: nn.Module) -> None:
-        """Take the plan from the arguments of ``layer``, of which the mixer is a part, before the layer runs: some
-        layers do not pass it on to their mixer."""
-        layer.register_forward_pre_hook(self._take, with_kwargs=True)
+        """Read the plan from the arguments of ``layer``, which contains the mixer, before the layer runs, since some
+        layers do not pass it to their mixer."""
+        layer.register_forward_pre_hook(self._store_plan, with_kwargs=True)
 
-    def _take(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the plan of the layer's call for its mixer; a hook that runs before the layer."""
+    def _store_plan(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Store the plan of the layer's call for its mixer; a forward pre-hook of the layer."""
         GIVEN.set(kwargs.get(PLAN))
 
     def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
@@ -123,32 +125,34 @@ class RecurrentForward:
 
 
 Recur = Callable[[Recurrence, Tensors], Tensor]
+"""A function that computes a recurrence in the present call of a mixer."""
 
 
 def _convolve(recur: Recur, reference: Function) -> Function:
-    """Return a replacement for transformers' ``causal_conv1d_fn``, which keeps sequences apart: it hands its input to
-    ``recur``. The original function is not needed."""
+    """Return a replacement for transformers' ``causal_conv1d_fn`` that keeps sequences separate: it computes its input
+    with ``recur``. The original function, ``reference``, is not used."""
 
     def convolve(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
     ) -> Tensor:
-        """Convolve ``[1, C, N]``. Further arguments, such as the number of the sequence that each token belongs to, are
-        ignored: the plan knows the sequences."""
+        """Convolve ``[1, C, N]``. Further arguments, such as the sequence number of each token, are ignored, since the
+        plan contains the sequences."""
         return recur(Convolution(weight, bias, activation), (hidden_states[0].T,)).T[None]
 
     return convolve
 
 
 def _delta_rule(recur: Recur, reference: Function) -> Function:
-    """Return a replacement for transformers' ``torch_chunk_gated_delta_rule``, which keeps sequences apart: it hands
-    its inputs to ``recur``. ``reference`` is the original function, which computes whole sequences of one length."""
+    """Return a replacement for transformers' ``torch_chunk_gated_delta_rule`` that keeps sequences separate: it
+    computes its inputs with ``recur``. ``reference`` is the original function, which computes whole sequences of one
+    length."""
 
     def delta_rule(
         query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, chunk_size: int = 64,
         use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """Compute the gated delta rule of ``[1, N, heads, size]``, by :class:`DeltaRule`; the second result is a state,
-        which the plan keeps."""
+        """Compute the gated delta rule for ``[1, N, heads, size]`` with :class:`DeltaRule`. The second result would be
+        a state; it is ``None``, since the plan stores the state."""
         rule = DeltaRule(reference, chunk_size, normed=use_qk_l2norm_in_kernel)
         return recur(rule, tuple(each[0] for each in (query, key, value, g, beta)))[None], None
 
@@ -156,15 +160,15 @@ def _delta_rule(recur: Recur, reference: Function) -> Function:
 
 
 def _scan(recur: Recur, reference: Function) -> Function:
-    """Return a replacement for the scan function of a Mamba-2 layer, which keeps sequences apart: it hands its inputs
-    to ``recur``. ``reference`` is the original function."""
+    """Return a replacement for the scan function of a Mamba-2 layer that keeps sequences separate: it computes its
+    inputs with ``recur``. ``reference`` is the original function."""
 
     def scan(
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, chunk_size: int,
         D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")), **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """Compute the state space with the step sizes that these arguments give, by :class:`StateSpace`."""
+        """Compute the state space with :class:`StateSpace`, after computing the step sizes from these arguments."""
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
         if dt_softplus:
@@ -177,14 +181,14 @@ def _scan(recur: Recur, reference: Function) -> Function:
 
 
 def _select(recur: Recur, reference: Function) -> Function:
-    """Return a replacement for the scan function of a Mamba layer, which keeps sequences apart. ``recur`` computes a
-    recurrence; the original function is not needed."""
+    """Return a replacement for the scan function of a Mamba layer that keeps sequences separate: it computes its inputs
+    with ``recur``. The original function, ``reference``, is not used."""
 
     def select(
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None,
         z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """Compute the selective scan with the step sizes that these arguments give, by :class:`Selective`."""
+        """Compute the selective scan with :class:`Selective`, after computing the step sizes from these arguments."""
         if delta_bias is not None:
             dt = dt + delta_bias.to(dt.dtype)[..., None]
         if delta_softplus:
@@ -197,12 +201,12 @@ def _select(recur: Recur, reference: Function) -> Function:
     return select
 
 
-def _no_short_cut(recur: Recur, reference: Function) -> Function:
-    """Return a replacement for a kernel that computes the whole mixer at once: it reports that there is none, so that
-    the mixer calls the parts that can be replaced."""
+def _no_combined_kernel(recur: Recur, reference: Function) -> Function:
+    """Return a replacement for a kernel that computes the whole mixer at once. It reports that there is no such kernel,
+    so that the mixer calls the functions that can be replaced."""
 
     def combined(*args: Any, **kwargs: Any) -> None:
-        """Return that there is no kernel for the whole mixer, which would not know the sequences."""
+        """Return ``None``, which means that there is no kernel for the whole mixer: it would ignore the sequences."""
 
     return combined
 
@@ -212,41 +216,41 @@ FUNCTIONS: dict[str, Callable[[Recur, Function], Function]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "mamba2_chunk_scan": _scan,
     "mamba_selective_scan": _select,
-    "mamba2_split_conv1d_scan_combined": _no_short_cut,
-    "mamba_inner_fn": _no_short_cut,
+    "mamba2_split_conv1d_scan_combined": _no_combined_kernel,
+    "mamba_inner_fn": _no_combined_kernel,
 }
-"""For each name in a mixer's module the maker of the function that takes its place; the maker gets the function that
+"""For each function name in a mixer's module, the factory of its replacement. The factory receives the function that
 computes a recurrence in the present call, and the original function."""
 OTHERS = ("chunk_kimi_delta_attention",)
-"""Functions of mixers that look at more than one token, for which there is no recurrence."""
+"""Functions of mixers that use more than one token, and for which there is no recurrence."""
 TYPES = frozenset({"linear_attention", "conv", "hybrid"})
-"""The types of layers that have a mixer."""
+"""The types of layers with a mixer."""
 
 
 class _PlanBridge:
-    """Hooks that hand the plan of a call from a model to its trunk: some families' models drop further arguments."""
+    """Hooks that pass the plan of a call from a model to its trunk, since the models of some families drop it."""
 
     def __init__(self, model: nn.Module, trunk: nn.Module) -> None:
-        """Add the hooks to ``model`` and to ``trunk``, the part of it that computes hidden states."""
+        """Register the hooks of ``model`` and of ``trunk``, the part of the model that computes hidden states."""
         self._plan: Any = None
-        model.register_forward_pre_hook(self._take, with_kwargs=True)
-        trunk.register_forward_pre_hook(self._give, with_kwargs=True)
+        model.register_forward_pre_hook(self._store, with_kwargs=True)
+        trunk.register_forward_pre_hook(self._pass_on, with_kwargs=True)
 
-    def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the plan of the model's call; a hook that runs before the model."""
+    def _store(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Store the plan of the model's call; a forward pre-hook of the model."""
         self._plan = kwargs.get(PLAN)
 
-    def _give(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Add the plan to the keywords of the trunk's call if it lacks one; a hook that runs before the trunk. Return
-        the changed arguments; ``None`` leaves them as they are."""
+    def _pass_on(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Add the plan to the keyword arguments of the trunk's call if it is missing; a forward pre-hook of the trunk.
+        Return the changed arguments, or ``None`` for no change."""
         plan, self._plan = self._plan, None
         return None if plan is None or PLAN in kwargs else (args, {**kwargs, PLAN: plan})
 
 
 def install(model: PreTrainedModel) -> None:
-    """Give every mixer of a model the forward that keeps sequences apart.
+    """Replace the forward method of every mixer of a model by one that keeps sequences separate.
 
-    Raises :class:`~headrace.base.errors.ModelError` for a mixer that does not say its layer.
+    Raises :class:`~headrace.base.errors.ModelError` for a mixer without the index of its layer.
     """
     mixers = {
         name: module
@@ -266,14 +270,15 @@ def install(model: PreTrainedModel) -> None:
 
 
 def recurrent_layers(model: nn.Module) -> list[int]:
-    """Return the indices of the layers whose mixers keep a state."""
+    """Return the indices of the layers whose mixers have a state."""
     found = (module.__dict__.get("forward") for module in model.modules())
     return sorted({each.layer for each in found if isinstance(each, RecurrentForward)})
 
 
 def foreign_mixer(config: PreTrainedConfig) -> str:
-    """Return the name of what computes the recurrent layers of a model of this configuration, if their state cannot be
-    kept; empty if it can, or if there are none. It imports the model's class, and loads no weights."""
+    """Return the name of the function that computes the recurrent layers of a model with this configuration, if their
+    state cannot be stored; empty if it can, or if there are no such layers. The model's class is imported, but no
+    weights are loaded."""
     if TYPES.isdisjoint(getattr(config, "layer_types", None) or []):
         return ""
     known = vars(importlib.import_module(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__))
@@ -284,6 +289,6 @@ def foreign_mixer(config: PreTrainedConfig) -> str:
 
 
 def _names(forward: Function) -> tuple[str, ...]:
-    """Return the names of the functions and attributes that the code of a forward uses."""
+    """Return the names of the functions and attributes that the code of a forward method uses."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return () if code is None else code.co_names

@@ -1,7 +1,7 @@
 """The selective state space of Mamba-2 (Dao and Gu 2024, "Transformers are SSMs", section 2).
 
-The state h of a head holds D numbers for each of its E channels. A token with input x, step Δ and vectors B and C makes
-it
+The state h of a head consists of S numbers for each of its E channels. A token with input x, step Δ and vectors B and C
+updates it to
 
     h ← exp(Δ · A) · h + Δ · x ⊗ B;   output h · C + D · x
 
@@ -18,48 +18,44 @@ import torch
 from torch import Tensor
 
 from headrace.models.kernels.ops import Kernels
-from headrace.models.recurrent.base import StateShape, Tensors, inside
-
-_SMALLEST_CHUNK = 16
+from headrace.models.recurrent.base import StateShape, Tensors, chunk_size_for, inside
 
 
 class StateSpace:
     """The state space on inputs ``[.., H, E]``, steps ``[.., H]`` (after bias, softplus and limits), and B and C
     ``[.., G, S]`` (see :class:`headrace.models.recurrent.base.Recurrence`).
-
-    ``reference`` is transformers' computation in chunks of ``chunk_size`` tokens, ``rate_H`` is A and ``skip_H`` D.
     """
 
     def __init__(
         self, reference: Callable[..., Any], chunk_size: int, *, rate_H: Tensor, skip_H: Tensor | None
     ) -> None:
-        """Take A as ``rate_H`` and D as ``skip_H``, ``None`` for none; ``reference`` computes chunks of ``chunk_size``
-        tokens."""
+        """Store A as ``rate_H`` and D as ``skip_H`` (``None`` for none). ``reference`` is transformers' function that
+        computes sequences in chunks of ``chunk_size`` tokens."""
         self._reference = reference
         self._chunk_size = chunk_size
         self._rate_H = rate_H
         self._skip_H = skip_H
 
     def shape(self, inputs_N: Tensors) -> StateShape:
-        """Return the sizes (H, E, S) of the state of one sequence, which is kept in float32."""
+        """Return the size (H, E, S) of the state of one sequence, in float32."""
         x, _, key, _ = inputs_N
         return StateShape(sizes=(*x.shape[-2:], key.shape[-1]), dtype=torch.float32)
 
     def chunk(self, inputs_BL: Tensors, lengths_B: Tensor, state_B: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Scan whole sequences, chunk by chunk. Return the outputs and the state after each sequence."""
+        """Compute whole sequences, chunk by chunk. Return the outputs and the state after each sequence."""
         x_BLHE, step_BLH, into_BLGS, from_BLGS = inputs_BL
         length = x_BLHE.shape[1]
         # a step of 0 neither decays the state nor writes into it
         step_BLH = step_BLH.where(inside(lengths_B, length)[:, :, None], 0.0)
         out, after = self._reference(
-            x_BLHE, step_BLH, self._rate_H, into_BLGS, from_BLGS, chunk_size=self._size_for(length), D=self._skip_H,
-            initial_states=state_B, return_final_states=True,
+            x_BLHE, step_BLH, self._rate_H, into_BLGS, from_BLGS, chunk_size=chunk_size_for(length, self._chunk_size),
+            D=self._skip_H, initial_states=state_B, return_final_states=True,
         )  # fmt: skip
         return out, after
 
     def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
-        """Apply the state space to one new token of each row, update the states in the pool in place, and return the
-        outputs ``[R, H, E]``. ``inputs_R`` are x, Δ, B and C of each row; ``slots_R`` are its slots in the pool."""
+        """Compute one new token of each row, update the states in the slots ``slots_R`` of the pool in place, and
+        return the outputs ``[R, H, E]``. ``inputs_R`` are x, Δ, B and C of each row."""
         if ops is not None:
             return ops.scan(inputs_R, self._rate_H, self._skip_H, pool=pool_P, slots_R=slots_R)
         x_RHE, step_RH, into_RGS, from_RGS = (tensor.float() for tensor in inputs_R)
@@ -70,11 +66,3 @@ class StateSpace:
         pool_P.index_copy_(0, slots_R, state_RHES)
         out_RHE = torch.matmul(state_RHES, from_RHS[..., None])[..., 0]
         return out_RHE if self._skip_H is None else out_RHE + x_RHE * self._skip_H[:, None]
-
-    def _size_for(self, length: int) -> int:
-        """Return the chunk size for sequences of ``length`` tokens: halved as long as it is at least twice the
-        length."""
-        size = self._chunk_size
-        while size > _SMALLEST_CHUNK and size >= 2 * length:
-            size //= 2
-        return size

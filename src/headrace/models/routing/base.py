@@ -1,4 +1,4 @@
-"""The mixture-of-experts layers of a model, as recording and replaying their routing needs them.
+"""The description of a model's mixture-of-experts layers, for recording and replaying their routing.
 
 Shape legend: N tokens of a pass, E experts, K experts per token and layer, L mixture-of-experts layers, R tokens whose
 routing is known.
@@ -18,7 +18,7 @@ from headrace.models.routing.formulas import KnownRouter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureLayer:
-    """One mixture-of-experts layer of a model: where it is, and its router."""
+    """One mixture-of-experts layer of a model: its position and its router."""
 
     depth: int
     """The index of the decoder layer that contains it."""
@@ -28,12 +28,12 @@ class MixtureLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedModel:
-    """A model with mixture-of-experts layers. Layers without experts are not counted."""
+    """A model with mixture-of-experts layers. Layers without experts are not included."""
 
     layers: tuple[MixtureLayer, ...]
     """The mixture-of-experts layers, in the order of the model."""
     known: KnownRouter
-    """How the routers, which are all of one kind, weigh experts and return their choice."""
+    """The properties of the routers, which are all of the same class."""
 
     @property
     def top_k(self) -> int:
@@ -42,7 +42,7 @@ class RoutedModel:
 
     @property
     def num_experts(self) -> int:
-        """Return the number of experts of a layer, without shared ones."""
+        """Return the number of experts per layer, without shared experts."""
         return self.known.num_experts
 
     @property
@@ -52,15 +52,15 @@ class RoutedModel:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Return the dtype of recorded experts: uint8, or uint16 above 256 experts."""
+        """Return the dtype of recorded experts: uint8, or uint16 for more than 256 experts."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     def problem(self, experts_RLK: Experts) -> str:
         """Return why the model cannot have chosen these recorded experts, in words: a wrong shape or dtype, an unknown
-        or repeated expert; empty if it can."""
-        wanted = (self.num_layers, self.top_k)
-        if experts_RLK.ndim != 3 or experts_RLK.shape[1:] != wanted:
-            return f"experts of shape {experts_RLK.shape} for {wanted[0]} layers of {wanted[1]} experts per token"
+        or repeated expert. Empty if it can have chosen them."""
+        expected = (self.num_layers, self.top_k)
+        if experts_RLK.ndim != 3 or experts_RLK.shape[1:] != expected:
+            return f"experts of shape {experts_RLK.shape} for {expected[0]} layers of {expected[1]} experts per token"
         if experts_RLK.dtype.kind != "u":
             return f"experts of dtype {experts_RLK.dtype}, expected {self.dtype}"
         if not experts_RLK.size:

@@ -1,11 +1,12 @@
-"""Find by which formula the routers of a model weigh the experts that they choose, whatever the family.
+"""Detection of the formula by which the routers of a model weight the chosen experts, for any family.
 
-    class of the router ──▶ another one of random weights ──▶ its outputs on random tokens, in three precisions
-    every formula here  ──▶ the same weights of the same experts, bit for bit? ──▶ the first that gives them
+    class of the router ──▶ a new instance with random weights ──▶ its outputs for random tokens, in three precisions
+    every formula here  ──▶ the same gates for the same experts, bit for bit? ──▶ the first formula for which this holds
 
-A formula is needed because a replay gives other experts to a token than the router would choose now: their weights are
-computed from the scores of all experts, so that each keeps its score and its gradient. The precision and the order of
-the operations are those of the router, so that the weights of the experts that it did choose stay its own, bit for bit.
+A formula is needed because a replay assigns other experts to a token than the router would choose now. Their gates are
+computed from the scores of all experts, so that every expert has its current score and its gradient. The precision and
+the order of the operations are those of the router, so that the gates of experts that the router did choose are
+unchanged, bit for bit.
 
 Shape legend: N tokens, H hidden size, E experts, K selected experts.
 """
@@ -27,13 +28,13 @@ from torch import Tensor, nn
 from headrace.models.settings import BUILDING
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""The logits ``[N, E]`` of all experts, and the weights and indices ``[N, K]`` of the chosen ones."""
+"""The logits ``[N, E]`` of all experts, and the gates and indices ``[N, K]`` of the chosen experts."""
 _Scores = Callable[[Tensor, Tensor], Tensor]
 """A function ``scores(logits_NE, experts_NK)`` that returns the scores ``[N, K]`` of selected experts."""
 
 
 def _of_probabilities(given_NE: Tensor, experts_NK: Tensor) -> Tensor:
-    """Return the scores of the selected experts from a router that returns probabilities in the place of logits."""
+    """Return the scores of the selected experts for a router that returns probabilities instead of logits."""
     return given_NE.gather(1, experts_NK)
 
 
@@ -43,38 +44,38 @@ _SCORES: tuple[_Scores, ...] = (
     lambda logits_NE, experts_NK: logits_NE.gather(1, experts_NK).softmax(-1),
     _of_probabilities,
 )
-"""How routers score an expert: softmax over all, sigmoid of its own, softmax over the selected ones, and probabilities
-that the router returns in the place of logits."""
+"""The score functions of routers: softmax over all experts, sigmoid of each logit, softmax over the selected experts,
+and probabilities that the router returns instead of logits."""
 _EPSILONS: tuple[float | str | None, ...] = ("norm_topk_prob_eps", None, 0.0, 1e-20, 1e-6)
 """The values of :attr:`GateFormula.epsilon`."""
 _LEAST = "norm_min"
-"""The router's setting for the smallest sum by which the scores are divided."""
+"""The router's setting for the smallest divisor of the scores."""
 _SCALES = (None, "routed_scaling_factor", "route_scale", "router_scaling_factor", "per_expert_scale")
-"""The values of :attr:`GateFormula.scale`; the last has a number for each expert."""
+"""The values of :attr:`GateFormula.scale`; the last is a parameter with one number per expert."""
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-"""The precisions of the probe: each shows where a router rounds."""
+"""The precisions of the probe. They reveal the operations after which a router rounds."""
 _PROBES = 64
 """The number of tokens of the probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateFormula:
-    """A way in which routers weigh the experts that they choose: scores of the experts, perhaps divided by their sum,
-    perhaps multiplied by a scale."""
+    """A formula for the gates of chosen experts: scores of the experts, which may be divided by their sum and
+    multiplied by a scale."""
 
     scores: _Scores
-    """The function from logits to scores of the chosen experts."""
+    """The function that computes the scores of the chosen experts from the logits."""
     single: bool
-    """Whether scores are computed in float32 from logits of any dtype."""
+    """Whether scores are computed in float32, whatever the dtype of the logits."""
     epsilon: float | str | None
-    """What is added to the sum by which the scores of a token are divided: a number, or a setting of the router by its
-    name; ``None`` if they are not divided."""
+    """The number that is added to the sum by which the scores of a token are divided, or the name of the router's
+    setting that contains it; ``None`` if the scores are not divided."""
     scale: str | None
-    """The setting or parameter of the router by which they are multiplied at the end; ``None`` for none."""
+    """The router's setting or parameter by which the scores are multiplied at the end; ``None`` for none."""
 
     def __call__(self, router: Any, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
-        """Return the weights ``[N, K]`` that ``router``, whose settings the formula reads, gives to ``experts_NK``,
-        before they are cast to the dtype of its own."""
+        """Return the gates ``[N, K]`` of the experts ``experts_NK``, before they are converted to the router's dtype.
+        ``router`` contains the settings that the formula reads."""
         gates_NK = self.scores(logits_NE.float() if self.single else logits_NE, experts_NK)
         if self.epsilon is not None:
             total_N1 = gates_NK.sum(-1, keepdim=True)
@@ -90,53 +91,53 @@ class GateFormula:
 
 
 def _read_dense(output: tuple[Tensor, ...], top_k: int) -> Routed:
-    """Return what a router chose that returns weights of all experts and their logits: the logits, and the ``top_k``
-    greatest weights with their experts. A chosen expert whose weight is rounded to zero computes nothing, and may be
-    read as any other."""
+    """Return the logits and the ``top_k`` largest gates with their experts, for a router that returns the gates of all
+    experts and their logits. If the gate of a chosen expert is rounded to zero, another expert with the gate zero may
+    be returned, which has no effect."""
     weights_NE, logits_NE = output
     gates_NK, experts_NK = weights_NE.topk(top_k, dim=1)
     return logits_NE, gates_NK, experts_NK
 
 
-def _written_dense(routed: Routed) -> Tensor:
-    """Return the weights of all experts, ``[N, E]``, zero for those that were not chosen, from what a router chose."""
+def _dense_gates(routed: Routed) -> Tensor:
+    """Return the gates of all experts, ``[N, E]``, with zero for experts that were not chosen."""
     logits_NE, gates_NK, experts_NK = routed
     return torch.zeros_like(logits_NE).scatter(1, experts_NK, gates_NK.to(logits_NE.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRouter:
-    """What is known of the routers of a model, which are all of one class: their sizes, and how they weigh experts."""
+    """The properties of a model's routers, which are all of one class: their sizes, and their gate formula."""
 
     gates: GateFormula
-    """The formula by which they weigh chosen experts."""
+    """The formula for the gates of the chosen experts."""
     top_k: int
     """The number of experts per token."""
     num_experts: int
-    """The number of experts, without shared ones."""
+    """The number of experts, without shared experts."""
     gives_logits: bool
-    """Whether the first output is logits; probabilities otherwise."""
+    """Whether the router's scores of all experts are logits; otherwise they are probabilities."""
     chooses_by_logits: bool
-    """Whether the chosen experts are those of the greatest logits; biases or groups have a say otherwise."""
+    """Whether the chosen experts are those with the largest logits. Otherwise biases or groups affect the choice."""
     dense: bool = False
-    """Whether the routers return weights ``[N, E]``, zero for experts that are not chosen, and then logits (Llama 4);
-    otherwise they return logits, weights and indices."""
+    """Whether the routers return the gates ``[N, E]``, zero for experts that are not chosen, and then logits (Llama 4).
+    Otherwise they return logits, gates and indices."""
 
     def read(self, output: tuple[Tensor, ...]) -> Routed:
-        """Return the logits, and the weights and indices of the chosen experts, from the output of a router."""
+        """Return the logits, and the gates and indices of the chosen experts, from the output of a router."""
         return _read_dense(output, self.top_k) if self.dense else (output[0], output[1], output[2])
 
     def output_of(self, routed: Routed) -> tuple[Tensor, ...]:
-        """Return the output that a router would return with the logits, weights and experts in ``routed``: the reverse
-        of :meth:`read`."""
+        """Return the output of a router for the logits, gates and experts in ``routed``. This is the inverse of
+        :meth:`read`."""
         if not self.dense:
             return routed
-        return _written_dense(routed), routed[0]
+        return _dense_gates(routed), routed[0]
 
 
 def find_router(kind: type[nn.Module], config: Any) -> KnownRouter | None:
-    """Return what is known of the routers of the class ``kind`` in a model of this configuration; ``None`` if their
-    formula is none of those here."""
+    """Return the properties of the routers of the class ``kind`` in a model with the configuration ``config``; ``None``
+    if none of the formulas here is that of the routers."""
     found = [_Probe.of(kind, config, dtype) for dtype in _DTYPES]
     probes = [probe for probe in found if probe is not None]
     if len(probes) < len(found):
@@ -164,24 +165,24 @@ def _formulas(router: nn.Module) -> Iterator[GateFormula]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Probe:
-    """The outputs of a router of random weights for random tokens, against which formulas are tried."""
+    """The outputs of a router with random weights for random tokens, with which formulas are compared."""
 
     router: nn.Module
-    """The router."""
+    """The router with random weights."""
     logits_NE: Tensor
-    """Its scores of all experts before the softmax; probabilities from some routers."""
+    """The router's logits of all experts, or probabilities for some routers."""
     gates_NK: Tensor
-    """The weights of the chosen experts."""
+    """The gates of the chosen experts."""
     experts_NK: Tensor
-    """The chosen experts."""
+    """The indices of the chosen experts."""
     dense: bool
-    """As in :class:`KnownRouter`."""
+    """Whether the router returns gates of all experts, as in :attr:`KnownRouter.dense`."""
 
     @staticmethod
     @torch.inference_mode()
     def of(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> _Probe | None:
-        """Build a router of the class ``kind`` in this precision and call it; ``None`` if it is built or called in
-        another way than most, or does not return logits, weights and experts."""
+        """Build a router of the class ``kind`` in this precision and call it. Return ``None`` if it cannot be built or
+        called in the usual way, or does not return logits, gates and experts."""
         generator = torch.Generator().manual_seed(0)
         with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu"):
             try:
@@ -189,9 +190,9 @@ class _Probe:
             except (TypeError, AttributeError):
                 return None
         for each in itertools.chain(router.parameters(), router.buffers()):
-            # of one sign, so that the logits of a token are all large or all small
-            drawn = torch.randn(each.shape, generator=generator).abs()
-            each.copy_(-drawn / math.sqrt(each.shape[-1] if each.ndim else 1))
+            # all of one sign, so that the logits of a token are all large or all small
+            values = torch.randn(each.shape, generator=generator).abs()
+            each.copy_(-values / math.sqrt(each.shape[-1] if each.ndim else 1))
         matrix = next((each for each in router.parameters() if each.ndim == 2), None)
         if matrix is None:
             return None
@@ -199,14 +200,14 @@ class _Probe:
         scale_N1 = torch.logspace(-2, 1, _PROBES)[:, None]
         scale_N1[::2] *= -1
         hidden_NH = (torch.randn(_PROBES, size, generator=generator).abs() * scale_N1).to(dtype)
-        biases = [torch.randn(num_experts, generator=generator) for _ in range(_others(kind))]
+        biases = [torch.randn(num_experts, generator=generator) for _ in range(_num_biases(kind))]
         for given in (hidden_NH, hidden_NH[None]):
             try:
                 output = router(given, *biases)
                 dense = len(output) == 2
                 routed = logits_NE, gates_NK, experts_NK = _read_dense(output, router.top_k) if dense else output
-                if dense and not torch.equal(_written_dense(routed), output[0]):
-                    return None  # those that are not chosen have weights too
+                if dense and not torch.equal(_dense_gates(routed), output[0]):
+                    return None  # experts that are not chosen have gates, too
             except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
                 continue
             found = _Probe(router=router, logits_NE=logits_NE, gates_NK=gates_NK, experts_NK=experts_NK, dense=dense)
@@ -214,7 +215,7 @@ class _Probe:
         return None
 
     def fits(self, num_experts: int) -> bool:
-        """Return whether the outputs are those of a router: logits of every expert, and the weights of some."""
+        """Return whether the outputs have the form of a router's outputs: logits of every expert, and gates of some."""
         tensors = [self.logits_NE, self.gates_NK, self.experts_NK]
         return (
             all(isinstance(each, Tensor) and each.ndim == 2 and len(each) == _PROBES for each in tensors)
@@ -224,13 +225,13 @@ class _Probe:
         )
 
     def computed_by(self, formula: GateFormula) -> bool:
-        """Return whether ``formula`` gives the router's weights of the experts that it chose, bit for bit."""
+        """Return whether ``formula`` computes the router's gates for the experts that it chose, bit for bit."""
         found_NK = formula(self.router, self.logits_NE, self.experts_NK).to(self.gates_NK.dtype)
         return torch.equal(found_NK.nan_to_num(-1.0), self.gates_NK.nan_to_num(-1.0))
 
     def chooses_by_logits(self, formula: GateFormula) -> bool:
-        """Return whether the router's chosen experts are those of the greatest logits, for all tokens whose scores by
-        ``formula`` differ."""
+        """Return whether the router has chosen the experts with the largest logits, for all tokens whose scores under
+        ``formula`` are all different."""
         scores_NE = formula.scores(
             self.logits_NE.float(), torch.arange(self.logits_NE.shape[1]).expand_as(self.logits_NE)
         )
@@ -240,7 +241,7 @@ class _Probe:
         return bool(differ_N.any() and same_N[differ_N].all())
 
 
-def _others(kind: type[nn.Module]) -> int:
-    """Return the number of arguments of the router beside the tokens: biases of experts."""
+def _num_biases(kind: type[nn.Module]) -> int:
+    """Return the number of arguments of the router after the tokens, which are biases of experts."""
     given = list(inspect.signature(kind.forward).parameters.values())[2:]
     return sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in given)

@@ -1,9 +1,10 @@
-"""Record which experts compute each token, and send tokens to recorded experts.
+"""Recording of the experts that compute each token, and replay of recorded experts.
 
-    with replay(routing) ──▶ a context variable holds it ──▶ router's output changes
+    with replay(routing) ──▶ a context variable contains the routing ──▶ the router's output is changed
 
-A layer whose activations are computed again in the backward pass must route as it did, even if another pass, or none,
-is being replayed by then: its checkpoint carries :data:`NOW` (:mod:`headrace.models.recompute`).
+A layer whose activations are computed again in the backward pass must use the same routing as in the forward pass, even
+if another replay, or none, is active by then. For this, its checkpoint stores :data:`NOW`
+(:mod:`headrace.models.recompute`).
 
 Shape legend: N tokens of a pass, L mixture-of-experts layers, K experts per token and layer, R tokens whose routing is
 known.
@@ -28,21 +29,21 @@ from headrace.models.routing.base import RoutedModel
 
 
 class RoutingPass:
-    """The routing of one forward pass, and its difference from what the routers would choose. A :class:`RoutingReplay`
-    makes it and yields it to the caller."""
+    """The routing of one forward pass, and its difference from the routers' own choice. A :class:`RoutingReplay`
+    creates it and yields it to the caller."""
 
     def __init__(self, routing: Routing, routed: RoutedModel, *, forced: bool, device: torch.device) -> None:
-        """Prepare to give ``routing``, the recorded experts of each token, to the routers; with ``forced`` false, only
-        to count where they would choose others."""
+        """Prepare the replay of ``routing``, the recorded experts of each token. If ``forced`` is false, the routers
+        choose on their own, and only the differences are counted."""
         self.routed = routed
-        """The model of the replay that the pass belongs to."""
+        """The model of the replay to which the pass belongs."""
         small = np.uint8 if routing.experts_RLK.dtype == np.uint8 else np.int32
         experts_NLK = np.zeros((len(routing), routed.num_layers, routed.top_k), small)
         experts_NLK[routing.known_T] = routing.experts_RLK
         self.num_known = int(routing.known_T.sum())
         """The number of tokens whose routing is known."""
         self.total = self.num_known * routed.num_layers
-        """The number of pairs of a known token and a layer, of which :attr:`differing` counts some."""
+        """The number of pairs of a token with known routing and a layer, of which :attr:`differing` is a part."""
         self._forced = forced
         self._known_N = torch.tensor(routing.known_T, device=device)
         self._experts_NLK = torch.from_numpy(experts_NLK).to(device)
@@ -50,19 +51,19 @@ class RoutingPass:
 
     @property
     def differing(self) -> int:
-        """Return the number of pairs of a known token and a layer for which the router would choose another set of
-        experts. Waits for the device."""
+        """Return the number of pairs of a token with known routing and a layer for which the router would choose
+        another set of experts. Waits for the device."""
         return int(torch.stack(list(self._differing.values())).sum()) if self._differing else 0
 
     @property
     def num_layers(self) -> int:
-        """Return the number of layers whose routers have run in this pass so far."""
+        """Return the number of layers whose routers have been called in this pass."""
         return len(self._differing)
 
     def route(self, index: int, router: nn.Module, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Replace the output of the router of layer ``index`` by one that sends each token with known routing to its
-        recorded experts, if the pass is ``forced``; in any case, count the tokens for which the router would choose
-        others."""
+        """Return the output of the router of layer ``index`` with the recorded experts for tokens with known routing,
+        if the pass is ``forced``; otherwise unchanged. In both cases, count the tokens for which the router would
+        choose other experts."""
         known = self.routed.known
         logits_NE, gates_NK, live_NK = known.read(output)
         if len(live_NK) != len(self._known_N):
@@ -80,34 +81,34 @@ class RoutingPass:
 
 
 NOW: ContextVar[RoutingPass | None] = ContextVar("routing", default=None)
-"""The routing of the pass that is being computed."""
+"""The routing of the pass that is being computed; ``None`` outside a replay."""
 
 
 class RoutingReplay:
-    """A replay: it makes forward passes of one model use recorded experts. It is not thread-safe. A model may have
-    several (a learner has one for each of its adapters); each handles its own passes.
+    """The replay of recorded experts in forward passes of one model. It is not thread-safe. A model may have several
+    replays (a learner has one for each of its adapters); each of them changes only its own passes.
 
-    Known tokens go to the recorded experts, with the gates that the current router gives to those; unknown tokens
-    are routed live. If the recorded experts are those that the routers would choose, in their order, nothing
-    changes, bit for bit.
+    Tokens with known routing are computed by the recorded experts, with the gates that the current router assigns to
+    them. Other tokens are routed as usual. If the recorded experts are those that the routers would choose, in the same
+    order, nothing changes, bit for bit.
     """
 
     def __init__(self, routed: RoutedModel) -> None:
-        """Add a hook to every router of the model; outside a replay the hooks change nothing."""
+        """Register a hook on every router of the model. Outside a replay the hooks change nothing."""
         self._routed = routed
         for index, layer in enumerate(routed.layers):
             layer.router.register_forward_hook(partial(self._route, index), prepend=True)
 
     @contextmanager
     def __call__(self, routing: Routing, *, forced: bool = True) -> Iterator[RoutingPass]:
-        """Replay ``routing``, of exactly the tokens of the pass, in the forward pass of the ``with`` block; its
-        backward pass may come later.
+        """Replay ``routing`` in the forward pass inside the ``with`` block; its backward pass may be computed later.
+        ``routing`` must contain exactly the tokens of the pass.
 
-        With ``forced=False`` the routers choose live, and only the difference of their choice is counted.
+        With ``forced=False``, the routers choose on their own, and only the differences are counted.
 
-        Raises :class:`~headrace.base.errors.ModelError` for routing that this model cannot have chosen (see
-        :meth:`RoutedModel.problem`), for a pass of other tokens, and if there was no pass or it did not reach every
-        router.
+        Raises :class:`~headrace.base.errors.ModelError` for a routing that this model cannot have chosen (see
+        :meth:`RoutedModel.problem`), for a pass with other tokens, and if no pass was computed or some routers were not
+        called.
         """
         problem = routing.problem(len(routing)) or self._routed.problem(routing.experts_RLK)
         if problem:
@@ -116,44 +117,44 @@ class RoutingReplay:
                 remedy="replay what an engine with the same model and configuration recorded",
             )
         device = next(self._routed.layers[0].router.parameters()).device
-        seen = RoutingPass(routing, self._routed, forced=forced, device=device)
-        with ContextValues({NOW: seen}):
-            yield seen
-        if seen.num_layers != self._routed.num_layers:
+        current = RoutingPass(routing, self._routed, forced=forced, device=device)
+        with ContextValues({NOW: current}):
+            yield current
+        if current.num_layers != self._routed.num_layers:
             raise ModelError(
-                f"the replay reached {seen.num_layers} of {self._routed.num_layers} routers",
+                f"the replay reached {current.num_layers} of {self._routed.num_layers} routers",
                 remedy="run the forward pass inside the with block; "
                 "if that is so, a fused kernel bypasses the router: load the model without it",
             )
 
     def _route(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the output of a router in the pass that is being replayed, changed to the recorded experts; unchanged
-        in any other pass. A forward hook of the router."""
-        seen = NOW.get()
-        return output if seen is None or seen.routed is not self._routed else seen.route(index, router, output)
+        """Return the output of a router with the recorded experts, in a pass of this replay; unchanged in any other
+        pass. A forward hook of the router."""
+        current = NOW.get()
+        return output if current is None or current.routed is not self._routed else current.route(index, router, output)
 
 
 class RoutingRecorder:
-    """A recorder of the experts of the last forward pass, while :attr:`on`. Install it once per model; an engine does
-    so to send the experts of each token with the token.
+    """A recorder of the experts of the latest forward pass, while :attr:`on` is true. Create one recorder per model. An
+    engine uses it to send the experts of each token together with the token.
 
-    During a replay it records the replayed experts, which compute the tokens. It is not thread-safe.
+    During a replay, the replayed experts are recorded, since they compute the tokens. It is not thread-safe.
     """
 
     def __init__(self, routed: RoutedModel) -> None:
-        """Add a hook to every router of the model; recording is off at first."""
+        """Register a hook on every router of the model; recording is off at first."""
         self._known, self.on = routed.known, False
-        """Whether passes are recorded. When off, it costs one Python call per layer."""
+        """Whether passes are recorded. If not, the recorder costs one Python call per layer."""
         self._dtype = torch.uint8 if routed.dtype.itemsize == 1 else torch.uint16
         self._chosen: list[Tensor | None] = [None] * routed.num_layers
         for index, layer in enumerate(routed.layers):
-            layer.router.register_forward_hook(partial(self._note, index))
+            layer.router.register_forward_hook(partial(self._record, index))
 
     def stacked(self) -> Tensor:
         """Return the experts ``[N, L, K]`` of the pass since the last call, in the order of their rank, on the model's
-        device, as uint8 or uint16. No transfer is started, so the call may be part of a captured graph.
+        device, as uint8 or uint16. No transfer is started, so that the call may be part of a captured graph.
 
-        Raises :class:`~headrace.base.errors.ModelError` unless every router ran while the recorder was on.
+        Raises :class:`~headrace.base.errors.ModelError` unless every router was called while the recorder was on.
         """
         chosen = [experts_NK for experts_NK in self._chosen if experts_NK is not None]
         missing = [index for index, experts_NK in enumerate(self._chosen) if experts_NK is None]
@@ -167,12 +168,13 @@ class RoutingRecorder:
         return torch.stack(chosen, dim=1).to(self._dtype)
 
     def take(self) -> Experts:
-        """Return the experts ``[N, L, K]`` of the pass since the last call in host memory; see :meth:`stacked`."""
+        """Return the experts ``[N, L, K]`` of the pass since the last call in host memory. Errors are those of
+        :meth:`stacked`."""
         experts_NLK: Experts = self.stacked().cpu().numpy()
         return experts_NLK
 
-    def _note(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
-        """Keep the experts that the router of layer ``index`` chose, while recording is on. A forward hook of the
+    def _record(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
+        """Store the experts that the router of layer ``index`` chose, while recording is on. A forward hook of the
         router."""
         if self.on:
             self._chosen[index] = self._known.read(output)[2]

@@ -1,4 +1,4 @@
-"""The parsing of answers as messages: one parser for each way in which models write calls of tools."""
+"""The parsing of answers as messages: one parser for each format in which models write tool calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ PARSERS = Registry[Callable[[], Parser]](
     rows={"hermes": "headrace.rollout.answers.formats:Hermes", "json": "headrace.rollout.answers.formats:BareJson"},
     check=lambda made: None if callable(made) else "cannot be called without arguments to make a parser",
 )
-"""The constructors of parsers, by their names in ``env.tool_parser``."""
+"""The constructors of parsers, by the names of ``env.tool_parser``."""
 
 __all__ = ["PARSERS", "ContentFilter", "ParsedAnswer", "Parser", "ReasoningFilter", "parser_for", "split_reasoning"]
 
 
 def parser_for(name: str, template: str) -> Parser:
-    """Return the parser with this name; for ``auto``, the one that matches the text of the chat ``template``."""
+    """Return a new parser of the kind ``name``. For ``auto``, the kind is chosen by the text of the chat
+    ``template``."""
     if name == "auto":
         name = "hermes" if "<tool_call>" in template else "json"
     return PARSERS.load(name)()

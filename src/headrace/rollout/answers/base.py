@@ -1,4 +1,4 @@
-"""The contract of a parser of answers, and the separation of reasoning from content."""
+"""The contract of a parser that finds tool calls in answers, and the separation of reasoning from content."""
 
 from __future__ import annotations
 
@@ -11,89 +11,87 @@ from headrace.engine.text import overlap
 THINK, END_THINK = "<think>", "</think>"
 
 MAX_BEGINNING = 64
-"""Number of characters up to which text that is held back is looked at again whenever some is added."""
+"""The number of characters up to which delayed text is parsed again whenever new text arrives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedAnswer:
-    """The content of an answer and its tool calls, as a :class:`Parser` has separated them."""
+    """The content and the tool calls of an answer, as a :class:`Parser` has separated them."""
 
     content: str
-    """The text of the answer without its calls."""
+    """The text of the answer without its tool calls."""
     calls: tuple[tuple[str, str], ...] = ()
-    """The name and the arguments (a JSON object as text) of each call."""
+    """The name and the arguments of each tool call. The arguments are a JSON object as text."""
     problems: tuple[str, ...] = ()
-    """Descriptions of invalid calls, whose text remains in the content."""
+    """Descriptions of the invalid calls. The text of these calls remains in the content."""
 
 
 class Parser(Protocol):
-    """A function that separates the content of an answer from the tool calls in it. It never raises, whatever the text
-    is."""
+    """A callable that separates the content of an answer from its tool calls. It raises no error for any text."""
 
     markers: tuple[str, ...]
-    """The strings that mark calls. Decoding must keep them in the text, even if the tokenizer lists them as special
-    tokens."""
+    """The strings that mark tool calls. Decoding must keep them in the text, even if the tokenizer lists them as
+    special tokens."""
 
     def __call__(self, text: str) -> ParsedAnswer:
-        """Return the content and the tool calls of ``text``, a whole answer."""
+        """Return the content and the tool calls of ``text``, a complete answer."""
         ...
 
     def num_certain(self, text: str, *, begun: bool = False) -> int:
-        """Return how many characters of ``text``, the beginning of an answer that is still being sampled, belong to the
-        content however the answer goes on. They can be streamed to the client now; the rest may become a call.
+        """Return how many characters at the start of ``text`` are certainly content. ``text`` is the beginning of an
+        answer that is still being sampled. The returned number of characters can be streamed to the client now; the
+        rest may become a tool call.
 
-        With ``begun``, ``text`` is not the beginning of the answer: it follows text that an earlier call of this method
-        has found to be content."""
+        With ``begun``, ``text`` is not the beginning of the answer, but follows text that an earlier call of this
+        method returned as content."""
         ...
 
 
 @runtime_checkable
 class FramedParser(Parser, Protocol):
-    """A parser of calls that a grammar can describe: each is a JSON object with ``name`` and ``arguments`` in a
-    frame."""
+    """A parser of tool calls that a grammar can describe: each call is a JSON object with ``name`` and ``arguments``
+    between two fixed texts, the frame."""
 
     frame: tuple[str, str]
-    """The texts before and after the JSON of a call; if both are empty, the whole answer is one call."""
+    """The texts before and after the JSON of a call. If both are empty, the whole answer is one call."""
 
 
 class ContentFilter:
-    """A filter of the content of one answer that is streamed to a client: it passes on text that is certainly content,
-    and holds back text that may be part of a tool call.
+    """A filter for the content of one streamed answer. It returns text that is certainly content, and delays text that
+    may be part of a tool call.
 
-    Each character is looked at a bounded number of times, however long the answer is, so the time is linear in its
-    length.
+    Each character is parsed a bounded number of times, so the total time is linear in the length of the answer.
     """
 
     def __init__(self, parser: Parser) -> None:
-        """Begin an answer without text; ``parser`` says which text is certainly content."""
+        """Create a filter for an answer without text so far. ``parser`` decides which text is certainly content."""
         self._parser = parser
-        self._begun = False
+        self._has_content = False
         self._held: list[str] = []
         self._num_held = 0
-        self._next_look = 0
-        """Number of held characters at which the parser looks at them again."""
+        self._parse_at = 0
+        """The number of delayed characters from which the parser is called again."""
 
     def push(self, text: str) -> str:
-        """Append ``text``, newly sampled, and return the content that has become certain and was not returned
-        before."""
+        """Append ``text``, newly sampled, and return the content that has become certain since the last call."""
         self._held.append(text)
         self._num_held += len(text)
-        if self._num_held < self._next_look:
+        if self._num_held < self._parse_at:
             return ""
         held = "".join(self._held)
-        num = self._parser.num_certain(held, begun=True) if self._begun else self._parser.num_certain(held)
-        self._begun = self._begun or num > 0
+        num = self._parser.num_certain(held, begun=True) if self._has_content else self._parser.num_certain(held)
+        self._has_content = self._has_content or num > 0
         self._held, self._num_held = [held[num:]], len(held) - num
-        # more than the beginning of a call is a call, or nearly always so: to look at it at every token would take time
+        # text longer than the beginning of a call is almost always a call: parsing it at every token would take time
         # that grows with the square of its length
-        self._next_look = 2 * self._num_held if self._num_held > MAX_BEGINNING else 0
+        self._parse_at = 2 * self._num_held if self._num_held > MAX_BEGINNING else 0
         return held[:num]
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Return the reasoning of an answer, and the content after it. Reasoning is a thought between ``<think>`` and
-    ``</think>`` at the beginning. Text that does not begin with a thought is content, unless the prompt has ``opened``
-    a thought.
+    """Return the reasoning and the content of an answer. The reasoning is the text between ``<think>`` and ``</think>``
+    at the beginning of the answer. If the text does not begin with ``<think>``, all of it is content, unless ``opened``
+    says that the prompt ends with ``<think>``.
 
     >>> split_reasoning("<think>2+2 is 4.</think>4"), split_reasoning("so be it</think>4", opened=True)
     (('2+2 is 4.', '4'), ('so be it', '4'))
@@ -107,8 +105,8 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
 
 
 class ReasoningFilter:
-    """A filter of the text of one answer: it passes on the parts of :func:`split_reasoning` that cannot change,
-    whatever follows. Its time is linear in the length of the text.
+    """A filter that separates reasoning from content in a streamed answer. It returns the parts of the result of
+    :func:`split_reasoning` that later text cannot change. Its time is linear in the length of the text.
 
     >>> filter_ = ReasoningFilter()
     >>> [filter_.push(text) for text in ("<thi", "nk>2+2\\n", "</th", "ink>\\n\\n", "4")]
@@ -118,24 +116,24 @@ class ReasoningFilter:
     """
 
     def __init__(self, *, opened: bool = False) -> None:
-        """Begin an answer without text; ``opened`` says that the prompt has opened a thought, so that the text begins
-        within it."""
+        """Create a filter for an answer without text so far. ``opened`` says that the prompt ends with the opening tag,
+        so that the text begins inside the thought."""
         self._opened = opened
         self._held: list[str] | None = []
-        """The text so far, until it is certain whether it begins with a thought; ``None`` afterwards."""
+        """The text so far, while it is not certain whether the answer begins with a thought; ``None`` afterwards."""
         self._first = ""
-        """The first characters of the text after leading white space, at most one more than the opening tag has."""
+        """The first characters after leading white space, at most one more than the opening tag has."""
         self._in_thought = self._blank = True
-        """Whether the closing tag has not arrived yet; and whether the part that arrives now, the thought or the
-        content, has had nothing but line ends so far."""
+        """``_in_thought``: whether the closing tag has not arrived yet. ``_blank``: whether the current part, the
+        thought or the content, consists only of line ends so far."""
         self._num_lines = 0
-        """Number of line ends that are held back: those at the end of the thought are not part of it."""
+        """The number of delayed line ends. Line ends at the end of the thought are not part of the thought."""
         self._tag = ""
-        """The end of the text so far, if it may be the beginning of the closing tag."""
+        """The end of the text so far, if it may be the beginning of the closing tag; empty otherwise."""
 
     def push(self, text: str) -> tuple[str, str]:
-        """Append ``text``, newly sampled, and return the reasoning and the content that have become certain and were
-        not returned before."""
+        """Append ``text``, newly sampled, and return the reasoning and the content that have become certain since the
+        last call."""
         if self._held is not None:
             self._held.append(text)
             self._first = (self._first + text).lstrip()[: len(THINK) + 1]
@@ -160,8 +158,8 @@ class ReasoningFilter:
         return reasoning, text
 
     def _reasoning(self, thought: str, *, ended: bool) -> str:
-        """Return the certain part of ``thought``, which is added to the reasoning, and hold back the rest of it: line
-        ends, and what may be the beginning of the closing tag. ``ended`` says that the closing tag follows."""
+        """Append ``thought`` to the reasoning and return the part of it that is certain. Line ends at its end, and text
+        that may be the beginning of the closing tag, are delayed. ``ended`` says that the closing tag follows."""
         if not ended:
             length = len(thought) - overlap(thought, END_THINK)
             thought, self._tag = thought[:length], thought[length:]
@@ -175,8 +173,8 @@ class ReasoningFilter:
 
 
 def read_call(text: str) -> tuple[str, str] | str:
-    """Return the name and arguments of the call that the JSON object ``text`` represents, or a description of the
-    problem.
+    """Return the name and the arguments of the tool call that the JSON object ``text`` represents. If it is not a valid
+    call, return a description of the problem.
 
     >>> read_call('{"name": "add", "arguments": {"a": 1}}'), read_call('{"name": 1}')
     (('add', '{"a": 1}'), 'a call without a name')

@@ -1,4 +1,4 @@
-"""The ways in which models write tool calls, with one parser for each.
+"""The parsers of the formats in which models write tool calls.
 
 hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>      Hermes, Qwen and many others
 json     {"name": ..., "arguments": {...}}                             Llama, and models without tools in the template
@@ -15,15 +15,15 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class Hermes:
-    """A parser that reads every text between the tags as a tool call; the rest is content (see
-    :class:`~headrace.rollout.answers.base.FramedParser`)."""
+    """A parser that reads each text between a pair of tags as a tool call. All other text is content. It implements
+    :class:`~headrace.rollout.answers.base.FramedParser`."""
 
     markers: tuple[str, ...] = (BEGIN, END)
     frame: tuple[str, str] = (BEGIN, END)
 
     def __call__(self, text: str) -> ParsedAnswer:
-        """Return the content of a whole answer and its calls. A call that is invalid, or has no closing tag, stays in
-        the content and is described among the problems."""
+        """Return the content and the tool calls of a complete answer. A call that is invalid or has no closing tag
+        stays in the content and is described in ``problems``."""
         calls: list[tuple[str, str]] = []
         problems: list[str] = []
         content, *blocks = text.split(BEGIN)
@@ -40,8 +40,8 @@ class Hermes:
         return ParsedAnswer(content=content, calls=tuple(calls), problems=tuple(problems))
 
     def num_certain(self, text: str, *, begun: bool = False) -> int:
-        """Return how many characters are content however the answer goes on: those before the first tag, or before what
-        may be the beginning of one, without the white space at their end."""
+        """Return how many characters are content whatever follows: the characters before the first tag, or before text
+        that may be the beginning of a tag, without the white space at their end."""
         before, found, _ = text.partition(BEGIN)
         return len((before if found else before[: len(before) - overlap(before, BEGIN)]).rstrip())
 
@@ -51,15 +51,15 @@ _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?\s*```", re.DOTALL)
 
 
 class BareJson:
-    """A parser that reads the whole answer, or its only fenced block, as a tool call; any other text is content (see
-    :class:`~headrace.rollout.answers.base.FramedParser`)."""
+    """A parser that reads the whole answer, or its only fenced block, as one tool call. Any other text is content. It
+    implements :class:`~headrace.rollout.answers.base.FramedParser`."""
 
     markers: tuple[str, ...] = (_TAG,)
     frame: tuple[str, str] = ("", "")
 
     def __call__(self, text: str) -> ParsedAnswer:
-        """Return the call that a whole answer is, with the text before its fenced block as content; otherwise the
-        answer as content."""
+        """Return the tool call that a complete answer consists of, with the text before a fenced block as content. If
+        the answer is not a call, return the whole answer as content."""
         bare = text.strip().removeprefix(_TAG).strip()
         fenced = _FENCED.findall(text)
         before = "" if len(fenced) != 1 else text[: text.index(_FENCE)].rstrip()
@@ -72,9 +72,9 @@ class BareJson:
         return ParsedAnswer(content=before, calls=(call,))
 
     def num_certain(self, text: str, *, begun: bool = False) -> int:
-        """Return how many characters are content however the answer goes on: none if the whole answer may be a call,
-        otherwise those before the first fenced block, or before what may be the beginning of one, without the white
-        space at their end."""
+        """Return how many characters are content whatever follows. The result is 0 if the whole answer may be a call.
+        Otherwise it counts the characters before the first fenced block, or before text that may be the beginning of a
+        block, without the white space at their end."""
         stripped = text.lstrip()
         if not begun and (stripped.startswith(("{", _TAG)) or _TAG.startswith(stripped)):
             return 0

@@ -1,4 +1,4 @@
-"""Environments: the definition of an attempt at a task."""
+"""Environments: objects that define one attempt at a task, their settings, and the choice of rows."""
 
 from headrace.rollout.environments.base import AttemptOutcome, Environment, OpenEpisode, SingleTurn
 from headrace.rollout.environments.config import DataConfig, EnvConfig

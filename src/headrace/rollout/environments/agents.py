@@ -1,8 +1,8 @@
-"""Settings of agents: which weights answer under which name.
+"""Settings of the agents of an episode (``[[env.agents]]``): which weights answer under which agent name.
 
-agent="solver"     any name                    the policy under training, or an adapter of the agent's own beside it
-agent="solver/2"   another one of that role    the same policy, the same baseline, a reward of its own
-agent="opponent"   [[env.agents]] kind = ...   frozen weights, in an engine of their own
+agent="solver"     any name                        the policy under training, or an adapter that the agent trains
+agent="solver/2"   another agent of the same role  the same policy, the same baseline, a separate reward
+agent="opponent"   [[env.agents]] kind = ...       frozen weights, in a separate engine
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ from headrace.base.config import Section
 from headrace.models.config import ModelConfig
 
 POLICY = "policy"
-"""The name of the policy under training, which answers where no agent is named."""
+"""The name of the policy under training, which answers if no agent is named."""
 RESERVED = frozenset({POLICY, "task", "user", "tool"})
-"""Authors of turns; no agent may have one of these names."""
+"""Names of authors of turns. No agent may have one of these names."""
 
 
 class AgentSection(Section):
     """The settings that all kinds of agents share."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=32)
-    """The name in a rollout, ``policy.chat(..., agent=name)``, or ``name/0``, ``name/1`` for several of one role. A
-    program gives it as the name of the model."""
+    """The name of the agent in a rollout, ``policy.chat(..., agent=name)``. Several agents of one role are named
+    ``name/0``, ``name/1``. A program uses the name as the name of the model."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
-        """Return the model settings of the agent's frozen weights, in a run that trains ``model``; ``None`` for the
-        policy under training."""
+        """Return the model settings of the agent's frozen weights, for a run that trains ``model``; ``None`` if the
+        policy under training answers for the agent."""
         raise NotImplementedError
 
 
 class TrainedAgent(AgentSection):
     """The policy under training, under another name.
 
-    If ``model.lora.agents`` contains the name, the agent trains an adapter of its own beside the policy's. A table for
-    it is needed only if other agents have one, since then every name must have one.
+    If ``model.lora.agents`` contains the name, the agent trains an adapter of its own, in addition to the adapter of
+    the policy. A table for such an agent is needed only if other agents have a table, because then every name must have
+    one.
     """
 
     kind: Literal["trained"] = "trained"
     """Selects the policy under training."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
-        """Return ``None``: the policy under training answers."""
+        """Return ``None``, because the policy under training answers."""
         return None
 
     def __str__(self) -> str:
@@ -53,13 +54,13 @@ class TrainedAgent(AgentSection):
 
 
 class FrozenAgent(AgentSection):
-    """An agent with the weights that the run begins with: an earlier version of the policy to play against."""
+    """An agent with the weights with which the run begins, such as an earlier version of the policy as an opponent."""
 
     kind: Literal["frozen"] = "frozen"
-    """Selects the weights that the run begins with."""
+    """Selects the weights with which the run begins."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
-        """Return the settings of the policy's model as the run begins with it."""
+        """Return the settings of the policy's model with the weights with which the run begins."""
         return model.of_policy()
 
     def __str__(self) -> str:
@@ -72,10 +73,10 @@ class AdapterAgent(AgentSection):
     kind: Literal["adapter"] = "adapter"
     """Selects an adapter."""
     path: str = Field(min_length=1)
-    """The directory of the adapter, as peft or a run with ``model.lora`` has written it."""
+    """The directory of the adapter, as peft or a run with ``model.lora`` writes it."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
-        """Return the settings of the trained model with this agent's adapter in place of its own."""
+        """Return the settings of the trained model with this agent's adapter in place of the run's adapter."""
         from headrace.models.lora import config_of
 
         return model.model_copy(update={"lora": config_of(Path(self.path))})
@@ -85,7 +86,7 @@ class AdapterAgent(AgentSection):
 
 
 class ModelAgent(AgentSection):
-    """An agent with another, frozen model of the same vocabulary."""
+    """An agent with a different, frozen model that has the same vocabulary."""
 
     kind: Literal["model"] = "model"
     """Selects another model."""
@@ -93,7 +94,7 @@ class ModelAgent(AgentSection):
     """The directory of the model, such as a snapshot of another run."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
-        """Return the settings of the trained model with this agent's directory and no adapter."""
+        """Return the settings of the trained model with this agent's directory and without an adapter."""
         return model.model_copy(update={"path": self.path, "lora": None})
 
     def __str__(self) -> str:

@@ -1,4 +1,5 @@
-"""The search for calls that block the event loop, in the source of ``async`` functions."""
+"""The search for calls that block the event loop, in the source code of ``async`` functions. ``headrace check env``
+warns about them."""
 
 from __future__ import annotations
 
@@ -18,44 +19,45 @@ _CALLS = frozenset(
         ),
     }
 )  # fmt: skip
+"""The full names of functions that block."""
 
 
 def blocking_calls(tree: ast.Module, name: str = "") -> list[tuple[int, str, str]]:
-    """Return the line, call and function of every blocking call in an ``async def``. With a ``name``, only the
-    definition of that name and the definitions that it mentions are searched.
+    """Return the line number, the called function and the enclosing function of every blocking call in an ``async
+    def``. With a ``name``, only the definition of that name and the definitions that it uses are searched.
 
     >>> code = "from time import sleep as nap\\nasync def step():\\n    nap(1)\\n    def later(): nap(2)\\n"
     >>> blocking_calls(ast.parse(code))
     [(3, 'time.sleep', 'step')]
     """
-    names = _imported(tree)
-    nodes = tree.body if not name else _mentioned(tree, name)
+    names = _import_names(tree)
+    nodes = tree.body if not name else _definitions_used(tree, name)
     functions = (each for node in nodes for each in ast.walk(node) if isinstance(each, ast.AsyncFunctionDef))
     return sorted(
         (call.lineno, called, function.name)
         for function in functions
         for call in _own_calls(function)
-        if (called := _resolved(call.func, names)) in _CALLS
+        if (called := _full_name(call.func, names)) in _CALLS
     )
 
 
-def _mentioned(tree: ast.Module, name: str) -> list[ast.stmt]:
-    """Return the functions and classes at the top level of a file that ``name`` reaches: the definition of that name,
-    those that it mentions, and so on."""
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
-    found: dict[str, ast.stmt] = {}
+def _definitions_used(tree: ast.Module, name: str) -> list[ast.stmt]:
+    """Return the top-level functions and classes that the definition ``name`` uses, directly or through other
+    definitions, including the definition itself."""
+    definition_types = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    definitions = {node.name: node for node in tree.body if isinstance(node, definition_types)}
+    used: dict[str, ast.stmt] = {}
     pending = [name]
     while pending:
         name = pending.pop()
-        if name in defined and name not in found:
-            found[name] = defined[name]
-            pending += [node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)]
-    return list(found.values())
+        if name in definitions and name not in used:
+            used[name] = definitions[name]
+            pending += [node.id for node in ast.walk(definitions[name]) if isinstance(node, ast.Name)]
+    return list(used.values())
 
 
-def _imported(tree: ast.Module) -> dict[str, str]:
-    """Return the full dotted name behind each name that the imports of a file bind."""
+def _import_names(tree: ast.Module) -> dict[str, str]:
+    """Return the full dotted name for each name that an import in the file binds."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -66,8 +68,8 @@ def _imported(tree: ast.Module) -> dict[str, str]:
 
 
 def _own_calls(function: ast.AsyncFunctionDef) -> Iterator[ast.Call]:
-    """Yield the calls in the body of an ``async`` function that run in the event loop: without those in nested
-    functions."""
+    """Yield the calls in the body of an ``async`` function that run in the event loop. Calls in nested functions are
+    left out."""
     pending: list[ast.AST] = [*function.body]
     while pending:
         node = pending.pop()
@@ -78,9 +80,9 @@ def _own_calls(function: ast.AsyncFunctionDef) -> Iterator[ast.Call]:
         pending.extend(ast.iter_child_nodes(node))
 
 
-def _resolved(called: ast.expr, names: dict[str, str]) -> str:
-    """Return the dotted name of a called function, whose first part is replaced by its full name in ``names``, the
-    imports of its file; an empty string if it is no such name."""
+def _full_name(called: ast.expr, names: dict[str, str]) -> str:
+    """Return the full dotted name of a called function. The first part of the name is replaced by its full name in
+    ``names``, the imports of the file. The result is empty if the call is not to a dotted name."""
     parts: list[str] = []
     while isinstance(called, ast.Attribute):
         parts.append(called.attr)

@@ -1,4 +1,4 @@
-"""Bridges: environments and tools of other libraries, each bridge in one file.
+"""Bridges to environments and tools of other libraries. Each bridge is one file, registered by an entry point.
 
 run file: env.kind = "bridge", env.entry = "LIBRARY/WHAT", env.options = {...}
   ─▶ at load: is there such a bridge, and is its library installed?          the library is not imported
@@ -23,25 +23,26 @@ from headrace.rollout.environments.policy import EpisodePolicy
 from headrace.rollout.environments.registry import BUILT_IN, ENVIRONMENTS
 
 Found = Callable[[], Env] | Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Any]]
-"""A constructor of an environment for every episode, or an ``async def rollout(task, policy)``."""
+"""What a bridge returns: a constructor of an environment, called for every episode, or an ``async def rollout(task,
+policy)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bridge:
-    """The description of a bridge and its library, which can be read without importing the library. The bridge has the
+    """The description of a bridge and its library. It can be read without importing the library. The bridge has the
     name of its entry point."""
 
     make: Callable[[str, dict[str, Any]], Found]
-    """``make(what, options)``: the part of ``env.entry`` after the name, and ``env.options``. The library is imported
-    in this call, not with the file of the bridge."""
+    """The function ``make(what, options)`` that imports the library and returns the environment. ``what`` is the part
+    of ``env.entry`` after the slash, and ``options`` is ``env.options``."""
     example: str
     """An example of ``env.entry``, for error messages."""
     package: str = ""
-    """The package that has to be installed, by its import name; empty where none is needed."""
+    """The import name of the package that must be installed; empty if none is needed."""
     install: str = ""
-    """The arguments of ``pip install``."""
+    """The arguments of ``pip install`` that install the package."""
     names_file: bool = False
-    """Whether the part after the name is a ``file.py:name`` of the user."""
+    """Whether the part of ``env.entry`` after the slash is a ``file.py:name`` of the user."""
 
 
 BRIDGES = Registry[Bridge](
@@ -49,17 +50,18 @@ BRIDGES = Registry[Bridge](
     setting="the bridge",
     check=lambda made: None if isinstance(made, Bridge) else f"is a {type(made).__name__}, and not a Bridge",
 )
-"""All bridges by name. Atropos is not among them: there the environments are in control, and a separate program serves
-them."""
+"""All bridges by name. Atropos is not among them, because its environments control the run and are served by a separate
+program."""
 
 
 def load_environment(
     kind: str, entry: str, options: Mapping[str, Any], executor: Executor, *, own_namespace: bool = True
 ) -> Rollout:
-    """Import the environment of ``env.kind``, ``env.entry`` and ``env.options`` in the worker that runs it, and return
-    a function that attempts a row. ``own_namespace`` applies to programs.
+    """Import the environment that ``env.kind``, ``env.entry`` and ``env.options`` name, and return a function that
+    attempts a row. This is called in the worker that runs the environment. ``own_namespace`` applies to programs.
 
-    Raises :class:`~headrace.base.errors.EnvError` or :class:`~headrace.base.errors.ConfigError` if it cannot be used.
+    Raises :class:`~headrace.base.errors.EnvError` or :class:`~headrace.base.errors.ConfigError` if the environment
+    cannot be used.
     """
     if kind == "bridge":
         return load_bridge(entry, options, executor)
@@ -69,7 +71,8 @@ def load_environment(
 
 
 def find_bridge(entry: str) -> tuple[Bridge, str]:
-    """Return the bridge that ``LIBRARY/WHAT`` names, and the part after the slash; the library is not imported.
+    """Return the bridge that ``entry``, of the form ``LIBRARY/WHAT``, names, and the part after the slash. The library
+    is not imported.
 
     Raises :class:`~headrace.base.errors.ConfigError` if there is no such bridge or its library is not installed.
     """
@@ -92,8 +95,8 @@ def find_bridge(entry: str) -> tuple[Bridge, str]:
 
 
 def load_bridge(entry: str, options: Mapping[str, Any], executor: Executor) -> Rollout:
-    """Import the environment that ``entry`` names in the worker that runs it, and return a function that attempts a
-    row.
+    """Import the environment that ``entry`` names, and return a function that attempts a row. This is called in the
+    worker that runs the environment.
 
     Raises :class:`~headrace.base.errors.EnvError` if its library refuses the entry or the options.
     """

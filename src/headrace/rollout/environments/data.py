@@ -1,4 +1,4 @@
-"""Rows of data: read from files, validated, and visited in order."""
+"""Rows of a dataset: how they are read from files, validated, and ordered."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ READERS = Registry[Callable[[Path], list[Row]]](
     setting="the reader",
     check=lambda made: None if callable(made) else "is no function of a path",
 )
-"""Readers of directories: functions that return the rows of a directory, or none where it is not of their kind."""
+"""Readers of directories: functions that return the rows in a directory, or an empty list for a directory of another
+kind."""
 
 
 def load_rows(path: Path) -> list[Row]:
-    """Return the rows of a JSONL, CSV or Parquet file, or of a directory that a reader knows. Raises
+    """Return the rows of a JSONL, CSV or Parquet file, or of a directory that one of :data:`READERS` accepts. Raises
     :class:`DataError` with file and line for invalid contents."""
     if path.is_dir():
         return _read_directory(path)
@@ -49,7 +50,7 @@ def load_rows(path: Path) -> list[Row]:
 
 
 def _read_directory(path: Path) -> list[Row]:
-    """Return the rows of the first reader that finds any in a directory."""
+    """Return the rows from the first reader that finds rows in the directory ``path``."""
     for name in READERS:
         if rows := READERS.load(name)(path):
             return rows
@@ -60,7 +61,7 @@ def _read_directory(path: Path) -> list[Row]:
 
 
 def as_rows(data: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return rows passed in Python: a list of dicts, or a ``datasets`` object."""
+    """Return rows that were passed in Python, a list of dicts or a ``datasets`` object, as a list of dicts."""
     rows: list[Row] = []
     for number, row in enumerate(data, start=1):
         if not isinstance(row, Mapping):
@@ -75,8 +76,8 @@ def as_rows(data: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def _read_jsonl(path: Path) -> list[Row]:
-    """Return the rows of a file of JSON lines; blank lines are skipped. Raises :class:`~headrace.base.errors.DataError`
-    with the number of the bad line."""
+    """Return the rows of a file of JSON lines. Blank lines are skipped. Raises :class:`~headrace.base.errors.DataError`
+    with the number of the invalid line."""
     rows: list[Row] = []
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -94,8 +95,8 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    """Return the rows of a CSV file, whose first line names the columns; all values are text. Raises
-    :class:`~headrace.base.errors.DataError` with the number of the bad line."""
+    """Return the rows of a CSV file. Its first line contains the column names; all values are text. Raises
+    :class:`~headrace.base.errors.DataError` with the number of the invalid line."""
     rows: list[Row] = []
     lines = list(_lines(path))
     reader = csv.DictReader(lines, strict=True)
@@ -103,14 +104,14 @@ def _read_csv(path: Path) -> list[Row]:
         for row in reader:
             _refuse_ragged(row, reader, path)
             rows.append(dict(row))
-    except csv.Error as error:  # in the line after the last that the reader has counted
+    except csv.Error as error:  # the error is in the line after the last line that the reader has counted
         number = min(reader.line_num + 1, len(lines))
         raise DataError(f"{path}:{number}: {error}", remedy="fix that line") from None
     return rows
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file with their ends, without its byte order mark. Raises
+    """Yield the lines of a UTF-8 file, including their line ends, without the byte order mark. Raises
     :class:`~headrace.base.errors.DataError` for a line that is not UTF-8."""
     data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
@@ -121,8 +122,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _refuse_ragged(row: Mapping[str, Any], reader: csv.DictReader[str], path: Path) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` for a row that has more or fewer fields than the header of its
-    file."""
+    """Raise :class:`~headrace.base.errors.DataError` if a row has more or fewer fields than the header of its file."""
     if None in row or None in row.values():
         columns = len(reader.fieldnames or ())
         raise DataError(f"{path}:{reader.line_num}: not {columns} columns like the header", remedy="fix that line")
@@ -143,10 +143,10 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 class RowOrder:
-    """The order of rows without a curriculum: every row once per epoch, in a new random order each time.
+    """The order of rows without a curriculum: every row once per epoch, in a new random order for each epoch.
 
-    It is a pure function of seed and group number, so there is no position to lose. After ``epochs`` passes it returns
-    ``None``: there is no row for that group.
+    The order is a pure function of the seed and the group number, so no position has to be saved. After ``epochs``
+    passes the result is ``None``, which means that there is no row for the group.
 
     >>> order = RowOrder(num_rows=3, seed=0, shuffle=False, epochs=2)
     >>> [order(number) for number in range(7)]
@@ -154,7 +154,7 @@ class RowOrder:
     """
 
     def __init__(self, *, num_rows: int, seed: int, shuffle: bool, epochs: int | None = None) -> None:
-        """Visit ``num_rows`` rows, in an order that follows from ``seed``, or in their own order without
+        """Create the order of ``num_rows`` rows. It is derived from ``seed``, or is dataset order without
         ``shuffle``."""
         self._num_rows = num_rows
         self._epochs = epochs
@@ -164,7 +164,7 @@ class RowOrder:
         self._rows = np.arange(num_rows)
 
     def __call__(self, number: int) -> int | None:
-        """Return the row that group ``number`` attempts; ``None`` after the last epoch."""
+        """Return the index of the row that group ``number`` attempts; ``None`` after the last epoch."""
         epoch, place = divmod(number, self._num_rows)
         if self._epochs is not None and epoch >= self._epochs:
             return None

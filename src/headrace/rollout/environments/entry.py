@@ -1,4 +1,5 @@
-"""The loading of ``env.entry`` as a coroutine that attempts a row and returns its rewards."""
+"""The loading of ``env.entry``: it turns the user's class, function or program into a coroutine function that attempts
+a row and returns an :class:`Episode`."""
 
 from __future__ import annotations
 
@@ -20,103 +21,106 @@ from headrace.rollout.environments.tools import call_tools, in_thread, tool_func
 
 K = TypeVar("K")
 Rollout = Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Episode]]
-"""A coroutine function that attempts a row."""
+"""A coroutine function that attempts a row with a policy, and returns the episode with its rewards."""
 
 
 def load_entry(
     kind: str,
     reference: str,
     executor: Executor,
-    adapt: Callable[[Any], Any] = lambda found: found,
+    adapt: Callable[[Any], Any] = lambda target: target,
     *,
     own_namespace: bool = True,
 ) -> Rollout:
-    """Import the object that ``file.py:name`` names, or find the program of a command. Plain functions run in
-    ``executor``. ``adapt`` may replace the imported object; ``own_namespace`` applies to programs.
+    """Import the object that ``reference``, a ``file.py:name``, names, or find the program of a command, and return a
+    coroutine function that attempts a row. Plain functions run in ``executor``. ``adapt`` may replace the imported
+    object; ``own_namespace`` applies to programs.
 
-    Raises :class:`~headrace.base.errors.EnvError` for a file that fails, and for an object of another kind.
+    Raises :class:`~headrace.base.errors.EnvError` if the file cannot be loaded, or if the object is of another kind.
     """
     if kind == "program":
         return partial(_program, Program(shlex.split(reference), own_namespace=own_namespace))
     path, name = find_in_file(reference, "env.entry")
     try:
-        found = vars(load_file(path))[name]
+        target = vars(load_file(path))[name]
     except ConfigError as error:
         raise EnvError(f"env.entry={reference!r}: {error.problem}", remedy=error.remedy) from None
-    return _KINDS[kind](adapt(found), reference, executor)
+    return _KINDS[kind](adapt(target), reference, executor)
 
 
-def _describe(found: Any) -> str:
-    """Return what a user has written in place of a rollout or an environment, for an error."""
-    if inspect.isfunction(found):
-        parameters = ", ".join(inspect.signature(found).parameters)
-        return f"{'an async' if inspect.iscoroutinefunction(found) else 'a plain'} function of ({parameters})"
-    return "another class" if isinstance(found, type) else f"a {type(found).__name__}"
+def _describe(target: Any) -> str:
+    """Return a description of the object that a user has named in place of a rollout or an environment, for an error
+    message."""
+    if inspect.isfunction(target):
+        parameters = ", ".join(inspect.signature(target).parameters)
+        return f"{'an async' if inspect.iscoroutinefunction(target) else 'a plain'} function of ({parameters})"
+    return "another class" if isinstance(target, type) else f"a {type(target).__name__}"
 
 
-def _env(found: Any, reference: str, executor: Executor) -> Rollout:
-    """Return the rollout function of an environment class. Raises :class:`~headrace.base.errors.EnvError` if ``found``
-    is no such class."""
-    if not (isinstance(found, type) and issubclass(found, Env)):
+def _env(target: Any, reference: str, executor: Executor) -> Rollout:
+    """Return the rollout function for an environment class. Raises :class:`~headrace.base.errors.EnvError` if
+    ``target`` is not a class that inherits :class:`Env`."""
+    if not (isinstance(target, type) and issubclass(target, Env)):
         raise EnvError(
-            f"env.entry={reference!r} is {_describe(found)}, and env.kind='env' needs a class that inherits "
+            f"env.entry={reference!r} is {_describe(target)}, and env.kind='env' needs a class that inherits "
             "headrace.Env",
-            remedy=f"as a reward, name an object of it (score = {found.__name__}(...))"
-            if isinstance(found, type) and "__call__" in vars(found)
+            remedy=f"as a reward, name an object of it (score = {target.__name__}(...))"
+            if isinstance(target, type) and "__call__" in vars(target)
             else "write class MyEnv(headrace.Env), or set env.kind = 'rollout' for a function",
         )
-    return as_rollout(found, executor)
+    return as_rollout(target, executor)
 
 
 def as_rollout(found: Callable[..., Any], executor: Executor) -> Rollout:
-    """Return a coroutine function that attempts a row with ``found``: an ``async def rollout(task, policy)``, or a
-    constructor of an :class:`Env`."""
+    """Return a coroutine function that attempts a row with ``found``. ``found`` is an ``async def rollout(task,
+    policy)`` or a constructor of an :class:`Env`."""
     return _checked_rollout(found) if inspect.iscoroutinefunction(found) else partial(_play, found, executor)
 
 
-def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
-    """Return ``found``, the async function that ``env.entry`` names, as a rollout. Raises
+def _rollout(target: Any, reference: str, executor: Executor) -> Rollout:
+    """Return the rollout function for ``target``, the async function that ``env.entry`` names. Raises
     :class:`~headrace.base.errors.EnvError` for anything else."""
-    if not inspect.iscoroutinefunction(found) or len(inspect.signature(found).parameters) < 2:
+    if not inspect.iscoroutinefunction(target) or len(inspect.signature(target).parameters) < 2:
         raise EnvError(
-            f"env.entry={reference!r} is {_describe(found)}, and env.kind='rollout' needs an async function of two "
+            f"env.entry={reference!r} is {_describe(target)}, and env.kind='rollout' needs an async function of two "
             "parameters",
             remedy="write async def rollout(task, policy), or set env.kind = 'env' for a class",
         )
-    return as_rollout(found, executor)
+    return as_rollout(target, executor)
 
 
-def _checked_rollout(found: Callable[..., Awaitable[Any]]) -> Rollout:
-    """Return the user's rollout with its result as an episode, whose reward is checked to be a number."""
+def _checked_rollout(target: Callable[..., Awaitable[Any]]) -> Rollout:
+    """Return a function that calls the user's rollout ``target`` and returns its result as an :class:`Episode`. The
+    reward is checked to be a number."""
 
     async def attempt(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         """Attempt ``task`` with the user's function, and return the episode."""
-        returned = await found(task, policy)
+        returned = await target(task, policy)
         return _as_episode(returned) if isinstance(returned, Episode) else Episode(reward=as_reward(returned))
 
     return attempt
 
 
 _KINDS: dict[str, Callable[[Any, str, Executor], Rollout]] = {"env": _env, "rollout": _rollout}
-"""The loaders by ``env.kind``."""
+"""The function that loads ``env.entry``, by ``env.kind``."""
 
 
 async def _program(program: Program, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """Run a program as an episode of ``task``, and return the rewards that it printed; ``policy`` has the address at
-    which the program reaches the model."""
+    """Run ``program`` as one episode of ``task``, and return an episode with the rewards that the program printed.
+    ``policy`` contains the address at which the program reaches the model."""
     result = await program.run(task, policy.variables)
-    earned = result.get("agent_rewards") or {}
-    if not isinstance(earned, dict):
+    agent_rewards = result.get("agent_rewards") or {}
+    if not isinstance(agent_rewards, dict):
         raise EpisodeError(
-            f"agent_rewards is a {type(earned).__name__}", remedy='print {"agent_rewards": {"first": 1.0}}'
+            f"agent_rewards is a {type(agent_rewards).__name__}", remedy='print {"agent_rewards": {"first": 1.0}}'
         )
-    return Episode(reward=as_reward(result.get("reward")), agent_rewards=_as_rewards(earned))
+    return Episode(reward=as_reward(result.get("reward")), agent_rewards=_as_rewards(agent_rewards))
 
 
 async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """Play one episode of an environment: reset, then answers and steps until it is done or its budget is spent.
-    ``kind`` makes the environment; its plain methods run in ``executor``. Return the episode with the reward of each
-    answer."""
+    """Run one episode of an environment: reset, then answers and steps until the episode is done or its budget is
+    spent. ``kind`` constructs the environment; its plain methods run in ``executor``. Return the episode with the
+    reward of each answer."""
     call = partial(_call, executor)
     env = await call(kind)
     env.seed, env.attempt_kind = policy.seed, policy.attempt_kind
@@ -126,14 +130,15 @@ async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, 
         messages = list(as_messages(await call(env.reset, task)))
         tools = tool_functions(env.tools)
         while True:
-            reply = await _next(policy, messages, list(env.tools))
+            reply = await _next_answer(policy, messages, list(env.tools))
             if reply is None:
-                return Episode(reward=sum(rewards.values()), rewards=rewards, extra=extra)  # cut off: it earns no more
+                # the budget is spent: the episode keeps the rewards of its answers so far
+                return Episode(reward=sum(rewards.values()), rewards=rewards, extra=extra)
             messages.append(reply.message)
             if reply.message.tool_calls:
                 messages += await call_tools(reply.message, tools, executor)
                 continue
-            result = _checked(await call(env.step, reply.message))
+            result = _check_step(await call(env.step, reply.message))
             reward = as_reward(result.reward)
             if reward is not None:
                 rewards[reply.turn] = reward
@@ -147,9 +152,9 @@ async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, 
     return Episode(reward=sum(rewards.values()) if rewards else None, rewards=rewards, extra=extra)
 
 
-async def _next(policy: EpisodePolicy, messages: list[Message], tools: list[Callable[..., Any]]) -> Reply | None:
-    """Return the model's next answer to ``messages``; ``None`` if a budget of the episode is spent and it has had an
-    answer, which ends it with the rewards so far."""
+async def _next_answer(policy: EpisodePolicy, messages: list[Message], tools: list[Callable[..., Any]]) -> Reply | None:
+    """Return the model's next answer to ``messages``. If a budget of the episode is spent, return ``None`` to end the
+    episode, or raise the error if there was no answer yet."""
     try:
         return await policy.chat(messages, tools=tools)
     except BudgetSpent:
@@ -158,9 +163,10 @@ async def _next(policy: EpisodePolicy, messages: list[Message], tools: list[Call
         return None
 
 
-def _checked(result: Any) -> StepResult:
-    """Return ``result``, what the user's ``step`` returned. Raises :class:`~headrace.base.errors.EpisodeError` if it is
-    no :class:`StepResult`, or neither ends the episode nor has messages."""
+def _check_step(result: Any) -> StepResult:
+    """Return ``result``, the value that the user's ``step`` returned. Raises
+    :class:`~headrace.base.errors.EpisodeError` if it is not a :class:`StepResult`, or if it has neither messages nor
+    ``done``."""
     if not isinstance(result, StepResult):
         raise EpisodeError(f"step returned a {type(result).__name__}", remedy="return a headrace.StepResult")
     if not result.done and not result.messages:
@@ -169,13 +175,13 @@ def _checked(result: Any) -> StepResult:
 
 
 def _as_episode(returned: Episode) -> Episode:
-    """Return the episode that a user's rollout returned with its fields checked and its rewards as numbers. Raises
-    :class:`~headrace.base.errors.EpisodeError` for a wrong field."""
-    wrong: list[Any] = [each for each in returned.trained or () if not isinstance(each, Reply)]
-    wrong += [turn for turn in returned.rewards if not isinstance(turn, int)]
-    if wrong:
+    """Return a copy of the episode that a user's rollout returned, with its rewards as numbers. Raises
+    :class:`~headrace.base.errors.EpisodeError` for an invalid field."""
+    invalid: list[Any] = [each for each in returned.trained or () if not isinstance(each, Reply)]
+    invalid += [turn for turn in returned.rewards if not isinstance(turn, int)]
+    if invalid:
         raise EpisodeError(
-            f"the episode names an answer by a {type(wrong[0]).__name__}",
+            f"the episode names an answer by a {type(invalid[0]).__name__}",
             remedy="write rewards={reply.turn: 1.0} and trained=[reply]",
         )
     return Episode(
@@ -188,12 +194,13 @@ def _as_episode(returned: Episode) -> Episode:
 
 
 def _as_rewards(values: Mapping[K, Any]) -> dict[K, float]:
-    """Return the rewards of ``values`` as numbers by the same keys; those that are ``None`` are left out."""
+    """Return ``values`` with every reward as a finite number, by the same keys. Rewards that are ``None`` are left
+    out."""
     return {key: reward for key, value in values.items() if (reward := as_reward(value)) is not None}
 
 
 async def _call(executor: Executor, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call user code, a plain or an ``async`` function, without blocking the event loop, and return its result. Plain
+    """Call a plain or ``async`` function of the user without blocking the event loop, and return its result. Plain
     functions run in ``executor``."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
@@ -202,7 +209,7 @@ async def _call(executor: Executor, function: Callable[..., Any], *arguments: An
 
 
 def as_reward(value: Any) -> float | None:
-    """Return a reward as a finite number; ``None``, no statement, stays ``None``. Raises
+    """Return a reward as a finite number. ``None``, which means that there is no reward, is returned as it is. Raises
     :class:`~headrace.base.errors.EpisodeError` for any other value."""
     if value is None:
         return None

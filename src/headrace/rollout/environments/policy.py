@@ -1,4 +1,5 @@
-"""The model under training, as user code sees it."""
+"""The policy under training as user code uses it: :class:`EpisodePolicy`, the options of an answer, and the result of a
+rollout."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from headrace.rollout.environments.interface import Messages, as_messages
 from headrace.rollout.environments.tools import DescribedTool, ToolFunction, call_tools, described
 
 Tools = Sequence[Tool | Callable[..., Any]]
-"""The tools that the model may call: functions with types and docstrings, or descriptions only."""
+"""The tools that the model may call: functions with types and docstrings, or descriptions alone."""
 
 
 class Options(TypedDict, total=False):
-    """The options of one answer. Options that are left out are those of the run."""
+    """The options of one answer. An option that is left out has the value of the run."""
 
     max_new_tokens: int
-    """The most tokens of the answer, at most ``engine.max_new_tokens``."""
+    """The largest number of tokens of the answer, at most ``engine.max_new_tokens``."""
     temperature: float
     """The sampling temperature. An answer sampled with other parameters than the run's carries no loss
     (``other_sampling``)."""
@@ -33,18 +34,19 @@ class Options(TypedDict, total=False):
     top_k: int
     """The top-k limit; see ``temperature``."""
     stop: Sequence[str]
-    """Strings that end the answer; the first one to appear ends it, and is not part of its content."""
+    """Strings that end the answer. The first stop string that appears ends the answer and is not part of its
+    content."""
     agent: str
-    """The agent that answers: the author of the turn in the episode. ``[[env.agents]]`` gives its weights; several
-    agents of one role are named ``role/0``, ``role/1``."""
+    """The name of the agent that answers. It becomes the author of the turn, and ``[[env.agents]]`` defines its
+    weights. Several agents of one role are named ``role/0``, ``role/1``."""
 
 
 class EpisodePolicy:
-    """The model under training, as a rollout sees it, for one episode.
+    """The model under training as a rollout uses it, for one episode.
 
     Several answers may be requested at once (``asyncio.gather``), in any number of conversations. Messages that
-    continue an earlier conversation are read after its tokens, as they were sampled; other messages begin a branch of
-    their own.
+    continue an earlier conversation are appended to the tokens that were sampled in it. Other messages begin a new
+    branch.
     """
 
     def __init__(
@@ -56,21 +58,22 @@ class EpisodePolicy:
         variables: Mapping[str, str] | None = None,
         executor: Executor | None = None,
     ) -> None:
-        """Make the policy of ``episode``. Plain tool functions run in threads of ``executor``; ``None``: in those of
-        the event loop."""
+        """Create the policy of ``episode``. Plain tool functions run in threads of ``executor``; ``None`` means the
+        default executor of the event loop. The other arguments become attributes."""
         self._episode = episode
         self._executor = executor
         self._functions: dict[Callable[..., Any], ToolFunction | DescribedTool] = {}
         self.seed = episode.seed
-        """A seed for draws of the rollout. It differs between the episodes of a run, and is the same in a
-        repetition."""
+        """A seed for random draws of the rollout. It differs between the episodes of a run, and is the same when the
+        run is repeated."""
         self.attempt_kind = attempt_kind
-        """Whether branches may leave this episode later, or it is a branch of an earlier one with the same seed."""
+        """Whether the episode stands alone, may have branches later, or is a branch of an earlier episode with the same
+        seed."""
         self.prompt_ids = tuple(prompt_ids)
-        """The tokens of the row's prompt, chat template applied; empty where rows have none."""
+        """The token ids of the row's prompt, with the chat template applied; empty if the rows have no prompts."""
         self.variables = dict(variables or {})
-        """Environment variables for programs that this episode starts; clients of OpenAI and Anthropic find the episode
-        by them."""
+        """Environment variables for programs that this episode starts. OpenAI's and Anthropic's clients read the
+        address and the key of the episode from them."""
 
     @property
     def base_url(self) -> str:
@@ -79,12 +82,12 @@ class EpisodePolicy:
 
     @property
     def api_key(self) -> str:
-        """The key of this episode at that URL."""
+        """The key that authorizes requests to this episode at :attr:`base_url`."""
         return self._variable("ANTHROPIC_API_KEY")
 
     def _variable(self, name: str) -> str:
-        """Return a variable of the episode's endpoint. Raises :class:`~headrace.base.errors.EpisodeError` if the
-        episode has none."""
+        """Return a variable of the episode's HTTP endpoint. Raises :class:`~headrace.base.errors.EpisodeError` if the
+        episode has no endpoint."""
         if name not in self.variables:
             raise EpisodeError(
                 "this episode cannot be reached over HTTP", remedy="set env.kind = 'rollout' or 'program'"
@@ -92,52 +95,54 @@ class EpisodePolicy:
         return self.variables[name]
 
     async def chat(self, messages: Messages, *, tools: Tools = (), **options: Unpack[Options]) -> Reply:
-        """Return the model's answer to ``messages``, in which it may call ``tools``. Append ``reply.message`` unchanged
-        to the messages to continue.
+        """Return the model's answer to ``messages``. The answer may call ``tools``. To continue the conversation,
+        append ``reply.message`` unchanged to the messages.
 
         Raises :class:`~headrace.base.errors.BudgetSpent` if a budget of the episode is spent, and
         :class:`~headrace.base.errors.RequestError` for a request that the engine cannot serve.
         """
-        offered = [tool if isinstance(tool, Tool) else self._function(tool).tool for tool in tools]
-        return await self._episode.reply(as_messages(messages), offered, _as_options(options))
+        descriptions = [tool if isinstance(tool, Tool) else self._function(tool).tool for tool in tools]
+        return await self._episode.reply(as_messages(messages), descriptions, _as_options(options))
 
     async def sample(self, ids: Sequence[int], **options: Unpack[Options]) -> Reply:
-        """Return the model's answer to these tokens, which are its whole input."""
+        """Return the model's answer to the token ids ``ids``, the complete input of the model."""
         return await self._episode.sample(np.asarray(ids, np.int32), _as_options(options))
 
     async def call_tools(self, message: Message, tools: Sequence[Callable[..., Any]]) -> list[Message]:
-        """Call the functions that ``message`` calls, and return their answers, to be appended to the messages. Plain
-        functions run in a thread; the error of a function is its answer."""
-        functions = {made.tool.name: made for made in map(self._function, tools)}
+        """Call the functions that ``message`` calls, and return their answers as messages to append. Plain functions
+        run in a thread. If a function raises an error, the error text is its answer."""
+        functions = {tool.tool.name: tool for tool in map(self._function, tools)}
         return await call_tools(message, functions, self._executor)
 
     def _function(self, function: Callable[..., Any]) -> ToolFunction | DescribedTool:
-        """Return the described tool of a function, which is made once per episode."""
+        """Return the tool with the description of ``function``. It is created once per episode and then cached."""
         if function not in self._functions:
             self._functions[function] = described(function)
         return self._functions[function]
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a rollout, in place of a number."""
+    """The result of a rollout with details, which a rollout may return in place of a number."""
 
     reward: float | None = None
-    """The reward of the episode; ``None``: the run's reward function decides."""
+    """The reward of the episode; ``None`` if the run's reward function computes it."""
     rewards: Mapping[int, float] = {}
-    """The shares of the reward that single answers earned, by ``reply.turn``."""
+    """The part of the reward that an answer earned, by ``reply.turn``."""
     agent_rewards: Mapping[str, float] = {}
-    """The reward of each agent, by name. Then the answers of an agent are credited with its own reward only, compared
-    with the agents of its role in the group. ``reward`` is used for metrics and filters; unset, it is the mean over
-    agents whose answers carry loss."""
+    """The reward of each agent, by agent name. If set, the answers of an agent are credited only with the agent's own
+    reward, compared with the agents of the same role in the group. ``reward`` is then used for metrics and filters
+    only; if it is unset, it is the mean over the agents whose answers carry loss."""
     trained: Sequence[Reply] | None = None
-    """The answers that carry loss (the others do not, with the reason ``not_chosen``); ``None``: all of them."""
+    """The answers that carry loss; ``None`` means all of them. Answers that are left out carry no loss, for the reason
+    ``not_chosen``."""
     extra: Mapping[int, Mapping[str, str | float]] = {}
-    """Columns about single answers that are shown with the episode, by ``reply.turn``. Where a program asks for the
-    answers and the rollout sees none, :data:`~headrace.rollout.environments.base.LAST` names the last one."""
+    """Columns about an answer that are shown with the episode, by ``reply.turn``. If a program requests the answers and
+    the rollout receives no reply, use :data:`~headrace.rollout.environments.base.LAST` for the last answer."""
 
 
 def _as_options(options: Mapping[str, Any]) -> ChatOptions:
-    """Return options of an answer as a record. Raises :class:`~headrace.base.errors.EpisodeError` for unknown ones."""
+    """Return the options of an answer as a record. Raises :class:`~headrace.base.errors.EpisodeError` for unknown
+    options."""
     try:
         return msgspec.convert(dict(options), ChatOptions)
     except msgspec.ValidationError as error:

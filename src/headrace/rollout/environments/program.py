@@ -1,4 +1,4 @@
-"""Episodes that are run by a program: any command that uses OpenAI's or Anthropic's protocol.
+"""Episodes that are run by a program of the user: any command that uses OpenAI's or Anthropic's protocol.
 
 directory of its own ── task.json        HEADRACE_TASK is its path
   command ── OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys: the session of this episode
@@ -31,39 +31,46 @@ from headrace.base.errors import EnvError, EpisodeError, visible
 from headrace.rollout.scoring.sandbox import user_namespace
 
 KEPT_BYTES = 64 * 2**10
-"""The number of last bytes of its output that are kept."""
+"""The number of bytes at the end of a program's output that are kept."""
 CLOSING_S = 2.0
-"""How long, after the end of the program, its last output may take to arrive."""
+"""How long to wait for the last output after the program has ended, in seconds."""
 TRY_S = 30.0
-"""How long the attempt to enter a namespace may take; it needs some hundredths of a second."""
+"""The time limit for the attempt to enter a user namespace, in seconds. The attempt usually takes some hundredths of a
+second."""
 QUOTED = 600
-"""The number of characters of its last output that an error message quotes."""
+"""The number of characters at the end of a program's error output that an error message quotes."""
 _INTERPRETER = re.compile(r"(python|pypy)[\d.]*|bash|sh|zsh|node|ruby|perl")
-"""The programs whose first argument but flags, if it ends as one of :data:`_SCRIPTS`, is the file to run."""
+"""The names of interpreters. Their first argument that is not one of :data:`_FLAGS` is the file to run, if it has one
+of the endings :data:`_SCRIPTS`."""
 _FLAGS = ("-u", "-B")
-"""Options that take no value, whichever of these programs has them."""
+"""Options of these interpreters that are not followed by a value."""
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".rb", ".pl")
-_APART = (sys.executable, "-I", "-S", "-B", user_namespace.__file__) if sys.platform == "linux" else ()
-"""The command that becomes the program in a namespace in which it cannot read the keys of other episodes."""
+"""The file name endings of scripts."""
+_NAMESPACE_COMMAND = (sys.executable, "-I", "-S", "-B", user_namespace.__file__) if sys.platform == "linux" else ()
+"""The command that enters a user namespace and then executes the program, so that the program cannot read the keys of
+other episodes. Empty on systems without user namespaces."""
 
 
 class Program:
-    """A command that is run once for every episode. It ends with the episode, with all processes that it has started.
+    """A command that is run once for every episode. At the end of the episode all processes that it has started are
+    killed.
 
-    With ``own_namespace``, other programs of its user cannot read its key, where the system has user namespaces.
+    With ``own_namespace``, each program runs in its own user namespace, if the system supports them. Other programs of
+    the same user then cannot read the program's key.
     """
 
     def __init__(self, command: Sequence[str], *, own_namespace: bool = True) -> None:
-        """Find the program that ``command`` begins with; its other words are arguments. Raises
-        :class:`~headrace.base.errors.EnvError` if there is none."""
-        self._command = (*(_APART if own_namespace else ()), find_program(command), *command[1:])
+        """Find the executable that the first word of ``command`` names; the other words are its arguments. Raises
+        :class:`~headrace.base.errors.EnvError` if there is no such executable."""
+        self._command = (*(_NAMESPACE_COMMAND if own_namespace else ()), find_program(command), *command[1:])
 
     async def run(self, row: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
-        """Run the program for a task's ``row``, with these environment variables, and return the JSON object of its
-        last output line, if there is one. Raises :class:`~headrace.base.errors.EpisodeError` if the program fails."""
+        """Run the program for the task ``row`` with the environment variables ``variables``. Return the JSON object on
+        the last line of its output; empty if there is none. Raises :class:`~headrace.base.errors.EpisodeError` if the
+        program fails."""
         async with _task_file(row) as task, _pipe() as (out, out_tail), _pipe() as (err, err_tail):
             environment = program_environment({**variables, "HEADRACE_TASK": str(task)})
-            async with self._running(task.parent, environment, (out, err)) as process:
+            async with self._start(task.parent, environment, (out, err)) as process:
                 code = await process.wait()
             await _wait_closed(out_tail, err_tail)
         if code != 0:
@@ -71,12 +78,12 @@ class Program:
         return _last_json(out_tail.text())
 
     @asynccontextmanager
-    async def _running(
+    async def _start(
         self, directory: Path, variables: Mapping[str, str], outputs: tuple[IO[bytes], IO[bytes]]
     ) -> AsyncIterator[Process]:
-        """Start the program in ``directory``, with its standard output and error written to ``outputs``, and kill its
-        process group after the body. The pipe that it inherits is closed when this process dies, which kills the group
-        too."""
+        """Start the program in ``directory``, with its standard output and error written to ``outputs``, and yield its
+        process. The process group is killed after the body. The program also inherits one end of a pipe: if this
+        process dies, the pipe is closed and the kernel kills the group."""
         read_end, write_end = os.pipe()
         with os.fdopen(read_end) as lifeline, os.fdopen(write_end, "wb"):
             try:
@@ -89,7 +96,7 @@ class Program:
             finally:
                 for output in outputs:
                     output.close()
-            _end_with(lifeline.fileno(), process.pid)
+            _kill_group_on_close(lifeline.fileno(), process.pid)
             try:
                 yield process
             finally:
@@ -100,60 +107,65 @@ class Program:
 
 @asynccontextmanager
 async def _task_file(row: Mapping[str, Any]) -> AsyncIterator[Path]:
-    """Create a file with ``row`` in a directory of its own, which is removed at the end; file operations run in a
-    thread."""
+    """Create a temporary directory with a file that contains ``row``, and yield the path of the file. The directory is
+    removed afterwards. File operations run in a thread."""
 
-    def make() -> Path:
-        """Write the file, and return its path."""
+    def write() -> Path:
+        """Write the file and return its path."""
         task = Path(tempfile.mkdtemp(prefix="headrace-program-"), "task.json")
         task.write_bytes(msgspec.json.encode(row))
         return task
 
-    task = await asyncio.to_thread(make)
+    task = await asyncio.to_thread(write)
     try:
         yield task
     finally:
         await asyncio.to_thread(shutil.rmtree, task.parent, ignore_errors=True)
 
 
-class _Tail(asyncio.Protocol):
-    """The reader of a pipe that keeps only the end of the data written to it, such as a program's output."""
+class _OutputTail(asyncio.Protocol):
+    """An asyncio protocol that reads a pipe and keeps only the end of the data, such as the end of a program's
+    output."""
 
     def __init__(self) -> None:
+        """Create a reader without data. ``closed`` is set when no process can write to the pipe any more."""
         self._kept = bytearray()
         self.closed = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
-        """Append data that were written to the pipe, and drop all but the last :data:`KEPT_BYTES`; asyncio calls it."""
+        """Append ``data`` and drop all but the last :data:`KEPT_BYTES` bytes. asyncio calls this method when data
+        arrives."""
         self._kept += data
         del self._kept[:-KEPT_BYTES]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Record that no process can write to the pipe any more; asyncio calls it."""
+        """Set ``closed``. asyncio calls this method when no process can write to the pipe any more."""
         self.closed.set()
 
     def text(self) -> str:
-        """Return the end of what was written to the pipe, as text."""
+        """Return the last output as text."""
         return self._kept.decode("utf-8", "replace")
 
 
 @asynccontextmanager
-async def _pipe() -> AsyncIterator[tuple[IO[bytes], _Tail]]:
-    """Yield a file to write to, and the end of what is written to it. A program's children may hold the pipe open for
-    longer than the program lives, so the wait for the program must not be a wait for them."""
-    reading, writing = os.pipe()
-    with os.fdopen(writing, "wb") as output, contextlib.ExitStack() as on_error:
-        source = on_error.enter_context(os.fdopen(reading, "rb"))
-        transport, tail = await asyncio.get_running_loop().connect_read_pipe(_Tail, source)
-        on_error.pop_all()  # the transport closes it
+async def _pipe() -> AsyncIterator[tuple[IO[bytes], _OutputTail]]:
+    """Create a pipe. Yield a file to write to and a reader that keeps the end of the written data. Children of a
+    program may keep the pipe open after the program has ended, so the end of the program is never detected by the end
+    of its output."""
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(write_fd, "wb") as output, contextlib.ExitStack() as on_error:
+        source = on_error.enter_context(os.fdopen(read_fd, "rb"))
+        transport, tail = await asyncio.get_running_loop().connect_read_pipe(_OutputTail, source)
+        on_error.pop_all()  # from here on the transport closes the source
         try:
             yield output, tail
         finally:
             transport.close()
 
 
-async def _wait_closed(*tails: _Tail) -> None:
-    """Wait until all output has been read, or for ``CLOSING_S`` if a process holds a pipe open."""
+async def _wait_closed(*tails: _OutputTail) -> None:
+    """Wait until all output has been read, at most ``CLOSING_S`` seconds, because another process may keep a pipe
+    open."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSING_S):
             for tail in tails:
@@ -161,8 +173,8 @@ async def _wait_closed(*tails: _Tail) -> None:
 
 
 def find_program(command: Sequence[str]) -> str:
-    """Return the path of the program that ``command`` begins with. Raises :class:`~headrace.base.errors.EnvError` if
-    there is none."""
+    """Return the path of the executable that the first word of ``command`` names. Raises
+    :class:`~headrace.base.errors.EnvError` if there is none."""
     found = shutil.which(command[0], path=program_environment({})["PATH"])
     if found is None:
         raise EnvError(
@@ -173,16 +185,16 @@ def find_program(command: Sequence[str]) -> str:
 
 
 def refuse_missing_script(command: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.EnvError` where ``command`` gives an interpreter a script that does not
-    exist.
+    """Raise :class:`~headrace.base.errors.EnvError` if ``command`` runs a script with an interpreter and the script
+    does not exist.
 
-    A script behind an option is looked for only behind :data:`_FLAGS`: what follows another one may be its value, such
-    as the commands of ``bash -c``.
+    Only the options in :data:`_FLAGS` are skipped to find the script. The word after any other option may be the value
+    of that option, such as the commands of ``bash -c``.
     """
     script = next((word for word in command[1:] if word not in _FLAGS), "-")
     if script.startswith("-") or not script.endswith(_SCRIPTS) or not _INTERPRETER.fullmatch(Path(command[0]).name):
         return
-    path = program_environment({})["PATH"]  # where a shell looks for a script that is not in its directory
+    path = program_environment({})["PATH"]  # a shell searches the PATH for a script that is not in its directory
     if not Path(script).exists() and shutil.which(script, os.F_OK, path) is None:
         raise EnvError(
             f"env.command: there is no file {visible(script, 200)!r} for {visible(command[0], 200)} to run",
@@ -192,12 +204,13 @@ def refuse_missing_script(command: Sequence[str]) -> None:
 
 
 def exposed_here(*, own_namespace: bool = True) -> list[str]:
-    """Return a warning if programs cannot have user namespaces of their own on this machine, though they should."""
+    """Return a list with one warning if ``own_namespace`` is wanted but programs cannot have user namespaces of their
+    own on this machine; otherwise an empty list."""
     if not own_namespace:
         return []
-    if _APART:
-        tried = subprocess.run(_APART, capture_output=True, text=True, check=False, timeout=TRY_S)
-        refusal = tried.stdout.strip() or tried.stderr.strip().rpartition("\n")[2]
+    if _NAMESPACE_COMMAND:
+        completed = subprocess.run(_NAMESPACE_COMMAND, capture_output=True, text=True, check=False, timeout=TRY_S)
+        refusal = completed.stdout.strip() or completed.stderr.strip().rpartition("\n")[2]
     else:
         refusal = f"{sys.platform} has none"
     if not refusal:
@@ -209,25 +222,27 @@ def exposed_here(*, own_namespace: bool = True) -> list[str]:
 
 
 def with_absolute_files(command: Sequence[str], directory: Path) -> list[str]:
-    """Return ``command`` with the full path of every file of ``directory`` that it names, since a program runs in a
-    directory of its own. A first word without a slash is looked up on the PATH instead."""
+    """Return ``command`` in which every word that names a file in ``directory`` is replaced by the file's full path,
+    because a program runs in a temporary directory. The first word is replaced only if it contains a slash; otherwise
+    it is searched for on the PATH."""
     return [
         str(directory / part) if os.path.isfile(directory / part) and (place or "/" in part) else part
         for place, part in enumerate(command)
     ]
 
 
-def _end_with(lifeline: int, group: int) -> None:
-    """Kill process group ``group`` when the other end of the inherited pipe ``lifeline`` is closed."""
+def _kill_group_on_close(lifeline: int, group: int) -> None:
+    """Kill process group ``group`` when the other end of the inherited pipe ``lifeline`` is closed. On Linux the kernel
+    sends the signal; on other systems this function does nothing."""
     if sys.platform == "linux":
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
+        with contextlib.suppress(ProcessLookupError):  # the group has already ended
             fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _last_json(text: str) -> Mapping[str, Any]:
-    """Return the JSON object on the last line of a program's output; empty if there is none."""
+    """Return the JSON object on the last line of ``text``, a program's output; empty if there is none."""
     last = text.rstrip().rpartition("\n")[2]
     try:
         result = json.loads(last)
@@ -236,20 +251,21 @@ def _last_json(text: str) -> Mapping[str, Any]:
     return result if isinstance(result, dict) else {}
 
 
-def _quoted_output(err_tail: _Tail) -> str:
-    """Return the end of a program's error output, to be appended to an error message; empty if it wrote nothing."""
+def _quoted_output(err_tail: _OutputTail) -> str:
+    """Return the end of a program's error output as a suffix for an error message; empty if the program wrote
+    nothing."""
     text = err_tail.text().strip()
     return f": …{visible(text[-QUOTED:])}" if len(text) > QUOTED else f": {visible(text)}" if text else ""
 
 
 def _exit_text(code: int) -> str:
-    """Return in words how a program ended, by its exit ``code``; a negative one is the number of the signal that killed
-    it."""
+    """Return how a program ended, in words. ``code`` is its exit code; a negative code is the number of the signal that
+    killed it."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed by {signal.strsignal(-code) or f'signal {-code}'}"
 
 
 def _failed(text: str, remedy: str) -> EpisodeError:
-    """Return the error that fails an episode whose program failed, with the problem in ``text``."""
+    """Return the error for an episode whose program failed. ``text`` is the problem."""
     return EpisodeError(f"the program of env.command failed: {text}", remedy=remedy, reason="program_failed")

@@ -1,4 +1,4 @@
-"""The conversion of rows to tasks, with their prompts as tokens."""
+"""The conversion of dataset rows to tasks, with the prompts as token ids."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from headrace.base.types.task import Prompt, Task
 from headrace.rollout.environments.data import Row
 
 _ROLES = ("system", "user", "assistant", "tool", "developer")
+"""The roles that a message of a prompt may have."""
 
 
 class PromptTokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that the conversion of prompts uses."""
+    """The methods of a Hugging Face tokenizer that are needed to convert prompts."""
 
     chat_template: str | None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text."""
+        """Return the token ids of a text."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ids."""
+        """Return the text of token ids."""
         ...
 
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
-        """Return messages as the text that the model reads, with the opening of an answer after them if
-        ``add_generation_prompt``. ``tokenize`` is false: ids would be returned otherwise."""
+        """Return the conversation as the text that the model reads. With ``add_generation_prompt``, the beginning of
+        the next answer follows. ``tokenize`` must be false, because otherwise ids are returned."""
         ...
 
 
 def make_tasks(
     rows: Sequence[Row], column: str, tokenizer: PromptTokenizer, *, source: str, optional: bool = False
 ) -> list[Task]:
-    """Return one task per row, whose prompt is in ``column``. Raises :class:`DataError` with the row (``source``, such
-    as the file, and its number, from 1) and the problem. If prompts are ``optional``, a row without one becomes a task
-    without one, whose environment makes the prompt."""
+    """Return one task per row, with the prompt from ``column``. Raises :class:`DataError` with the problem and the row:
+    ``source``, such as the name of the file, and the number of the row, counted from 1. If prompts are ``optional``, a
+    row without a prompt becomes a task without a prompt, and the environment creates the prompt."""
     return [
         Task(row_index=index, row=row, prompt="", prompt_ids_T=np.zeros(0, np.int32))
         if optional and column not in row
@@ -50,7 +51,7 @@ def make_tasks(
 
 
 def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *, where: str) -> Task:
-    """Return the task of a row, with its prompt as tokens. ``where`` names the row in errors."""
+    """Return the task of one row, with its prompt as token ids. ``where`` names the row in errors."""
     if column not in row:
         raise DataError(
             f"{where}: no column {column!r} (it has: {', '.join(map(str, row))})",
@@ -62,9 +63,9 @@ def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *,
     except DataError:
         raise
     except Exception as error:  # noqa: BLE001 - templates are code of the model directory, and tokenizers refuse in many ways
-        words = f"{type(error).__name__}: {error}"
+        details = f"{type(error).__name__}: {error}"
         raise DataError(
-            f"{where}: tokenizer or chat template refuses the prompt {str(prompt)[:80]!r}: {words}",
+            f"{where}: tokenizer or chat template refuses the prompt {str(prompt)[:80]!r}: {details}",
             remedy="fix that prompt, or the chat template of the model directory",
         ) from None
     if not ids:
@@ -73,7 +74,7 @@ def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *,
 
 
 def _check_prompt(prompt: Any, where: str) -> Prompt:
-    """Return the prompt if it is text or a list of chat messages. Raises :class:`~headrace.base.errors.DataError`
+    """Return ``prompt`` if it is text or a list of chat messages. Raises :class:`~headrace.base.errors.DataError`
     otherwise."""
     if isinstance(prompt, str):
         return prompt
@@ -89,7 +90,7 @@ def _check_prompt(prompt: Any, where: str) -> Prompt:
 
 
 def _encode_chat(messages: list[dict[str, Any]], tokenizer: PromptTokenizer, where: str) -> list[int]:
-    """Return the ids of chat messages by the model's template, with the beginning of an answer."""
+    """Return the token ids of chat messages, rendered by the model's template, with the beginning of an answer."""
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: chat messages, but the model's tokenizer has no chat template",

@@ -1,4 +1,4 @@
-"""The environments that installed packages offer, by the names of ``env.kind``."""
+"""The registry of environments that installed packages provide, by the names of ``env.kind``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from headrace.base.plugins import Registry
 from headrace.rollout.environments.interface import Env
 
 BUILT_IN = ("single_turn", "env", "rollout", "program", "bridge")
-"""The kinds that Headrace has itself: all but the first run ``env.entry`` or ``env.command``."""
+"""The kinds of environments that Headrace contains. All but the first run the code that ``env.entry`` or
+``env.command`` names."""
 
 
 def _problem(made: Any) -> str | None:
-    """Return why an object of an installed package is not an environment; ``None`` if it is."""
+    """Return why an object of an installed package is not an environment; ``None`` if it is an environment."""
     if isinstance(made, type) and issubclass(made, Env):
         return None
     if inspect.iscoroutinefunction(made) and len(inspect.signature(made).parameters) >= 2:
@@ -24,8 +25,8 @@ def _problem(made: Any) -> str | None:
 
 
 ENVIRONMENTS = Registry[Callable[..., Any]](group="headrace.environments", setting="env.kind", check=_problem)
-"""Classes and functions of installed packages, like those that ``env.entry`` names. They are called with
-``env.options``."""
+"""Classes and functions of installed packages, of the same kinds that ``env.entry`` may name. They are called with
+``env.options`` as arguments."""
 
 
 def _no_settings(made: Any) -> str | None:
@@ -34,5 +35,5 @@ def _no_settings(made: Any) -> str | None:
 
 
 ENV_OPTIONS = Registry[type[Section]](group="headrace.env_options", setting="env.kind", check=_no_settings)
-"""The options that an environment of an installed package takes, as a section of settings, by the environment's name.
-Where there is one, ``env.options`` are checked against it when the run file is read."""
+"""For environments of installed packages: the section of settings that describes the options, by the environment's
+name. If an environment has such a section, ``env.options`` are validated against it when the run file is read."""

@@ -1,4 +1,4 @@
-"""A scripted model for checks of environments: it has no weights and no tokens."""
+"""A scripted model for checks of environments. It has no weights: each answer comes from a function."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from headrace.base.types.tokens import IntColumn
 from headrace.rollout.environments.base import AS_THE_RUN, AnswerPiece, OnPiece
 
 REPORT = "headrace-report"
-"""The agent name under which the check's own code reports: the content of the message is the report."""
+"""The agent name under which the check's own code sends reports. The content of the message is the report."""
 _KEY = EpisodeKey(0, 0)
+"""The key of every scripted episode."""
 _BLOCK = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
+"""A pattern for a text that is one fenced code block."""
 _ANSWERS = ("answer", "solution", "target", "expected", "ground_truth", "label")
-"""The usual names of columns with the right answer."""
+"""The usual names of columns that contain the right answer."""
 
 
 def right_answer(row: Mapping[str, Any]) -> str:
-    """Return the right answer of a row of the dataset as text, found by the names of columns; 42 if the row has
-    none."""
+    """Return the right answer of a dataset row as text, from the column that :func:`has_right_answer` looks for. The
+    result is "42" if the row has no such column."""
     name = _answer_column(row)
     return "42" if name is None else str(row[name])
 
@@ -36,8 +38,8 @@ def has_right_answer(row: Mapping[str, Any]) -> bool:
 
 
 def _answer_column(row: Mapping[str, Any]) -> str | None:
-    """Return the name of the column with the right answer of a row: one of the usual names, or the only plain value
-    beside the prompt; ``None`` if there is no such column."""
+    """Return the name of the column that contains the right answer of a row: a column with one of the usual names, or
+    the only column with a plain value besides the prompt. ``None`` if there is no such column."""
     if any(name in row for name in _ANSWERS):
         return next((name for name in _ANSWERS if row.get(name) is not None), None)
     plain = [name for name, value in row.items() if name != "prompt" and isinstance(value, str | int | float)]
@@ -45,8 +47,8 @@ def _answer_column(row: Mapping[str, Any]) -> str | None:
 
 
 def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
-    """Return the answer of a script that calls each tool once, with arguments that fit it, then gives the right
-    answer. A tool that takes nothing but a command gets the one in the right answer."""
+    """Return the next answer of a script that calls each tool once with valid arguments, and then gives the right
+    answer. If the only argument of a tool is a command, the command is the code block of the right answer."""
     if index >= len(tools):
         return Message(role="assistant", content=right_answer(row))
     tool = tools[index]
@@ -59,8 +61,8 @@ def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -
 
 
 def _wrong_calls(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
-    """Return the answer of a script that calls a tool that does not exist, and one with wrong arguments, then
-    answers."""
+    """Return the next answer of a script that makes invalid calls: a call of a tool that does not exist, and calls with
+    wrong arguments. Then it answers without calls."""
     if index or not tools:
         return Message(role="assistant", content="ok")
     calls = (
@@ -72,12 +74,12 @@ def _wrong_calls(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> M
 
 
 def _always(text: Callable[[str], str]) -> Script:
-    """Return a script whose every answer is ``text`` of the row's right answer."""
+    """Return a script in which every answer is ``text`` applied to the row's right answer."""
     return lambda row, tools, index: Message(role="assistant", content=text(right_answer(row)))
 
 
 Script = Callable[[Mapping[str, Any], Sequence[Tool], int], Message]
-"""A function from the row, the offered tools and the number of answers so far to the next answer."""
+"""A function that returns the next answer, given the row, the offered tools and the number of answers so far."""
 SCRIPTS: Mapping[str, Script] = {
     "the row's answer": _always(lambda answer: answer),
     "the row's answer in words": _always(
@@ -89,11 +91,11 @@ SCRIPTS: Mapping[str, Script] = {
     "something else": _always(lambda _: "I do not know. 7 ⟪é☃⟫ </answer> ```python\nprint(1)\n```"),
     "very much": _always(lambda _: "very " * 5000),
 }
-"""The scripts by a description of their answers."""
+"""The scripts, by a description of their answers."""
 
 
 def example(schema: Mapping[str, Any]) -> Any:
-    """Return an example that a JSON schema allows.
+    """Return an example value that a JSON schema allows.
 
     >>> example({"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]})
     {'a': 2}
@@ -117,30 +119,30 @@ class ScriptedEpisode:
     row: Mapping[str, Any]
     """The row that is attempted."""
     script: Script
-    """The function that makes the answers."""
+    """The function that creates the answers."""
     seed: int
-    """The seed for the environment's own draws."""
+    """The seed for the environment's own random draws."""
     max_answers: int
     """The largest number of answers; a request after the last one raises
     :class:`~headrace.base.errors.BudgetSpent`."""
     clock: Clock
-    """The clock by which the environment's own time is measured."""
+    """The clock that measures the environment's own time."""
     key: EpisodeKey = _KEY
     """The group and the number of the episode."""
     attempt_kind: AttemptKind = AttemptKind.ALONE
-    """No branches leave the attempt."""
+    """Always ``ALONE``: a scripted episode has no branches."""
     requests: list[tuple[Message, ...]] = field(default_factory=list)
     """The messages of each request."""
     tools: dict[str, Tool] = field(default_factory=dict)
     """All tools that were offered, by name."""
     reports: list[str] = field(default_factory=list)
-    """The reports of the check's own code."""
+    """The reports that the check's own code has sent."""
     own_s: list[float] = field(default_factory=list)
     """The time that the environment's own code took before each request but the first, in seconds."""
     was_spent: bool = False
     """Whether the environment requested more answers than ``max_answers``."""
     _answered_s: float = -1.0
-    """The clock's time when the last answer was given; -1 before the first."""
+    """The clock's time when the last answer was returned; -1 before the first answer."""
 
     async def reply(
         self,
@@ -157,15 +159,15 @@ class ScriptedEpisode:
         return self._next(tuple(messages), tools, on_piece)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
-        """Return the script's answer to a prompt in tokens."""
+        """Return the script's answer to a prompt of token ids."""
         return self._next((Message(role="user", content=str(prompt_ids_T.tolist())),), (), None)
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-        """Return the number of characters of the messages, each of which counts as a token."""
+        """Return the number of characters of the messages. Each character counts as one token."""
         return sum(len(message.content) for message in messages)
 
     def spell(self, token: int) -> str:
-        """Return the text of a token: tokens of this episode are code points of characters."""
+        """Return the character whose code point is ``token``."""
         return chr(token)
 
     def restart(self) -> None:
@@ -174,7 +176,7 @@ class ScriptedEpisode:
         self.own_s.clear()
 
     def _next(self, messages: tuple[Message, ...], tools: Sequence[Tool], on_piece: OnPiece | None) -> Reply:
-        """Return the script's next answer, and measure the time that the environment took since the last one."""
+        """Return the script's next answer, and record the time that the environment took since the last one."""
         now_s = self.clock.now()
         if self._answered_s >= 0:
             self.own_s.append(now_s - self._answered_s)
@@ -194,7 +196,7 @@ class ScriptedEpisode:
         return reply
 
     def _reply(self, message: Message) -> Reply:
-        """Return a scripted message as a reply, with one token for each character."""
+        """Return a scripted message as a reply, with one token per character."""
         ids = tuple(map(ord, message.content)) or (0,)
         return Reply(
             message=message,

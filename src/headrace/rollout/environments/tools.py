@@ -1,4 +1,5 @@
-"""Tools from functions: their schemas from types and docstrings, and their calls.
+"""Tools that the model may call: this module derives their descriptions from the types and docstrings of functions, and
+executes calls.
 
 def add(a: int, b: int = 0) -> int:
     '''Add two numbers.
@@ -29,14 +30,15 @@ from headrace.base.types.chat import Message, Tool, ToolCall
 
 T = TypeVar("T")
 _ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
+"""A pattern for one line of the ``Args:`` section of a docstring: the name and the description."""
 
 
 class ToolFunction:
-    """A function of the user that the model may call, with its description for the model."""
+    """A function of the user as a tool that the model may call, with its description for the model."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Describe a function. Raises :class:`~headrace.base.errors.EnvError` if its parameters lack names or usable
-        types."""
+        """Derive the description from the signature and the docstring of ``function``. Raises
+        :class:`~headrace.base.errors.EnvError` if its parameters lack names or usable types."""
         self._function = function
         self._is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
         description, arguments = _read_docstring(inspect.getdoc(function) or "")
@@ -50,8 +52,8 @@ class ToolFunction:
         """The description of the tool for the model."""
 
     async def __call__(self, call: ToolCall, executor: Executor | None = None) -> Message:
-        """Call the function, and return its answer: the returned value, or the problem with the call or in the
-        function. A plain function runs in ``executor``."""
+        """Call the function with the arguments of ``call``, and return its answer as a message: the returned value, or
+        the error in the call or in the function. A plain function runs in ``executor``."""
         try:
             given = self._arguments.model_validate_json(call.arguments or "{}", strict=False)
         except pydantic.ValidationError as error:
@@ -71,25 +73,25 @@ class ToolFunction:
 
 
 class DescribedTool:
-    """A tool with a description of its own, such as one of an MCP server, whose calls are passed on as the model has
-    written them."""
+    """A tool that already has a description, such as a tool of an MCP server. Its calls are passed on unchanged."""
 
     def __init__(self, tool: Tool, answer: Callable[[ToolCall], Awaitable[Message]]) -> None:
-        """Offer ``tool``. ``answer`` returns the answer to a call of it; what it raises ends the episode."""
+        """Create a tool with the description ``tool``. ``answer`` returns the answer to a call; an error that it raises
+        ends the episode."""
         self.tool = tool
         """The description of the tool for the model."""
         self._answer = answer
 
     async def __call__(self, call: ToolCall, executor: Executor | None = None) -> Message:
-        """Return the answer to a call. It needs no thread of ``executor``."""
+        """Return the answer to a call. ``executor`` is not used."""
         return await self._answer(call)
 
 
 async def call_tools(
     message: Message, tools: Mapping[str, ToolFunction | DescribedTool], executor: Executor | None = None
 ) -> list[Message]:  # fmt: skip
-    """Return the answers to the calls in ``message``, made one after the other. ``tools`` are the functions by name;
-    plain ones run in ``executor``. A call of an unknown tool is answered with an error."""
+    """Execute the tool calls in ``message`` one after the other, and return their answers. ``tools`` are the tools by
+    name; plain functions run in ``executor``. The answer to a call of an unknown tool is an error text."""
     answers: list[Message] = []
     for call in message.tool_calls:
         tool = tools.get(call.name)
@@ -101,26 +103,26 @@ async def call_tools(
 
 
 def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFunction | DescribedTool]:
-    """Return the functions, described as tools, and tools that have a description, by name. Raises
-    :class:`~headrace.base.errors.EnvError` if two have the same name."""
-    made = [described(function) for function in functions]
-    found = {tool.tool.name: tool for tool in made}
-    if len(found) < len(made):
-        raise EnvError(f"two tools have one name: {[tool.tool.name for tool in made]}", remedy="rename one of them")
-    return found
+    """Return the given functions as tools, by name. Raises :class:`~headrace.base.errors.EnvError` if two tools have
+    the same name."""
+    tools = [described(function) for function in functions]
+    tools_by_name = {tool.tool.name: tool for tool in tools}
+    if len(tools_by_name) < len(tools):
+        raise EnvError(f"two tools have one name: {[tool.tool.name for tool in tools]}", remedy="rename one of them")
+    return tools_by_name
 
 
 def described(function: Callable[..., Any]) -> ToolFunction | DescribedTool:
-    """Return a function of the user as a tool; one that has a description is returned as it is."""
+    """Return ``function`` as a tool. A :class:`DescribedTool` is returned as it is."""
     return function if isinstance(function, DescribedTool) else ToolFunction(function)
 
 
 def _arguments_model(
     name: str, function: Callable[..., Any], descriptions: Mapping[str, str]
 ) -> type[pydantic.BaseModel]:
-    """Return a pydantic model of a tool's arguments, made from the signature of its function; ``descriptions`` are
-    those of the arguments in its docstring. Raises :class:`~headrace.base.errors.EnvError` for parameters that a call
-    cannot name."""
+    """Return a pydantic model of a tool's arguments, built from the signature of its function. ``descriptions`` are the
+    descriptions of the arguments in the docstring. Raises :class:`~headrace.base.errors.EnvError` for parameters that a
+    call cannot name."""
     try:
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}
@@ -139,12 +141,13 @@ def _arguments_model(
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return the description of the function, and of each argument (the section ``Args:``)."""
+    """Return the description of the function, and the description of each argument (the section ``Args:``), from a
+    docstring."""
     head, _, rest = re.sub(r"\n\s*(Args|Arguments|Parameters):\s*\n", "\n\0", text, count=1).partition("\0")
     arguments: dict[str, str] = {}
     for line in rest.splitlines():
         if line and not line[0].isspace():
-            break  # the next section
+            break  # the next section begins
         if found := _ARGUMENT.match(line):
             arguments[found[1]] = found[2].strip()
     description = re.split(r"\n\s*(?:Returns|Raises|Yields|Examples?):\s*\n", head)[0]
@@ -152,7 +155,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _as_text(returned: Any) -> str:
-    """Return what a tool returned as text: JSON, where it is not a string."""
+    """Return the value that a tool returned as text. A value that is not a string is encoded as JSON."""
     try:
         text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):
@@ -161,21 +164,22 @@ def _as_text(returned: Any) -> str:
 
 
 def _validation_text(problem: Mapping[str, Any]) -> str:
-    """Return one problem that pydantic found in the arguments of a call, in words: the argument and what is wrong."""
+    """Return one validation error of pydantic in words: the name of the argument, and what is wrong with it."""
     place = ".".join(map(str, problem["loc"]))
     return f"{place}: {problem['msg']}" if place else str(problem["msg"])
 
 
 def _failed(call: ToolCall, text: str) -> Message:
-    """Return the answer to a call that could not be made or that failed; the model reads ``text`` as an error."""
+    """Return the answer to a call that could not be executed or that failed. The model reads ``text`` as an error
+    message."""
     text = f"error: {text}"[:2000].encode("utf-8", "replace").decode()
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name, failed=True)
 
 
 async def in_thread(executor: Executor | None, call: Callable[[], T]) -> T:
-    """Return the result of ``call``, which runs in a thread of ``executor``. If the caller is cancelled, wait for the
-    thread before ending: until then the thread, and every object that it uses, is busy."""
-    running = asyncio.get_running_loop().run_in_executor(executor, _outcome, call)
+    """Run ``call`` in a thread of ``executor`` and return its result. If the caller is cancelled, wait for the thread
+    before ending, because until then the thread still uses its objects."""
+    running = asyncio.get_running_loop().run_in_executor(executor, _call_for_future, call)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -186,10 +190,10 @@ async def in_thread(executor: Executor | None, call: Callable[[], T]) -> T:
         raise
 
 
-def _outcome(call: Callable[[], T]) -> T:
-    """Call a function whose result becomes that of a future, and replace ``StopIteration``, which a future cannot
-    hold."""
+def _call_for_future(call: Callable[[], T]) -> T:
+    """Return the result of ``call``, for a future. ``StopIteration`` is replaced by ``RuntimeError``, because a future
+    cannot store ``StopIteration``."""
     try:
         return call()
-    except StopIteration as error:  # a future cannot carry it
+    except StopIteration as error:
         raise RuntimeError(f"StopIteration: {error}") from error

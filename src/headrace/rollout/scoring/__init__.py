@@ -1,4 +1,4 @@
-"""Scoring: rewards, computed in a stage of its own with its own workers and deadlines.
+"""Scoring: the computation of rewards, in worker processes with deadlines.
 
 A new kind of reward is a file here and a member of ``AnyReward``.
 """
@@ -33,7 +33,7 @@ REWARDS = Kinds(
     contract=RewardSection,
     implied={"ref": "function"},
 )
-"""All kinds of rewards, those of installed packages included."""
+"""All kinds of rewards, including the kinds of installed packages."""
 RewardConfig = Annotated[AnyReward, REWARDS]
 
 __all__ = [

@@ -25,79 +25,83 @@ from headrace.base.types.tokens import IntColumn
 
 T = TypeVar("T")
 NEWEST_SHARE = 0.02
-"""The weight of the newest call in the mean time of a grader's calls."""
+"""The weight of the newest call in the running mean of a grader's call times."""
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True):
     """The result of scoring one completion."""
 
     reward: float | None
-    """The reward; ``None``: none, for the reason in ``failure``, or because the function returned ``None``."""
+    """The reward. ``None`` if there is none, because scoring failed (see ``failure``) or because the function returned
+    ``None``."""
     failure: str = ""
-    """``reason: description``; empty if scoring did not fail."""
+    """``reason: description`` if scoring failed; empty otherwise."""
     parts: dict[str, float] = {}
-    """The components of the reward by name: clamped, not weighted."""
+    """The values of the reward's components by name, clamped but not weighted."""
     calls: dict[str, tuple[str, ...]] = {}
-    """For each component by name, the failure of each call; empty for a call that succeeded. Components that count as
-    their default are included."""
+    """For each component by name, the failure of each of its calls; the text is empty for a call that succeeded. Failed
+    components whose ``default`` is used are included."""
     extra: dict[str, Any] = {}
-    """The columns that reward functions added with ``log_extra``."""
+    """The columns that reward functions logged with ``log_extra``."""
     metrics: dict[str, tuple[float, ...]] = {}
-    """The values that reward functions passed to ``log_metric``; for a group that is scored at once, with its first
-    completion."""
+    """The values that reward functions logged with ``log_metric``. If a group is scored at once, they are in the result
+    of its first completion."""
 
     def beside(self, earlier: Graded) -> Graded:
-        """Return this result, with the components, calls, columns and metrics of the result ``earlier`` before its
-        own."""
+        """Return a copy of this result that also contains the components, calls, columns and metrics of ``earlier``.
+        The reward and the failure of this result are kept."""
         return msgspec.structs.replace(
             self,
             parts={**earlier.parts, **self.parts},
-            calls=_merged(earlier.calls, self.calls),
+            calls=_merge(earlier.calls, self.calls),
             extra={**earlier.extra, **self.extra},
-            metrics=_merged(earlier.metrics, self.metrics),
+            metrics=_merge(earlier.metrics, self.metrics),
         )
 
 
-def _merged(first: Mapping[str, tuple[T, ...]], second: Mapping[str, tuple[T, ...]]) -> dict[str, tuple[T, ...]]:
-    """Return the values of both mappings by name; where both have a name, those of ``first`` come first."""
+def _merge(first: Mapping[str, tuple[T, ...]], second: Mapping[str, tuple[T, ...]]) -> dict[str, tuple[T, ...]]:
+    """Return both mappings as one. If both contain a name, the values of ``first`` come before the values of
+    ``second``."""
     return {name: (*first.get(name, ()), *second.get(name, ())) for name in {**first, **second}}
 
 
 class ScoringContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Information for scorers besides the task and the text of the completions."""
+    """Information for scorers in addition to the task and the text of the completions."""
 
     completion_ids: tuple[IntColumn, ...] = ()
-    """The tokens of each completion as they were sampled, a stop token included."""
+    """The token ids of each completion as they were sampled, including a stop token."""
     trainer: TrainerState = msgspec.field(default_factory=TrainerState)
     """The progress of the run."""
 
     def at(self, index: int) -> ScoringContext:
-        """Return the context of one completion, that at ``index``."""
+        """Return the context of the single completion with the index ``index``."""
         return msgspec.structs.replace(self, completion_ids=self.completion_ids[index : index + 1])
 
 
 NO_CONTEXT = ScoringContext()
-"""The context without any information."""
+"""A context without any information."""
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
     """The result of scoring several completions."""
 
     rewards: tuple[float | None, ...]
-    """One reward per completion; ``None``: the function asks not to count the completion."""
+    """One reward per completion; empty if scoring failed. ``None`` means that the function wants the completion to be
+    left out."""
     failure: str = ""
-    """``reason: description`` if there are no rewards: ``reward_error``, ``reward_nan``, ``reward_timeout`` or
-    ``reward_crashed``."""
+    """``reason: description`` if scoring failed; empty otherwise. The reason is ``reward_error``, ``reward_nan``,
+    ``reward_timeout`` or ``reward_crashed``."""
     graded: tuple[Graded, ...] = ()
-    """One result per completion, for a reward of several components, of which only some may fail."""
+    """One result per completion, for a reward of several components, some of which may fail alone; empty otherwise."""
     metrics: dict[str, tuple[float, ...]] = {}
-    """The values that the function passed to ``log_metric``, by name."""
+    """The values that the function logged with ``log_metric``, by name."""
     extra: tuple[dict[str, Any], ...] = ()
-    """The values that it passed to ``log_extra``: the columns of each completion; empty if there are none."""
+    """The values that the function logged with ``log_extra``, as the columns of each completion; empty if there are
+    none."""
 
     def of(self, index: int) -> Graded:
-        """Return the result for one completion, that at ``index``. The metrics, which belong to no single completion,
-        are in the first one's."""
+        """Return the result for the completion with the index ``index``. Metrics belong to no single completion, and
+        are part of the result with index 0."""
         if self.graded:
             return self.graded[index]
         extra = self.extra[index] if self.extra else {}
@@ -108,75 +112,78 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ContextField = Literal["completion_ids", "trainer"]
-"""The fields of :class:`ScoringContext`; each is sent only to scorers that use it."""
+"""The name of a field of :class:`ScoringContext`. A field is sent only to scorers that use it."""
 
 
 class Scorer(Protocol):
-    """A scorer of completions. It never raises for an error of a reward function."""
+    """A scorer of completions. It returns an error of a reward function as a failure, and raises no exception for
+    it."""
 
     @property
     def by_group(self) -> bool:
-        """Whether it scores all completions of a group at once."""
+        """Whether the scorer needs all completions of a group in one call."""
         ...
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
-        """Score completions of ``task``: one, or a whole group where :attr:`by_group` is true."""
+        """Return the scores of ``completions`` of ``task``: one completion, or all completions of a group if
+        :attr:`by_group` is true."""
         ...
 
 
 class TurnScorer(Protocol):
-    """A scorer of the turns of an episode in progress. It never raises for an error of a reward."""
+    """A scorer of the turns of an episode in progress. It returns an error of a reward as a failure, and raises no
+    exception for it."""
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Graded:
-        """Return the process rewards of one turn: of its ``text``, after ``history``, the text that the model had read.
-        ``turn`` is the number of the turn in the episode."""
+        """Return the process reward of one turn. ``text`` is the text of the turn, ``history`` is the text that the
+        model read before it, and ``turn`` is the number of the turn in the episode."""
         ...
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of all components in order, those that score whole episodes included."""
+        """The names of all components in order, including components that score whole episodes."""
         ...
 
     def over_turns(self, turns: Sequence[Graded]) -> list[float]:
-        """Return the share of each turn in the reward of the episode, from the results of :meth:`score_turn` in order.
-        None of the turns may have failed."""
+        """Return the part of the episode's reward that each turn earned. ``turns`` are the results of
+        :meth:`score_turn` in order, none of which may have failed."""
         ...
 
     def parts_of_turns(self, turns: Sequence[Graded]) -> dict[str, float]:
-        """Return the value of each component over all turns of an episode, by name, from the results of
-        :meth:`score_turn`."""
+        """Return the value of each component over all turns of an episode, by name. ``turns`` are the results of
+        :meth:`score_turn` in order."""
         ...
 
 
 class CallTimes:
-    """The mean time of a grader's calls, where newer calls count more."""
+    """The running mean of the durations of a grader's calls. Newer calls have more weight."""
 
     def __init__(self) -> None:
-        """Begin without a call."""
+        """Create a mean without any call."""
         self.mean_s = math.inf
-        """The mean in seconds; infinite before the first call."""
+        """The mean duration in seconds; infinite before the first call."""
         self._clock = RealClock()
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Count the time of the body as that of a call."""
+        """Measure the duration of the body and include it in the mean."""
         start_s = self._clock.now()
         try:
             yield
         finally:
             seconds = self._clock.now() - start_s
-            known = math.isfinite(self.mean_s)
-            self.mean_s = self.mean_s + NEWEST_SHARE * (seconds - self.mean_s) if known else seconds
+            has_mean = math.isfinite(self.mean_s)
+            self.mean_s = self.mean_s + NEWEST_SHARE * (seconds - self.mean_s) if has_mean else seconds
 
 
 @runtime_checkable
 class TimedGrader(Protocol):
-    """A grader that measures its calls, so that several of them can be ordered at once while they are short."""
+    """A grader that measures its calls. If its calls are short, several of them are sent to its worker in advance."""
 
     times: CallTimes
-    """The times of its calls, without any wait before them."""
+    """The durations of its calls, without the time in the queue."""
 
     async def score_each(self, requests: Sequence[ScoreCompletions], on_start: Callable[[], None]) -> list[Scores]:
         """Score requests of one completion each, one after the other, and return the scores of each. A grader that
@@ -186,19 +193,19 @@ class TimedGrader(Protocol):
 
 
 class Grader(Protocol):
-    """The part of a scoring worker that computes one component of the reward."""
+    """The object in a scoring worker that computes one component of the reward."""
 
     by_group: bool
-    """Whether it scores all completions of a group at once."""
+    """Whether the grader needs all completions of a group in one call."""
 
     @property
     def wants(self) -> frozenset[ContextField]:
-        """The fields of :class:`ScoringContext` that it uses; only these are sent to it."""
+        """The fields of :class:`ScoringContext` that the grader uses. Only these fields are sent to it."""
         ...
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
-        """Score the completions of a request; every error becomes a failure. ``on_start`` is called, from any thread,
-        when the call begins after its wait in the queue: its time counts from then on."""
+        """Return the scores of the completions in ``request``. Every error becomes a failure. ``on_start`` is called,
+        from any thread, when the call leaves the queue and begins; the time limit counts from then on."""
         ...
 
 
@@ -206,40 +213,42 @@ class RewardSection(Section):
     """The settings that all components of a reward share."""
 
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
-    """The name in metrics, causes and the trace; unset: its kind."""
+    """The name of the component in metrics, failure causes and the trace; unset: its kind."""
     weight: float = 1.0
-    """The factor of the component in the sum; 0: it is only measured."""
+    """The factor of the component in the sum. With 0 the component is measured but does not change the reward."""
     clamp: tuple[float, float] | None = None
-    """The least and the greatest value, to which the value is limited before it is weighted. Unset: no limit."""
+    """The smallest and the largest value. The component's value is limited to this range before it is weighted. Unset:
+    no limit."""
     optional: bool = False
-    """Whether a failure counts as ``default``, with a warning, instead of failing its episode."""
+    """Whether a failure of this component counts as ``default``, with a warning, instead of failing the episode."""
     default: float | None = None
     """The value of an optional component that fails."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """The longest time of a call, without its wait in the queue. A call that takes longer fails; the worker of a
-    component that computes is replaced."""
+    """The time limit of a call in seconds, without the time in the queue. A call that takes longer fails. If the
+    component computes in the worker, the worker is replaced."""
     retries: int = Field(default=0, ge=0)
-    """How often a failed call is made again, after 0.5 s, 1 s, 2 s, ..."""
+    """How often a failed call is repeated, after 0.5 s, 1 s, 2 s, ..."""
     workers: int = Field(default=1, ge=1)
-    """The number of processes of this component."""
+    """The number of worker processes of this component."""
     concurrency: int = Field(default=256, ge=1)
-    """The most calls at once in each process; of components that compute, at most 16."""
+    """The largest number of concurrent calls in each worker process; at most 16 for a component that computes in
+    threads."""
     by_turn: bool = False
-    """Whether every turn of the policy is scored while the episode is still running, instead of the last one at its
-    end."""
+    """Whether every turn of the policy is scored while the episode is still running, instead of only the last turn at
+    the end of the episode."""
     over_turns: Literal["mean", "sum", "min", "last"] = "mean"
     """How the scores of the turns are combined into the reward of the episode."""
 
     @property
     def label(self) -> str:
-        """The name of the component, by which metrics and errors call it."""
+        """The name of the component in metrics and errors."""
         kind: str = self.model_dump(include={"kind"})["kind"]
         return self.name or kind
 
     @pydantic.model_validator(mode="after")
-    def _has_a_default(self) -> Self:
-        """Refuse an optional component without a default, a range without width, and a mean over turns that are not
-        scored."""
+    def _settings_are_consistent(self) -> Self:
+        """Refuse an optional component without a default, an empty clamp range, and ``over_turns`` without
+        ``by_turn``."""
         if self.optional != (self.default is not None):
             wrong = "optional=true without a default" if self.optional else f"default={self.default:g} without optional"
             raise ConfigError(
@@ -258,20 +267,20 @@ class RewardSection(Section):
         return self
 
     def clamped(self, value: float) -> float:
-        """Return ``value``, a completion's, limited to the range ``clamp``."""
+        """Return ``value``, the component's value for a completion, limited to the range ``clamp``."""
         return value if self.clamp is None else min(max(value, self.clamp[0]), self.clamp[1])
 
     def columns(self) -> dict[str, str]:
-        """Return the columns that every row must have, by name, as far as they are known without running user code.
-        Each value names the setting or parameter that reads the column, for error messages."""
+        """Return the columns that every row must have, as far as they can be determined without running user code. Keys
+        are the names of the columns. Values name the setting or parameter that reads the column, for error messages."""
         return {}
 
     def check(self) -> Self:
-        """Validate the settings before any process starts, and return the section with the values found. Raises a
-        :class:`~headrace.base.errors.HeadraceError` for a component that would fail."""
+        """Validate the settings before any process starts, and return the section, with paths resolved. Raises a
+        :class:`~headrace.base.errors.HeadraceError` for a component that could not work."""
         return self
 
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
-        """Return the grader of this component. It is called in the scoring worker that runs it; ``executor`` is for
+        """Return the grader of this component. The scoring worker that runs the grader calls this. ``executor`` runs
         calls that block."""
         raise NotImplementedError

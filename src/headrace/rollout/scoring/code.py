@@ -1,4 +1,4 @@
-"""Rewards for code: the model's program is run against the tests of its row, each test in a fresh process of the
+"""Rewards for code: the program in a completion is run on the tests of its row. Each test runs in a new process of the
 sandbox."""
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from headrace.rollout.scoring.sandbox import Finished, Reason, SandboxLimits, ru
 from headrace.rollout.scoring.sandbox.base import MIB
 
 WALL_PER_CPU = 3
-"""The wall-clock time of a test, as a multiple of its processor time."""
+"""The wall-clock time limit of a test, as a multiple of its processor time limit."""
 MAX_CODE = 200_000
-"""The most characters of an answer that are run; a longer answer earns 0."""
+"""The largest number of characters of code that is run. A longer answer earns 0."""
 MAX_VALUE = 100_000
-"""The most characters of a returned value that are compared."""
+"""The largest number of characters of a printed value that is compared."""
 _BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)```", re.DOTALL)
+"""A pattern for a code block in triple backquotes: its language and its content."""
 
 
 class CodeReward(RewardSection):
-    """The share of the row's tests that the code in the completion passes (or all of them, or nothing).
+    """The fraction of the row's tests that the code in the completion passes. Without ``partial`` it is 1 if the code
+    passes all tests, and 0 otherwise.
 
-    The code is the last block in triple backquotes, a Python one if there is any; without a block, the whole
-    completion. A column of tests holds a list (or JSON text of one) of
+    The code is the last Python block in triple backquotes, or the last block of another language, or the whole
+    completion if there is no block. The column of tests contains a list, or the JSON text of a list, of
 
     - ``{"stdin": "1 2", "stdout": "3"}``: the input and the expected output of the program; white space at line ends
       and at the end does not count; also ``{"inputs": [...], "outputs": [...]}`` for the whole column;
     - ``{"call": "add(1, 2)", "returns": 3}``: an expression, and its expected value after the code has run;
     - ``"assert add(1, 2) == 3"``: statements that must not raise.
 
-    The expected results of the first two never enter the sandbox. Statements run beside the code, which could tamper
-    with them: prefer the others if a model may learn to.
+    The expected results of the first two kinds never enter the sandbox. Statements run in the same process as the code,
+    which could tamper with them. Prefer the first two kinds if a model may learn to do so.
     """
 
     kind: Literal["code"] = "code"
@@ -50,25 +52,25 @@ class CodeReward(RewardSection):
     tests_column: str = "tests"
     """The column with the tests."""
     partial: bool = True
-    """Whether each test counts by itself; if not, all of them must pass."""
+    """Whether the reward is the fraction of passed tests. If not, all tests must pass."""
     max_tests: int = Field(default=10, ge=1)
-    """The most tests that are run: the first ones."""
+    """The largest number of tests that are run. The first tests of the row are used."""
     cpu_s: int = Field(default=5, ge=1)
-    """The processor time of one test, in seconds. Its wall-clock time may be three times as long, since
-    other processes compute too."""
+    """The processor time limit of one test, in seconds. Its wall-clock time may be three times as long, because other
+    processes use the processors too."""
     memory_mb: int = Field(default=512, ge=64)
-    """The memory of one test, in MiB."""
+    """The memory limit of one test, in MiB."""
     may_lack: tuple[str, ...] = ("user",)
-    """Guards of the sandbox that this system may refuse: ``user``, ``files``, ``network``, ``processes``, ...; a run
-    does not start if another one is missing. Only root can start a process as another user (``user``)."""
+    """Guards of the sandbox that this system may refuse: ``user``, ``files``, ``network``, ``processes``, ... If any
+    other guard is missing, the run does not start. Only root can start a process as another user (``user``)."""
     timeout_s: float = Field(default=180.0, gt=0)
-    """The longest time for all tests of one completion."""
+    """The time limit for all tests of one completion together, in seconds."""
     concurrency: int = Field(default=4, ge=1, le=16)
-    """The most completions that are tested at once in each worker."""
+    """The largest number of completions that are tested at once in each worker."""
 
     @pydantic.model_validator(mode="after")
-    def _tests_fit(self) -> Self:
-        """Refuse a ``timeout_s`` that the longest tests could exceed."""
+    def _timeout_fits_tests(self) -> Self:
+        """Refuse a ``timeout_s`` that is shorter than the longest possible time of all tests."""
         needed_s = self.max_tests * WALL_PER_CPU * self.cpu_s
         if self.timeout_s < needed_s:
             raise ConfigError(
@@ -79,11 +81,12 @@ class CodeReward(RewardSection):
         return self
 
     def columns(self) -> dict[str, str]:
-        """Return the column of the tests, which every row must have, with the setting that names it."""
+        """Return the column with the tests, which every row must have, and the setting that names it."""
         return {self.tests_column: f"tests_column={self.tests_column!r}"}
 
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
-        """Return a grader that runs tests, after a check that the sandbox works."""
+        """Return a grader that runs tests. Before that, run an empty program to check that the sandbox works. Raises
+        :class:`~headrace.base.errors.EnvError` if it does not."""
         probe = run_python("")
         if not probe.ok:
             raise EnvError(
@@ -93,42 +96,43 @@ class CodeReward(RewardSection):
             )
         refused_guards = {name: why for name, why in missing_guards(probe).items() if name not in self.may_lack}
         if refused_guards:
-            words = "; ".join(f"{name} ({why})" for name, why in refused_guards.items())
+            details = "; ".join(f"{name} ({why})" for name, why in refused_guards.items())
             raise EnvError(
-                f"env.rewards {self.label!r}: the sandbox lacks guards on this system: {words}",
+                f"env.rewards {self.label!r}: the sandbox lacks guards on this system: {details}",
                 remedy=f"allow namespaces to this user, or accept it: may_lack = {[*self.may_lack, *refused_guards]}",
             )
         return BlockingGrader(self.grade, executor)
 
     def grade(self, request: ScoreCompletions) -> float:
-        """Return the share of the tests that the program in the completion passes, from 0 to 1. Without ``partial``, a
+        """Return the fraction of tests that the program in the completion passes, from 0 to 1. Without ``partial``, a
         program that fails any test earns 0."""
         tests = read_tests(column(request, self.tests_column), self.tests_column)[: self.max_tests]
         code = code_in(request.completions[0])
         if not code.strip() or len(code) > MAX_CODE:
             return 0.0
-        passed = 0
+        num_passed = 0
         for test in tests:
             passes = self._passes(code, test)
-            passed += passes
+            num_passed += passes
             if not passes and not self.partial:
                 return 0.0
-        return passed / len(tests)
+        return num_passed / len(tests)
 
     def _passes(self, code: str, test: Any) -> bool:
-        """Return whether the program passes one test, which is text (Python statements), a call with its result, or
-        input with its output."""
+        """Return whether the program ``code`` passes one test. The test is Python statements as text, a call with its
+        expected value, or an input with its expected output."""
         limits = SandboxLimits(wall_s=WALL_PER_CPU * self.cpu_s, cpu_s=self.cpu_s, memory_bytes=self.memory_mb * MIB)
+        # the random marker in the output proves that the program ran to its end
         match test:
             case str():
                 marker = secrets.token_hex(16)
                 files = {"answer.py": code, "test.py": test}
-                finished = _refuse_not_started(run_python(_STATEMENTS, files=files, stdin=marker, limits=limits))
+                finished = _refuse_not_started(run_python(_TEST_PROGRAM, files=files, stdin=marker, limits=limits))
                 return finished.ok and finished.stdout.endswith(marker)
             case {"call": call}:
                 marker = secrets.token_hex(16)
                 files = {"answer.py": code, "call.py": str(call)}
-                finished = _refuse_not_started(run_python(_CALL, files=files, stdin=marker, limits=limits))
+                finished = _refuse_not_started(run_python(_CALL_PROGRAM, files=files, stdin=marker, limits=limits))
                 _, _, value = finished.stdout.rpartition(marker)
                 return finished.ok and marker in finished.stdout and same_value(value, test["returns"])
             case _:
@@ -136,24 +140,27 @@ class CodeReward(RewardSection):
                 return finished.ok and same_text(finished.stdout, str(test["stdout"]))
 
 
-_STATEMENTS = """\
+_TEST_PROGRAM = """\
 import sys
 word, names = sys.stdin.read(), {"__name__": "answer"}
 exec(compile(open("answer.py").read(), "answer.py", "exec"), names)
 exec(compile(open("test.py").read(), "test.py", "exec"), names)
 sys.stdout.write(word)
 """
-_CALL = """\
+"""The program that runs an answer and then the test's statements. It prints the marker from its input only if nothing
+raised an exception."""
+_CALL_PROGRAM = """\
 import sys
 word, names = sys.stdin.read(), {"__name__": "answer"}
 exec(compile(open("answer.py").read(), "answer.py", "exec"), names)
 sys.stdout.write(word + repr(eval(open("call.py").read(), names)))
 """
+"""The program that runs an answer and then prints the marker from its input and the value of the test's expression."""
 
 
 def missing_guards(probe: Finished) -> dict[str, str]:
-    """Return the guards that were missing in the run ``probe``, each with the reason. A network namespace that is
-    missing does not count if the filter of system calls works, which replaces it."""
+    """Return the guards that were missing in the run ``probe``, each with the reason. A missing network namespace is
+    left out if the system call filter works, because the filter also blocks network sockets."""
     missing = dict(probe.missing)
     if "system calls" not in missing:
         missing.pop("network", None)
@@ -161,16 +168,16 @@ def missing_guards(probe: Finished) -> dict[str, str]:
 
 
 def _refuse_not_started(finished: Finished) -> Finished:
-    """Return a finished run. Raises :class:`Unscorable` for one that could not start, which says nothing about the
-    answer."""
+    """Return ``finished`` unchanged. Raises :class:`Unscorable` for a run that could not start, because it says nothing
+    about the answer."""
     if finished.reason is Reason.NOT_STARTED:
         raise Unscorable(f"the sandbox could not start: {finished.detail}", remedy="look at the machine's limits")
     return finished
 
 
 def code_in(completion: str) -> str:
-    """Return the program in an answer: the last Python block in triple backquotes, else the last block, else the whole
-    answer.
+    """Return the program in an answer: the last Python block in triple backquotes, or the last block of another
+    language, or the whole answer if there is no block.
 
     >>> code_in("Like this:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```")
     'print(1)\\n'
@@ -183,13 +190,13 @@ def code_in(completion: str) -> str:
 
 
 def read_tests(cell: Any, name: str) -> list[Any]:
-    """Return the tests in ``cell``, the value of a row's column ``name``, as a list. Raises :class:`Unscorable` if
-    there are none, or one is not a test."""
+    """Return the tests in ``cell``, the value of a row's column ``name``, as a list. Raises :class:`Unscorable` if the
+    list is empty or an element is not a test."""
     if isinstance(cell, str):
         try:
             cell = json.loads(cell)
         except ValueError:
-            cell = [cell]  # one piece of statements
+            cell = [cell]  # the text is not JSON: it is one test of statements
     if isinstance(cell, Mapping) and {"inputs", "outputs"} <= set(cell):
         cell = [{"stdin": i, "stdout": o} for i, o in zip(cell["inputs"], cell["outputs"], strict=False)]
     tests = list(cell) if isinstance(cell, Sequence) else []
@@ -206,28 +213,29 @@ def read_tests(cell: Any, name: str) -> list[Any]:
 
 
 def same_text(given: str, expected: str) -> bool:
-    """Return whether two texts are equal line by line, except for white space at line ends and at the end."""
+    """Return whether two texts are equal line by line, ignoring white space at the end of lines and at the end of the
+    text."""
     lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (given, expected)]
     return lines[0] == lines[1]
 
 
 def same_value(printed: str, expected: Any) -> bool:
-    """Return whether ``printed``, read as a Python literal, equals ``expected``; a list equals a tuple of the same
-    elements. Text of more than ``MAX_VALUE`` characters, or that is no literal, equals nothing."""
+    """Return whether ``printed``, parsed as a Python literal, equals ``expected``. A list equals a tuple with the same
+    elements. The result is ``False`` for text of more than ``MAX_VALUE`` characters, and for text that is not a
+    literal."""
     if len(printed) > MAX_VALUE:
         return False
     try:
         value = ast.literal_eval(printed)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return False
-    return bool(_plain(value) == _plain(expected))
+    return bool(_normalize(value) == _normalize(expected))
 
 
-def _plain(value: Any) -> Any:
-    """Return a value in the form in which values are compared: with a list in place of each tuple, and with text as the
-    keys of each mapping."""
+def _normalize(value: Any) -> Any:
+    """Return a value in a form that can be compared: tuples become lists, and the keys of mappings become text."""
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_normalize(each) for each in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _normalize(each) for key, each in value.items()}
     return value

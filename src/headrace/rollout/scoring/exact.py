@@ -1,4 +1,4 @@
-"""Rewards for answers that must equal the expected text, or one of several texts."""
+"""Rewards for answers that must equal an expected text, or one of several expected texts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from headrace.rollout.scoring.grading import BlockingGrader, column
 
 
 class ExactReward(RewardSection):
-    """1 if the answer in the completion equals the one in the row, 0 if not.
+    """1 if the answer in the completion equals the expected answer of the row, and 0 otherwise.
 
-    The answer is the last match of ``pattern``, or the whole completion; white space at its ends does not count. If the
-    row has a list, any of its elements is right.
+    The answer is the last match of ``pattern``, or the whole completion without a pattern. White space at its ends is
+    ignored. If the row contains a list, each of its elements is a correct answer.
     """
 
     kind: Literal["exact"] = "exact"
     """Selects this reward."""
     answer_column: str = "answer"
-    """The column with the expected answer, or a list of answers."""
+    """The column with the expected answer, or with a list of accepted answers."""
     pattern: str = ""
-    r"""A regular expression whose first group (or whole match) is the answer, such as ``answer is \(?([A-D])``; its
-    last match counts, and no match is 0. Unset: the whole completion."""
+    r"""A regular expression whose first group, or whole match, is the answer, such as ``answer is \(?([A-D])``. The
+    last match is used; without a match the reward is 0. Unset: the whole completion is the answer."""
     ignore_case: bool = False
-    """Whether upper and lower case are equal."""
+    """Whether upper and lower case letters are treated as equal."""
 
     @pydantic.model_validator(mode="after")
     def _pattern_compiles(self) -> Self:
@@ -38,15 +38,15 @@ class ExactReward(RewardSection):
         return self
 
     def columns(self) -> dict[str, str]:
-        """Return the column of the expected answer, which every row must have, with the setting that names it."""
+        """Return the column with the expected answer, which every row must have, and the setting that names it."""
         return {self.answer_column: f"answer_column={self.answer_column!r}"}
 
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
-        """Return a grader that compares text."""
+        """Return a grader that compares texts."""
         return BlockingGrader(self.grade, executor)
 
     def grade(self, request: ScoreCompletions) -> float:
-        """Return 1 if the completion's answer is accepted, else 0.
+        """Return 1 if the answer in the completion is accepted, else 0.
 
         >>> ask = ScoreCompletions(call=0, prompt="", completions=("so the answer is B.",), row={"answer": ["b", "c"]})
         >>> ExactReward(pattern=r"answer is (\\w)", ignore_case=True).grade(ask)
@@ -55,16 +55,17 @@ class ExactReward(RewardSection):
         expected = column(request, self.answer_column)
         given = found(self.pattern, request.completions[0])
         accepted = [str(each) for each in (expected if isinstance(expected, list | tuple) else [expected])]
-        return float(given is not None and self._plain(given) in [self._plain(each) for each in accepted])
+        return float(given is not None and self._normalize(given) in [self._normalize(each) for each in accepted])
 
-    def _plain(self, text: str) -> str:
-        """Return the text in the form in which answers are compared."""
+    def _normalize(self, text: str) -> str:
+        """Return the text in a form that can be compared: without outer white space and, with ``ignore_case``, without
+        upper case."""
         return text.strip().casefold() if self.ignore_case else text.strip()
 
 
 def compiled(pattern: str, what: str) -> re.Pattern[str]:
-    """Return the compiled regular expression. ``what`` names its setting in the error: raises :class:`ConfigError` if
-    it is invalid."""
+    """Return the compiled regular expression ``pattern``. Raises :class:`ConfigError` if it is invalid; ``what`` names
+    its setting in the error."""
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -72,8 +73,8 @@ def compiled(pattern: str, what: str) -> re.Pattern[str]:
 
 
 def found(pattern: str, text: str) -> str | None:
-    """Return the last match of ``pattern`` in ``text``: its first group that matched, or the whole match. Without a
-    pattern, return the text itself; without a match, ``None``."""
+    """Return the last match of ``pattern`` in ``text``: the first group of the match that is not empty, or the whole
+    match. Without a pattern, return the text itself; without a match, return ``None``."""
     if not pattern:
         return text
     match = None

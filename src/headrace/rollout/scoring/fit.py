@@ -1,4 +1,4 @@
-"""The check that rows have the columns that rewards read, before any process starts."""
+"""The check that dataset rows have the columns that rewards read. It runs before any process of the run starts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from headrace.rollout.scoring.reward import split_reference
 from headrace.rollout.scoring.signature import RewardSignature, signature_in
 
 LOOK_S = 120.0
-"""The longest time to import a reward's file, where the parameters of its function cannot be read from the file's
-text."""
+"""The time limit for importing a reward's file, in seconds. The file is imported only if the parameters of its function
+cannot be read from its text."""
 
 
 def columns_for(reward: RewardSection, tasks: Sequence[Task]) -> frozenset[str]:
-    """Return the columns that ``reward`` can rely on: those that every row of ``tasks`` has, or, for an optional
-    reward, which may fail, those that any row has."""
+    """Return the columns that ``reward`` can rely on: columns that every row of ``tasks`` has. For an optional reward,
+    which may fail for single rows, return columns that at least one row has."""
     names = [task.row.keys() for task in tasks]
     return frozenset(set().union(*names) if reward.optional else set(names[0]).intersection(*names[1:]))
 
 
 def refuse_missing_columns(rewards: Sequence[RewardSection], tasks: Sequence[Task], *, thorough: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` or :class:`~headrace.base.errors.EnvError` for a reward that
-    reads a column that rows lack. With ``thorough``, files whose text does not show the parameters of a function are
-    imported, in a separate process."""
+    reads a column that is missing in the rows. With ``thorough``, a file is imported, in a separate process, if its
+    text does not show the parameters of the reward function."""
     functions = [reward for reward in rewards if isinstance(reward, FunctionReward)]
     signatures = {reward.ref: signature_in(*split_reference(reward.ref)) for reward in functions}
     if thorough and (unknown := [ref for ref, signature in signatures.items() if signature is None]):
@@ -48,8 +48,8 @@ def refuse_missing_columns(rewards: Sequence[RewardSection], tasks: Sequence[Tas
 
 
 def _refuse_missing_cells(reward: RewardSection, tasks: Sequence[Task]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for the first row that lacks a column which ``reward`` reads and
-    other rows have."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``reward`` reads a column that some rows have and others
+    lack. The error names the first row without it."""
     for column, reader in reward.columns().items():
         if column in columns_for(reward, tasks) or not any(column in task.row for task in tasks):
             continue
@@ -63,7 +63,8 @@ def _refuse_missing_cells(reward: RewardSection, tasks: Sequence[Task]) -> None:
 
 def _refuse_unknown_columns(reward: RewardSection, columns: frozenset[str]) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if ``reward`` reads a column that no row has. ``columns`` are
-    those that the reward can rely on; a column that only some rows lack was refused before."""
+    the columns that the reward can rely on. :func:`_refuse_missing_cells` has already refused columns that only some
+    rows lack."""
     for column, reader in reward.columns().items():
         if column not in columns:
             raise ConfigError(
@@ -74,8 +75,8 @@ def _refuse_unknown_columns(reward: RewardSection, columns: frozenset[str]) -> N
 
 
 def imported_signatures(references: Sequence[str]) -> dict[str, RewardSignature | None]:
-    """Return the signatures of functions that can be read only by importing their files, which a separate process does
-    as scoring workers will. ``None`` where that takes too long."""
+    """Return the signatures of functions that can be determined only by importing their files. A separate process
+    imports the files, as scoring workers will do later. All values are ``None`` if that takes too long."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "headrace.rollout.scoring.print_signatures", *references],
@@ -89,9 +90,9 @@ def imported_signatures(references: Sequence[str]) -> dict[str, RewardSignature 
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        words = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        text = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         raise EnvError(
-            f"env.reward: the process that imports {', '.join(references)} ended with code {done.returncode}: {words}",
+            f"env.reward: the process that imports {', '.join(references)} ended with code {done.returncode}: {text}",
             remedy="fix the file",
         ) from None
     for each in answer.values():

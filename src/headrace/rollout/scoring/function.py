@@ -12,7 +12,8 @@ from headrace.rollout.scoring.signature import signature_in
 
 class FunctionReward(RewardSection):
     """A reward function: ``reward(completion, **row) -> float | None``, sync or async; or, over a whole group,
-    ``reward(prompts, completions, **columns) -> list``. With ``by_turn`` it may also take ``history`` and ``turn``."""
+    ``reward(prompts, completions, **columns) -> list``. With ``by_turn`` it may also have the parameters ``history``
+    and ``turn``."""
 
     kind: Literal["function"] = "function"
     """Selects this reward."""
@@ -21,18 +22,19 @@ class FunctionReward(RewardSection):
 
     @property
     def label(self) -> str:
-        """The name of the component; by default, that of the function."""
+        """The name of the component; by default the name of the function."""
         return self.name or self.ref.rpartition(":")[2]
 
     def check(self) -> Self:
-        """Check that the function exists, and return the section with the full path of its file."""
+        """Check that the function exists, and return the section with the absolute path of its file."""
         path, name = split_reference(self.ref)
         if (signature := signature_in(path, name)) is not None:
             signature.refuse_form(name, by_turn=self.by_turn)
         return self.model_copy(update={"ref": f"{path.resolve()}:{name}"})
 
     def columns(self) -> dict[str, str]:
-        """Return the parameters that only a column can give a value, as far as the text of the file shows them."""
+        """Return the required parameters whose value can come only from a column of the row, as far as the text of the
+        file shows them."""
         signature = signature_in(*split_reference(self.ref))
         return (
             {}

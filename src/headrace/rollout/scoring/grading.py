@@ -1,4 +1,5 @@
-"""Graders made of plain functions of one completion: their failures become records."""
+"""Graders that call a plain function for one completion. Errors of the function become failures in the returned
+scores."""
 
 from __future__ import annotations
 
@@ -14,19 +15,20 @@ from headrace.rollout.scoring.base import CallTimes, ContextField, Scores
 
 
 class Unscorable(HeadraceError):
-    """A completion cannot be scored for a reason outside of it: the row lacks a value, or a judge cannot be reached."""
+    """A completion cannot be scored for a reason other than its text: for example, the row lacks a value, or a judge
+    cannot be reached."""
 
 
 class BlockingGrader:
-    """A grader of single completions that calls a computing function in a thread, so that the event loop of the scoring
-    worker is not blocked."""
+    """A grader of single completions that calls its function in a thread, so that the event loop of the scoring worker
+    is not blocked."""
 
     by_group = False
     wants: frozenset[ContextField] = frozenset()
 
     def __init__(self, grade: Callable[[ScoreCompletions], float | None], executor: ThreadPoolExecutor) -> None:
-        """Make the grader of ``grade``, which returns the reward of a request's only completion; ``None``: no
-        reward."""
+        """Create a grader that calls ``grade`` in threads of ``executor``. ``grade`` returns the reward of a request's
+        only completion; ``None`` means no reward."""
         self._grade = grade
         self._executor = executor
         self.times = CallTimes()
@@ -44,38 +46,38 @@ class BlockingGrader:
         def call_all() -> list[Scores]:
             """Report that the calls begin, then make them."""
             on_start()
-            return [self._graded(request) for request in requests]
+            return [self._grade_one(request) for request in requests]
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, call_all)
 
-    def _graded(self, request: ScoreCompletions) -> Scores:
+    def _grade_one(self, request: ScoreCompletions) -> Scores:
         """Grade the completion of ``request``; an error becomes a failure."""
         try:
             with self.times.measured():
-                return _checked(self._grade(request))
+                return _scores_of_reward(self._grade(request))
         except BaseException as error:  # noqa: BLE001 - the boundary of graders: their failure is a record
-            return _failed(error)
+            return _scores_of_error(error)
 
 
 async def as_scores(grading: Awaitable[float | None]) -> Scores:
-    """Return the result of grading one completion as scores: every error, and a number that is not finite, becomes a
+    """Await the reward of one completion and return it as scores. An error, or a number that is not finite, becomes a
     failure."""
     try:
-        return _checked(await grading)
+        return _scores_of_reward(await grading)
     except BaseException as error:
         if being_cancelled():
             raise
-        return _failed(error)
+        return _scores_of_error(error)
 
 
-def _checked(value: float | None) -> Scores:
+def _scores_of_reward(value: float | None) -> Scores:
     """Return the reward ``value`` as scores; a number that is not finite becomes a failure."""
     if value is not None and not math.isfinite(value):
         return Scores(rewards=(), failure=f"reward_nan: returned {value}")
     return Scores(rewards=(value,))
 
 
-def _failed(error: BaseException) -> Scores:
+def _scores_of_error(error: BaseException) -> Scores:
     """Return the failure of a completion whose grading has raised ``error``."""
     if isinstance(error, Unscorable):
         return Scores(rewards=(), failure=f"reward_error: {error.problem} ({error.remedy})")
@@ -84,8 +86,8 @@ def _failed(error: BaseException) -> Scores:
 
 
 def column(request: ScoreCompletions, name: str) -> object:
-    """Return the value of the column ``name`` in the row of a request. Raises :class:`Unscorable` if the row has no
-    such column."""
+    """Return the value of the column ``name`` in the request's row. Raises :class:`Unscorable` if the row has no such
+    column."""
     if name not in request.row:
         raise Unscorable(
             f"the row has no column {name!r} (it has: {', '.join(request.row)})", remedy="name the column that it has"

@@ -1,5 +1,6 @@
-"""``python -m headrace.rollout.scoring.print_signatures FILE.py:NAME ...``: print the signatures of reward functions as
-JSON, or the problem with them. It is a separate process, because it runs the files."""
+"""A program that prints the signatures of reward functions as JSON: ``python -m
+headrace.rollout.scoring.print_signatures FILE.py:NAME ...``. It is a separate process, because it executes the user's
+files."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from headrace.rollout.scoring.reward import load_reward
 
 
 def main(references: Sequence[str]) -> None:
-    """Print one line of JSON with a signature, or a problem and its remedy, for each reference."""
+    """Print one line of JSON: for each reference ``FILE.py:NAME``, its signature, or a problem and its remedy."""
     results: dict[str, object] = {}
     with ThreadPoolExecutor(max_workers=1) as executor:
         for reference in references:

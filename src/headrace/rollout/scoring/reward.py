@@ -1,4 +1,5 @@
-"""The loading and calling of a user's reward function, and the values that it logs beside its rewards."""
+"""The loading and calling of a user's reward function, and the values that the function logs in addition to its
+rewards."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from headrace.rollout.scoring.base import CallTimes, ContextField, Scores
 from headrace.rollout.scoring.signature import NOT_COLUMNS, signature_of
 
 LARGEST = float(np.finfo(np.float32).max)
-"""The largest reward; the learner's numbers are float32."""
+"""The largest absolute value of a reward, because the learner computes in float32."""
 
 
 def reward_reference(function: Callable[..., Any]) -> str:
-    """Return ``file.py:name`` of a function, by which a worker process can load it. Raises :class:`EnvError` for a
+    """Return ``file.py:name`` of a function, from which a worker process can load it. Raises :class:`EnvError` for a
     function that is not at the top level of a file."""
     source = _source_file(function)
     name = _name(function)
@@ -43,8 +44,8 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def split_reference(reference: str) -> tuple[Path, str]:
-    """Return the file and the name in ``file.py:name``. It is checked that the file exists and defines the name; its
-    code is not run. Raises :class:`EnvError` otherwise."""
+    """Return the file and the name in ``file.py:name``, after a check that the file exists and defines the name. The
+    code of the file is not run. Raises :class:`EnvError` if the check fails."""
     try:
         return find_in_file(reference, "env.reward")
     except ConfigError as error:
@@ -52,15 +53,15 @@ def split_reference(reference: str) -> tuple[Path, str]:
 
 
 class RewardFunction:
-    """A reward function in any form, sync or async, with the one interface of the scoring stage.
+    """A user's reward function, sync or async, as a :class:`~headrace.rollout.scoring.base.Grader`.
 
     ``reward(completion, **row)`` scores one completion; ``reward(prompts, completions, **columns)`` scores a list, with
     each column of the row repeated for every completion. Both may have the parameters ``completion_ids``,
-    ``trainer_state``, ``log_extra`` and ``log_metric``; the second also gets them in ``**columns``, as in TRL.
+    ``trainer_state``, ``log_extra`` and ``log_metric``; the second form also receives them in ``**columns``, as in TRL.
     """
 
     def __init__(self, function: Callable[..., Any], executor: ThreadPoolExecutor) -> None:
-        """Wrap ``function``; a plain one runs in threads of ``executor``. Raises
+        """Wrap ``function``. A function that is not async runs in threads of ``executor``. Raises
         :class:`~headrace.base.errors.EnvError` for a function that is not a reward function."""
         self._function = function
         self._executor = executor
@@ -75,7 +76,7 @@ class RewardFunction:
 
     @property
     def wants(self) -> frozenset[ContextField]:
-        """The fields of :class:`ScoringContext` that the function's parameters ask for; only these are sent to the
+        """The fields of :class:`ScoringContext` that the function has parameters for. Only these fields are sent to the
         worker."""
         parameters: dict[ContextField, str] = {"completion_ids": "completion_ids", "trainer": "trainer_state"}
         return frozenset(field for field, name in parameters.items() if self.signature.wants(name))
@@ -98,7 +99,7 @@ class RewardFunction:
         def call_all() -> list[tuple[Any, BaseException | None]]:
             """Report that the calls begin, then make them."""
             on_start()
-            return [_outcome(lambda pair=pair: self._call(*pair)) for pair in pairs]  # type: ignore[misc]
+            return [_call_for_future(lambda pair=pair: self._call(*pair)) for pair in pairs]  # type: ignore[misc]
 
         outcomes = await asyncio.get_running_loop().run_in_executor(self._executor, call_all)
         return [await self._finish(*outcome, *pair) for outcome, pair in zip(outcomes, pairs, strict=True)]
@@ -124,37 +125,37 @@ class RewardFunction:
         try:
             if error is None:
                 result = await returned if inspect.isawaitable(returned) else returned
-                scores = _check(result if self.by_group else [result], len(request.completions))
+                scores = _as_scores(result if self.by_group else [result], len(request.completions))
                 metrics = {name: tuple(values) for name, values in log.metrics.items()}
                 return msgspec.structs.replace(scores, metrics=metrics, extra=log.rows())
         except BaseException as raised:
             if being_cancelled():  # user code may raise CancelledError too
                 raise
             error = raised
-        return Scores(rewards=(), failure=f"reward_error: {_in_words(error, _source_file(self._function))}")
+        return Scores(rewards=(), failure=f"reward_error: {_describe_error(error, _source_file(self._function))}")
 
     def _arguments(self, request: ScoreCompletions, log: RewardLog) -> dict[str, Any]:
-        """Return the keyword arguments of the call: columns of the row and the other values that the signature takes. A
-        function by group gets one value per answer."""
+        """Return the keyword arguments of the call: the columns of the row, and the other values that the signature
+        accepts. A function over a group receives a list with one value per completion for each argument."""
         signature = self.signature
         row = {key: value for key, value in request.row.items() if signature.takes(key)}
         ids = [ids_T.tolist() for ids_T in request.completion_ids]
         special: dict[str, Any] = {"trainer_state": request.trainer, "log_extra": log.column, "log_metric": log.metric}
         if not self.by_group:
-            named = {**special, "completion_ids": ids[0] if ids else []}
-            whole: dict[str, Any] = {"prompt": request.prompt}
+            context_values = {**special, "completion_ids": ids[0] if ids else []}
+            task_values: dict[str, Any] = {"prompt": request.prompt}
             if request.turn >= 0:
-                whole |= {"history": request.history, "turn": request.turn}
+                task_values |= {"history": request.history, "turn": request.turn}
             return {
-                **{key: value for key, value in whole.items() if signature.takes(key)},
+                **{key: value for key, value in task_values.items() if signature.takes(key)},
                 **row,
-                **{key: value for key, value in named.items() if signature.wants(key)},
+                **{key: value for key, value in context_values.items() if signature.wants(key)},
                 "completion": request.completions[0],
             }
         count = len(request.completions)
-        conversational = not isinstance(request.prompt, str)
+        is_chat = not isinstance(request.prompt, str)
         completions: list[Any] = list(request.completions)
-        if conversational:
+        if is_chat:
             completions = [[{"role": "assistant", "content": text}] for text in request.completions]
         columns = {key: [value] * count for key, value in row.items() if key not in NOT_COLUMNS}
         special |= {"prompts": [request.prompt] * count, "completions": completions, "completion_ids": ids}
@@ -162,8 +163,8 @@ class RewardFunction:
 
 
 def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
-    """Import the function that ``file.py:name`` names, and return it as a grader, whose plain functions run in
-    ``executor``. Raises :class:`EnvError` if its file fails."""
+    """Import the function that ``file.py:name`` names, and return it as a grader. If it is not async, it runs in
+    ``executor``. Raises :class:`EnvError` if the file cannot be loaded."""
     path, name = split_reference(reference)
     try:
         module = load_file(path)
@@ -175,18 +176,18 @@ def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
     return RewardFunction(function, executor)
 
 
-def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return the value of ``call`` and ``None``, or ``None`` and the exception that it raised; a future cannot carry
-    every exception (``StopIteration``, for example)."""
+def _call_for_future(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Return the value of ``call`` and ``None``, or ``None`` and the exception that it raised. The exception is a
+    return value because a future cannot carry every exception, for example ``StopIteration``."""
     try:
         return call(), None
     except BaseException as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
         return None, error
 
 
-def _check(returned: Any, expected: int) -> Scores:
-    """Return what a reward function returned as scores; anything but ``expected`` finite numbers or ``None`` becomes a
-    failure."""
+def _as_scores(returned: Any, expected: int) -> Scores:
+    """Return the value ``returned`` by a reward function as scores. Anything but ``expected`` values, each a finite
+    number or ``None``, becomes a failure."""
     if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
         return Scores(rewards=(), failure=f"reward_error: returned a {type(returned).__name__}, not a list")
     values = list(returned)
@@ -211,8 +212,9 @@ def _check(returned: Any, expected: int) -> Scores:
     return Scores(rewards=tuple(rewards))
 
 
-def _in_words(error: BaseException, source: str | None) -> str:
-    """Return the text of ``error``, with its line in the file ``source``, in characters that can be encoded."""
+def _describe_error(error: BaseException, source: str | None) -> str:
+    """Return the text of ``error`` with its line in the file ``source``. Characters that cannot be encoded are
+    replaced."""
     try:
         text = where(error, source)
     except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
@@ -221,11 +223,11 @@ def _in_words(error: BaseException, source: str | None) -> str:
 
 
 def _source_file(function: Callable[..., Any]) -> str | None:
-    """Return the path of the file that contains a function, or the class of a callable object; ``None`` if there is
-    none."""
+    """Return the path of the file that defines a function, or the class of a callable object; ``None`` if there is no
+    such file."""
     try:
         return inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError:  # an object, or something built in
+    except TypeError:  # a callable object, or a built-in function
         pass
     try:
         return inspect.getsourcefile(type(function))
@@ -234,30 +236,32 @@ def _source_file(function: Callable[..., Any]) -> str | None:
 
 
 MAX_TEXT = 4096
-"""The most characters of one value of ``log_extra`` that are kept."""
+"""The largest number of characters of one value of ``log_extra``; longer values are cut."""
 
 
 class RewardLog:
     """The values that one call of a reward function logs with ``log_metric`` and ``log_extra``."""
 
     def __init__(self, num_completions: int) -> None:
-        """Begin the log of a call that scores ``num_completions`` completions."""
+        """Create an empty log for a call that scores ``num_completions`` completions."""
         self._columns: dict[str, list[Any]] = {}
         self._num = num_completions
         self.metrics: dict[str, list[float]] = {}
-        """The values of every metric, by name."""
+        """The logged values of every metric, by name."""
 
     def metric(self, name: str, value: float) -> None:
-        """Record a number: ``metrics.jsonl`` has the mean of a step as ``logged/NAME``."""
+        """Record ``value`` for the metric ``name``. ``metrics.jsonl`` contains the mean of a step as
+        ``logged/NAME``."""
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def column(self, column: str, values: list[Any]) -> None:
-        """Record a value for each completion, which is shown with the episodes. A column that is logged again is
-        continued."""
+        """Record one value per completion for ``column``, which is shown with the episodes. If a column is logged
+        again, the values are appended."""
         self._columns.setdefault(str(column), []).extend(values)
 
     def rows(self) -> tuple[dict[str, Any], ...]:
-        """Return the columns of each completion. Raises :class:`ValueError` if a column has not one value for each."""
+        """Return the logged columns of each completion. Raises :class:`ValueError` if the number of values of a column
+        differs from the number of completions."""
         for column, values in self._columns.items():
             if len(values) != self._num:
                 raise ValueError(f"log_extra({column!r}) was given {len(values)} values for {self._num} completions")
@@ -268,7 +272,7 @@ class RewardLog:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value that can be serialised: numbers and short texts unchanged, anything else as its text."""
+    """Return a value that can be serialised: numbers and short texts unchanged, and anything else as text."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, list | dict):

@@ -1,4 +1,4 @@
-"""A reward of several components: each graded by itself, clamped, weighted and added up."""
+"""A reward of several components. Each component is graded separately, then clamped, weighted and added up."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from headrace.rollout.scoring.base import NO_CONTEXT, Graded, RewardSection, Sco
 
 K = TypeVar("K")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""The pause before a failed call is made again, and its upper limit, in seconds; each pause is twice the one before."""
+"""The pause before the first repetition of a failed call, and the upper limit of a pause, in seconds. Each pause is
+twice as long as the pause before."""
 
 
 class Graders(Scorer, Protocol):
-    """The pool of scoring workers of one component."""
+    """The pool of scoring workers of one component, as a rubric uses it."""
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Scores:
-        """Score one turn of an episode, from its text and the text that the model had read."""
+        """Return the scores of one turn of an episode, given its text and the text that the model read before it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RubricPart:
-    """One component of a rubric: its settings, and the workers that compute it."""
+    """One component of a rubric: its settings and its workers."""
 
     section: RewardSection
     """The settings of the component."""
     graders: Graders
-    """The workers that compute it."""
+    """The workers that compute the component."""
 
     @property
     def label(self) -> str:
@@ -48,29 +49,29 @@ class Rubric:
     """The :class:`~headrace.rollout.scoring.Scorer` and :class:`~headrace.rollout.scoring.TurnScorer` contracts over
     components.
 
-    All components score at the same time, each in workers of its own: the slowest one determines the time, and one that
-    hangs does not affect the others. A call that fails is made again, up to ``retries`` times; then the component
-    counts as its ``default``, or the completion has failed.
+    All components score at the same time, in separate workers. The slowest component determines the total time, and a
+    component that hangs does not affect the others. A failed call is repeated up to ``retries`` times. After that the
+    ``default`` of the component is used; without a default the completion has failed.
     """
 
     def __init__(self, components: Sequence[RubricPart], *, clock: Clock, on_span: Callable[[Span], None]) -> None:
-        """Combine ``components``, in this order. ``on_span`` is called with the span of each call of one of several
-        components, for the trace."""
+        """Create a rubric of ``components``, in this order. If there are several components, or if a component scores
+        turns, ``on_span`` receives the span of each call, for the trace."""
         self._whole = [component for component in components if not component.section.by_turn]
         self._by_turn = [component for component in components if component.section.by_turn]
         self._labels = tuple(component.label for component in components)
-        self._records_spans = len(components) > 1  # the only one takes as long as the whole score
+        self._records_spans = len(components) > 1  # a single component takes as long as the whole score
         self._clock = clock
         self._on_span = on_span
 
     @property
     def by_group(self) -> bool:
-        """Whether a component scores all completions of a group at once."""
+        """Whether any component needs all completions of a group in one call."""
         return any(component.graders.by_group for component in self._whole)
 
     @property
     def by_turn(self) -> bool:
-        """Whether a component scores turns."""
+        """Whether any component scores turns."""
         return bool(self._by_turn)
 
     @property
@@ -79,9 +80,9 @@ class Rubric:
         return self._labels
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
-        """Score whole answers to a task by all components, and return their weighted sums."""
+        """Score whole answers to a task with all components that score episodes, and return the weighted sums."""
         scores_by_label = await _gather({c.label: self._grade(c, task, completions, context) for c in self._whole})
-        names_parts = len(self._labels) > 1  # the only component is the reward
+        names_parts = len(self._labels) > 1  # a single component equals the reward
         graded = tuple(
             self._sum(self._whole, {label: scores.of(index) for label, scores in scores_by_label.items()}, names_parts)
             for index in range(len(completions))
@@ -91,8 +92,8 @@ class Rubric:
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Graded:
-        """Score one turn by the components that are scored by turn, and return their weighted sum. ``history`` is the
-        conversation before it."""
+        """Score one turn with all components that score turns, and return the weighted sum. ``history`` is the text
+        that the model read before the turn."""
         calls = {
             c.label: partial(c.graders.score_turn, task, text, history, turn, context=context) for c in self._by_turn
         }
@@ -100,8 +101,8 @@ class Rubric:
         return self._sum(self._by_turn, {label: scores.of(0) for label, scores in scores_by_label.items()})
 
     def over_turns(self, turns: Sequence[Graded]) -> list[float]:
-        """Return the share of each turn in the reward of the episode, from their scores. None of the turns may have
-        failed."""
+        """Return the part of the episode's reward that each turn earned, given the scores of the turns. None of the
+        turns may have failed."""
         shares = [0.0] * len(turns)
         for component in self._by_turn:
             values = [turn.parts[component.label] for turn in turns]
@@ -110,15 +111,15 @@ class Rubric:
         return shares
 
     def parts_of_turns(self, turns: Sequence[Graded]) -> dict[str, float]:
-        """Return the components over all turns of an episode, as they count in its reward, without their weights."""
+        """Return the value of each component over all turns of an episode, by name, without the components' weights."""
         labels = {c.label: _SHARES[c.section.over_turns] for c in self._by_turn}
         return {label: sum(shares([turn.parts[label] for turn in turns])) for label, shares in labels.items()}
 
     async def _grade(
         self, component: RubricPart, task: Task, completions: tuple[str, ...], context: ScoringContext
     ) -> Scores:
-        """Return one component's scores of all completions. If failed calls are made again, each completion that is
-        scored by itself has calls of its own."""
+        """Return one component's scores of all completions. If failed calls are repeated, each completion that can be
+        scored alone has its own call and its own retries."""
         graders = component.graders
         if graders.by_group or len(completions) == 1 or not component.section.retries:
             return await self._with_retries(component, partial(graders.score, task, completions, context))
@@ -133,8 +134,8 @@ class Rubric:
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
 
     async def _with_retries(self, component: RubricPart, call: Callable[[], Awaitable[Scores]]) -> Scores:
-        """Make one call of a component's workers, and repeat it with growing pauses while it fails and retries are
-        left. Return the last result."""
+        """Execute one call of a component's workers. Repeat it with growing pauses while it fails and retries are left.
+        Return the last result."""
         pause_s, retries = FIRST_PAUSE_S, component.section.retries
         while True:
             start_s = self._clock.now()
@@ -148,8 +149,8 @@ class Rubric:
             pause_s, retries = min(2 * pause_s, LONGEST_PAUSE_S), retries - 1
 
     def _sum(self, components: Sequence[RubricPart], graded: Mapping[str, Graded], names_parts: bool = True) -> Graded:
-        """Add up the components of one completion. An optional component counts as its default if it fails, and if it
-        returned ``None``, which is not a failure. ``names_parts`` says whether the result lists the components."""
+        """Return the weighted sum of the components of one completion. If an optional component fails or returns
+        ``None``, its default is used. ``names_parts`` says whether the result lists the values of the components."""
         parts: dict[str, float] = {}
         without_reward: list[str] = []
         failures: list[str] = []
@@ -169,7 +170,7 @@ class Rubric:
             extra |= {f"{label}.{name}" if name in extra else name: value for name, value in each.extra.items()}
             metrics |= {name: (*metrics.get(name, ()), *values) for name, values in each.metrics.items()}
         reward, failure = None, failures[0] if failures else ""
-        if self._labels and not failures and not without_reward:  # without a component the environment rewards
+        if self._labels and not failures and not without_reward:  # a rubric without components gives no reward
             reward = sum(component.section.weight * parts[component.label] for component in components)
             if not math.isfinite(reward):
                 reward, failure = None, "reward_nan: the weighted sum is not finite"
@@ -183,44 +184,44 @@ class Rubric:
         )
 
     def _with_label(self, component: RubricPart, failure: str) -> str:
-        """Return the text of a ``failure`` with the name of its component in it, if there are several components; an
-        empty one stays empty."""
+        """Return the text of ``failure`` with the name of its component inserted, if the rubric has several components.
+        An empty text stays empty."""
         if len(self._labels) == 1 or not failure:
             return failure
-        reason, _, words = failure.partition(": ")
-        return f"{reason}: {component.label}: {words}"
+        reason, _, details = failure.partition(": ")
+        return f"{reason}: {component.label}: {details}"
 
 
 async def _gather(answers: Mapping[K, Coroutine[Any, Any, Scores]]) -> dict[K, Scores]:
-    """Wait for all coroutines at the same time, and return their results by the same keys."""
-    if len(answers) == 1:  # most runs have one reward: no task is made for each of its answers
+    """Run all coroutines concurrently, and return their results by the same keys."""
+    if len(answers) == 1:  # most runs have one reward: this avoids a task per answer
         return {key: await answer for key, answer in answers.items()}
     async with asyncio.TaskGroup() as group:
         tasks = {key: group.create_task(answer) for key, answer in answers.items()}
     return {key: task.result() for key, task in tasks.items()}
 
 
-def _mean(values: Sequence[float]) -> list[float]:
-    """Return the shares of the turns' scores if an episode earns their mean."""
+def _mean_shares(values: Sequence[float]) -> list[float]:
+    """Return the share of each turn in the reward if the reward of an episode is the mean of its turns' scores."""
     return [value / len(values) for value in values]
 
 
-def _least(values: Sequence[float]) -> list[float]:
-    """Return the shares of the turns' scores if an episode earns the least of them: that turn's score, and 0 for the
-    others."""
+def _min_shares(values: Sequence[float]) -> list[float]:
+    """Return the share of each turn in the reward if the reward of an episode is the smallest score of its turns: the
+    turn with the smallest score has all of it."""
     least = min(range(len(values)), key=values.__getitem__, default=0)
     return [value if index == least else 0.0 for index, value in enumerate(values)]
 
 
-def _last(values: Sequence[float]) -> list[float]:
-    """Return the shares of the turns' scores if an episode earns the score of its last turn."""
+def _last_shares(values: Sequence[float]) -> list[float]:
+    """Return the share of each turn in the reward if the reward of an episode is the score of its last turn."""
     return [value if index == len(values) - 1 else 0.0 for index, value in enumerate(values)]
 
 
 _SHARES: dict[str, Callable[[Sequence[float]], list[float]]] = {
-    "mean": _mean,
+    "mean": _mean_shares,
     "sum": list,
-    "min": _least,
-    "last": _last,
+    "min": _min_shares,
+    "last": _last_shares,
 }
-"""Functions from the scores of turns to their shares in the reward of the episode."""
+"""By value of ``over_turns``: a function from the scores of the turns to their shares in the reward of the episode."""

@@ -1,5 +1,6 @@
-"""The parameters of a reward function, read from the function or from the text of its file, and the check that each
-gets a value: a column of the rows, or one that every reward function is passed."""
+"""The parameters of a reward function, and the check that each parameter receives a value. The parameters are read from
+the function or from the text of its file. A value is a column of the rows, or one of the arguments that the scoring
+stage passes."""
 
 from __future__ import annotations
 
@@ -13,62 +14,65 @@ from typing import Any
 from headrace.base.errors import EnvError, nearest
 
 LOGGED = ("trainer_state", "log_extra", "log_metric")
+"""Arguments that every reward function may have."""
 OF_A_GROUP = ("prompts", "completions", "completion_ids", *LOGGED)
-"""The arguments of a function over all completions of a group, beside the columns of the row: those of TRL."""
+"""The arguments, besides columns of the row, of a function over all completions of a group, as in TRL."""
 OF_ONE = ("prompt", "completion", "completion_ids", *LOGGED)
-"""The arguments of a function of one completion, beside the row."""
+"""The arguments, besides columns of the row, of a function of one completion."""
 OF_A_TURN = ("history", "turn")
-"""The further arguments of a function of one completion that scores turns."""
+"""The additional arguments of a function of one completion that scores turns."""
 NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
-"""Columns that a function over a group is not passed, as in TRL: it gets them in the plural."""
+"""Names that are never passed as columns to a function over a group, as in TRL: such a function receives the lists
+``prompts``, ``completions`` and ``completion_ids`` instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSignature:
-    """The parameters of a reward function, by which the scoring stage decides what to pass."""
+    """The parameters of a reward function. The scoring stage uses them to decide which arguments to pass."""
 
     names: tuple[str, ...]
-    """Every parameter that can be given by name."""
+    """All parameters that can be passed by name."""
     required: frozenset[str]
-    """The parameters without a default."""
+    """The parameters without a default value."""
     takes_any: bool = False
-    """Whether it ends in ``**columns``."""
+    """Whether the function accepts any name, through ``**columns``."""
     positional: tuple[str, ...] = ()
-    """Required parameters that cannot be given by name."""
+    """The required parameters that cannot be passed by name."""
 
     @property
     def by_group(self) -> bool:
-        """Whether it scores all completions of a group at once, as TRL's functions do."""
-        return "completions" in self.names or ("completion" not in self.names and self._plural)
+        """Whether the function scores all completions of a group in one call, as TRL's functions do."""
+        return "completions" in self.names or ("completion" not in self.names and self._has_group_parameter)
 
     @property
-    def _plural(self) -> bool:
-        """Return whether the function has a parameter that is given for all completions of a group."""
+    def _has_group_parameter(self) -> bool:
+        """Whether the function has a parameter whose value is a list over all completions of a group."""
         return bool({"prompts", "completion_ids"} & set(self.names))
 
     def takes(self, name: str) -> bool:
-        """Return whether a value of that name, such as a column of the row, can be passed."""
+        """Return whether the function accepts an argument called ``name``, such as a column of the row."""
         return self.takes_any or name in self.names
 
     def wants(self, name: str) -> bool:
-        """Return whether it is passed a value that is not a column. ``**columns`` gets such values only over a group,
-        as in TRL; the ``**row`` of a function of one completion has only the row."""
+        """Return whether ``name``, an argument that is not a column, is passed to the function. Such arguments are part
+        of ``**columns`` only for a function over a group, as in TRL; the ``**row`` of a function of one completion
+        contains only the row."""
         return name in self.names or (self.takes_any and self.by_group)
 
     def passed(self, *, by_turn: bool) -> tuple[str, ...]:
-        """Return the names of the arguments, other than columns of the row, that the function can be passed.
-        ``by_turn`` says that it scores single turns."""
+        """Return the names of all arguments, other than columns of the row, that can be passed to the function.
+        ``by_turn`` says that the function scores single turns."""
         if self.by_group:
             return OF_A_GROUP
         return (*OF_ONE, *OF_A_TURN) if by_turn else OF_ONE
 
     def columns(self, *, by_turn: bool) -> frozenset[str]:
-        """Return the parameters that only a column of the rows can give a value."""
+        """Return the required parameters whose value can come only from a column of the row."""
         return self.required - set(self.passed(by_turn=by_turn))
 
     def refuse_form(self, function: str, *, by_turn: bool = False) -> None:
-        """Raise :class:`~headrace.base.errors.EnvError` for a function that is not a reward function, or that scores
-        groups where ``by_turn`` asks for single turns. ``function`` is its name."""
+        """Raise :class:`~headrace.base.errors.EnvError` if the function is not a reward function, or if it scores
+        groups although ``by_turn`` requires single turns. ``function`` is its name."""
         if self.positional:
             raise EnvError(
                 f"reward function {function} takes {self.positional[0]!r} by position alone, and rewards are called "
@@ -87,9 +91,9 @@ class RewardSignature:
             )
 
     def refuse_missing(self, function: str, columns: Collection[str], *, by_turn: bool) -> None:
-        """Raise :class:`~headrace.base.errors.EnvError` if a required parameter gets no value: it is neither among
-        ``columns``, those of the rows, nor an argument that every reward function is passed. ``function`` is the
-        function's name."""
+        """Raise :class:`~headrace.base.errors.EnvError` if a required parameter would receive no value, because it is
+        neither in ``columns``, the columns of the rows, nor an argument that is always passed. ``function`` is the name
+        of the function."""
         missing = sorted(self.columns(by_turn=by_turn) - set(columns))
         if not missing:
             return
@@ -119,43 +123,44 @@ def signature_of(function: Callable[..., Any]) -> RewardSignature:
             f"reward function {name} is a class",
             remedy=f"write score = {name}() in its file, and name score: rewards are what its __call__ returns",
         )
-    kinds, found = inspect.Parameter, inspect.signature(function).parameters.values()
-    named = [each for each in found if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-    bare = [each.name for each in found if each.kind is kinds.POSITIONAL_ONLY and each.default is kinds.empty]
+    kinds, parameters = inspect.Parameter, inspect.signature(function).parameters.values()
+    named = [each for each in parameters if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    unnamed = [each.name for each in parameters if each.kind is kinds.POSITIONAL_ONLY and each.default is kinds.empty]
     return RewardSignature(
         names=tuple(each.name for each in named),
         required=frozenset(each.name for each in named if each.default is kinds.empty),
-        takes_any=any(each.kind is kinds.VAR_KEYWORD for each in found),
-        positional=tuple(bare),
+        takes_any=any(each.kind is kinds.VAR_KEYWORD for each in parameters),
+        positional=tuple(unnamed),
     )
 
 
 def signature_in(path: Path, name: str) -> RewardSignature | None:
-    """Return the signature of the function ``name`` from the text of its file; ``None`` if only running the file can
-    show it: the name is imported, assigned, decorated, or defined more than once."""
+    """Return the signature of the function ``name`` from the text of its file. Return ``None`` if the signature can be
+    determined only by running the file, because the name is imported, assigned, decorated, or defined more than
+    once."""
     tree = ast.parse(path.read_bytes())
-    bound = [node for node in ast.walk(tree) if name in _bound(node)]
-    if len(bound) != 1 or bound[0] not in tree.body:
+    definitions = [node for node in ast.walk(tree) if name in _bound_names(node)]
+    if len(definitions) != 1 or definitions[0] not in tree.body:
         return None
-    node = bound[0]
+    node = definitions[0]
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return None
-    taken = node.args
-    either = [*taken.posonlyargs, *taken.args]
-    bare = len(either) - len(taken.defaults)
-    alone = {arg.arg for arg, default in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if default is None}
-    required = {arg.arg for arg in either[:bare]} | alone
-    positional = tuple(arg.arg for arg in taken.posonlyargs if arg.arg in required)
+    args = node.args
+    positional_args = [*args.posonlyargs, *args.args]
+    num_without_default = len(positional_args) - len(args.defaults)
+    keywords = {arg.arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None}
+    required = {arg.arg for arg in positional_args[:num_without_default]} | keywords
+    positional = tuple(arg.arg for arg in args.posonlyargs if arg.arg in required)
     return RewardSignature(
-        names=tuple(arg.arg for arg in (*taken.args, *taken.kwonlyargs)),
+        names=tuple(arg.arg for arg in (*args.args, *args.kwonlyargs)),
         required=frozenset(required - set(positional)),
-        takes_any=taken.kwarg is not None,
+        takes_any=args.kwarg is not None,
         positional=positional,
     )
 
 
-def _bound(node: ast.AST) -> set[str]:
-    """Return the names that a node of the syntax tree binds by itself: a definition, an assigned name, or an import."""
+def _bound_names(node: ast.AST) -> set[str]:
+    """Return the names that ``node`` itself binds: a definition, an assigned name, or an import."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return {node.name}

@@ -1,4 +1,4 @@
-"""The program ``headrace``. Each verb is one file."""
+"""The program ``headrace``, with one file for each verb (a command such as ``headrace train``)."""
 
 from headrace.run.cli.app import main
 

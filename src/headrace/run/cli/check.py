@@ -84,7 +84,7 @@ def model(
 
     directory = local_directory(path)
     model_directory(directory)  # a wrong path is refused before torch is imported
-    checking = import_module("headrace.policy.model_check")  # the policy stands above the program that runs files
+    checking = import_module("headrace.policy.model_check")  # imported by name, since imports may only point down
     report = checking.check_model(directory, dtype=dtype, lora=lora, longest=tokens)
     end_with_findings(report, ok=report.ok, as_json=as_json)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HARNESSES: Registry[Callable[[Path, Sequence[str]], int]] = Registry(group="headrace.harnesses", setting="--harness")
 """Functions that run an evaluation harness on the weights of a run, with its arguments, and return its exit code."""
 TOKEN_VARIABLE = "HEADRACE_EVAL_TOKEN"
-"""The environment variable with the bearer token for ``--url``, which must not stand among the arguments."""
+"""The environment variable with the bearer token for ``--url``: a secret must not be a command-line argument."""
 
 
 def evaluate(
@@ -57,7 +57,7 @@ def evaluate(
 ) -> None:
     """Measure a model on the held-out rows, without training: avg@k, pass@k, pass^k, and a page for each episode."""
     read_here = {"n": n, "set": overrides, "k": ks, "temperature": temperature, "out": out, "url": url}
-    _leave_to_harness(harness, where, arguments or [], read_here)
+    _run_harness_if_named(harness, where, arguments or [], read_here)
     starting(f"reading {where} and loading what an evaluation needs")
     from headrace.base.clock import RealClock
     from headrace.base.config.addresses import refuse_secret
@@ -81,12 +81,13 @@ def evaluate(
     print_json(result) if as_json else _show(result)
 
 
-def _leave_to_harness(harness: str, where: Path, arguments: Sequence[str], read_here: Mapping[str, object]) -> None:
-    """Run the evaluation harness of another library, such as lm-eval, if the user has named one, and exit with its
-    code; return if not. ``where`` is the run, and ``arguments`` are passed to the harness.
+def _run_harness_if_named(harness: str, where: Path, arguments: Sequence[str], read_here: Mapping[str, object]) -> None:
+    """Run the evaluation harness named ``harness``, a program of another library such as lm-eval, and exit with its
+    exit code; return where ``harness`` is empty. ``where`` is the run, and ``arguments`` are passed to the harness.
 
-    ``read_here`` are the options of this command, by name, which a harness does not read. Raises
-    :class:`~headrace.base.errors.ConfigError` for one that is given, and for arguments without a harness.
+    ``read_here`` contains the options of this command, by name, that a harness ignores. Raises
+    :class:`~headrace.base.errors.ConfigError` where the user has set such an option for a harness, and for arguments
+    without a harness.
     """
     if not harness and arguments:
         raise ConfigError(f"{arguments[0]!r} is for a harness, and there is none", remedy="name one: --harness lm-eval")
@@ -121,7 +122,7 @@ def _show(result: Evaluation) -> None:
 
 
 def _interval(estimate: IntervalEstimate) -> str:
-    """Return the 95 % interval of an estimate as text; a dash where it has none."""
+    """Return the 95 % interval of an estimate as text; a dash where the estimate has no interval."""
     if estimate.low is None or estimate.high is None:
         return "–"
     return f"{estimate.low:.4f} to {estimate.high:.4f}"

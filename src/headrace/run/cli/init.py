@@ -1,7 +1,7 @@
 """``headrace init``: write a first run file, from options or by questions on a terminal.
 
-A *run file* (TOML) names the model, the rows (the data of the tasks) and the reward. A *held-out* row is one that is
-not trained on and measures what is learned.
+A *run file* (TOML) names the model, the rows (the data of the tasks) and the reward. A *held-out* row is never trained
+on; evaluations use it to measure progress.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NAMES = ("file", "exact", "math", "code")
-"""The rewards that are chosen by a name instead of file.py:function."""
+"""The values of ``--reward`` that are names, instead of ``file.py:function``."""
 NONE = "none"
-"""The answer for no held-out rows."""
+"""The answer with which the user chooses to have no held-out rows."""
 
 
 def init(
@@ -47,24 +47,25 @@ def init(
 
     refuse_existing(out, force=force)
     out_console = console()
-    found = _option_or_answer(model, "--model", "Model (a directory, or OWNER/NAME on a hub)", find_model)
+    model_facts = _option_or_answer(model, "--model", "Model (a directory, or OWNER/NAME on a hub)", find_model)
     out_console.print(
-        f"model    {readable(found.path)}: context {found.context:,}, chat template: {_yes_or_no(found.chats)}"
+        f"model    {readable(model_facts.path)}: context {model_facts.context:,}, chat template: "
+        f"{_yes_or_no(model_facts.chats)}"
     )
     rows = _option_or_answer(
-        data, "--data", "Rows to train on (a file)", lambda path: find_data(Path(path), found, prompt_column)
+        data, "--data", "Rows to train on (a file)", lambda path: find_data(Path(path), model_facts, prompt_column)
     )
     columns = ", ".join(map(readable, rows.columns))
     out_console.print(f"rows     {len(rows.rows):,}, columns {columns}; prompts up to {rows.longest:,} tokens")
     for note in rows.notes:
         out_console.print(f"note     {readable(note)}", style="yellow")
-    chosen, shown = _reward(reward, rows, answer_column, out.parent / "reward.py")
-    if isinstance(chosen, str):
-        check_reward(chosen, rows)
-    out_console.print(f"reward   {readable(shown)}")
-    held_out = eval_data or _held_out(rows)
+    chosen_reward, description = _choose_reward(reward, rows, answer_column, out.parent / "reward.py")
+    if isinstance(chosen_reward, str):
+        check_reward(chosen_reward, rows)
+    out_console.print(f"reward   {readable(description)}")
+    held_out = eval_data or _choose_held_out(rows)
     out_console.print(f"held out {readable(str(held_out)) if held_out else 'none'}")
-    FirstRun(model=found, data=rows, reward=chosen, eval_path=held_out).write(out, force=force)
+    FirstRun(model=model_facts, data=rows, reward=chosen_reward, eval_path=held_out).write(out, force=force)
     file = shlex.quote(str(out))
     out_console.print(f"written  {readable(str(out))}, and read by a dry run. Now:\n", style="bold")
     out_console.print(f"headrace train {readable(file)} --dry-run")
@@ -74,11 +75,12 @@ def init(
 def _option_or_answer(
     given: str, option: str, question: str, find: Callable[[str], T], default: str | None = None
 ) -> T:
-    """Return what ``find`` makes of ``given``, the value of a command-line option. ``find`` raises an error for a value
-    that it does not accept.
+    """Return ``find(given)``, where ``given`` is the value of a command-line option. ``find`` converts a text, and
+    raises an error for a text that it does not accept.
 
-    Without a value, ask ``question`` on the terminal, with ``default`` as the answer for Enter, until ``find`` accepts
-    the answer. Raises :class:`~headrace.base.errors.ConfigError`, which names ``option``, where there is no terminal.
+    Where ``given`` is empty, ask ``question`` on the terminal, with ``default`` as the answer for Enter, until ``find``
+    accepts the answer. Raises :class:`~headrace.base.errors.ConfigError`, which names ``option``, where there is no
+    terminal.
     """
     if given:
         return find(given)
@@ -91,13 +93,14 @@ def _option_or_answer(
             complain(error)
 
 
-def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | RewardChoice, str]:
-    """Return the reward that the user chooses, by the option ``given`` or by an answer on the terminal, and a
-    description of it: ``file.py:function``, or a built-in reward that fits the columns of ``rows``. Where the choice is
-    ``file``, write an example to ``path``. ``answers`` names the column of the expected answer; empty: look for it."""
+def _choose_reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | RewardChoice, str]:
+    """Return the reward that the user chooses, and a description of this reward. The reward is ``file.py:function``, or
+    a built-in reward that fits the columns of ``rows``. ``given`` is the value of ``--reward``; where it is empty, the
+    user answers on the terminal. Where the choice is ``file``, write an example to ``path``. ``answers`` names the
+    column of the expected answer; where it is empty, the column is found by its name."""
     from headrace.run.session.first_run import check_reward, fitting_rewards, own_rewards, write_reward
 
-    fitting = {choice.name: choice for choice in fitting_rewards(rows, _answer_column(given, rows, answers))}
+    fitting = {choice.name: choice for choice in fitting_rewards(rows, _choose_answer_column(given, rows, answers))}
 
     def find(answer: str) -> tuple[str | RewardChoice, str]:
         """Return the reward that the user's ``answer`` chooses, and the text that describes it. The answer is the name
@@ -115,9 +118,9 @@ def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | Rew
             return answer, answer
         if choice.name != "file":
             return choice, f"{choice.name}: {choice.meaning}"
-        there = path.exists()
+        existed = path.exists()
         reference = write_reward(path, choice.column)
-        return reference, f"{reference}{'' if there else ', written: look at it'}"
+        return reference, f"{reference}{'' if existed else ', written: look at it'}"
 
     if given or not sys.stdin.isatty():
         return find(given or "1")
@@ -125,35 +128,37 @@ def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | Rew
         console().print(f"  {number}  {choice.name:<6} {readable(choice.meaning)}")
     if fitting:
         return _option_or_answer("", "--reward", "Reward (a number, or file.py:function)", find, default="1")
-    own = own_rewards(path.parent, rows)
-    for line in _without_fitting(rows, own, path.parent):
+    own_functions = own_rewards(path.parent, rows)
+    for line in _lines_without_fitting(rows, own_functions, path.parent):
         console().print(f"  {readable(line)}")
-    return _option_or_answer("", "--reward", "Reward (file.py:function)", find, default=own[0] if own else None)
+    return _option_or_answer(
+        "", "--reward", "Reward (file.py:function)", find, default=own_functions[0] if own_functions else None
+    )
 
 
-def _without_fitting(rows: Data, own: Sequence[str], directory: Path) -> list[str]:
-    """Return the lines that tell the user why no built-in reward is offered for ``rows``, and which functions in the
-    Python files of ``directory``, ``own``, could be the reward."""
+def _lines_without_fitting(rows: Data, own_functions: Sequence[str], directory: Path) -> list[str]:
+    """Return the lines that explain to the user why no built-in reward fits ``rows``. ``own_functions`` are the
+    functions in the Python files of ``directory`` that could be the reward, which the lines name."""
     columns = ", ".join(rows.columns)
     return [
         f"no column of the rows ({columns}) is known to hold an expected answer or tests, so the reward has to be a "
         f"function of yours in a file: def reward(completion, {rows.columns[0]}) returns a number",
-        f"found in {directory.resolve()}: {', '.join(own) or 'no file with such a function'}",
+        f"found in {directory.resolve()}: {', '.join(own_functions) or 'no file with such a function'}",
     ]
 
 
-def _answer_column(reward: str, rows: Data, given: str) -> str:
-    """Return the column of the expected answer: ``given``, or one found by its name; empty where ``reward``, the value
-    of ``--reward``, needs none or the user names none.
+def _choose_answer_column(reward: str, rows: Data, given: str) -> str:
+    """Return the name of the column of the expected answer: ``given``, or else a column found by its name. Return an
+    empty text where ``reward``, the value of ``--reward``, needs no such column, or where the user names none.
 
-    Where it is needed and not found, ask for it on the terminal; without a terminal, raise
+    Where the column is needed and not found, ask for it on the terminal; without a terminal, raise
     :class:`~headrace.base.errors.ConfigError`.
     """
     from headrace.run.session.first_run import TESTS, answer_column
 
     def find(column: str) -> str:
-        """Return ``column``. Raises :class:`~headrace.base.errors.ConfigError` if the rows do not have it, or if its
-        name cannot be the parameter of a function."""
+        """Return ``column`` after a check. Raises :class:`~headrace.base.errors.ConfigError` if the rows have no such
+        column, or if its name cannot be the parameter of a function."""
         if column not in rows.columns or not column.isidentifier():
             raise ConfigError(
                 f"no reward is given, and no column of the rows ({', '.join(rows.columns)}) is "
@@ -171,17 +176,18 @@ def _answer_column(reward: str, rows: Data, given: str) -> str:
     return _option_or_answer("", "--answer-column", question, lambda column: find(column) if column else "", default="")
 
 
-def _held_out(rows: Data) -> Path | None:
-    """Ask on the terminal for the file of held-out rows, and return it; by default a file beside the rows whose name
-    says so. Return ``None`` without a terminal."""
+def _choose_held_out(rows: Data) -> Path | None:
+    """Ask on the terminal for the file of held-out rows, and return its path. The default answer is a file in the
+    directory of ``rows`` whose name marks it as held out. Return ``None`` without a terminal, or for the answer
+    ``none``."""
     from headrace.run.session.first_run import check_held_out, held_out_beside
 
     if not sys.stdin.isatty():
         return None
 
     def find(answer: str) -> Path | None:
-        """Return the path of the file of held-out rows that the user has answered, after a check that it can be read;
-        ``None`` for the answer ``none``."""
+        """Return ``answer`` as the path of the file of held-out rows, after a check that the file can be read; ``None``
+        for the answer ``none``."""
         if answer == NONE:
             return None
         path = Path(answer).expanduser()

@@ -1,4 +1,4 @@
-"""``headrace ledger``: show what became of every group, episode and token.
+"""``headrace ledger``: print how many groups, episodes and tokens of a run were trained, dropped, or are in flight.
 
 The *ledger* is the durable record of a run. Its books *balance* (conservation) if every group, episode and token that
 was submitted is trained, dropped for a known reason, or in flight.
@@ -73,8 +73,7 @@ def _show(run_dir: Path, book: Ledger, as_json: bool) -> bool:
         return conservation.holds
     out = console()
     _show_books(out, conservation)
-    made = f"{plural(len(updates), 'step')}, {plural(sum(updates.values()), 'update')} of the weights"
-    out.print(f"\n{made}")
+    out.print(f"\n{plural(len(updates), 'step')}, {plural(sum(updates.values()), 'update')} of the weights")
     if ages:
         age_table = table("\ntrained tokens, by age in versions", "age", "tokens")
         for age, tokens in ages.items():
@@ -111,8 +110,8 @@ def _show_books(out: Console, conservation: Conservation) -> None:
 
 
 def _show_survivors(out: Console, bias: Survivors) -> None:
-    """Print to ``out`` how the lengths of trained episodes differ from those of all submitted ones, in tokens, and
-    whether a statistical test finds that training favours some lengths (survivor bias)."""
+    """Print to ``out`` how the lengths of trained episodes differ from the lengths of all submitted episodes, in
+    tokens, and whether a statistical test finds that training favours some lengths (survivor bias)."""
     rows = table("\ntokens of an episode whose group was trained or dropped", "", "submitted", "trained")
     rows.add_row("episodes", f"{bias.num_submitted:,}", f"{bias.num_trained:,}")
     rows.add_row("mean", *(f"{mean:,.1f}" for mean in bias.mean))
@@ -128,23 +127,23 @@ def _show_survivors(out: Console, bias: Survivors) -> None:
 
 def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:
     """Train a fresh learner on the batches that the ledger ``book`` of the run in ``run_dir`` has recorded, and print
-    which versions of the weights agree with the run's. Return whether all of them do."""
+    which versions of its weights are equal, bit for bit, to the run's. Return whether all versions are equal."""
     from headrace.run.observe.words import plural
     from headrace.run.session.replaying import replay
 
     out = console()
-    found = replay(run_dir, book, on_progress=lambda line: None if as_json else out.print(line))
-    again = f"{plural(found.steps, 'step')} trained again"
+    result = replay(run_dir, book, on_progress=lambda line: None if as_json else out.print(line))
+    trained_again = f"{plural(result.steps, 'step')} trained again"
     if as_json:
-        print_json({**msgspec.structs.asdict(found), "first_difference": found.first_difference})
-    elif found.first_difference is None:
-        out.print(f"{again}: the weights of {plural(len(found.agree), 'version')} agree bit for bit")
+        print_json({**msgspec.structs.asdict(result), "first_difference": result.first_difference})
+    elif result.first_difference is None:
+        out.print(f"{trained_again}: the weights of {plural(len(result.agree), 'version')} agree bit for bit")
     else:
         out.print(
-            f"{again}: the weights differ from version {found.first_difference} on "
+            f"{trained_again}: the weights differ from version {result.first_difference} on "
             "(other software, settings or threads than the run's, or steps of a run that was resumed with others)"
         )
-    return found.first_difference is None
+    return result.first_difference is None
 
 
 VERB = Verb(run=ledger, group=LOOK, place=50)

@@ -1,5 +1,5 @@
-"""The output of the verbs: console, errors, JSON and tables. A *verb* is a command of the program, such as ``headrace
-train``; ``headrace.run.cli`` has one file for each."""
+"""Functions with which the verbs print their output: console, errors, JSON, tables, and the command that continues a
+run. A *verb* is a command of the program, such as ``headrace train``; ``headrace.run.cli`` has one file for each."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from headrace.base.errors import HeadraceError, StoppedAtStart, visible
 from headrace.base.lasting import redirect_to_null
 
 VISIBLE = "every user of this machine can read the arguments of its programs"
-"""The reason why a secret may not stand among the arguments of a program."""
+"""The reason, for messages, why a secret may not be a command-line argument."""
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a ``rich`` console on standard output, or with ``stderr`` on standard error. It takes text as it stands,
-    without markup or emoji codes, and does not wrap long lines."""
+    """Return a ``rich`` console on standard output, or with ``stderr`` on standard error. The console prints text
+    unchanged, without markup or emoji codes, and does not wrap long lines."""
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def starting(doing: str) -> None:
-    """Print on standard error that a verb starts ``doing`` something, such as ``reading run.toml``: before imports that
-    take seconds, and at each stage. The verb continues where this cannot be printed."""
+    """Print ``doing``, such as ``reading run.toml``, on standard error, to tell the user what a verb does now: before
+    imports that take seconds, and at each stage. The verb continues where this cannot be printed."""
     try:
         console(stderr=True).print(f"{readable(doing)} ...", style="dim")
     except OSError:  # a full disk, or a terminal that is gone: the verb continues without this output
@@ -42,10 +42,10 @@ def starting(doing: str) -> None:
 
 
 def complain(error: HeadraceError) -> None:
-    """Print the problem and the remedy of ``error`` on standard error, for the user; do nothing if that cannot be
-    written."""
+    """Print the problem and the remedy of ``error`` on standard error, for the user; do nothing if standard error
+    cannot be written."""
     err = console(stderr=True)
-    with suppress(OSError):  # its terminal may be gone
+    with suppress(OSError):  # the terminal may be closed
         err.print("error: ", style="bold red", end="")
         err.print(readable(error.problem))
         err.print("remedy: ", style="bold green", end="")
@@ -53,14 +53,14 @@ def complain(error: HeadraceError) -> None:
 
 
 def readable(text: str) -> str:
-    """Return ``text`` with every control character except line breaks spelled out, so that it cannot steer a
-    terminal."""
+    """Return ``text`` with every control character except line breaks replaced by a visible escape sequence, so that
+    the text cannot control a terminal."""
     return "\n".join(visible(line) for line in text.split("\n"))
 
 
 def end_with_findings(report: object, *, ok: bool, as_json: bool) -> None:
-    """Print the report of a check, as text or with ``as_json`` as JSON, and exit with code 1 where ``ok`` is false: a
-    check has failed."""
+    """Print the report of a check, as text or with ``as_json`` as JSON. Exit with code 1 where ``ok`` is false, which
+    means that the check has failed."""
     if as_json:
         print_json({"ok": ok, **msgspec.to_builtins(report)})
     else:
@@ -74,28 +74,31 @@ HUNG_UP = 128 + signal.SIGHUP
 
 
 @contextmanager
-def resumable(command: str, begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Handle the immediate end of a run that is started in this context: by a second Ctrl-C, or by a signal while it
-    starts. Then print ``command``, the command line that continues the run, and exit with code 130 (:data:`HUNG_UP`
-    for SIGHUP). ``begun`` returns whether there is anything to continue by then."""
+def resumable(command: str, can_continue: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Run the body of the context, which starts a run, and handle an immediate end of this run: a second Ctrl-C, or a
+    signal during its start. Then print ``command``, the command line that continues the run, and exit with code 130
+    (:data:`HUNG_UP` for SIGHUP). ``can_continue``, called at that moment, returns whether there is a run to
+    continue."""
     try:
         yield
     except KeyboardInterrupt as stopped:
         lines = [str(stopped) or "stopped"]
-        lines.append(continued_by(command) if begun() else "there is nothing to continue: the same command starts anew")
+        anew = "there is nothing to continue: the same command starts anew"
+        lines.append(continued_by(command) if can_continue() else anew)
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         hung_up = isinstance(stopped, StoppedAtStart) and stopped.signal_name == "SIGHUP"
         raise typer.Exit(HUNG_UP if hung_up else 130) from None
 
 
 def continued_by(command: str) -> str:
-    """Return the line for the user that names ``command``, the command line that continues a stopped run."""
+    """Return a line for the user that contains ``command``, the command line that continues a stopped run."""
     return f"continue {readable(command)}"
 
 
 def command_line(*words: str) -> str:
-    """Return the command line, quoted for a shell, that calls this program with the arguments ``words``. It begins with
-    ``headrace`` where a shell finds the program by that name, and otherwise as the user has called it."""
+    """Return the command line, quoted for a shell, that calls this program with the arguments ``words``. The command
+    line begins with ``headrace`` where a shell finds the program by that name, and otherwise with the path by which the
+    user has called the program."""
     program = [sys.argv[0]]
     if Path(program[0]).name == "__main__.py":
         program = [sys.executable, "-m", "headrace"]
@@ -106,7 +109,7 @@ def command_line(*words: str) -> str:
 
 def this_command(*more: str) -> str:
     """Return the command line of this process, quoted for a shell, without ``--resume`` and with the arguments ``more``
-    at its end."""
+    appended."""
     return command_line(*(word for word in sys.argv[1:] if word != "--resume"), *more)
 
 
@@ -124,18 +127,19 @@ def resuming(run_dir: str, *, prefix: str = "") -> tuple[str, str]:
 
 
 def leave_if_hung_up(stopped_by: str) -> None:
-    """Exit with the code :data:`HUNG_UP` if the run was stopped by SIGHUP, so that a calling script can tell and resume
-    it. ``stopped_by`` is the name of the signal that stopped the run; empty where none did."""
+    """Exit with the code :data:`HUNG_UP` if the run was stopped by SIGHUP, from which a calling script learns that it
+    can resume the run. ``stopped_by`` is the name of the signal that stopped the run; empty where no signal did."""
     if stopped_by == "SIGHUP":
         raise typer.Exit(HUNG_UP)
 
 
 @contextmanager
 def whole_output() -> Iterator[None]:
-    """Run the body of the context, the whole program, and exit with code 1 and one line on standard error if standard
+    """Run the body of the context, the whole program. Exit with code 1 and one line on standard error if standard
     output cannot be written.
 
-    Nothing is printed where standard output is a pipe whose reader has gone (``| head -1``), as other programs do.
+    The line is left out, as other programs do, where standard output is a pipe that its reader has closed
+    (``| head -1``).
     """
     try:
         try:
@@ -153,7 +157,7 @@ def whole_output() -> Iterator[None]:
 
 
 def _refuses_writes(stream: TextIO) -> bool:
-    """Return whether a write to the file behind ``stream`` fails. To find out, an empty line is written to it."""
+    """Return whether a write to the file behind ``stream`` fails. The function writes an empty line to find out."""
     try:
         os.write(stream.fileno(), b"\n")
     except (OSError, ValueError):
@@ -169,7 +173,9 @@ def print_json(value: Any) -> None:
 def table(title: str, *columns: str) -> Table:
     """Return an empty table without borders, to which the caller adds rows. ``columns`` are the headings; the first
     column is aligned to the left, for text, and the others to the right, for numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    new_table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
+    )
     for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index == 0 else "right")
-    return made
+        new_table.add_column(column, justify="left" if index == 0 else "right")
+    return new_table

@@ -24,59 +24,58 @@ def status(
 ) -> None:
     """Show every process of a run, its state and version, and what each part waits for."""
     starting(f"reading {run_dir}")
-    found = look(run_dir)
+    state = look(run_dir)
     if as_json:
-        print_json(found)
+        print_json(state)
         return
     out = console()
-    steps = f"step {found['steps_done']} of {found['steps_total']}"
-    out.print(f"{readable(found['run_dir'])}: {readable(found['state'])}, {steps}", style="bold")
+    steps = f"step {state['steps_done']} of {state['steps_total']}"
+    out.print(f"{readable(state['run_dir'])}: {readable(state['state'])}, {steps}", style="bold")
     rows = table("", "role", "pid", "state", "version", "device", "restarts")
-    for part in found["components"]:
+    for part in state["components"]:
         version = "" if part["version"] is None else str(part["version"])
         restarts = str(part["restarts"] or "")
         where = " on ".join(filter(None, [part["device"], part["node"]]))
         rows.add_row(readable(part["role"]), str(part["pid"]), readable(part["state"]), version, where, restarts)
     out.print(rows)
-    if found["state"] == "running":
-        out.print(f"phase: {readable(found['phase'])}" + ("; loops:" if found["waits"] else ""))
-        for line in found["waits"]:
+    if state["state"] == "running":
+        out.print(f"phase: {readable(state['phase'])}" + ("; loops:" if state["waits"] else ""))
+        for line in state["waits"]:
             out.print(readable(line))
-    for words in found["warnings"]:
+    for words in state["warnings"]:
         out.print(f"warning: {readable(words)}", style="yellow")
-    if found["verdict"]:
-        out.print(readable(found["verdict"]))
-    for name, counts in found["rewards"].items():
+    if state["verdict"]:
+        out.print(readable(state["verdict"]))
+    for name, counts in state["rewards"].items():
         out.print(
             f"reward {readable(name)}: {counts['failed']:,} of {counts['calls']:,} calls failed; the first: "
             f"{readable(counts['first_cause'])}",
             style="yellow",
         )
-    if found["cause"]:
-        out.print(f"cause: {readable(found['cause'])}")
+    if state["cause"]:
+        out.print(f"cause: {readable(state['cause'])}")
 
 
-def _state(pid: int, recorded: str) -> str:
-    """Return the state, in words, of the process ``pid`` on this machine: ended or stopped where the system says so,
-    else ``recorded``, the state in the run's status file.
+def _process_state(pid: int, recorded: str) -> str:
+    """Return the state, in words, of the process ``pid`` on this machine: ended or stopped where the operating system
+    reports this, else ``recorded``, the state in the run's status file.
 
-    That file may be out of date, since a controller that is stopped or killed does not renew it.
+    The status file may be out of date, since a controller that is stopped or killed does not renew it.
     """
     try:
         stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except (psutil.NoSuchProcess, FileNotFoundError):  # the second, where its number was given again
+    except (psutil.NoSuchProcess, FileNotFoundError):  # the second, where another process has received the same number
         return "ended"
     return f"stopped (SIGSTOP; kill -CONT {pid} lets it continue)" if stopped else recorded
 
 
 def look(run_dir: Path) -> dict[str, Any]:
     """Return the state of the run in ``run_dir``, as ``headrace status --json`` prints it: the content of its status
-    file, checked against the processes that are alive, with the run's state (``running``, ``killed``, or how it ended)
-    and its verdict.
+    file, with the state of each process as the operating system reports it now, the run's state (``running``,
+    ``killed``, or how it ended) and its verdict.
 
-    Raises :class:`~headrace.base.errors.DataError` where the directory holds no run, or a run that is still starting.
+    Raises :class:`~headrace.base.errors.DataError` where the directory has no run, or a run that is still starting.
     """
-
     from headrace.base.errors import DataError
     from headrace.flow.ledger.opening import LOCK_FILE, is_held
     from headrace.run.session.directory import read_status, read_summary
@@ -84,7 +83,7 @@ def look(run_dir: Path) -> dict[str, Any]:
     last = read_status(run_dir)
     if last is None and is_held(run_dir):
         raise DataError(
-            f"{run_dir} has no status yet: {_starting_words(run_dir)}",
+            f"{run_dir} has no status yet: {_starting_in_words(run_dir)}",
             remedy="let a stopped process continue; else look again in a few seconds",
         )
     if last is None and (run_dir / LOCK_FILE).exists():
@@ -99,7 +98,7 @@ def look(run_dir: Path) -> dict[str, Any]:
         {
             "role": part.role,
             "pid": part.pid,
-            "state": part.state if part.node else _state(part.pid, part.state),
+            "state": part.state if part.node else _process_state(part.pid, part.state),
             "version": part.version,
             "device": part.device,
             "restarts": part.restarts,
@@ -127,9 +126,9 @@ def look(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _starting_words(run_dir: Path) -> str:
-    """Return in words why a run that is starting has no status yet: its controller or a child process of it is stopped,
-    for example by Ctrl-Z, or else its parts are starting."""
+def _starting_in_words(run_dir: Path) -> str:
+    """Return in words why a run that is starting has no status yet: its controller or a child process of the controller
+    is stopped, for example by Ctrl-Z, or else the parts of the run are starting."""
     from headrace.flow.ledger.opening import LOCK_FILE
     from headrace.launch.local_process import halted_below
 
@@ -140,15 +139,16 @@ def _starting_words(run_dir: Path) -> str:
 
 
 def _verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
-    """Return the newest verdict on the run's bottleneck, in words: that of ``summary``, the summary of a run that has
-    ended, or else that of its live state; empty where there is none yet."""
+    """Return the newest verdict on the run's bottleneck, in words. The verdict comes from ``summary``, the summary of a
+    run that has ended, or where that is ``None`` from the live state of the run; empty where there is no verdict
+    yet."""
     from headrace.run.observe import LIVE_FILE
 
     if summary is not None:
         return str(summary.get("verdict") or "")
     try:
         tree = json.loads((run_dir / LIVE_FILE).read_bytes())
-    except (OSError, ValueError):  # none yet, or one that is just being replaced
+    except (OSError, ValueError):  # there is no live state yet, or the controller is replacing its file
         return ""
     return str(tree.get("verdict") or "") if isinstance(tree, dict) else ""
 

@@ -1,4 +1,4 @@
-"""``headrace trace``: say where a run's time went, and export its spans."""
+"""``headrace trace``: print where a run's time went (its *verdict*), and export its event trace, made of *spans*."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def trace(
 
 
 def _export(run: RunData, out: Path | None, otlp: str) -> dict[str, int]:
-    """Export the trace as ``out`` and ``otlp`` ask. Return a description of each export, with the number of its
-    events."""
+    """Export the trace of ``run`` to the file ``out``, unless that is ``None``, and to the OpenTelemetry collector at
+    the URL ``otlp``, unless that is empty. Return the number of exported events by the description of the export."""
     written: dict[str, int] = {}
     if out is not None:
         from headrace.run.observe.perfetto import write_trace

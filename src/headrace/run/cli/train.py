@@ -1,4 +1,4 @@
-"""``headrace train``: train a model as a run file says, or describe such a run."""
+"""``headrace train``: run the training that a run file describes, or with ``--dry-run`` check and describe it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.run.session.config import RunConfig
     from headrace.run.session.prepare import Prepared
 
-# a recipe holds the settings with which a run behaves like a known system
+# a recipe contains the settings with which a run behaves like a known system
 LIKE_HELP = "Take the settings that the run file leaves open from a recipe: --like areal (see: headrace recipes)."
 SET_HELP = "Override a setting: --set learner.lr=1e-6 (repeat for more)."
 
@@ -70,8 +70,8 @@ def train(
 
 
 def _train(config: RunConfig, *, replay: Path | None, resume: bool, as_json: bool) -> None:
-    """Train by ``config``, and print the summary, with ``as_json`` as JSON. ``resume`` continues the run in its
-    directory; ``replay`` is the directory of a run to repeat, ``None`` for a run of its own."""
+    """Run the training that ``config`` describes, and print its summary, with ``as_json`` as JSON. ``resume`` continues
+    the run in its directory. ``replay`` is the directory of a recorded run to repeat; ``None`` for an ordinary run."""
     from headrace.flow.ledger.opening import has_ledger
     from headrace.run.observe.words import plural
     from headrace.run.session import train as run
@@ -108,8 +108,8 @@ def _show(prepared: Prepared, config: RunConfig, *, defaults: bool, as_json: boo
 
 
 def compile_ahead(model: ModelConfig, engine: EngineConfig) -> None:
-    """Start to compile the CPU kernels of the engine in the background, where this run uses some that are not compiled
-    yet, so that they are ready sooner when the engine starts."""
+    """Start to compile the CPU kernels of the engine in the background, where this run uses kernels that are not
+    compiled yet, so that they are ready sooner when the engine starts."""
     from headrace.models.devices import AUTO, CPU
 
     if engine.fuses and model.dtype == "float32" and engine.device in (AUTO, CPU):
@@ -119,14 +119,14 @@ def compile_ahead(model: ModelConfig, engine: EngineConfig) -> None:
 
 
 def show_summary(summary: Summary, again: str) -> None:
-    """Print the main figures of a run that has ended, its verdict and warnings, where its files are and, where it was
-    stopped, the command ``again`` that continues it."""
+    """Print the main figures of a run that has ended, its verdict, its warnings and the paths of its files. For a run
+    that was stopped, also print ``again``, the command line that continues it."""
     from headrace.run.observe.words import plural
 
     out = console()
     out.print()
     out.print(f"{summary.status} after {plural(summary.steps, 'step')}", style="bold")
-    if summary.versions and summary.versions[0] > 0:  # the books below are of all lives
+    if summary.versions and summary.versions[0] > 0:  # the counts of groups below include the run's earlier lives
         out.print(f"continued at step {summary.versions[0]}: times, tokens, ages and mismatch are those since then")
     for name, figure in _figures(summary):
         out.print(f"  {name:<28} {figure}")

@@ -1,5 +1,5 @@
-"""``headrace watch``: show a run that is still running in another process. That process writes the picture's content,
-its present state, once a second to ``live.json`` in the run directory."""
+"""``headrace watch``: show the terminal view of a run that is running in another process. The controller of the run
+writes the content of this view, its *live state*, once a second to ``live.json`` in the run directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.base.types.observation import LiveState
 
 RENEWED_S = 0.5
-"""The interval at which the picture is renewed, in seconds."""
+"""The interval at which the view is redrawn, in seconds."""
 
 
 def watch(
@@ -32,7 +32,7 @@ def watch(
 
     out = console()
     out.soft_wrap = False  # the picture is drawn for the width of the terminal, and its sentences wrap
-    state = _present(run_dir)
+    state = _corrected_state(run_dir)
     if once or not out.is_terminal:
         out.print(draw(state, out.width))
         return
@@ -41,43 +41,43 @@ def watch(
 
 
 async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
-    """Call ``show`` with the present state of the run every :data:`RENEWED_S`, until the run ends, and a last time
-    then."""
+    """Call ``show`` with the present state of the run every :data:`RENEWED_S` seconds until the run ends, and once more
+    with its last state."""
     import asyncio
 
     from headrace.run.cli.status import look
 
     while look(run_dir)["state"] == "running":
-        show(_present(run_dir))
+        show(_corrected_state(run_dir))
         await asyncio.sleep(RENEWED_S)
-    show(_present(run_dir))
+    show(_corrected_state(run_dir))
 
 
-def _present(run_dir: Path) -> LiveState:
-    """Return the last state that the run has written, adapted to what the system says of its processes. If its
-    controller is stopped, a warning says so; if the run has ended, the phase is how it ended, such as ``finished`` or
-    ``killed``, and no loop is shown at work."""
+def _corrected_state(run_dir: Path) -> LiveState:
+    """Return the last live state that the run has written, corrected by what the operating system reports of its
+    processes. If its controller is stopped, a warning is added. If the run has ended, ``phase`` is how it ended, such
+    as ``finished`` or ``killed``, and ``waits``, the work of the loops, is empty."""
     import msgspec
 
     from headrace.run.cli.status import look
     from headrace.run.session.directory import read_status
 
-    state = _read(run_dir)
+    state = _read_live_state(run_dir)
     if read_status(run_dir) is None:  # a run that starts writes its status after this state
         return state
-    found = look(run_dir)
-    if found["state"] != "running":
-        return msgspec.structs.replace(state, phase=found["state"], waits=())
-    controller = found["components"][0]
+    status = look(run_dir)
+    if status["state"] != "running":
+        return msgspec.structs.replace(state, phase=status["state"], waits=())
+    controller = status["components"][0]
     if not controller["state"].startswith("stopped"):
         return state
     words = f"the controller is {controller['state']}: what is shown here is older"
     return msgspec.structs.replace(state, warnings=(*state.warnings, words))
 
 
-def _read(run_dir: Path) -> LiveState:
-    """Return the present state of the run as it last wrote it to ``live.json``, which it does every second. Raises
-    :class:`~headrace.base.errors.DataError` where there is none, or where it cannot be decoded."""
+def _read_live_state(run_dir: Path) -> LiveState:
+    """Return the live state in the ``live.json`` of the run. Raises :class:`~headrace.base.errors.DataError` where the
+    file is missing, or where it cannot be decoded."""
     import msgspec
 
     from headrace.base.errors import DataError

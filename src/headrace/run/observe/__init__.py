@@ -1,4 +1,4 @@
-"""The display of a run for people: files that survive a kill, a terminal view, the dashboard's data, and a verdict.
+"""The observation of a run: its record files, the terminal view, the dashboard's data, alarms, and the verdict.
 
     StepRecord ──▶ metrics.jsonl ─┬──▶ writers: TensorBoard, W&B, trackio, MLflow, Prometheus
                ──▶ alarms ──▶ Event
@@ -7,7 +7,7 @@
     LiveState  ──▶ terminal, live.json
     StepRecord and Span ──▶ account ──▶ verdict
 
-The control loops import nothing from here; the modules read plain records.
+The control loops import nothing from this package. Its modules read plain records, such as :class:`StepRecord`.
 """
 
 from headrace.run.observe.account import Accountant, account_of

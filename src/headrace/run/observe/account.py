@@ -1,7 +1,8 @@
 """The account of a run: the record of where its time and tokens went, which the verdict reads.
 
-A *span* is what one part did between two moments; its *lane* names the part, such as ``learner``. The same function
-makes the account of a whole run from its files and, step by step, that of a run that is still running."""
+A *span* is what one part did between two moments; its *lane* names the part, such as ``learner``. :func:`account_of`
+computes the account of one interval; :class:`Accountant` adds up such accounts, step by step, while a run is running.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +21,20 @@ from headrace.run.observe.verdict import judge
 EPISODES = "rollout"
 """The lane that has one span for each episode."""
 LATE_S = 1.0
-"""The age at which all spans of a moment have arrived, in seconds: engines report their spans every quarter of a
+"""The time, in seconds, after which all spans of a moment have arrived: engines report spans every quarter of a
 second."""
 
 
 def account_of(
     spans: Sequence[Span], steps: Sequence[StepRecord], within: Interval, known: Iterable[str] = ()
 ) -> Account:
-    """Return the account of the interval ``within`` (start and end in seconds of the spans' clock): times from its
-    ``spans``, token counts and the rest from ``steps``, the records of the optimizer steps that ended in it.
+    """Return the account of the interval ``within`` (start and end in seconds of the spans' clock). Its times come from
+    ``spans``, its token counts and all other values from ``steps``, the records of the steps that ended in it.
 
-    Generated and wasted tokens are those of the last step, which counts them since the run was started. ``known``
+    Generated and wasted tokens are copied from the last record, which counts them since the start of the run. ``known``
     names lanes that exist, although they may have no span in the interval.
     """
-    turned = [step for step in steps if "turns_s" in step.metrics]
+    measured = [step for step in steps if "turns_s" in step.metrics]
     return msgspec.structs.replace(
         account(spans, within, known),
         straggler_s=sum(step.straggler_s for step in steps),
@@ -43,9 +44,9 @@ def account_of(
         wasted_tokens=dict(steps[-1].wasted_tokens) if steps else {},
         aged_tokens=sum(sum(step.ages.values()) for step in steps),
         trained_ages=sum(age * tokens for step in steps for age, tokens in step.ages.items()),
-        turns_s=sum(step.metrics["turns_s"] or 0.0 for step in turned),
-        turns_least_s=sum(step.metrics["turns_least_s"] or 0.0 for step in turned),
-        turned_s=sum(step.seconds + step.wait_s for step in turned),
+        turns_s=sum(step.metrics["turns_s"] or 0.0 for step in measured),
+        turns_least_s=sum(step.metrics["turns_least_s"] or 0.0 for step in measured),
+        turned_s=sum(step.seconds + step.wait_s for step in measured),
     )
 
 
@@ -54,38 +55,40 @@ LONG_S = 5.0
 
 
 class Accountant:
-    """An observer that keeps the account of a run that is still running, for its live view and its summary.
+    """An observer that computes the account of a run while the run is running, for its live view and its summary.
 
     A step is added to the account once all spans of its time have arrived, which is some time after its end; until then
-    it is pending. Memory for spans does not grow with the length of the run: those of about two steps are kept.
+    the step is pending. Memory does not grow with the length of the run: only the spans of about two steps are kept.
     """
 
     def __init__(self, settings: VerdictSettings = UNKNOWN) -> None:
         """Start an empty account. ``settings`` are the values of the run's settings that the verdict's advice names;
-        by default none is known."""
+        by default no value is known."""
         self._settings = settings
         self._spans: list[Span] = []
         self._lanes: set[str] = set()
         self._pending: list[StepRecord] = []
-        """The steps that are not added yet, in order."""
+        """The records of steps that have ended and are not added to the account yet, in order."""
         self._last: StepRecord | None = None
-        """The last step that was added."""
+        """The last step that was added to the account; ``None`` before the first."""
         self._newest: StepRecord | None = None
-        """The last step that has ended, added or not."""
+        """The last step that has ended, added or pending."""
         self._closed_s: float | None = None
-        """The time up to which everything is added, on the spans' clock."""
+        """The end of the time that the account covers, on the spans' clock; ``None`` before the first step."""
         self._total = Account()
         self._throughput: list[float] = []
+        """The trained tokens per second of every step."""
         self._waited: list[float] = []
+        """The fraction of the time of every step in which the learner waited."""
 
     def spans(self, spans: Sequence[Span]) -> None:
         """Keep the spans until their time is added to the account. The spans of episodes, of which there are thousands,
         are first merged into their union, since only the time in which any episode ran is needed."""
-        kept = [span for span in spans if span.lane != EPISODES]
+        kept_spans = [span for span in spans if span.lane != EPISODES]
         episodes = union((span.start_s, span.end_s) for span in spans if span.lane == EPISODES)
-        kept += [Span(lane=EPISODES, name="episode", start_s=start_s, end_s=end_s) for start_s, end_s in episodes]
-        self._lanes.update(span.lane for span in kept)
-        self._spans += kept
+        kept_spans += [Span(lane=EPISODES, name="episode", start_s=start_s, end_s=end_s) for start_s, end_s in episodes]
+        self._lanes.update(span.lane for span in kept_spans)
+        self._spans += kept_spans
 
     def event(self, event: Event) -> None:
         """Do nothing: an account does not depend on events."""
@@ -98,8 +101,8 @@ class Accountant:
             self._settings = replace(self._settings, engines=len(names))
 
     def step(self, record: StepRecord) -> None:
-        """Receive the record of a step that has ended: note its rate of training and its share of waiting, add the
-        earlier steps whose spans have all arrived to the account, and keep this one as pending."""
+        """Receive the record of a step that has ended: store its rate of training and its share of waiting, add the
+        earlier steps whose spans have all arrived to the account, and keep this step as pending."""
         if self._closed_s is None:
             self._closed_s = record.clock_s - record.seconds - record.wait_s
         before = self._pending[-1].clock_s if self._pending else self._closed_s
@@ -116,7 +119,7 @@ class Accountant:
         """Do nothing: :meth:`with_account` receives the present state and returns it with the account."""
 
     def usage(self, usage: Usage) -> None:
-        """Add the processor time that the run's processes used between two readings, both in training, to the
+        """Add the processor time that the run's processes used between two readings, both made during training, to the
         account."""
         self._total += Account(
             observed_s=usage.seconds,
@@ -127,7 +130,7 @@ class Accountant:
 
     def total(self) -> Account:
         """Return the account from the wait for the first batch to the end of the last step. All pending steps are added
-        first, so a span that arrives later is not counted: call it at the end of the run."""
+        first, and a span that arrives later is not counted; so call this method only at the end of the run."""
         self._add_steps(list(self._pending))
         return self._total
 
@@ -145,7 +148,7 @@ class Accountant:
         so_far = self._total
         newest = self._newest
         if newest is not None and state.phase == "training" and state.wall_s - newest.wall_s >= LONG_S:
-            so_far += self._present(state, newest)
+            so_far += self._present_account(state, newest)
         return msgspec.structs.replace(
             state,
             account=so_far if so_far.seconds else state.account,
@@ -154,12 +157,12 @@ class Accountant:
             waited=tuple(self._waited),
         )
 
-    def _present(self, state: LiveState, newest: StepRecord) -> Account:
+    def _present_account(self, state: LiveState, newest: StepRecord) -> Account:
         """Return the account of the time since the last step that was added, up to :data:`LATE_S` before now.
 
-        ``newest`` is the step that ended last; ``state``, the present state of the run, says how long ago that was. The
+        ``newest`` is the step that ended last; ``state``, the present state of the run, contains the present time. The
         learner's spans arrive only at the end of its step: until then the learner counts as working, unless ``state``
-        says that it waits for a batch.
+        contains a wait of the learner for a batch.
         """
         assert self._closed_s is not None
         now_s = newest.clock_s + state.wall_s - newest.wall_s
@@ -167,25 +170,25 @@ class Accountant:
         waits_s = waits[0] if waits else 0.0
         working = Span(lane="learner", name="step", start_s=newest.clock_s, end_s=max(newest.clock_s, now_s - waits_s))
         waiting = Span(lane="learner", name=WAIT_BATCH, start_s=working.end_s, end_s=max(working.end_s, now_s))
-        made = account([*self._spans, working, waiting], (self._closed_s, now_s - LATE_S), self._lanes)
+        account_of_now = account([*self._spans, working, waiting], (self._closed_s, now_s - LATE_S), self._lanes)
         return msgspec.structs.replace(
-            made,
+            account_of_now,
             generated_tokens=newest.generated_tokens - (0 if self._last is None else self._last.generated_tokens),
             trained_tokens=sum(record.trained_tokens for record in self._pending),
         )
 
     def _add_steps(self, steps: list[StepRecord]) -> None:
-        """Add ``steps`` to the account as one interval, which begins where the account ends, and forget their spans.
-        ``steps`` are the first of the pending steps, in order; nothing happens if there are none."""
+        """Add ``steps`` to the account as one interval, which begins where the account ends, and discard their spans.
+        ``steps`` are the first of the pending steps, in order; an empty list changes nothing."""
         if not steps:
             return
         assert self._closed_s is not None
         record = steps[-1]
         del self._pending[: len(steps)]
         within = (self._closed_s, max(record.clock_s, self._closed_s))
-        made = account_of(self._spans, steps, within, self._lanes)
+        added = account_of(self._spans, steps, within, self._lanes)
         before = 0 if self._last is None else self._last.generated_tokens
-        made = msgspec.structs.replace(made, generated_tokens=record.generated_tokens - before, wasted_tokens={})
-        self._total = msgspec.structs.replace(self._total + made, wasted_tokens=dict(record.wasted_tokens))
+        added = msgspec.structs.replace(added, generated_tokens=record.generated_tokens - before, wasted_tokens={})
+        self._total = msgspec.structs.replace(self._total + added, wasted_tokens=dict(record.wasted_tokens))
         self._last, self._closed_s = record, within[1]
         self._spans = [span for span in self._spans if span.end_s > within[1]]

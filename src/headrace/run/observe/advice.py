@@ -1,7 +1,7 @@
-"""The advice of a verdict: which settings to change, by the bound of the run and by the settings that it has.
+"""The advice of a verdict: sentences that tell the user which settings to change.
 
 The *bound* is the bottleneck of a run, which the verdict names. An *account* is the record of where the time of the
-run went. Each function returns a sentence or two for the user.
+run went. :func:`advise` chooses the function for a bound; each function returns a sentence or two for the user.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from headrace.base.types.weights import Interrupt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictSettings:
-    """The values of a run's settings that advice names, so that it can say what to raise or lower and from what.
-    ``None`` means that the value is unknown, or that the run chooses it itself."""
+    """The present values of the settings that advice tells the user to raise or lower. ``None`` means that the value is
+    unknown, or that the run chooses it itself."""
 
     max_age: int | None = None
     """``flow.max_age``, in versions."""
@@ -54,7 +54,7 @@ class VerdictSettings:
 
 
 UNKNOWN = VerdictSettings()
-"""The settings of a run of which none is known."""
+"""The record for a run whose settings are not known."""
 
 
 def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_cpu: bool = False) -> VerdictSettings:
@@ -68,92 +68,93 @@ def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_
     >>> found.max_age, found.lead, found.engine_threads
     (2, 2, None)
     """
-    flow, launch, engine, env = (_table(config, name) for name in ("flow", "launch", "engine", "env"))
-    max_age = _count(flow.get("max_age"))
-    lead = _count(flow.get("lead"))
+    flow, launch, engine, env = (_section(config, name) for name in ("flow", "launch", "engine", "env"))
+    max_age = _integer_or_none(flow.get("max_age"))
+    lead = _integer_or_none(flow.get("lead"))
     local = launch.get("kind", "local") == "local" and processors is not None
     half = max(1, processors // 2) if processors is not None and local else None
     return VerdictSettings(
         max_age=max_age,
         lead=max_age if lead is None else lead,
-        capacity=_count(flow.get("capacity")),
-        group_size=_count(flow.get("group_size")),
-        groups_per_step=_count(flow.get("groups_per_step")),
-        max_new_tokens=_count(engine.get("max_new_tokens")),
-        reward_workers=_count(env.get("reward_workers")) if env.get("reward") else None,
-        env_workers=_count(env.get("workers")),
-        engines=_count(engine.get("count")),
-        engine_threads=_count(launch.get("engine_threads")) or half,
-        learner_threads=_count(launch.get("learner_threads")) or half,
+        capacity=_integer_or_none(flow.get("capacity")),
+        group_size=_integer_or_none(flow.get("group_size")),
+        groups_per_step=_integer_or_none(flow.get("groups_per_step")),
+        max_new_tokens=_integer_or_none(engine.get("max_new_tokens")),
+        reward_workers=_integer_or_none(env.get("reward_workers")) if env.get("reward") else None,
+        env_workers=_integer_or_none(env.get("workers")),
+        engines=_integer_or_none(engine.get("count")),
+        engine_threads=_integer_or_none(launch.get("engine_threads")) or half,
+        learner_threads=_integer_or_none(launch.get("learner_threads")) or half,
         processors=processors,
         on_cpu=on_cpu,
-        alternating=_table(config, "sync").get("interrupt") == Interrupt.SLEEP.value,
+        alternating=_section(config, "sync").get("interrupt") == Interrupt.SLEEP.value,
         order=str(flow.get("order") or ""),
     )
 
 
-def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the section ``name`` of the settings ``config``; empty where it is missing or is no section."""
     found = config.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
-def _count(value: object) -> int | None:
-    """Return the value of a setting where it is an integer (true and false are none), else ``None``."""
+def _integer_or_none(value: object) -> int | None:
+    """Return ``value``, the value of a setting, where it is an integer; ``None`` for any other type, ``bool``
+    included."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
     """Return advice against the bottleneck ``bound``: a sentence or two with the names and the present values of the
-    settings to change; an empty string where there is no advice. ``account`` says where the time went."""
+    settings to change; an empty string where there is no advice. ``account`` has the times of the run's parts."""
     match bound:
         case Bound.GENERATION:
-            return _engine(settings)
+            return _advise_engine(settings)
         case Bound.PREFILL:
-            size = f"raise flow.group_size{_now(settings.group_size)}, for a group's prompt is read once"
-            return f"Give it less to read: shorten prompts, or {size}. {_engine(settings)}"
+            size = f"raise flow.group_size{_present_value(settings.group_size)}, for a group's prompt is read once"
+            return f"Give it less to read: shorten prompts, or {size}. {_advise_engine(settings)}"
         case Bound.STRAGGLERS:
-            return _stragglers(settings)
+            return _advise_stragglers(settings)
         case Bound.CAPACITY:
-            raised = f"Raise flow.capacity{_now(settings.capacity)}, or leave it out"
+            raised = f"Raise flow.capacity{_present_value(settings.capacity)}, or leave it out"
             return f"{raised}; engine.max_sequences must hold as many sequences."
         case Bound.LEARNER:
-            return _learner(settings)
+            return _advise_learner(settings)
         case Bound.CONTROLLER:
-            return _controller(settings)
+            return _advise_controller(settings)
         case Bound.PROCESSORS:
-            return _processors(account, settings)
+            return _advise_processors(account, settings)
         case Bound.TURNS:
-            return _advice_for_alternating(settings)
+            return _advise_alternating(settings)
         case Bound.NOTHING:
-            return _nothing(account)
+            return _advise_nothing(account)
         case Bound.SCORING:
-            return _scoring(account, settings)
+            return _advise_scoring(account, settings)
         case Bound.ENVIRONMENT:
-            return _environment(account, settings)
+            return _advise_environment(account, settings)
         case Bound.BALANCED:
             return ""
         case Bound.SYNC:
-            return _sync(account, settings)
+            return _advise_sync(account, settings)
         case Bound.LEDGER:
             return "Put run.dir on a faster disk."
         case Bound.STOPPED:
             return "Find out what stops it (Ctrl-Z, a debugger, kill -STOP): the run's events name it."
         case Bound.TEACHERS:
             more = "Give the teachers' engines more to compute with."
-            return " ".join(filter(None, [more, _run_further_ahead_if_idle(account, settings)]))
+            return " ".join(filter(None, [more, _advise_running_ahead_if_idle(account, settings)]))
 
 
-def _now(value: int | None) -> str:
+def _present_value(value: int | None) -> str:
     """Return the present value of a setting, to be put after its name; empty where it is not known.
 
-    >>> _now(2), _now(None)
+    >>> _present_value(2), _present_value(None)
     (' (now 2)', '')
     """
     return "" if value is None else f" (now {value})"
 
 
-def _run_further_ahead(settings: VerdictSettings) -> str:
+def _advise_running_ahead(settings: VerdictSettings) -> str:
     """Return the advice to let generation run further ahead of training, by ``flow.max_age`` or ``flow.lead``; an empty
     string where engine and learner share a device, or where these settings are not known."""
     age, lead = settings.max_age, settings.lead
@@ -173,28 +174,32 @@ def _run_further_ahead(settings: VerdictSettings) -> str:
 
 
 BUSY_SHARE = 0.7
-"""The share of the time above which workers that compute, or weights that travel, count as always busy."""
+"""The share of the time from which on workers that compute, or a sync that sends weights, count as always busy."""
 
 
-def _scoring(account: Account, settings: VerdictSettings) -> str:
+def _advise_scoring(account: Account, settings: VerdictSettings) -> str:
     """Return the advice for a run that waits for rewards: more scoring workers, since each makes one call at a time, or
     faster rewards."""
     count = settings.reward_workers
-    more = f"Raise env.reward_workers{_now(count)}, or make the reward faster." if count else "Make the rewards faster."
-    return " ".join(filter(None, [more, _run_further_ahead_if_idle(account, settings)]))
+    more = (
+        f"Raise env.reward_workers{_present_value(count)}, or make the reward faster."
+        if count
+        else "Make the rewards faster."
+    )
+    return " ".join(filter(None, [more, _advise_running_ahead_if_idle(account, settings)]))
 
 
-def _sync(account: Account, settings: VerdictSettings) -> str:
+def _advise_sync(account: Account, settings: VerdictSettings) -> str:
     """Return the advice for a run that waits for the weight sync. Versions are sent one after the other: where the sync
     is nearly always busy, letting generation run further ahead does not help, so fewer steps are advised."""
     less = "Send less with each version (sync.codec), or another way (sync.transport)."
     if account.of_time(account.lanes_s.get("sync", 0.0)) < BUSY_SHARE:
-        return " ".join(filter(None, [less, _run_further_ahead_if_idle(account, settings)]))
-    size = f"flow.groups_per_step{_now(settings.groups_per_step)}"
+        return " ".join(filter(None, [less, _advise_running_ahead_if_idle(account, settings)]))
+    size = f"flow.groups_per_step{_present_value(settings.groups_per_step)}"
     return f"{less} Or make fewer, larger steps ({size}), which changes what is learned."
 
 
-def _environment(account: Account, settings: VerdictSettings) -> str:
+def _advise_environment(account: Account, settings: VerdictSettings) -> str:
     """Return the advice for a run that waits for its environments.
 
     A worker runs many episodes at once. More workers help where they compute all the time; where the episodes wait for
@@ -204,25 +209,27 @@ def _environment(account: Account, settings: VerdictSettings) -> str:
     if account.observed_s > 0 and count:
         used = account.used_s.get("environment", 0.0) / account.observed_s / count
         if used >= BUSY_SHARE:
-            return f"Raise env.workers{_now(count)}, which compute all the time, or make the environment faster."
-    return " ".join(filter(None, ["Make the environment faster.", _run_further_ahead_if_idle(account, settings)]))
+            return (
+                f"Raise env.workers{_present_value(count)}, which compute all the time, or make the environment faster."
+            )
+    return " ".join(filter(None, ["Make the environment faster.", _advise_running_ahead_if_idle(account, settings)]))
 
 
-def _run_further_ahead_if_idle(account: Account, settings: VerdictSettings) -> str:
+def _advise_running_ahead_if_idle(account: Account, settings: VerdictSettings) -> str:
     """Return the advice to let generation run further ahead where the engine is idle for more than half of the time,
     else an empty string."""
-    return _run_further_ahead(settings) if account.engine_idle > 0.5 else ""
+    return _advise_running_ahead(settings) if account.engine_idle > 0.5 else ""
 
 
-def _stragglers(settings: VerdictSettings) -> str:
+def _advise_stragglers(settings: VerdictSettings) -> str:
     """Return the advice for a run that waits for the last, longest episodes of each batch: run further ahead, train
     groups in the order in which they are ready, or shorten the tail."""
     ready = " Set flow.order = 'ready_first'." if settings.order == "strict" else ""
     tail = (
-        f"Cut the tail: lower engine.max_new_tokens{_now(settings.max_new_tokens)}, or start more episodes than "
-        "a group needs (flow.filters, kind = 'redundancy')."
+        f"Cut the tail: lower engine.max_new_tokens{_present_value(settings.max_new_tokens)}, or start more episodes "
+        "than a group needs (flow.filters, kind = 'redundancy')."
     )
-    return " ".join(filter(None, [_run_further_ahead(settings) + ready, tail]))
+    return " ".join(filter(None, [_advise_running_ahead(settings) + ready, tail]))
 
 
 def _threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
@@ -232,13 +239,13 @@ def _threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
     return (engine, learner, total) if settings.on_cpu and engine and learner and total else None
 
 
-def _engine(settings: VerdictSettings) -> str:
+def _advise_engine(settings: VerdictSettings) -> str:
     """Return the advice for a run that waits for tokens of the engine: more processors or engines, or shorter
     answers."""
-    less = f"sample shorter answers (engine.max_new_tokens{_now(settings.max_new_tokens)})"
+    less = f"sample shorter answers (engine.max_new_tokens{_present_value(settings.max_new_tokens)})"
     threads = _threads(settings)
     if threads is None:
-        return f"Add an engine: headrace engines RUN add, or engine.count{_now(settings.engines)}. Or {less}."
+        return f"Add an engine: headrace engines RUN add, or engine.count{_present_value(settings.engines)}. Or {less}."
     engine, learner, total = threads
     if total > engine + learner:
         return f"Raise launch.engine_threads (now {engine}): {total - engine - learner} of {total} processors are free."
@@ -249,7 +256,7 @@ def _engine(settings: VerdictSettings) -> str:
     return f"Take a machine with more than {total} processors, or {less}."
 
 
-def _learner(settings: VerdictSettings) -> str:
+def _advise_learner(settings: VerdictSettings) -> str:
     """Return the advice for a run whose learner works nearly all the time: more devices or processors for it."""
     threads = _threads(settings)
     if threads is None:
@@ -264,12 +271,15 @@ def _learner(settings: VerdictSettings) -> str:
     return f"Take a machine with more than {total} processors, or a smaller model."
 
 
-def _controller(settings: VerdictSettings) -> str:
+def _advise_controller(settings: VerdictSettings) -> str:
     """Return the advice for a run whose controller, which starts episodes and assembles batches, is the bottleneck."""
+    sizes = (
+        f"flow.groups_per_step{_present_value(settings.groups_per_step)}, "
+        f"flow.group_size{_present_value(settings.group_size)}"
+    )
     return (
-        "The controller is one thread, with work for every episode and turn, however short. A "
-        f"faster processor helps, or fewer episodes for a step (flow.groups_per_step{_now(settings.groups_per_step)}, "
-        f"flow.group_size{_now(settings.group_size)}): steps come sooner, but train fewer tokens each."
+        "The controller is one thread, with work for every episode and turn, however short. A faster processor helps, "
+        f"or fewer episodes for a step ({sizes}): steps come sooner, but train fewer tokens each."
     )
 
 
@@ -280,9 +290,9 @@ WHOLE_SHARE = 0.8
 """The share of the processors used by the run from which on the run alone counts as the cause."""
 
 
-def _processors(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice for a run whose processes wait for processors (CPUs). It depends on how much of them the run
-    itself uses: where it is little, other programs are the cause."""
+def _advise_processors(account: Account, settings: VerdictSettings) -> str:
+    """Return the advice for a run whose processes wait for processors (CPUs). The advice depends on the share of the
+    processors that the run itself uses: where this share is small, other programs are the cause."""
     if account.processors_s < OWN_SHARE * account.observed_s:
         return "Other programs use the processors: end them, or take a machine of the run's own."
     if account.processors_s < WHOLE_SHARE * account.observed_s:
@@ -294,11 +304,11 @@ def _processors(account: Account, settings: VerdictSettings) -> str:
             f"Engine (launch.engine_threads, now {engine}), learner (launch.learner_threads, now {learner}) and "
             f"controller share {total} processors: lower one of the two, or take a machine with more."
         )
-    more = f"more than {settings.processors}" if settings.processors else "more"
-    return f"Its own processes use them: take a machine with {more}."
+    size = f"more than {settings.processors}" if settings.processors else "more"
+    return f"Its own processes use them: take a machine with {size}."
 
 
-def _advice_for_alternating(settings: VerdictSettings) -> str:
+def _advise_alternating(settings: VerdictSettings) -> str:
     """Return the advice for a run whose engine and learner work in turn, each waiting for the other: separate devices
     where they share one, else letting generation run ahead."""
     if settings.alternating:
@@ -306,10 +316,10 @@ def _advice_for_alternating(settings: VerdictSettings) -> str:
             "They share a device (sync.interrupt = 'sleep'), so that only one of them can work: give each its own "
             "(engine.device, learner.device)."
         )
-    return _run_further_ahead(settings) or "Let generation run ahead: flow.max_age and flow.lead."
+    return _advise_running_ahead(settings) or "Let generation run ahead: flow.max_age and flow.lead."
 
 
-def _nothing(account: Account) -> str:
+def _advise_nothing(account: Account) -> str:
     """Return a sentence for a run without a single bottleneck, which names the two parts that take most of the
     learner's time."""
     parts = {cause: account.learner_waits(cause) for cause in Cause} | {Cause.LEARNER: 1 - account.learner_idle}
@@ -329,4 +339,4 @@ _PART_WORDS = {
     Cause.STOPPED: "the time in which a process is stopped",
     Cause.NOBODY: "the time in which no part works",
 }
-"""The words for each part of a step."""
+"""The words for each part of a step, by the cause of the learner's wait."""

@@ -1,4 +1,4 @@
-"""The settings of what a run shows and records for people, the section ``[observe]`` of a run file."""
+"""The section ``[observe]`` of a run file: the display of a run, its alarms, and its metrics and report."""
 
 from __future__ import annotations
 

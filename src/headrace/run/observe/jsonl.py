@@ -1,7 +1,8 @@
-"""Append-only files of records: one JSON object per line, unbuffered; and the observer that writes those of a run.
+"""Append-only files of records, one JSON object per line, unbuffered; and :class:`Recorder`, the observer that writes
+the files of a run.
 
 A *record* is a ``msgspec`` struct. A killed process leaves whole lines and at most one torn line at the end, which
-lacks its line break. The reader skips it; the writer cuts it off before it appends the next record.
+lacks its line break. The reader skips a torn line; the writer removes it before it appends the next record.
 """
 
 from __future__ import annotations
@@ -47,31 +48,31 @@ class JsonlWriter(Generic[R]):
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file to append to it; a missing one is created. Raises :class:`~headrace.base.errors.RunError` where
-        it cannot be written."""
+        """Open the file ``path`` for appending, and create it where it is missing. Raises
+        :class:`~headrace.base.errors.RunError` where the file cannot be written."""
         self._path = path
         self._encoder = msgspec.json.Encoder()
         try:
             _cut_torn_line(path)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise self._refused(error) from None
+            raise self._write_error(error) from None
 
     def write(self, records: Iterable[R]) -> None:
-        """Append ``records``. They are passed to the operating system at once, so that a later kill of the process
-        loses nothing.
+        """Append ``records`` to the file. They are passed to the operating system at once, so that a later kill of the
+        process loses nothing.
 
         Raises :class:`~headrace.base.errors.RunError` where the file cannot be written, for example on a full disk.
         """
-        rest = memoryview(self._encoder.encode_lines(list(records)))
+        unwritten = memoryview(self._encoder.encode_lines(list(records)))
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
-            raise self._refused(error) from None
+            raise self._write_error(error) from None
 
     def close(self) -> None:
-        """Close the file. Everything is written already."""
+        """Close the file. All records are already written."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -81,7 +82,7 @@ class JsonlWriter(Generic[R]):
         """Close the file, however the context ends."""
         self.close()
 
-    def _refused(self, error: OSError) -> RunError:
+    def _write_error(self, error: OSError) -> RunError:
         """Return the error to raise where opening or writing the file failed with ``error``."""
         return RunError(
             f"{self._path} cannot be written: {error.strerror}",
@@ -93,9 +94,9 @@ def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None 
     """Return every record of the file, in order; each line is decoded as a ``kind``, the class of the records. A torn
     last line, as a killed or a running process leaves it, is skipped.
 
-    Raises :class:`~headrace.base.errors.DataError` where the file cannot be read, and, with the number of the line,
-    where any other line, or the only one, cannot be decoded. With ``skipped``, lines that cannot be decoded are left
-    out instead, and ``skipped`` is called once with a message about them.
+    Raises :class:`~headrace.base.errors.DataError` where the file cannot be read. Raises it also, with the number of
+    the line, where a line before the last, or the only line, cannot be decoded. With ``skipped``, lines that cannot be
+    decoded are left out instead, and ``skipped`` is called once with a message about them.
     """
     try:
         data = path.read_bytes()
@@ -124,28 +125,27 @@ def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None 
 
 def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list[StepRecord]:
     """Return the records of the optimizer steps in ``path``, a ``metrics.jsonl``, one for each step, in order.
-    ``skipped`` and errors are those of :func:`read_jsonl`.
+    ``skipped`` and the errors have the same meaning as for :func:`read_jsonl`.
 
     A run that was resumed from a checkpoint wrote some steps again; the later line of a step replaces the earlier one
     and all steps after it.
     """
-    kept: list[StepRecord] = []
+    valid: list[StepRecord] = []
     for record in read_jsonl(path, StepRecord, skipped):
-        while kept and kept[-1].step >= record.step:
-            kept.pop()
-        kept.append(record)
-    return kept
+        while valid and valid[-1].step >= record.step:
+            valid.pop()
+        valid.append(record)
+    return valid
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Truncate the file after its last line break, so that a torn last line is removed. A missing file is left
-    alone."""
+    """Truncate the file after its last line break, which removes a torn last line. A missing file is not created."""
     if not path.exists():
         return
     with path.open("r+b") as file:
         end = file.seek(0, 2)
         at = end
-        while at > 0:
+        while at > 0:  # read blocks backwards from the end, since the file may be large
             start = max(0, at - 65536)
             file.seek(start)
             newline = file.read(at - start).rfind(b"\n")
@@ -196,7 +196,7 @@ class Recorder:
             raise RunError(f"{self._live} cannot be written: {error.strerror}", remedy=remedy) from None
 
     def close(self) -> None:
-        """Close the three files that lines are appended to."""
+        """Close ``metrics.jsonl``, ``trace.jsonl`` and ``events.jsonl``."""
         for file in (self._metrics, self._trace, self._events):
             file.close()
 

@@ -1,7 +1,7 @@
-"""The working time of the controller: an event loop that measures when it runs and when it waits.
+"""The working time of the controller, measured by an asyncio event loop that records when it runs and when it waits.
 
-The controller is one process with one asyncio event loop. The times in which the loop runs callbacks become spans of
-the event trace in the lane ``controller``, from which the verdict tells whether the controller is the bottleneck.
+The controller is one process with one event loop. The times in which the loop runs callbacks become spans of the event
+trace in the lane ``controller``. The verdict uses them to decide whether the controller is the bottleneck.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from headrace.base.clock import Clock, RealClock
 from headrace.base.types.trace import Span
 
 SHORT_S = 0.005
-"""A wait of the loop that is shorter than this, in seconds, does not end a span. The work of a span is added up and
-placed at its beginning."""
+"""The shortest wait of the loop, in seconds, that ends a span. The work between shorter waits is added up, and the span
+contains this sum from its beginning on."""
 LEAST_SPAN_S = 0.025
 """The shortest time between the beginnings of two spans, in seconds: a loop that wakes a thousand times a second makes
 forty spans a second."""
 MOST_SPAN_S = 0.25
 """The longest span, in seconds, so that a loop that never waits reports its work while it runs."""
 LANE = "controller"
-"""The lane of the spans."""
+"""The lane of the controller's spans in the event trace."""
 
 
 class LoopTime:
@@ -29,19 +29,19 @@ class LoopTime:
     calls :meth:`asleep` before each wait and :meth:`awake` after it."""
 
     def __init__(self, clock: Clock) -> None:
-        """Start the first span now. ``clock`` must be the one that all spans of the trace use."""
+        """Start the first span now. ``clock`` must be the clock that all spans of the trace use."""
         self._clock = clock
         self._since_s = clock.now()
-        """The beginning of the present span."""
+        """The beginning of the present span, in seconds of the clock."""
         self._woke_s = self._since_s
-        """The time when the loop last began to run."""
+        """The time when the loop last ended a wait and began to run callbacks."""
         self._worked_s = 0.0
         """The work in the present span, up to the last wait, in seconds."""
         self._spans: list[Span] = []
 
     def asleep(self) -> float:
         """Record that the loop starts to wait: add its work since the last wait to the present span. Return the current
-        time in seconds, which :meth:`awake` takes."""
+        time in seconds, for the caller to pass to :meth:`awake`."""
         now_s = self._clock.now()
         self._worked_s += now_s - self._woke_s
         return now_s
@@ -55,8 +55,8 @@ class LoopTime:
             self._close(now_s)
 
     def spans(self) -> list[Span]:
-        """Return the work of the loop since the last call, as spans, and forget it. The observers of the run call it
-        from within the loop, whenever they pass spans on."""
+        """Return the spans of the loop's work since the last call, and remove them here. The caller runs in the loop
+        itself."""
         now_s = self.asleep()
         self._woke_s = now_s
         self._close(now_s)
@@ -64,8 +64,8 @@ class LoopTime:
         return spans
 
     def _close(self, now_s: float) -> None:
-        """End the present span and keep it, if the loop has worked in it, and begin the next at ``now_s``. The span
-        starts where it began and is as long as the work in it."""
+        """End the present span, store it if it contains work, and begin the next span at ``now_s``. The stored span has
+        the length of its work, without the short waits between."""
         if self._worked_s > 0:
             end_s = self._since_s + self._worked_s
             self._spans.append(Span(lane=LANE, name="run", start_s=self._since_s, end_s=end_s))
@@ -77,7 +77,7 @@ class WatchedSelector(selectors.DefaultSelector):
     reports the beginning and the end of each wait to a :class:`LoopTime`."""
 
     def __init__(self, work: LoopTime) -> None:
-        """Report waits to ``work``."""
+        """Create the selector, which reports its waits to ``work``."""
         super().__init__()
         self._work = work
 
@@ -92,11 +92,11 @@ class WatchedSelector(selectors.DefaultSelector):
 
 
 class WatchedLoop(asyncio.SelectorEventLoop):
-    """An asyncio event loop that measures when it works. A run uses it for its controller, and takes the spans of
-    :attr:`work` into its trace."""
+    """An asyncio event loop that measures when it runs callbacks. A run uses it for its controller, and adds the spans
+    of :attr:`work` to its event trace."""
 
     def __init__(self) -> None:
         """Create the loop, with the real clock."""
         self.work = LoopTime(RealClock())
-        """The measured work."""
+        """The measured working time of this loop."""
         super().__init__(WatchedSelector(self.work))

@@ -1,6 +1,6 @@
 """The metrics of an optimizer step by their names, for writers, charts and alarms.
 
-The *registry* is the table of all metrics: name, unit, meaning, and how the values of several steps become one.
+The *registry* is the table of all metrics: name, unit, meaning, and how the values of several steps are combined.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _FIELDS = (
     *("eval_version", "trained_tokens", "generated_tokens", "seconds", "wait_s", "exposed_sync_s", "straggler_s"),
     *("held_back_s", "commit_gap_s", "length_mean"),
 )
-"""The fields of a step record that are metrics by themselves."""
+"""The fields of a step record that are one number each, and so metrics under their own names."""
 _BY_REASON = ("dropped_groups", "set_aside_episodes", "dropped_tokens", "wasted_tokens")
-"""The fields of a step record that hold one count for each reason."""
+"""The fields of a step record that are counts by reason."""
 
 
 def flat(record: StepRecord) -> dict[str, float]:
@@ -39,8 +39,8 @@ def flat(record: StepRecord) -> dict[str, float]:
 
 
 def over_run(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Return one value for each metric over all ``steps``, by its name: their sum, mean, maximum or last value, as the
-    registry says. Steps that did not measure a metric do not count for it."""
+    """Return one value for each metric over all ``steps``, by its name: the sum, the mean, the maximum or the last
+    value, as the registry defines for the metric. Steps that did not measure a metric are ignored for it."""
     values: dict[str, list[float]] = {}
     for record in steps:
         for name, value in flat(record).items():

@@ -20,8 +20,8 @@ AT_ONCE = 512
 
 
 def send_trace(run: RunData, url: str) -> int:
-    """Send the spans of ``run`` to the collector at ``url``, such as ``http://HOST:4318/v1/traces``. Return how many
-    were sent.
+    """Send the spans of ``run`` to the collector at ``url``, such as ``http://HOST:4318/v1/traces``. Return the number
+    of spans.
 
     Raises :class:`~headrace.base.errors.ConfigError` where the packages are missing or the collector refuses the spans,
     and :class:`~headrace.base.errors.DataError` for a run without a step, whose clock is not known.
@@ -40,25 +40,25 @@ def send_trace(run: RunData, url: str) -> int:
 
 def export(run: RunData, exporter: SpanExporter, where: str) -> int:
     """Pass the spans of ``run`` to ``exporter``, at most :data:`AT_ONCE` in one request, and return their number.
-    Errors are those of :func:`send_trace`; ``where`` names the collector in them."""
+    Raises the errors of :func:`send_trace`; ``where`` names the collector in their messages."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     steps = run.session
     if not steps or not run.spans:
         raise DataError(f"{run.directory} has no step with a trace", remedy="name a run that has trained a step")
     offset_s = steps[0].unix_s - steps[0].clock_s
-    made = list(_spans(run, offset_s))
-    for first in range(0, len(made), AT_ONCE):
-        if exporter.export(made[first : first + AT_ONCE]) is not SpanExportResult.SUCCESS:
+    otel_spans = list(_spans(run, offset_s))
+    for first in range(0, len(otel_spans), AT_ONCE):
+        if exporter.export(otel_spans[first : first + AT_ONCE]) is not SpanExportResult.SUCCESS:
             raise ConfigError(
                 f"{where} has not taken the spans after the first {first}", remedy="is a collector listening there?"
             )
-    return len(made)
+    return len(otel_spans)
 
 
 def _spans(run: RunData, offset_s: float) -> Iterator[Any]:
-    """Yield the spans of ``run`` as spans of OpenTelemetry, all in one new trace, with a service for each lane.
-    ``offset_s`` is added to their times, which are seconds of the machine's clock, to make them seconds since 1970."""
+    """Yield the spans of ``run`` as spans of OpenTelemetry, all in one new trace, with one service for each lane. The
+    times of ``run.spans`` are seconds of the machine's clock; adding ``offset_s`` makes them seconds since 1970."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -84,7 +84,7 @@ def _spans(run: RunData, offset_s: float) -> Iterator[Any]:
 
 def _attributes(span: Span) -> dict[str, str | int]:
     """Return the attributes of a span for OpenTelemetry: its lane, and its step and its episode where it has them. A
-    step of −1 means that it has none."""
+    span without a step has the step −1."""
     attributes: dict[str, str | int] = {"headrace.lane": span.lane}
     if span.step >= 0:
         attributes["headrace.step"] = span.step

@@ -1,8 +1,8 @@
 """The trace of a run for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``, in the Trace Event Format.
 
 A *span* is what one part of the run did between two moments; its *lane* names the part. Perfetto shows processes with
-threads: every lane becomes a process (``pid``), and its spans are placed on threads (``tid``), called *tracks* here,
-so that spans that overlap, as episodes do, stand side by side. Queues, throughput and reward are counters. Times are
+threads: every lane becomes a process (``pid``), and its spans are placed on threads (``tid``), called *tracks* here, so
+that overlapping spans, such as episodes, are on different tracks. Queues, throughput and reward are counters. Times are
 microseconds since the first span.
 """
 
@@ -23,7 +23,7 @@ from headrace.run.observe.rundata import RunData
 from headrace.run.observe.trace import is_wait
 
 Event = dict[str, Any]
-"""One event of the Trace Event Format: its ``ph`` is M for a name, X for a span and C for a counter."""
+"""One event of the Trace Event Format. Its key ``ph`` is M for a name, X for a span and C for a counter."""
 
 COUNTERS = {
     "groups": ("queue/running", "queue/ready"),
@@ -31,9 +31,9 @@ COUNTERS = {
     "reward": ("reward_mean",),
     "age of trained tokens": ("age_mean", "age_max"),
 }
-"""The curves of the trace by name, with the metrics in each."""
+"""The counters of the trace by name, with the metrics that each counter shows."""
 _FIRST = ("engine", "learner", "sync", "scoring", "rollout")
-"""The lanes that come first, in this order."""
+"""The lanes that are shown first, in this order."""
 
 
 def write_trace(run: RunData, path: Path) -> int:
@@ -72,7 +72,7 @@ def events(run: RunData) -> Iterator[Event]:
     lanes: dict[str, list[Span]] = {}
     for span in run.spans:
         lanes.setdefault(span.lane, []).append(span)
-    ordered = sorted(lanes, key=lambda lane: (_rank(lane), lane))
+    ordered = sorted(lanes, key=lambda lane: (_lane_rank(lane), lane))
     for pid, lane in enumerate(ordered, start=1):
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": lane}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
@@ -82,9 +82,9 @@ def events(run: RunData) -> Iterator[Event]:
     yield from _counters(run, len(ordered) + 1, zero_s)
 
 
-def _rank(lane: str) -> int:
-    """Return the sort key of a lane: its position in :data:`_FIRST` by its name without a number (``engine-1`` counts
-    as ``engine``); lanes that are not there come last."""
+def _lane_rank(lane: str) -> int:
+    """Return the sort key of a lane: the position in :data:`_FIRST` of its name without a number (``engine-1`` counts
+    as ``engine``). Lanes that are not in :data:`_FIRST` get the highest key."""
     first = lane.partition("-")[0]
     return _FIRST.index(first) if first in _FIRST else len(_FIRST)
 
@@ -119,15 +119,15 @@ def _counters(run: RunData, pid: int, zero_s: float) -> Iterator[Event]:
 
 
 def tracks(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the spans of one lane divided into tracks, as few as possible. The spans of a track are in order and do
-    not overlap.
+    """Return the spans of one lane, divided into the least possible number of tracks. The spans of one track are in
+    order and do not overlap.
 
     >>> spans = [Span(lane="rollout", name="episode", start_s=s, end_s=e) for s, e in ((0, 3), (1, 2), (3, 4))]
     >>> [[(span.start_s, span.end_s) for span in track] for track in tracks(spans)]
     [[(0, 3)], [(1, 2), (3, 4)]]
     """
     placed: list[list[Span]] = []
-    free: list[tuple[float, int]] = []
+    free: list[tuple[float, int]] = []  # a heap of (end of the track's last span, index of the track)
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         if free and free[0][0] <= span.start_s:
             _, place = heapq.heappop(free)

@@ -1,4 +1,4 @@
-"""The report that a run leaves: its dashboard as one HTML file, which a registered function writes."""
+"""The report of a run, which is its dashboard as one HTML file, and the registry of the functions that write it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ REPORTS: Registry[Callable[[Path], Path]] = Registry(group="headrace.reports", s
 def write_report(run_dir: Path) -> Path:
     """Write ``report/report.html`` under ``run_dir``, the dashboard of the run as one file, and return its path.
 
-    A run that is still running, was killed or lacks a file gets a report of what there is, with notes. Raises
-    :class:`~headrace.base.errors.DataError` if ``run_dir`` holds no run and :class:`~headrace.base.errors.RunError` if
-    the report cannot be written.
+    For a run that is still running, was killed or lacks a file, the report contains the available data and notes on
+    the missing files. Raises :class:`~headrace.base.errors.DataError` if ``run_dir`` holds no run, and
+    :class:`~headrace.base.errors.RunError` if the report cannot be written.
     """
     if "page" not in REPORTS:
         raise RunError(

@@ -1,4 +1,4 @@
-"""The data of a run, read from the files of its directory as far as they can be read, for reports and the dashboard.
+"""The data of a run, read for reports and the dashboard from the files of its directory that can be read.
 
 A *life* of a run is the time from one start or resumption to its end; a resumed run has several. The *spans* of the
 event trace say what each part did when. An *account* is the record of where the time of an interval went, and the
@@ -39,21 +39,22 @@ R = TypeVar("R")
 
 def lives(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
     """Return the records of the steps of a run, divided into its lives, in order. A new life begins where one of the
-    two clocks of a record is lower than in the record before, since a resumption starts them anew.
+    two clocks of a record is lower than in the record before, since a resumption resets them.
 
-    A life without a step is not seen, so the result is empty for a run without a step.
+    A life without a step leaves no record, so the result is empty for a run without a step.
     """
-    found: list[list[StepRecord]] = []
+    lives_so_far: list[list[StepRecord]] = []
     for step in steps:
-        before = found[-1][-1] if found else None
+        before = lives_so_far[-1][-1] if lives_so_far else None
         if before is None or step.clock_s < before.clock_s or step.wall_s < before.wall_s:
-            found.append([])
-        found[-1].append(step)
-    return found
+            lives_so_far.append([])
+        lives_so_far[-1].append(step)
+    return lives_so_far
 
 
 def last_life(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the records of the steps since the run was last started or resumed; none if it has no step."""
+    """Return the records of the steps since the run was last started or resumed; an empty list if the run has no
+    step."""
     return lives(steps)[-1] if steps else []
 
 
@@ -65,8 +66,8 @@ def clock_resets(steps: Sequence[StepRecord]) -> int:
 
 
 def note_on_resumption(steps: list[StepRecord]) -> str:
-    """Return a note for readers of a report on which ``steps`` the figures of a resumed run cover; an empty string if
-    all steps are of one life."""
+    """Return a note for readers of a report that says which of ``steps`` the figures of a resumed run cover; an empty
+    string if all steps belong to one life."""
     last = len(last_life(steps))
     if last == len(steps):
         return ""
@@ -79,13 +80,15 @@ def note_on_resumption(steps: list[StepRecord]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The data of one run as :func:`load_run` has read it from the files of its directory. A file that is missing or
-    damaged leaves its field empty, and a note. What follows from several files is computed when it is first used."""
+    """The data of one run, which :func:`load_run` reads from the files of its directory. For a file that is missing or
+    damaged, its field is empty and ``notes`` has an entry. Values that depend on several files are properties,
+    computed at their first use."""
 
     directory: Path
     """The directory of the run."""
     steps: list[StepRecord]
-    """The records of all steps that count, from ``metrics.jsonl``, in order; of all lives of the run."""
+    """The records of the steps of all lives of the run, from ``metrics.jsonl``, in order. A step that was trained again
+    after a resumption appears once."""
     spans: list[Span]
     """The event trace, from ``trace.jsonl``, of all lives of the run, ordered by start."""
     summary: dict[str, Any]
@@ -101,15 +104,15 @@ class RunData:
 
     @cached_property
     def session(self) -> list[StepRecord]:
-        """Return the records of the steps since the run was last started or resumed, in order; none if there are
-        none."""
+        """Return the records of the steps since the run was last started or resumed, in order; an empty list if no step
+        has ended."""
         return last_life(self.steps)
 
     @cached_property
     def loop(self) -> Interval:
-        """Return the interval, in seconds of the spans' clock, from the start of the wait for the first batch since the
-        run was last started to the end of its last step. Without a step it is the interval of all spans; without
-        those it is (0, 0)."""
+        """Return the interval of the run's training since it was last started, in seconds of the spans' clock: from the
+        start of the wait for the first batch to the end of the last step. Without a step, return the interval of all
+        spans, and without spans (0, 0)."""
         steps = self.session
         if steps:
             return steps[0].clock_s - steps[0].seconds - steps[0].wait_s, steps[-1].clock_s
@@ -119,8 +122,8 @@ class RunData:
 
     @cached_property
     def account(self) -> Account | None:
-        """Return the account of the run since it was last started: the one that it wrote last into its summary or live
-        state, or else one made from the trace; ``None`` without any of them."""
+        """Return the account of the run since it was last started: the account in its summary or live state, or else an
+        account computed from the trace; ``None`` where all three are missing."""
         recorded = recorded_account(self.summary) or recorded_account(self.live)
         if recorded is not None or not self.spans or self.loop[0] >= self.loop[1]:
             return recorded
@@ -128,8 +131,8 @@ class RunData:
 
     @cached_property
     def verdict(self) -> str:
-        """Return the verdict in words: the one that the run wrote last into its summary or live state, or else one made
-        from :attr:`account`; an empty string before the first step or without an account."""
+        """Return the verdict in words: the verdict in the summary or the live state, or else a verdict computed from
+        :attr:`account`; an empty string before the first step or without an account."""
         recorded = next((str(tree["verdict"]) for tree in (self.summary, self.live) if tree.get("verdict")), "")
         if recorded or not self.steps or self.account is None:
             return recorded
@@ -141,15 +144,15 @@ class RunData:
         return run_name(self.directory, self.config)
 
     def setting(self, section: str, key: str) -> Any:
-        """Return the value of the setting ``section.key`` of the run; ``None`` where the resolved settings lack it, as
-        those of an older version may."""
+        """Return the value of the setting ``section.key`` of the run; ``None`` where the resolved settings lack it, for
+        example because an older version of Headrace wrote them."""
         table = self.config.get(section)
         return table.get(key) if isinstance(table, dict) else None
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the run by their names in ``summary.json``: its values, and for keys that it lacks,
-        as where the run has not ended, the values that follow from steps and account."""
+        """Return the figures of the run by their names in ``summary.json``. A figure that this file lacks, for example
+        because the run has not ended, is computed from the steps and the account."""
         computed = observed(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
         return {**computed, **({} if self.account is None else self.account.figures()), **self.summary}
 
@@ -168,14 +171,14 @@ def run_name(directory: Path, config: Mapping[str, Any]) -> str:
     >>> run_name(Path("/runs/sums/run"), {}), run_name(Path("/runs/sums"), {"run": {"name": "first try"}})
     ('sums/run', 'first try')
     """
-    table = config.get("run")
-    given = table.get("name") if isinstance(table, dict) else None
-    return visible(str(given or _short_name(directory.resolve())))
+    section = config.get("run")
+    configured_name = section.get("name") if isinstance(section, dict) else None
+    return visible(str(configured_name or _short_name(directory.resolve())))
 
 
 def run_about(config: Mapping[str, Any]) -> str:
-    """Return what a run trains in one line, from its settings ``config``: its model, its data file, and its
-    environment or reward function. What the settings lack is left out.
+    """Return one line that describes a run by its settings ``config``: its model, its data file, and its environment or
+    reward function. A setting that is missing is left out.
 
     >>> run_about({"model": {"path": "/m/Qwen3-0.6B"}, "data": {"path": "/d/sums.jsonl"}, "env": {"reward": "/r.py:f"}})
     'Qwen3-0.6B · sums.jsonl · r.py:f'
@@ -183,13 +186,13 @@ def run_about(config: Mapping[str, Any]) -> str:
     tables = {name: table for name, table in config.items() if isinstance(table, dict)}
     settings = (("model", "path"), ("data", "path"), ("env", "entry"), ("env", "reward"))
     values = [tables.get(section, {}).get(key) for section, key in settings]
-    known = [value for value in values if isinstance(value, str) and value]
-    return visible(" · ".join(called(value) if is_hub_name(value) else _short_name(Path(value)) for value in known))
+    names = [value for value in values if isinstance(value, str) and value]
+    return visible(" · ".join(called(value) if is_hub_name(value) else _short_name(Path(value)) for value in names))
 
 
 def _short_name(path: Path) -> str:
-    """Return the last part of a path, with the directory above it where that part is a name like ``run``, which alone
-    says nothing (:data:`_UNTELLING_NAMES`)."""
+    """Return the last part of a path. Where this part is one of :data:`_UNTELLING_NAMES`, such as ``run``, the
+    directory above is put before it."""
     return f"{path.parent.name}/{path.name}" if path.name in _UNTELLING_NAMES and path.parent.name else path.name
 
 
@@ -211,17 +214,17 @@ def load_run(run_dir: Path) -> RunData:
         directory=run_dir,
         steps=_read_or_note(lambda: read_steps(metrics, notes.append), metrics, [], notes),
         spans=_read_or_note(lambda: _valid_spans(read_jsonl(trace, Span, notes.append)), trace, [], notes),
-        summary=_read_or_note(lambda: _tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
-        config=_read_or_note(lambda: _settings(run_dir), run_dir / CONFIG_FILE, {}, notes),
-        live=_live(run_dir),
-        events=_events(run_dir, notes),
+        summary=_read_or_note(lambda: _read_tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
+        config=_read_or_note(lambda: _read_config(run_dir), run_dir / CONFIG_FILE, {}, notes),
+        live=_read_live(run_dir),
+        events=_read_events(run_dir, notes),
         notes=notes,
     )
 
 
 def recorded_account(tree: Mapping[str, Any]) -> Account | None:
-    """Return the account in ``tree``, the content of ``summary.json`` or ``live.json``; ``None`` where it has none, or
-    one that cannot be read or covers no time."""
+    """Return the account in ``tree``, the content of ``summary.json`` or ``live.json``; ``None`` where the account is
+    missing, cannot be decoded, or covers no time."""
     try:
         account = msgspec.convert(tree.get("account") or {}, Account)
     except msgspec.ValidationError:
@@ -229,16 +232,16 @@ def recorded_account(tree: Mapping[str, Any]) -> Account | None:
     return account if account.seconds > 0 else None
 
 
-def _live(run_dir: Path) -> dict[str, Any]:
-    """Return the content of ``live.json``, the last present state that the run wrote; empty where the file is missing
-    or damaged, without a note, since no report depends on it."""
+def _read_live(run_dir: Path) -> dict[str, Any]:
+    """Return the content of ``live.json``, the last live state that the run wrote; empty where the file is missing or
+    damaged. Such a file causes no note, since no report depends on it."""
     try:
-        return _tree(run_dir / LIVE_FILE)
+        return _read_tree(run_dir / LIVE_FILE)
     except DataError:
         return {}
 
 
-def _events(run_dir: Path, notes: list[str]) -> list[Event]:
+def _read_events(run_dir: Path, notes: list[str]) -> list[Event]:
     """Return the events of the run, and append a note to ``notes`` where the file is damaged. A run of an older version
     of Headrace has no such file, and no events."""
     path = run_dir / EVENTS_FILE
@@ -263,21 +266,21 @@ _MEANING = {SUMMARY_FILE: ": the run has not ended, or was killed"}
 
 
 def _valid_spans(spans: list[Span]) -> list[Span]:
-    """Return the spans ordered by their start, without those that end before they start, which a damaged file may
-    have."""
+    """Return the spans ordered by their start. Spans that end before they start, which a damaged file may have, are
+    left out."""
     return sorted((span for span in spans if span.start_s <= span.end_s), key=lambda span: span.start_s)
 
 
-def _settings(run_dir: Path) -> dict[str, Any]:
-    """Return the resolved settings of the run from ``config.json``. Raises an error where the file has changed since
-    the run wrote it, as its checksum shows, or cannot be read."""
+def _read_config(run_dir: Path) -> dict[str, Any]:
+    """Return the resolved settings of the run from ``config.json``. Raises
+    :class:`~headrace.base.errors.HeadraceError` where the file differs from its checksum, or cannot be read."""
     verify(run_dir, [CONFIG_FILE])
-    return _tree(run_dir / CONFIG_FILE)
+    return _read_tree(run_dir / CONFIG_FILE)
 
 
-def _tree(path: Path) -> dict[str, Any]:
+def _read_tree(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file ``path`` as a dictionary. Raises :class:`~headrace.base.errors.DataError`
-    where the file cannot be read or holds something else."""
+    where the file cannot be read, or contains no JSON object."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

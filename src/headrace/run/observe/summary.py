@@ -1,4 +1,4 @@
-"""The part of ``summary.json`` that follows from the steps alone.
+"""Functions that compute figures of ``summary.json`` from the records of the steps: rates, ages, gaps, evaluations.
 
 The *version* of the weights is a number: step k makes version k + 1. The *age* of a trained token is the learner's
 version minus the version that sampled it. A *life* of a run is the time from one start or resumption to its end.
@@ -18,8 +18,8 @@ from headrace.base.types.observation import Event, StepRecord
 
 def commit_gap_ms(gaps_s: Sequence[float]) -> dict[str, float | None]:
     """Return the median and the 99th percentile (linear between ranks) of commit gaps, in milliseconds; ``None`` for
-    both without any. A commit gap is the time, in seconds in ``gaps_s``, for which the engine stood still to take over
-    new weights.
+    both where ``gaps_s`` is empty. A commit gap is the time for which the engine's step loop stood still to commit new
+    weights; ``gaps_s`` is in seconds.
 
     >>> commit_gap_ms([0.001, 0.002, 0.003])
     {'p50': 2.0, 'p99': 2.98}
@@ -44,7 +44,7 @@ def age_histogram(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 
 _EVALUATED = re.compile(r"held-out mean reward (-?[0-9.]+) at version ([0-9]+)")
-"""The text of the event that the controller records after each evaluation: the mean reward and the version."""
+"""Matches the text of the event that the controller records after each evaluation: the mean reward and the version."""
 
 
 def evaluations(
@@ -53,9 +53,9 @@ def evaluations(
     """Return (version, mean reward on held-out tasks) for every evaluation in all lives of a run, ordered by version.
     ``steps`` are its records, ``summary`` is the content of ``summary.json``, and ``events`` are all its events.
 
-    The evaluation at the end of a life belongs to no step, and a later life replaces the ``summary``, so it is read
-    from ``events``. There, versions after the last step are left out: they were discarded when the run was resumed
-    from an older snapshot.
+    The evaluation at the end of a life belongs to no step, and a later life replaces the ``summary``, so this
+    evaluation is read from ``events``. Events of versions after the last step are left out: these versions were
+    discarded when the run was resumed from an older snapshot.
     """
     last = steps[-1].version if steps else 0
     recorded = [found for event in events if (found := _EVALUATED.fullmatch(event.text))]
@@ -78,10 +78,10 @@ def observed(steps: Sequence[StepRecord], wall_s: float) -> dict[str, Any]:
     """Return the keys of ``summary.json`` that follow from the steps.
 
     ``steps`` are the records of all steps, and ``wall_s`` is the time from the first rollout to the last step, in
-    seconds. A number that no step has is ``None``.
-    ``reward_first`` is the mean reward of the first step that has one, ``reward_last`` that of the last tenth of them;
-    ``mismatch_kl`` is the mean over the steps that report it; ``exposed_sync_frac`` is the fraction of ``wall_s`` in
-    which the learner was blocked by the sync.
+    seconds. A figure that no step has measured is ``None``.
+    ``reward_first`` is the mean reward of the first step with a reward, and ``reward_last`` the mean over the last
+    tenth of these steps; ``mismatch_kl`` is the mean over the steps that report it; ``exposed_sync_frac`` is the
+    fraction of ``wall_s`` in which the learner was blocked by the sync.
     """
     rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
     kls = [kl for step in steps if (kl := step.metrics.get("mismatch_kl")) is not None]

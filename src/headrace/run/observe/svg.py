@@ -2,7 +2,7 @@
 axes.
 
 Coordinates are in pixels from the upper left corner; y grows downwards. The dashboard draws its own charts in the
-browser. The colours are those of Okabe and Ito, which colour-blind people can tell apart.
+browser. The colours come from the palette of Okabe and Ito, which colour-blind people can distinguish.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from headrace.base.errors import visible
 
 INK, FAINT, GRID = "#1b2330", "#5b6675", "#e3e7ec"
+"""The colours of titles, of other text, and of grid lines."""
 BLUE, ORANGE, GREEN, PURPLE, SKY, SLATE = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#a9b4c0"
+"""The colours of bars and points."""
 
 
 class Drawing:
@@ -28,7 +30,7 @@ class Drawing:
     """
 
     def __init__(self, width: float, height: float, label: str) -> None:
-        """Start an empty picture with a white background. ``label`` describes it for people who cannot see it."""
+        """Start an empty picture with a white background. ``label`` is its description for screen readers."""
         self._head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img" aria-label="{_text(label)}" '
@@ -64,8 +66,8 @@ class Drawing:
         self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}" fill-opacity="0.85"/>')
 
     def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
-        """Write a legend in one row from ``x`` to the right, with its baseline at ``y``. Each entry is the words and
-        the colour of the square before them."""
+        """Write a legend in one row from ``x`` to the right, with its baseline at ``y``. Each entry consists of its
+        words and the colour of the square before the words."""
         for words, color in entries:
             self.bar(x, y - 9, 10, 10, color)
             self.text(x + 15, y, words, size=11)
@@ -77,8 +79,8 @@ class Drawing:
 
 
 class Panel:
-    """A rectangle of a drawing with an axis for each direction, which starts at 0. It converts values to pixels of the
-    drawing; the caller draws the bars and points itself."""
+    """A rectangle of a drawing with a horizontal and a vertical axis, which both start at 0. Its methods convert values
+    to pixels of the drawing; the caller draws the bars and points."""
 
     def __init__(self, drawing: Drawing, box: tuple[float, float, float, float], most: tuple[float, float]) -> None:
         """Draw the grid lines and numbers of both axes on ``drawing``. ``box`` is the left edge, top edge, width and
@@ -118,6 +120,6 @@ def ticks(most: float) -> list[float]:
 
 
 def _text(words: str) -> str:
-    """Return ``words`` escaped for SVG, on one line, with control characters spelled out, and cut after 200
-    characters."""
+    """Return ``words`` as text for SVG: escaped, on one line, with control characters made visible, and at most 200
+    characters long."""
     return html.escape(visible(words, 200), quote=True)

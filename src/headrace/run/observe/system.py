@@ -1,4 +1,4 @@
-"""The memory and processor time that the processes of a run use.
+"""The reader of the memory and the processor time that the processes of a run use.
 
 A *part* is one process of the run with its role, such as ``scorer-1``; its *kind* is the role without the number.
 """
@@ -38,8 +38,8 @@ class Usage:
 
 @dataclass(slots=True, kw_only=True)
 class _Sample:
-    """The counters of one process at one reading, in seconds; the difference of two samples is what it used between
-    them."""
+    """The counters of one process at one reading, in seconds. The difference of two samples is the usage of the process
+    between the two readings."""
 
     at_s: float
     """The time of the reading, on the clock of the watch."""
@@ -62,7 +62,7 @@ class SystemWatch:
         self._before: dict[int, _Sample] = {}
         self._read_s: float | None = None
         self.usage: Usage | None = None
-        """The usage between the last two readings; ``None`` before the second."""
+        """The usage between the last two readings; ``None`` before the second reading."""
 
     def read(self, parts: Iterable[Part]) -> dict[str, float]:
         """Return metrics by name: the memory of each kind of process (``memory/KIND``) and the free space on the disk
@@ -71,7 +71,7 @@ class SystemWatch:
         From the second reading on, the result also has the usage since the last one: ``cpu/KIND``, in processors;
         ``cpu_queued/KIND``, the fraction of the time in which the thread of that kind that waited longest was ready to
         run and had no processor; and ``cpu_used_frac``, the fraction of all processors that was used. :attr:`usage` is
-        renewed too.
+        replaced too.
         """
         memory: dict[str, float] = defaultdict(float)
         cpu: dict[str, float] = defaultdict(float)
@@ -111,8 +111,8 @@ class SystemWatch:
         return self._processes[pid]
 
     def _sample(self, pid: int) -> _Sample:
-        """Return the present counters of the process ``pid``. Raises one of :data:`PROCESS_GONE` where it
-        has ended."""
+        """Return the present counters of the process ``pid``. Raises one of the errors :data:`PROCESS_GONE` where the
+        process has ended."""
         times = self._process(pid).cpu_times()
         sample = _Sample(at_s=self._clock.now(), used_s=times.user + times.system)
         sample.queued_s = {thread: waited / 1e9 for thread, (_, waited) in thread_times_ns(pid).items()}

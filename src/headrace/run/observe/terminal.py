@@ -2,7 +2,7 @@
 
 A view is an observer of a run: the controller calls ``step`` with the record of each optimizer step, ``event`` with
 each message, ``spans`` with parts of the event trace, and ``update`` with the present state once a second.
-Control characters in the text of a model, of data or of an error are spelled out, and no text is read as markup.
+Control characters in the text of a model, of data or of an error are made visible, and no text is read as markup.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ NARROW = 60
 
 
 class TerminalView(Observer, Protocol):
-    """The contract of a view: an observer that shows the run to a person in the terminal. It is a context manager,
+    """The contract of a view: an observer that shows the run to a person in the terminal. A view is a context manager,
     which restores the terminal at its end."""
 
     def update(self, state: LiveState) -> None:
-        """Show the present state of the run; called once a second. A view that prints lines ignores it."""
+        """Show the present state of the run; called once a second. A view that prints lines does nothing."""
         ...
 
     def __enter__(self) -> Self:
@@ -45,8 +45,8 @@ class TerminalView(Observer, Protocol):
 
 
 def open_view(stream: TextIO, steps_total: int) -> TerminalView:
-    """Return the view for ``stream``, usually standard output: a :class:`LiveView` if it is a terminal that can move
-    its cursor and show Unicode, else a :class:`PlainView`. ``steps_total`` is the number of optimizer steps of the
+    """Return the view for ``stream``, usually standard output: a :class:`LiveView` if ``stream`` is a terminal that can
+    move its cursor and show Unicode, else a :class:`PlainView`. ``steps_total`` is the number of optimizer steps of the
     whole run, which the plain lines show."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     if console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only:
@@ -64,7 +64,8 @@ class PlainView:
     """
 
     def __init__(self, stream: TextIO, steps_total: int) -> None:
-        """Print to ``stream``. ``steps_total`` is the number of optimizer steps that the whole run will have."""
+        """Create a view that prints to ``stream``. ``steps_total`` is the number of optimizer steps of the whole
+        run."""
         self._stream = stream
         self._steps_total = steps_total
 
@@ -132,11 +133,11 @@ class SilentView:
 
 
 class LiveView:
-    """A view that keeps a picture of the run's present state at the foot of the terminal, redraws it once a second, and
-    prints events above it."""
+    """A view that draws a picture of the run's present state in the last lines of the terminal, redraws it once a
+    second, and prints events above it."""
 
     def __init__(self, console: Console) -> None:
-        """Prepare the picture on ``console``; it appears when the view is entered as a context manager."""
+        """Prepare the picture on ``console``. The picture appears when the view is entered as a context manager."""
         self._console = console
         self._live = Live(console=console, auto_refresh=False)
 
@@ -158,7 +159,7 @@ class LiveView:
         self._live.update(picture, refresh=True)
 
     def __enter__(self) -> Self:
-        """Begin to draw at the foot of the terminal, and return the view."""
+        """Begin to draw in the last lines of the terminal, and return the view."""
         self._live.start()
         return self
 
@@ -168,9 +169,10 @@ class LiveView:
 
 
 def draw(state: LiveState, width: int) -> RenderableType:
-    """Return the picture of the run's present state for a terminal of ``width`` columns: rows of progress, reward,
-    rates, groups and token ages (of a run on given rows: of its last step), then what each loop waits for, the verdict,
-    warnings and a sample completion. Below :data:`NARROW` columns the frame and the sample are left out."""
+    """Return the picture of the run's present state for a terminal of ``width`` columns: rows with progress, reward,
+    rates, groups and token ages (for a run on given rows, the figures of its last step), then the waits of the loops,
+    the verdict, warnings and a sample completion. Below :data:`NARROW` columns the frame and the sample are left
+    out."""
     shown = _Rows(state, width)
     idle = (None, None) if state.account is None else (state.account.engine_idle, state.account.learner_idle)
     rows = Table.grid(padding=(0, 2))
@@ -207,15 +209,16 @@ class _Rows:
     :func:`draw` puts them together."""
 
     def __init__(self, state: LiveState, width: int) -> None:
-        """Prepare the parts for a terminal of ``width`` columns, and derive the length of bars and texts from it."""
+        """Prepare the parts of ``state`` for a terminal of ``width`` columns, which defines the length of bars and
+        texts."""
         self.narrow = width < NARROW
         self._state = state
         self._inner = min(width, 110) - (0 if self.narrow else 4)
         self._bars = max(6, min(30, self._inner - 54))
 
     def progress(self) -> Text:
-        """Return a bar of the steps that are done, their number, the time since the start, and the estimated time that
-        is left, where there is an estimate."""
+        """Return a bar and the number of the steps that have ended, the time since the start, and the estimated
+        remaining time, where there is an estimate."""
         state = self._state
         frac = state.steps_done / state.steps_total if state.steps_total else 0.0
         text = Text.assemble((self._bar(frac), "cyan"), f" step {state.steps_done}/{state.steps_total}")
@@ -247,10 +250,10 @@ class _Rows:
 
     def component(self, tok_s: float, idle: float | None, version: int) -> Text:
         """Return the row of the engine or of the learner: a bar of the share of time in which it worked, its rate and
-        its weights.
+        the version of its weights.
 
         ``idle`` is the share of time in which it did not work, from 0 to 1; ``None`` before it has started. ``tok_s``
-        is in tokens per second, sampled or trained; ``version`` is the policy version it holds, −1 for none yet.
+        is its rate in tokens per second, sampled or trained; ``version`` is −1 where it has no weights yet.
         """
         if idle is None:
             return Text("not started yet", style="dim")
@@ -265,8 +268,8 @@ class _Rows:
         return Text(f"{queue.submitted} submitted  {queue.running} running  {queue.ready} ready")
 
     def ages(self) -> Text:
-        """Return a bar that is divided by the ages of all trained tokens, in versions, with the share of each age in
-        words. Each of the three lowest ages has a shade of its own; all others share the fourth."""
+        """Return a bar that is divided by the ages of all trained tokens, in versions, and the share of each age in
+        words. Each of the three lowest ages has a shade of its own; all higher ages have the fourth shade."""
         ages = sorted(self._state.ages.items())
         total = sum(self._state.ages.values())
         if not total:
@@ -291,8 +294,8 @@ class _Rows:
         return table
 
     def _wait_row(self, wait: Wait) -> list[Text]:
-        """Return the cells of one loop's row in the table of :meth:`waits`; a narrow terminal lacks the last cell, the
-        part that can end the wait."""
+        """Return the cells of one loop's row in the table of :meth:`waits`. On a narrow terminal the last cell, the
+        part that can end the wait, is left out."""
         style = "yellow" if wait.state == "waiting" else "green"
         row = [
             Text(visible(wait.loop, 20)),
@@ -314,8 +317,8 @@ class _Rows:
         return [Text(f"⚠ {visible(warning, 500)}", style="yellow") for warning in self._state.warnings[-3:]]
 
     def sample(self) -> Text:
-        """Return the latest completion of the policy with its reward, where known, cut to about two lines. Its control
-        characters are escaped."""
+        """Return the latest completion of the policy, cut to about two lines and with control characters made visible,
+        and its reward where that is known."""
         text = Text("latest completion", style="dim", no_wrap=True, overflow="ellipsis", end="")
         if self._state.sample_reward is not None:
             text.append(f" (reward {number(self._state.sample_reward)})")

@@ -1,4 +1,5 @@
-"""The time of a run, computed from its spans: intervals, their union, and the working share of a lane.
+"""Functions that compute times of a run from its spans: unions of intervals, the share of time in which a lane worked,
+and the account.
 
 A *span* is what one part of the run did between two moments; its *lane* names the part, such as ``engine-1`` or
 ``learner``. A span whose name begins with ``wait`` is a wait; every other span is work. Spans of one lane may overlap
@@ -16,7 +17,7 @@ from headrace.base.types.observation import Account, Cause
 from headrace.base.types.trace import Span
 
 Interval = tuple[float, float]
-"""Start and end in seconds, start ≤ end."""
+"""An interval of time: its start and its end in seconds, with start ≤ end."""
 
 
 def is_wait(span: Span) -> bool:
@@ -104,10 +105,10 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
     controller worked, and how long engines and learner waited for which part. Other fields keep their defaults; the
     times of several engines are averaged.
 
-    A process that is stopped does not work, whatever it had begun. A moment in which the learner is idle belongs to
-    :attr:`Cause.STOPPED` while the learner, all engines or the controller are stopped, otherwise to the first part in
-    :data:`LEARNER_WAITS` that works at that moment, and likewise for every engine, which may be stopped alone. The
-    shares are therefore disjoint, and they cover all idle time.
+    A process that is stopped does not count as working, even inside a span. A moment in which the learner is idle
+    belongs to :attr:`Cause.STOPPED` while the learner, all engines or the controller are stopped; otherwise it belongs
+    to the first part in :data:`LEARNER_WAITS` that works at that moment. The idle time of every engine is divided in
+    the same way, where a stop of this engine alone counts too. The shares are disjoint and cover all idle time.
     ``known`` names lanes that exist, although they may have no span in ``within``.
     """
     lanes: dict[str, list[Span]] = {lane: [] for lane in known}
@@ -122,19 +123,19 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
         return _union_within(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if matches(span)), within)
 
     engines = [lane for lane in lanes if is_engine(lane)]
-    own_stops = {lane: when(Cause.STOPPED, _stops(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)}
-    works = {lane: _without(when(lane, _works), own_stops[lane]) for lane in lanes}
-    stops = union(chain(own_stops[Cause.LEARNER], own_stops[Cause.CONTROLLER], _in_all(own_stops, engines)))
+    own_stops = {lane: when(Cause.STOPPED, _is_stop_of(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)}
+    works = {lane: _subtract(when(lane, _is_work), own_stops[lane]) for lane in lanes}
+    stops = union(chain(own_stops[Cause.LEARNER], own_stops[Cause.CONTROLLER], _common_time(own_stops, engines)))
     count = max(1, len(engines))
     parts: dict[str, Sequence[Interval]] = {**{cause: works.get(cause, []) for cause in Cause}, Cause.STOPPED: stops}
     parts[Cause.ENGINE] = union(chain.from_iterable(works[lane] for lane in engines))
-    waits = {name: when("learner", _named(name)) for name in (WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC)}
+    waits = {name: when("learner", _has_name(name)) for name in (WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC)}
     engine_waits: dict[str, float] = dict.fromkeys(map(str, Cause), 0.0)
     for lane in engines:
         also = {**parts, Cause.STOPPED: union(chain(stops, own_stops[lane]))}
         for cause, part in split(complement(works[lane], within), also, ENGINE_WAITS).items():
             engine_waits[cause] += seconds(part) / count
-    exposed = _without(when("learner", lambda span: span.name in ("snapshot", WAIT_SYNC)), stops)
+    exposed = _subtract(when("learner", lambda span: span.name in ("snapshot", WAIT_SYNC)), stops)
     return Account(
         seconds=within[1] - within[0],
         engine_busy_s=sum(seconds(works[lane]) for lane in engines) / count,
@@ -149,21 +150,22 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
 
 
 WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC = "wait batch", "wait rewards", "wait sync"
-"""The wait spans of the learner: until the last episode of its batch has ended, from then until the batch is put
-together, and until there is a buffer for its weights."""
+"""The names of the learner's wait spans: the wait until the last episode of its batch has ended, the wait from then on
+until the batch is assembled, and the wait for a buffer for its new weights."""
 _OTHERS = (Cause.SCORING, Cause.TEACHERS, Cause.SYNC, Cause.LEDGER)
+"""The last causes of both tables below."""
 LEARNER_WAITS: dict[str, tuple[Cause, ...]] = {
     WAIT_BATCH: (Cause.ENGINE, Cause.CONTROLLER, Cause.ENVIRONMENT, *_OTHERS),
     WAIT_REWARDS: (Cause.CONTROLLER, Cause.SCORING, Cause.TEACHERS, Cause.LEDGER),
     "": (Cause.CONTROLLER, Cause.LEDGER),
 }
-"""The parts for which the learner may wait, by the name of its wait span; the first that works is the cause.
+"""The parts for which the learner may wait, by the name of its wait span; the first part that works is the cause.
 
-An engine that works after the last episode of the batch has ended works on another batch, so it is not a cause then.
-The empty name stands for idle time without a span, which lies between two steps.
+An engine that works after the last episode of the batch has ended works on another batch, so that it is not a cause of
+:data:`WAIT_REWARDS`. The empty name means idle time without a wait span, between two steps.
 """
 ENGINE_WAITS = (Cause.STOPPED, Cause.CONTROLLER, Cause.ENVIRONMENT, Cause.LEARNER, *_OTHERS)
-"""The parts for which an engine without requests may wait; the first that works is the cause."""
+"""The parts for which an engine without requests may wait; the first part that works is the cause."""
 
 
 def split(
@@ -180,12 +182,12 @@ def split(
     left = list(idle)
     for cause in order:
         shares[str(cause)] = intersection(left, parts.get(cause, []))
-        left = _without(left, shares[str(cause)])
+        left = _subtract(left, shares[str(cause)])
     shares[str(Cause.NOBODY)] = left
     return shares
 
 
-def _without(intervals: Sequence[Interval], covered: Sequence[Interval]) -> list[Interval]:
+def _subtract(intervals: Sequence[Interval], covered: Sequence[Interval]) -> list[Interval]:
     """Return the time of the union ``intervals`` that the union ``covered`` does not cover, as a union."""
     if not intervals or not covered:
         return list(intervals)
@@ -197,41 +199,41 @@ def _learner_waits(
 ) -> dict[str, float]:
     """Return how long the learner waited, in seconds by cause; a cause without any time is left out.
 
-    ``idle`` is all time in which it did not work. ``waits`` has the time of its wait spans, by their name, and
-    ``parts`` the time in which every part works, by the name of the part. Time in which the run is stopped, and then
-    the wait for a weight buffer, are taken out first; :data:`LEARNER_WAITS` divides the rest.
+    ``idle`` is all time in which the learner did not work. ``waits`` has the time of its wait spans, by their name, and
+    ``parts`` the time in which every part works, by the name of the part. Time in which the run is stopped is counted
+    first, then the wait for a weight buffer; :data:`LEARNER_WAITS` divides the remaining time.
     """
     total: dict[str, float] = {}
     for cause, reason in ((Cause.STOPPED, parts[Cause.STOPPED]), (Cause.SYNC, waits[WAIT_SYNC])):
         total[str(cause)] = seconds(intersection(idle, reason))
-        idle = _without(idle, reason)
+        idle = _subtract(idle, reason)
     for name, order in LEARNER_WAITS.items():
         inside = intersection(idle, waits[name]) if name else idle
         for part, time in split(inside, parts, order).items():
             total[part] = total.get(part, 0.0) + seconds(time)
-        idle = _without(idle, inside)
+        idle = _subtract(idle, inside)
     return {cause: time_s for cause, time_s in total.items() if time_s > 0}
 
 
-def _named(name: str) -> Callable[[Span], bool]:
-    """Return a function that tells whether a span has the name ``name``, to select spans of a lane by it."""
+def _has_name(name: str) -> Callable[[Span], bool]:
+    """Return a predicate that is true for a span with the name ``name``."""
     return lambda span: span.name == name
 
 
-def _in_all(unions: Mapping[str, list[Interval]], lanes: Sequence[str]) -> list[Interval]:
+def _common_time(unions: Mapping[str, list[Interval]], lanes: Sequence[str]) -> list[Interval]:
     """Return the time that the unions of all ``lanes`` have in common, for example when all engines are stopped; an
     empty list without lanes."""
     return reduce(intersection, [unions[lane] for lane in lanes]) if lanes else []
 
 
-def _stops(lane: str) -> Callable[[Span], bool]:
-    """Return a function that tells whether a span of the lane ``stopped`` is a stop of the process of ``lane``, by its
-    name. The whole learner stands still while one of its ranks (``learner-1`` and so on) is stopped."""
+def _is_stop_of(lane: str) -> Callable[[Span], bool]:
+    """Return a predicate for spans of the lane ``stopped``, whose names are lanes: true for a span in which the process
+    of ``lane`` was stopped. The learner also counts as stopped while one of its ranks (``learner-1``, ...) is."""
     ranks = f"{lane}-" if lane == Cause.LEARNER else ""
     return lambda span: span.name == lane or bool(ranks and span.name.startswith(ranks))
 
 
-def _works(span: Span) -> bool:
+def _is_work(span: Span) -> bool:
     """Return whether the span is work of its lane, not a wait."""
     return not is_wait(span)
 
@@ -242,5 +244,5 @@ def _union_within(intervals: Iterable[Interval], within: Interval) -> list[Inter
 
 
 def is_engine(lane: str) -> bool:
-    """Return whether a lane is that of an engine: ``engine``, or ``engine-1`` and so on where there are several."""
+    """Return whether ``lane`` belongs to an engine: ``engine``, or ``engine-1`` and so on where a run has several."""
     return lane == "engine" or lane.startswith("engine-")

@@ -1,8 +1,9 @@
-"""The verdict on a run: which part holds it up, what the other parts wait for, and which setting to change.
+"""The verdict on a run: which part is the bottleneck, what the other parts wait for, and which setting to change.
 
-It is one pure function of one record, the *account* ``a``: where the time and the tokens of an interval of the run
-went. The *bound* (:class:`Bound`) is the bottleneck; a *cause* (:class:`Cause`) is a part that another part waits for.
-A *share* is a fraction of the interval, from 0 to 1; in words, the percentages of one part add up to 100.
+:func:`judge` computes the verdict from one record, the *account* (``a`` in most functions): where the time and the
+tokens of an interval of the run went. The *bound* (:class:`Bound`) is the bottleneck; a *cause* (:class:`Cause`) is a
+part that another part waits for. A *share* is a fraction of the interval, from 0 to 1; in words, the percentages of one
+part add up to 100.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from headrace.run.observe.words import duration, number, percent, percents
 
 
 class NextBound(enum.StrEnum):
-    """The part that would hold a run up next, if the present bound were gone, in the words of a verdict. ``REST``, an
-    empty text, means that no such part is named."""
+    """The part that would be the bottleneck of a run next, without the present bound, in the words of a verdict.
+    ``REST``, an empty text, means that no such part is named."""
 
     ENGINE = "the engine"
     LEARNER = "the learner"
@@ -29,16 +30,16 @@ class NextBound(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """The verdict on a run: its bound (the bottleneck), the finding that explains it, and advice. As text it is what
-    the live view, the summary and the dashboard show."""
+    """The verdict on a run: its bound (the bottleneck), the finding that explains the bound, and advice. The live view,
+    the summary and the dashboard show it as text."""
 
     bound: Bound
-    """The part, or the lack, that holds the run up."""
+    """The bottleneck: a part of the run, or the lack of a resource."""
     frac: float
     """The share of the learner's time that the bound costs; for a bound by the learner, the share in which it works."""
     most_tok_s: float
-    """The largest rate of trained tokens per second without the bound, where all parts work as fast as now: see
-    :func:`_largest_rate`. It is 0 where no such rate is known."""
+    """The largest rate of trained tokens per second that would be possible without the bound, if all other parts worked
+    as fast as now (:func:`_largest_rate`); 0 where it is not known."""
     finding: str
     """The time of each part, in words."""
     gain: str
@@ -57,15 +58,15 @@ class RunVerdict:
 SMALL_SHARE = 0.10
 """The share of the time below which a wait is not mentioned."""
 MAIN_SHARE = 0.5
-"""The share of the waiting above which a cause is named as the cause of the wait."""
+"""The share of a wait from which on a cause explains the wait."""
 SATURATED_SHARE = 0.8
-"""The share of the time above which a part that works holds the run up."""
+"""The share of the time from which on a working part counts as the bottleneck."""
 MAX_PROMISED_GAIN = 10.0
-"""A possible rate of more than this many times the present one is not promised, since no run would reach it."""
+"""The largest ratio of the possible to the present rate that a verdict names, since no run would reach a higher one."""
 CLOSE = 1.1
-"""Two times whose ratio is less than this are reported as one."""
+"""The ratio of two times below which they are reported as one time."""
 CROWDED_SHARE = 0.05
-"""The share of time that waiting for a processor may cost before times of parts are not taken as theirs."""
+"""The share of time, lost by waiting for a processor, from which on the times of parts say little about the parts."""
 MOST_CONTROLLER = 0.5
 """The share of time above which a working controller is expected to delay the other parts."""
 NOTED_SHARE = 0.01
@@ -99,7 +100,7 @@ _WAIT_WORDS = {
 
 def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
     """Return the verdict on the interval of a run that ``account`` covers. ``settings`` are the values of the run's
-    settings that the advice names; by default none is known.
+    settings that the advice names; by default no value is known.
 
     >>> waits = {"engine": 36.0, "controller": 2.0}
     >>> found = judge(Account(seconds=100.0, engine_busy_s=98.0, engine_waits_s={"controller": 2.0},
@@ -109,16 +110,16 @@ def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
     works 98%.
     """
     bound = bound_of(account, settings)
-    frac = _share(bound, account)
-    most, next_one = _largest_rate(bound, frac, account)
+    frac = _cost_of_bound(bound, account)
+    max_rate, next_one = _largest_rate(bound, frac, account)
     rate = account.per_second(account.trained_tokens)
-    promised = rate > 0 and rate < most < MAX_PROMISED_GAIN * rate
+    promised = rate > 0 and rate < max_rate < MAX_PROMISED_GAIN * rate
     return RunVerdict(
         bound=bound,
         frac=frac,
-        most_tok_s=most if promised else 0.0,
-        finding=_finding(bound, account),
-        gain=_gain(bound, (rate, most), next_one) if promised else "",
+        most_tok_s=max_rate if promised else 0.0,
+        finding=_finding_in_words(bound, account),
+        gain=_gain_in_words(bound, (rate, max_rate), next_one) if promised else "",
         advice=advise(bound, account, settings),
         besides=_other_losses(bound, account),
     )
@@ -128,8 +129,8 @@ def processor_waits(a: Account) -> dict[str, float]:
     """Return the share of the interval that the learner loses because a part of the run waits for a processor (CPU), by
     the name of that part; parts that cost nothing are left out.
 
-    A part counts as far as the learner depends on it: the engine and the controller only while the learner waits for
-    them. The result is empty where waiting for processors was not measured.
+    The waits of the engine and of the controller count only while the learner waits for these parts. The result is
+    empty where waiting for processors was not measured.
 
     >>> processor_waits(Account(seconds=10.0, learner_busy_s=8.0, observed_s=5.0, queued_s={"learner": 1.0}))
     {'learner': 0.2}
@@ -152,8 +153,8 @@ def processor_waits(a: Account) -> dict[str, float]:
 def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
     """Return the bound of a run with the account ``a``: the bottleneck that the verdict names.
 
-    A lack of processors comes first. Then follows a part that works nearly all the time, and then the part for which
-    the learner waits longest, if that explains most of its waiting; otherwise the run is bound by no single part.
+    The rules are, in order: a lack of processors; a part that works nearly all the time; the part for which the learner
+    waits longest, if it explains most of the learner's waiting; otherwise the run is bound by no single part.
     """
     busy = {
         Bound.LEARNER: 1 - a.learner_idle,
@@ -174,7 +175,7 @@ def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
     beside = cause is not Cause.ENGINE
     if beside and busy[Bound.LEARNER] >= MAIN_SHARE and _summed_waits(a, Cause.LEARNER) > _summed_waits(a, cause):
         return Bound.NOTHING  # the engine waits for the learner for longer than both wait for that part
-    mostly = waits[cause] >= MAIN_SHARE * a.learner_idle or _is_waited_for_most(a, cause)
+    mostly = waits[cause] >= MAIN_SHARE * a.learner_idle or _is_longest_wait(a, cause)
     if waits[cause] < SMALL_SHARE or not mostly:
         return Bound.NOTHING
     named = _precise_bound(a, _BOUND_OF_CAUSE[cause])
@@ -184,15 +185,15 @@ def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
 
 def _summed_waits(a: Account, cause: Cause) -> float:
     """Return the share of time in which the learner waits for the part ``cause``, plus the share in which the engine
-    does: a number from 0 to 2."""
+    waits for it: a number from 0 to 2."""
     return a.learner_waits(cause) + a.engine_waits(cause)
 
 
-def _is_waited_for_most(a: Account, cause: Cause) -> bool:
+def _is_longest_wait(a: Account, cause: Cause) -> bool:
     """Return whether learner and engine together wait longer for ``cause`` than for any other part.
 
-    This holds only for a part other than the two, and only where the learner waits longer for it than it waits while no
-    part works.
+    The result is false where ``cause`` is the learner or the engine itself, and where the learner spends more time
+    waiting while no part works than waiting for ``cause``.
     """
     beside = cause not in (Cause.ENGINE, Cause.LEARNER, Cause.NOBODY)
     longest = max(Cause, key=lambda each: _summed_waits(a, each))
@@ -201,8 +202,8 @@ def _is_waited_for_most(a: Account, cause: Cause) -> bool:
 
 def _is_short_of_processors(a: Account) -> bool:
     """Return whether a lack of processors (CPUs) is the bottleneck: whether waiting for a processor costs the learner
-    a fifth of its time or more, and at least as much as its own work or its wait for any part, each counted without
-    the waiting for a processor in it."""
+    at least a fifth of its time, and at least as much as its own work and as its wait for any part. Work and waits are
+    counted without the waiting for a processor that they contain."""
     queued = processor_waits(a)
     lost = sum(queued.values())
     shares = {Cause.LEARNER: 1 - a.learner_idle, **{cause: a.learner_waits(cause) for cause in _BOUND_OF_CAUSE}}
@@ -210,9 +211,9 @@ def _is_short_of_processors(a: Account) -> bool:
 
 
 def _precise_bound(a: Account, bound: Bound) -> Bound:
-    """Return the precise bound where ``bound`` says that the learner waits for episodes: too few groups in flight
+    """Return the reason why the learner waits for episodes, where ``bound`` means such a wait: too few groups in flight
     (``CAPACITY``), the last episodes of a batch (``STRAGGLERS``), or an engine that mostly reads prompts
-    (``PREFILL``); in all other cases ``bound`` itself."""
+    (``PREFILL``). In all other cases return ``bound`` itself."""
     if bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING) and a.of_time(a.held_back_s) >= MAIN_SHARE:
         return Bound.CAPACITY
     if bound in (Bound.GENERATION, Bound.ENVIRONMENT):
@@ -225,7 +226,7 @@ def _precise_bound(a: Account, bound: Bound) -> Bound:
     return bound
 
 
-def _share(bound: Bound, a: Account) -> float:
+def _cost_of_bound(bound: Bound, a: Account) -> float:
     """Return the share of the learner's time that the bound costs, from 0 to 1; for a bound by the learner itself, the
     share in which it works, and 0 where no part is the bottleneck."""
     match bound:
@@ -250,16 +251,16 @@ _OWN_SPEED = {
     Bound.GENERATION: NextBound.ENGINE,
     Bound.PREFILL: NextBound.ENGINE,
 }
-"""The part whose own speed is the bound."""
+"""The part whose own speed limits the run, for each bound that is the speed of a part."""
 
 
 def _largest_rate(bound: Bound, frac: float, a: Account) -> tuple[float, NextBound]:
     """Return the largest possible rate of trained tokens without the bound, in tokens per second, and the part that
-    would then hold the run up. The rate is 0 where it is not known. ``frac`` is the share of time that the bound costs.
+    would be the bottleneck then. The rate is 0 where it is not known. ``frac`` is the share of time that the bound
+    costs.
 
-    The rate is the present one divided by the share of the time in which the busiest other part works, as fast as now.
-    Waiting for processors makes every share longer: for that bound the rate is divided by 1 minus the share of the time
-    that is spent waiting for them.
+    The rate is the present rate divided by the share of the time in which the busiest other part works. For a lack of
+    processors, which slows every part down, the present rate is divided by 1 − ``frac`` instead.
     """
     rate = a.per_second(a.trained_tokens)
     if bound in (Bound.BALANCED, Bound.NOTHING):
@@ -277,9 +278,9 @@ def _largest_rate(bound: Bound, frac: float, a: Account) -> tuple[float, NextBou
     return (rate / busy[next_one] if busy[next_one] > 0 else 0.0), next_one
 
 
-def _gain(bound: Bound, rates: tuple[float, float], next_one: NextBound) -> str:
+def _gain_in_words(bound: Bound, rates: tuple[float, float], next_one: NextBound) -> str:
     """Return the possible gain as a sentence of the verdict. ``rates`` are the present rate and the largest possible
-    one without the bound, in trained tokens per second; ``next_one`` is the part that would then hold the run up."""
+    rate without the bound, in trained tokens per second; ``next_one`` is the part that would be the bottleneck then."""
     rate, most = (f"{number(each)}" for each in rates)
     if bound is Bound.PROCESSORS:
         return f"Without waiting for processors the run would train at most {most} tokens/s instead of {rate}."
@@ -290,14 +291,14 @@ def _gain(bound: Bound, rates: tuple[float, float], next_one: NextBound) -> str:
     return f"{faster}: at most {most} tokens/s instead of {rate}."
 
 
-def _finding(bound: Bound, a: Account) -> str:
-    """Return how learner, engine and controller spend their time, as sentences, and then a fact that explains the
-    bound, where there is one.
+def _finding_in_words(bound: Bound, a: Account) -> str:
+    """Return sentences that say how learner, engine and controller spend their time, followed by a fact that explains
+    the bound, where there is one.
 
     The first sentences have the same form for every bound, so that two runs can be compared.
     """
-    sentences = [f"The learner {_spends(a.learner_busy_s, a.learner_waits_s, a.seconds)}."]
-    engine = _spends(a.engine_busy_s, a.engine_waits_s, a.seconds)
+    sentences = [f"The learner {_time_in_words(a.learner_busy_s, a.learner_waits_s, a.seconds)}."]
+    engine = _time_in_words(a.engine_busy_s, a.engine_waits_s, a.seconds)
     brief = f"works {percent(1 - a.engine_idle)}"
     cause = next((each for each, named in _BOUND_OF_CAUSE.items() if named is bound and each is not Cause.ENGINE), None)
     together = cause is not None and SMALL_SHARE <= a.learner_waits(cause) < MAIN_SHARE * a.learner_idle
@@ -305,9 +306,9 @@ def _finding(bound: Bound, a: Account) -> str:
     sentences.append(f"The engine {engine if idle_matters else brief}.")
     if a.controller_busy_s:
         sentences.append(f"The controller works {percent(a.of_time(a.controller_busy_s))}.")
-    if cause is not None and together and _is_waited_for_most(a, cause):
-        learner = _waits(a.learner_busy_s, a.learner_waits_s, a.seconds).get(cause, 0)
-        waits = _waits(a.engine_busy_s, a.engine_waits_s, a.seconds).get(cause, 0)
+    if cause is not None and together and _is_longest_wait(a, cause):
+        learner = _wait_percents(a.learner_busy_s, a.learner_waits_s, a.seconds).get(cause, 0)
+        waits = _wait_percents(a.engine_busy_s, a.engine_waits_s, a.seconds).get(cause, 0)
         sentences.append(
             f"Both together wait longest {_WAIT_WORDS[cause]}: {learner}% of the learner's time, {waits}% of the "
             "engine's."
@@ -332,38 +333,40 @@ def _finding(bound: Bound, a: Account) -> str:
     return " ".join(sentences)
 
 
-def _spends(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> str:
-    """Return how one part spends its time, in words: the percentages of its work and of its waits, which add up to
-    100. ``busy_s`` and ``waits_s`` (by cause) are in seconds of an interval of ``seconds``.
+def _time_in_words(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> str:
+    """Return in words how one part spends its time: the percentages of its work and of its waits, which add up to 100.
+    ``busy_s`` is its work and ``waits_s`` its waits by cause, in seconds, out of an interval of ``seconds``.
 
-    >>> _spends(5.04, {"scoring": 2.48, "nobody": 2.48}, 10.0)
+    >>> _time_in_words(5.04, {"scoring": 2.48, "nobody": 2.48}, 10.0)
     'works 50% of the time and waits 50%: 25% for rewards, 25% while no part works'
     """
-    waits = _waits(busy_s, waits_s, seconds)
-    idle = sum(waits.values()) if waits_s else _idle(busy_s, seconds)
+    waits = _wait_percents(busy_s, waits_s, seconds)
+    idle = sum(waits.values()) if waits_s else _idle_percent(busy_s, seconds)
     if not idle:
         return "works 100% of the time"
     phrases = [f"{share}% {_WAIT_WORDS[Cause(cause)]}" for cause, share in waits.items() if share]
     return f"works {100 - idle}% of the time and waits {idle}%" + (f": {', '.join(phrases)}" if phrases else "")
 
 
-def _waits(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> dict[str, int]:
+def _wait_percents(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> dict[str, int]:
     """Return the waits of a part by cause, in whole percent of its time, the longest first. ``waits_s`` has their
     seconds, ``busy_s`` the seconds of its work, out of ``seconds``. Work and waits add up to 100 percent."""
     causes = sorted(waits_s, key=lambda cause: -waits_s[cause])
-    shares = percents([waits_s[cause] / seconds if seconds > 0 else 0.0 for cause in causes], _idle(busy_s, seconds))
+    shares = percents(
+        [waits_s[cause] / seconds if seconds > 0 else 0.0 for cause in causes], _idle_percent(busy_s, seconds)
+    )
     return dict(zip(causes, shares, strict=True))
 
 
-def _idle(busy_s: float, seconds: float) -> int:
-    """Return the share of time in which a part did not work, in whole percent: ``busy_s`` of ``seconds`` are its work.
-    It is 100 for an empty interval."""
+def _idle_percent(busy_s: float, seconds: float) -> int:
+    """Return the share of time in which a part did not work, in whole percent, where it worked for ``busy_s`` of
+    ``seconds``; 100 for an empty interval."""
     return percents([max(0.0, 1 - busy_s / seconds)], None)[0] if seconds > 0 else 100
 
 
 def _other_losses(bound: Bound, a: Account) -> str:
     """Return losses of the run that are not its bound, as sentences: waits for the sync, the last episodes of batches,
-    tokens that are never trained, and the age of trained tokens. Small ones are left out; the text may be empty."""
+    tokens that are never trained, and the age of trained tokens. Small losses are left out; the text may be empty."""
     sentences: list[str] = []
     if bound is not Bound.SYNC and (exposed := a.of_time(a.exposed_sync_s)) >= NOTED_SHARE:
         sentences.append(f"the learner is blocked by the sync {percent(exposed)} of the time")
@@ -376,38 +379,40 @@ def _other_losses(bound: Bound, a: Account) -> str:
         share = wasted / max(a.generated_tokens, wasted)
         sentences.append(f"{percent(share)} of the sampled tokens are never trained ({reasons})")
     besides = f"Besides: {'; '.join(sentences)}." if sentences else ""
-    return " ".join(filter(None, [besides, _ages(a)]))
+    return " ".join(filter(None, [besides, _ages_in_words(a)]))
 
 
-def _ages(a: Account) -> str:
-    """Return, in words, the mean age of the trained tokens, in versions, and how long a synchronous run would have
-    taken; an empty string where the ages are not known, or no token was older than 0."""
+def _ages_in_words(a: Account) -> str:
+    """Return in words the mean age of the trained tokens, in versions, and how long a synchronous run would have taken.
+    Return an empty string where the ages are not known, or where every token had the age 0."""
     if not a.aged_tokens or not a.trained_ages:
         return ""
-    return f"Tokens are trained at a mean age of {a.trained_ages / a.aged_tokens:.1f}. {_turns(a)}".rstrip()
+    mean_age = a.trained_ages / a.aged_tokens
+    return f"Tokens are trained at a mean age of {mean_age:.1f}. {_synchronous_time_in_words(a)}".rstrip()
 
 
-def _turns(a: Account) -> str:
-    """Return how long the run would have taken if generation and training took turns, in words; empty where that is not
-    known: where the parts were in each other's way, or the run was too short to observe whether they were.
+def _synchronous_time_in_words(a: Account) -> str:
+    """Return in words how long the run would have taken if generation and training took turns. Return an empty string
+    where this cannot be estimated: where the parts delayed each other, or the run was too short to measure this.
 
-    >>> _turns(Account(seconds=22.0, observed_s=20.0, turned_s=20.0, turns_s=30.0, turns_least_s=30.0))
+    >>> measured = {"observed_s": 20.0, "turned_s": 20.0, "turns_least_s": 30.0}
+    >>> _synchronous_time_in_words(Account(seconds=22.0, turns_s=30.0, **measured))
     'A synchronous run (flow.max_age = 0) would have taken about 33 s instead of 22 s.'
-    >>> _turns(Account(seconds=20.0, observed_s=20.0, turned_s=20.0, turns_s=60.0, turns_least_s=30.0))
+    >>> _synchronous_time_in_words(Account(seconds=20.0, turns_s=60.0, **measured))
     'A synchronous run (flow.max_age = 0) would have taken 30 s to 1 min 00 s instead of 20 s.'
     """
-    if a.turned_s <= 0 or a.turns_s <= 0 or a.observed_s <= 0 or _crowded(a):
+    if a.turned_s <= 0 or a.turns_s <= 0 or a.observed_s <= 0 or _is_crowded(a):
         return ""
     least_s, most_s = (part_s / a.turned_s * a.seconds for part_s in (a.turns_least_s, a.turns_s))
     times = f"about {duration(most_s)}" if most_s < CLOSE * least_s else f"{duration(least_s)} to {duration(most_s)}"
     return f"A synchronous run (flow.max_age = 0) would have taken {times} instead of {duration(a.seconds)}."
 
 
-def _crowded(a: Account) -> bool:
+def _is_crowded(a: Account) -> bool:
     """Return whether the parts of the run delay each other much, by waiting for a processor or for the controller. A
     synchronous run would not have these waits, so its time cannot be estimated from the times of this run.
 
-    >>> _crowded(Account(seconds=10.0, controller_busy_s=2.0)), _crowded(Account(seconds=10.0, controller_busy_s=6.0))
-    (False, True)
+    >>> [_is_crowded(Account(seconds=10.0, controller_busy_s=busy_s)) for busy_s in (2.0, 6.0)]
+    [False, True]
     """
     return sum(processor_waits(a).values()) >= CROWDED_SHARE or a.of_time(a.controller_busy_s) >= MOST_CONTROLLER

@@ -1,4 +1,4 @@
-"""Numbers, durations and shares as text for people."""
+"""Functions that format numbers, durations, shares, bars and sparklines as text for people."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def plural(amount: float | None, one: str, many: str = "") -> str:
-    """Return an amount with its unit ``one`` in the singular, or in the plural, which is ``many`` or else ``one`` with
-    an ``s``; a dash for ``None``.
+    """Return ``amount`` with its unit as text; a dash for ``None``. ``one`` is the unit in the singular, and ``many``
+    in the plural (by default ``one`` with an ``s``).
 
     >>> plural(1, "version"), plural(0, "version"), plural(2, "entry", "entries"), plural(12345, "token")
     ('1 version', '0 versions', '2 entries', '12,345 tokens')
@@ -47,8 +47,8 @@ def percent(share: float) -> str:
 
 def percents(shares: Sequence[float], total: int | None) -> list[int]:
     """Return shares, fractions of a whole, as whole-number percentages. With ``total`` they are scaled and rounded so
-    that they add up to exactly ``total`` percent: those with the largest remainders are rounded up. (If every share is
-    0, so are all percentages.) With ``None`` each is rounded by itself, halves up.
+    that they add up to exactly ``total`` percent: the shares with the largest remainders are rounded up. (If every
+    share is 0, so are all percentages.) Where ``total`` is ``None``, each share is rounded by itself, halves up.
 
     >>> percents([0.124, 0.124, 0.252], 50), percents([0.125], None)
     ([13, 12, 25], [13])

@@ -1,8 +1,8 @@
-"""The rules of a run file: which settings of different sections go together.
+"""The rules of a run file about settings of different sections that exclude or need each other.
 
     run file ──load_config──▶ SETTINGS, once ──▶ RunConfig ──prepare──▶ MACHINE ──▶ MODEL ──▶ ROWS ──▶ the run starts
 
-Each rule is a row of one of four tables. Which table depends on what a rule has to know:
+Each rule is a row of one of four tables. The facts that a rule reads decide on its table:
 
     table      in                           may read
     SETTINGS   headrace.run.rules.settings  the settings alone, so that ``load_config`` refuses at once
@@ -10,10 +10,10 @@ Each rule is a row of one of four tables. Which table depends on what a rule has
     MODEL      headrace.run.rules.start     also the tokenizer of the model
     ROWS       headrace.run.rules.start     also the rows, and how long prompt and answer together may be
 
-``headrace train`` and ``headrace train --dry-run`` go through each table once, from the first row to the last. The
-first rule that is broken ends them.
+``headrace train`` and ``headrace train --dry-run`` check each table once, from the first row to the last. The first
+rule that is broken ends them with an error.
 
-To add a rule, add a row to the table that knows enough:
+To add a rule, add a row to the first table whose facts suffice:
 
     SettingsRule(
         keys=("sync.codec", "model.lora"),
@@ -22,10 +22,10 @@ To add a rule, add a row to the table that knows enough:
         remedy="set model.lora, or sync.codec = 'full'",
     )
 
-``reason`` and ``remedy`` are format strings in which ``{flow.max_age}`` stands for that setting. ``broken`` may return
-a mapping in place of ``True``, with more names for them. A rule about the values of one section alone is not a row
-here: it is a validator in the class of that section. An engine and a launcher check by themselves what they do not
-support.
+``reason`` and ``remedy`` are format strings in which ``{flow.max_age}`` is replaced by the value of that setting.
+``broken`` may return a mapping in place of ``True``, with more values for the format strings. A rule about one section
+alone is not a row here, but a validator in the class of that section. Engines and launchers check by themselves which
+settings they support.
 
 A key that was renamed is a row of :data:`FORMER_KEYS`: a run file with the former key is refused with the present name.
 """
@@ -41,8 +41,8 @@ from headrace.run.rules.sections import RunSections
 
 F = TypeVar("F")
 Broken = bool | Mapping[str, Any]
-"""The result of a rule's test: whether the rule is broken. A mapping means yes, and holds more names with their values
-for the rule's format strings."""
+"""The result of a rule's test: whether the rule is broken. A mapping means that it is, and contains values by name for
+the rule's format strings."""
 
 FORMER_KEYS: Mapping[str, str] = {}
 """The present name of each former key of a run file: ``{"flow.staleness": "flow.max_age"}``."""
@@ -50,13 +50,13 @@ FORMER_KEYS: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsRule(Generic[F]):
-    """A rule about settings of different sections: a test that finds whether a run file breaks it, and the text of the
-    error that refuses such a file. ``F`` is the type of the facts that the test reads."""
+    """A rule about settings of different sections: a test that decides whether a run file breaks the rule, and the text
+    of the error that refuses such a file. ``F`` is the type of the facts that the test reads."""
 
     keys: tuple[str, ...]
     """The settings that the rule compares, by their dotted names."""
     broken: Callable[[F], Broken]
-    """The test of the rule. It takes the facts that the rule's table knows."""
+    """The test of the rule. It receives the facts of the rule's table."""
     reason: str
     """The format string of the problem: the settings with their values, and why they exclude each other."""
     remedy: str
@@ -74,8 +74,8 @@ class SettingsRule(Generic[F]):
 
 
 def refuse(rules: Iterable[SettingsRule[F]], config: RunSections, facts: F) -> None:
-    """Check ``rules`` in order, and raise :class:`~headrace.base.errors.ConfigError` for the first one that ``facts``
-    break. ``config`` is the settings of the run, which the text of the error quotes."""
+    """Check ``rules`` in order, and raise :class:`~headrace.base.errors.ConfigError` for the first rule that ``facts``
+    break. ``config`` contains the settings of the run, whose values the error names."""
     for rule in rules:
         error = rule.error(config, facts)
         if error is not None:

@@ -1,7 +1,7 @@
-"""The sections of a run file. The rules in this package compare settings of different sections.
+"""The record of all sections of a run file, :class:`RunSections`, whose settings the rules in this package compare.
 
-Names of policies: μ is the distribution that sampled a token, as the engine recorded it; π_old is the policy that the
-loss's ratio compares with, which the setting ``algo.old`` chooses.
+Names of policies: μ is the distribution that sampled a token, as the engine recorded it; π_old is the policy in the
+denominator of the loss's ratio, which the setting ``algo.old`` chooses.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from headrace.sync import SyncConfig
 
 
 class RunSections(Section):
-    """All sections of a run file as one record, each section checked by itself alone. ``RunConfig``, its subclass,
-    checks the rules between them as well."""
+    """All sections of a run file as one record; each section is validated by itself. The subclass ``RunConfig`` also
+    checks the rules between sections."""
 
     model: ModelConfig
     """The model that is trained."""
@@ -37,7 +37,7 @@ class RunSections(Section):
     engine: FleetConfig = FleetConfig()
     """The engines that sample completions, and the sampling parameters."""
     flow: FlowConfig = FlowConfig()
-    """The number of groups in flight, the staleness bound, and the making of batches."""
+    """The number of groups in flight, the staleness bound, and the assembly of batches."""
     algo: AlgoConfig = AlgoConfig()
     """The learning from rewards: advantages, loss and corrections."""
     learner: LearnerConfig = LearnerConfig()
@@ -54,8 +54,8 @@ class RunSections(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _old_policy_follows_the_ages(cls, tree: Any) -> Any:
-        """Return the run file ``tree``, before its validation, with two defaults that depend on ``flow.max_age``. They
-        apply where tokens of older weights are trained and the file does not decide otherwise.
+        """Return ``tree``, the content of a run file before its validation, with two defaults added that depend on
+        ``flow.max_age``. The defaults apply where tokens of older weights are trained, for settings that are not set.
 
         μ becomes π_old (``algo.old = "engine"``). With ``algo.old = "sampled"``, where π_old is computed with the
         weights of each token's own version, the learner keeps as many old versions as the greatest age of a token.

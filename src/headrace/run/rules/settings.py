@@ -1,7 +1,8 @@
-"""Rules that depend on the settings alone: :data:`SETTINGS`. See :mod:`headrace.run.rules` for how to add one.
+"""The table of the rules that depend on the settings alone, :data:`SETTINGS`. See :mod:`headrace.run.rules` for how to
+add a rule.
 
-``c`` is the settings of a run. A function that returns ``Broken`` is the test of a rule: it returns false if the rule
-holds, and true if it is broken, or a mapping with values that the rule's error message names.
+``c`` is the record of the settings of a run. A function that returns ``Broken`` is the test of a rule: it returns false
+if the rule holds, and true if the rule is broken, or a mapping with values for the rule's error message.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from headrace.run.rules import Broken, SettingsRule
 from headrace.run.rules.sections import RunSections
 
 Rules = tuple[SettingsRule[RunSections], ...]
+"""Several rules that read the settings alone."""
 
 # -- weights: model, sync, engine ------------------------------------------------------------------------------------
 
@@ -70,12 +72,12 @@ _WEIGHTS: Rules = (
 
 
 def _adapter_agent(is_bad: Callable[[RunSections, str], bool]) -> Callable[[RunSections], Broken]:
-    """Return the test of a rule about agents that train a LoRA adapter of their own (``model.lora.agents``): whether
-    ``is_bad(settings, agent's name)`` is true for one of them."""
+    """Return the test of a rule about the agents that train a LoRA adapter of their own (``model.lora.agents``). The
+    rule is broken if ``is_bad(settings, agent's name)`` is true for one of these agents."""
 
     def broken(c: RunSections) -> Broken:
-        """Return the name of the first agent for which ``is_bad`` is true, its entry of ``env.agents`` (``None``
-        without one), and the most similar name of an agent there; false if there is no such agent."""
+        """Return the name of the first agent for which ``is_bad`` is true, its entry of ``env.agents`` (``None`` if the
+        agent has no entry), and the most similar name in ``env.agents``; false if there is no such agent."""
         rows = {agent.name: agent for agent in c.env.agents}
         for name in c.model.adapter_agents:
             if is_bad(c, name):
@@ -85,9 +87,9 @@ def _adapter_agent(is_bad: Callable[[RunSections, str], bool]) -> Callable[[RunS
     return broken
 
 
-def _short_filter(c: RunSections) -> Broken:
+def _ineffective_filter(c: RunSections) -> Broken:
     """Return the index and the ``max_tokens`` of the first length filter whose ``max_tokens`` has no effect, because no
-    answer can be longer; false if there is none. Only single-turn environments are checked."""
+    answer can be longer; false if there is no such filter. Only single-turn environments are checked."""
     for index, each in enumerate(c.flow.filters):
         longest = each.max_tokens if isinstance(each, LengthFilter) else None
         if longest is not None and longest >= c.engine.max_new_tokens and c.env.kind == "single_turn":
@@ -138,14 +140,14 @@ _EPISODES: Rules = (
     ),
     SettingsRule(
         keys=("flow.filters", "engine.max_new_tokens", "env.kind"),
-        broken=_short_filter,
+        broken=_ineffective_filter,
         reason="flow.filters[{index}] 'length': max_tokens={longest}, and no answer has more than "
         "engine.max_new_tokens={engine.max_new_tokens}",
         remedy="set max_tokens < {engine.max_new_tokens}, or leave it out: what was cut off is meant",
     ),
 )
 
-# -- rollout shards: what has to look into episodes while they run ----------------------------------------------------
+# -- rollout shards: settings that need access to episodes while they run ---------------------------------------------
 
 _SHARDS: Rules = (
     SettingsRule(
@@ -181,12 +183,12 @@ _SHARDS: Rules = (
     ),
 )
 
-# -- learning: what a loss reads, and who computes it -----------------------------------------------------------------
+# -- learning: the columns that a loss reads, and the part that computes them -----------------------------------------
 
 
 def _loss_name(algo: AlgoConfig) -> str:
-    """Return the setting that chose the loss, with its value, for an error message: ``algo.bundle``, where the loss
-    came with a bundle of the same name, or else ``algo.loss``."""
+    """Return the setting that chose the loss, with its value, for an error message: ``algo.bundle`` where a bundle of
+    the same name contains the loss, or else ``algo.loss``."""
     named = f"algo.bundle={algo.bundle!r}" if algo.bundle == algo.loss.kind else f"algo.loss={algo.loss.kind!r}"
     return "algo.bundle='sft'" if isinstance(algo.loss, Ce) and algo.bundle == "sft" else named
 
@@ -198,29 +200,30 @@ def _has_foreign_reference(learner: LearnerConfig) -> bool:
     return isinstance(reference, OtherModel) or (isinstance(reference, Frozen) and reference.path is not None)
 
 
-def _uncomputed(c: RunSections) -> Broken:
+def _missing_columns(c: RunSections) -> Broken:
     """Return the names of the columns (values for each token, such as a policy's logprobs) that the loss reads and the
-    learner does not compute; false if there are none."""
+    learner does not compute; false if the learner computes all of them."""
     missing = sorted(c.algo.columns - COLUMNS - {"log_ref", "top_k"})
     return {"missing": ", ".join(missing)} if missing else False
 
 
-def _distils(algo: AlgoConfig) -> bool:
+def _is_distillation(algo: AlgoConfig) -> bool:
     """Return whether the loss learns from a teacher's distribution over its top-k tokens."""
     return "top_k" in algo.columns
 
 
 def _too_few_versions(c: RunSections) -> Broken:
-    """Return the number of old versions that the learner keeps and the greatest age of a token, if the first is smaller
-    and ``algo.old = "sampled"``, which compares each token with the weights that sampled it; else false."""
-    held = c.learner.old.versions if isinstance(c.learner.old, SampledVersions) else 0
-    return c.algo.old == "sampled" and held < c.flow.greatest_age and {"held": held, "age": c.flow.greatest_age}
+    """Return the number of old versions that the learner keeps and the greatest age of a token, if ``algo.old =
+    "sampled"`` and the learner keeps too few versions; else false. ``sampled`` compares each token with the weights
+    that sampled it."""
+    num_kept = c.learner.old.versions if isinstance(c.learner.old, SampledVersions) else 0
+    return c.algo.old == "sampled" and num_kept < c.flow.greatest_age and {"held": num_kept, "age": c.flow.greatest_age}
 
 
 def _no_teacher(c: RunSections) -> Broken:
     """Return the name of the loss or the advantage that learns from a teacher, if the settings have no teacher; else
     false."""
-    distils, algo = _distils(c.algo), c.algo
+    distils, algo = _is_distillation(c.algo), c.algo
     if c.learner.teachers or not (distils or algo.advantage.by_teacher):
         return False
     return {"what": f"algo.loss={algo.loss.kind!r}" if distils else f"algo.advantage={algo.advantage.kind!r}"}
@@ -256,7 +259,7 @@ _LEARNING: Rules = (
     ),
     SettingsRule(
         keys=("algo.loss", "algo.correction", "learner"),
-        broken=_uncomputed,
+        broken=_missing_columns,
         reason="algo.loss={algo.loss.kind!r} with its corrections reads {missing}, which the learner does not compute",
         remedy="choose another algo.loss or algo.correction",
     ),
@@ -269,7 +272,7 @@ _LEARNING: Rules = (
     ),
     SettingsRule(
         keys=("learner.teachers", "algo.loss", "algo.advantage"),
-        broken=lambda c: bool(c.learner.teachers) and not (_distils(c.algo) or c.algo.advantage.by_teacher),
+        broken=lambda c: bool(c.learner.teachers) and not (_is_distillation(c.algo) or c.algo.advantage.by_teacher),
         reason="learner.teachers (kind {learner.teachers[0].kind!r}) has no effect: nothing learns from a teacher",
         remedy="set algo.loss = 'distill' or algo.advantage = 'reverse_kl', or leave learner.teachers out",
     ),
@@ -310,16 +313,16 @@ _LEARNING: Rules = (
 
 
 def _ignored_weights(c: RunSections) -> Broken:
-    """Return the weights of ``env.rewards`` if they differ and the advantage ``gdpo`` ignores them, because it combines
-    rewards by weights of its own; else false."""
+    """Return the weights of ``env.rewards`` if they differ and the advantage is ``gdpo`` without weights of its own,
+    which ignores the weights of ``env.rewards``; else false."""
     advantage, weights = c.algo.advantage, [reward.weight for reward in c.env.rewards]
     if not isinstance(advantage, Gdpo) or advantage.weights is not None or len(set(weights)) < 2:
         return False
     return {"weights": weights}
 
 
-def _number_of_weights(c: RunSections) -> Broken:
-    """Return both numbers if the advantage ``gdpo`` has not as many weights as ``env.rewards`` has rewards; else
+def _wrong_number_of_weights(c: RunSections) -> Broken:
+    """Return the number of weights of the advantage ``gdpo`` and the number of ``env.rewards``, if they differ; else
     false."""
     advantage, num_rewards = c.algo.advantage, len(c.env.rewards)
     if not isinstance(advantage, Gdpo) or advantage.weights is None or not num_rewards:
@@ -329,14 +332,14 @@ def _number_of_weights(c: RunSections) -> Broken:
 
 
 def _num_graded_by_turn(c: RunSections) -> int | None:
-    """Return the number of ``env.rewards`` that grade single turns or segments (process rewards); ``None`` where the
-    advantage is not ``prpo``, which alone credits segments."""
+    """Return the number of ``env.rewards`` that grade single turns or segments (process rewards) if the advantage is
+    ``prpo``, the only advantage that credits segments; else ``None``."""
     return sum(reward.by_turn for reward in c.env.rewards) if isinstance(c.algo.advantage, Prpo) else None
 
 
 def _ineffective_over_turns(c: RunSections) -> Broken:
-    """Return the first process reward whose ``over_turns`` (how the values of turns become one reward) is set although
-    it has no effect, because with ``prpo`` process rewards do not count in the episode's reward; else false."""
+    """Return the first process reward whose ``over_turns`` (the way in which the values of turns are combined) is set
+    without effect; else false. With ``prpo`` process rewards do not count in the episode's reward."""
     if _num_graded_by_turn(c) is None:
         return False
     without_effect = (reward for reward in c.env.rewards if reward.by_turn and reward.over_turns != "mean")
@@ -344,11 +347,11 @@ def _ineffective_over_turns(c: RunSections) -> Broken:
 
 
 def _trial_credit(c: RunSections) -> Floats | DataError | None:
-    """Return the credit that the advantage gives two invented episodes of one token each, with rewards 0 and 1, in one
-    group. The rules use it to find out what kind of advantage it is.
+    """Return the credit that the advantage computes for two invented episodes of one token each, with rewards 0 and 1,
+    in one group. The rules use it to find out what kind of advantage it is.
 
-    The result is the error where the advantage refuses them, and ``None`` where it needs more than rewards, groups and
-    lengths, such as a critic's values.
+    The result is the error where the advantage refuses these episodes, and ``None`` where it reads more than rewards,
+    groups and lengths, such as a critic's values.
     """
     advantage = c.algo.advantage
     if isinstance(advantage, Prpo) or advantage.stateful or advantage.by_critic or advantage.by_teacher:
@@ -362,22 +365,22 @@ def _trial_credit(c: RunSections) -> Floats | DataError | None:
 
 
 def _advantage_refuses_trial(c: RunSections) -> Broken:
-    """Return the reason why the advantage refuses two invented episodes (:func:`_trial_credit`), so that it would
-    refuse those of the run as well; false if it accepts them."""
+    """Return the reason why the advantage refuses two invented episodes (:func:`_trial_credit`); false if it accepts
+    them. An advantage that refuses them would refuse the episodes of the run as well."""
     credit = _trial_credit(c)
     return isinstance(credit, DataError) and {"why": credit.problem}
 
 
 def _credits_tokens(c: RunSections) -> bool:
-    """Return whether the advantage gives each token its own credit, which a run does not support, instead of one for
-    each episode."""
+    """Return whether the advantage computes a credit for each token, which a run does not support, instead of one
+    credit for each episode."""
     credit = _trial_credit(c)
     return isinstance(credit, np.ndarray) and (c.algo.advantage.per_token or credit.shape != (2,))
 
 
 def _compares_branches(algo: AlgoConfig) -> bool:
     """Return whether the advantage can compare the branches of a pivot, as it compares the episodes of a group. A pivot
-    is a place in a failed episode from which several continuations, its branches, are sampled again."""
+    is a place in a failed episode from which several continuations (branches) are sampled."""
     advantage = algo.advantage
     if advantage.scope != "group" or advantage.per_token or advantage.by_turn or advantage.stateful:
         return False
@@ -391,8 +394,8 @@ def _compares_branches(algo: AlgoConfig) -> bool:
 
 
 def _ineffective_critic(c: RunSections) -> Broken:
-    """Return the name and the value of a setting in ``[learner.critic]`` that differs from its default, if the
-    advantage has no critic, so that it has no effect; else false."""
+    """Return the name and the value of a setting in ``[learner.critic]`` that differs from its default although the
+    advantage has no critic; else false."""
     given, default = c.learner.critic.model_dump(), CriticConfig().model_dump()
     changed = [key for key, value in given.items() if value != default[key]]
     if c.algo.advantage.by_critic or not changed:
@@ -401,7 +404,7 @@ def _ineffective_critic(c: RunSections) -> Broken:
 
 
 _SEPARABLE = (TokenMean, ConstantDivisor, SequenceMeanTokenSum)
-"""The reductions under which the losses of branches can be reduced apart from those of whole episodes."""
+"""The reductions with which the losses of branches can be reduced separately from the losses of whole episodes."""
 
 _CREDIT: Rules = (
     SettingsRule(
@@ -412,7 +415,7 @@ _CREDIT: Rules = (
     ),
     SettingsRule(
         keys=("algo.advantage", "env.rewards"),
-        broken=_number_of_weights,
+        broken=_wrong_number_of_weights,
         reason="algo.advantage.weights has {num_weights} entries for {num_rewards} env.rewards",
         remedy="give one for each, in order",
     ),
@@ -533,9 +536,9 @@ _STALENESS: Rules = (
 
 
 def idle_clip(config: RunSections) -> list[str]:
-    """Return one warning, in a list, for a run that trains tokens of older weights with a loss whose clip never acts:
-    the loss compares π with the learner's own weights before the step, so that its ratio is always 1. The list is empty
-    for any other run."""
+    """Return a list with one warning for a run that trains tokens of older weights with a loss whose clip never acts;
+    an empty list for any other run. The clip never acts where the loss compares π with the learner's own weights before
+    the step, since the ratio is then always 1."""
     if config.flow.greatest_age == 0 or not config.algo.clip_is_idle:
         return []
     weights = " and ".join(repr(part.kind) for part in config.algo.correction) or "nothing"

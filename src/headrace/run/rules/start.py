@@ -1,8 +1,8 @@
-"""Rules that depend on more than the settings: :data:`MACHINE`, :data:`MODEL` and :data:`ROWS`.
+"""The tables of the rules that depend on more than the settings: :data:`MACHINE`, :data:`MODEL` and :data:`ROWS`.
 
-``prepare`` checks them before any process starts. See :mod:`headrace.run.rules` for how to add one. A function that
-returns ``Broken`` is the test of a rule: it returns false if the rule holds, and otherwise a mapping with the values
-that the rule's error message names. A *row* is the data of one task, with its prompt.
+``prepare`` checks them before any process starts. See :mod:`headrace.run.rules` for how to add a rule. A function that
+returns ``Broken`` is the test of a rule: it returns false if the rule holds, and otherwise a mapping with values for
+the rule's error message. A *row* is the data of one task, with its prompt.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class RowFacts:
     eval_tasks: Sequence[Task]
     """The held-out rows."""
     limit: ContextLimit
-    """The longest sequence that the model can read, and the reason."""
+    """The longest sequence that the model can read, in tokens, and the reason for this limit."""
     vocab_size: int
-    """The number of tokens that the model knows."""
+    """The number of tokens in the model's vocabulary."""
 
     @property
     def shortest(self) -> int:
@@ -84,8 +84,8 @@ class RowFacts:
 
     @property
     def context(self) -> int:
-        """The largest length of prompt and answer together in this run, in tokens: ``engine.max_context``, or, where
-        that is unset, as much as the prompts need and the model can read."""
+        """The largest length of prompt and answer together in this run, in tokens: ``engine.max_context``, or where
+        that is unset the length that the prompts need, at most the model's limit."""
         engine, possible = self.config.engine, self.limit.length
         if engine.max_context is not None:
             return engine.max_context
@@ -93,11 +93,11 @@ class RowFacts:
 
 
 def _too_many_threads(name: str) -> Callable[[MachineFacts], Broken]:
-    """Return the test of a rule: whether the setting ``launch.NAME`` asks for more threads than this machine has
-    cores."""
+    """Return the test of a rule that is broken if the setting ``launch.NAME`` requests more threads than this machine
+    has cores."""
 
     def broken(facts: MachineFacts) -> Broken:
-        """Return the numbers of threads and cores if there are too many threads, else false."""
+        """Return the numbers of threads and cores if there are more threads than cores, else false."""
         threads = facts.config.launch.model_dump()[name]
         return threads is not None and threads > facts.cores and {"threads": threads, "cores": facts.cores}
 
@@ -114,14 +114,14 @@ def _threads_rule(name: str) -> SettingsRule[MachineFacts]:
     )
 
 
-def _lends_from_gpus(facts: MachineFacts) -> Broken:
-    """Return the GPUs of the run, by name for the error message, if ``launch.lend_cores`` is set; false if it is not,
-    or without a GPU. Only parts that compute on processor cores can lend cores to each other."""
+def _lends_cores_with_gpus(facts: MachineFacts) -> Broken:
+    """Return the names of the run's GPUs if ``launch.lend_cores`` is set and the run uses GPUs; else false. Only parts
+    that compute on processor cores can lend cores to each other."""
     gpus = sorted({*facts.devices.engines, *facts.devices.learner} - {CPU})
     return facts.config.launch.lend_cores and bool(gpus) and {"gpus": ", ".join(gpus)}
 
 
-def _speaks_in_messages(kind: str) -> bool:
+def _sends_messages(kind: str) -> bool:
     """Return whether environments of ``kind`` (``env.kind``) send chat messages to the model, for which its tokenizer
     needs a chat template."""
     if kind in BUILT_IN:
@@ -135,7 +135,7 @@ MACHINE: tuple[SettingsRule[MachineFacts], ...] = (
     _threads_rule("learner_threads"),
     SettingsRule(
         keys=("launch.lend_cores", "engine.device", "learner.device"),
-        broken=_lends_from_gpus,
+        broken=_lends_cores_with_gpus,
         reason="launch.lend_cores=true, and the engine or the learner computes on {gpus}",
         remedy="leave launch.lend_cores out",
     ),
@@ -153,7 +153,7 @@ MACHINE: tuple[SettingsRule[MachineFacts], ...] = (
         remedy="leave launch.lend_cores out",
     ),
 )
-"""The rules that are checked before any file is read."""
+"""The rules about the settings and the machine, which are checked before any file is read."""
 
 
 def _idle_store(facts: ModelFacts) -> Broken:
@@ -167,7 +167,7 @@ def _idle_store(facts: ModelFacts) -> Broken:
 MODEL: tuple[SettingsRule[ModelFacts], ...] = (
     SettingsRule(
         keys=("env.kind", "model.path"),
-        broken=lambda facts: _speaks_in_messages(facts.config.env.kind) and facts.chat_template is None,
+        broken=lambda facts: _sends_messages(facts.config.env.kind) and facts.chat_template is None,
         reason="env.kind={env.kind!r} speaks in messages, and the tokenizer of model.path={model.path!r} has no chat "
         "template",
         remedy="use a chat model, or add a chat_template.jinja to the model directory",
@@ -180,11 +180,11 @@ MODEL: tuple[SettingsRule[ModelFacts], ...] = (
         remedy="leave flow.columns out",
     ),
 )
-"""The rules that are checked when the tokenizer is loaded."""
+"""The rules about the model, which are checked after the tokenizer is loaded."""
 
 
 def _too_few_rows(facts: RowFacts) -> Broken:
-    """Return the numbers for the error message if all epochs over the rows make fewer groups than one batch needs, so
+    """Return the numbers for the error message if all epochs over the rows yield fewer groups than one batch needs, so
     that no step could start; else false."""
     epochs, batch, num_rows = facts.config.data.epochs, facts.config.flow.groups_per_step, len(facts.tasks)
     if not num_rows or epochs is None or epochs * num_rows >= batch:
@@ -193,29 +193,31 @@ def _too_few_rows(facts: RowFacts) -> Broken:
 
 
 def _too_long_a_context(facts: RowFacts) -> Broken:
-    """Return the model's limit, and why it has it, if ``engine.max_context`` is longer than the model can read; else
+    """Return the model's context limit, with its reason, if ``engine.max_context`` is larger than this limit; else
     false."""
     requested, limit = facts.config.engine.max_context, facts.limit
-    return requested is not None and requested > limit.length and {"possible": limit.length, "why": _why(limit)}
+    return (
+        requested is not None and requested > limit.length and {"possible": limit.length, "why": _reason_suffix(limit)}
+    )
 
 
 def _no_prompt_fits(facts: RowFacts) -> Broken:
-    """Return the lengths for the error message if even the shortest prompt with an answer of
-    ``engine.max_new_tokens`` is longer than the context; else false."""
+    """Return the lengths for the error message if even the shortest prompt and an answer of ``engine.max_new_tokens``
+    are together longer than the context; else false."""
     if facts.shortest + facts.config.engine.max_new_tokens <= facts.context:
         return False
-    why = _why(facts.limit) if facts.context == facts.limit.length else ""
+    why = _reason_suffix(facts.limit) if facts.context == facts.limit.length else ""
     return {"shortest": facts.shortest, "context": facts.context, "why": why}
 
 
-def _why(limit: ContextLimit) -> str:
+def _reason_suffix(limit: ContextLimit) -> str:
     """Return the reason for a model's context limit as the end of a sentence, after a colon; empty without a reason."""
     return f": {limit.reason}" if limit.reason else ""
 
 
 def _unknown_token(facts: RowFacts) -> Broken:
-    """Return the first row whose prompt has a token id outside the model's vocabulary, with that token; false if there
-    is none. A tokenizer that belongs to another model produces such tokens."""
+    """Return the first row whose prompt has a token id outside the model's vocabulary, with that id; false if there is
+    no such row. A tokenizer that belongs to another model produces such ids."""
     for tasks, key in ((facts.tasks, "path"), (facts.eval_tasks, "eval_path")):
         for task in tasks:
             if (token := int(task.prompt_ids_T.max(initial=-1))) >= facts.vocab_size:
@@ -224,8 +226,8 @@ def _unknown_token(facts: RowFacts) -> Broken:
 
 
 def _short_critic(facts: RowFacts) -> Broken:
-    """Return both lengths if the critic, a model that predicts values, reads fewer tokens than a sample of this run may
-    have; false otherwise, or where the critic has no model of its own."""
+    """Return the context length of the critic, a model that predicts values, and the largest length of a sample, if the
+    first is smaller; else false. The result is also false where the critic has no model of its own."""
     path = facts.config.learner.critic.path
     if not path or (most := context_length(path)) >= facts.context:
         return False
@@ -276,7 +278,7 @@ ROWS: tuple[SettingsRule[RowFacts], ...] = (
         remedy="choose a critic for >= {context} tokens, or set engine.max_context <= {most}",
     ),
     SettingsRule(
-        # a sample is trained in one pass: one that is too long would end the run at its first long answer
+        # a sample is trained in one pass: without this rule the first answer that is too long would end the run
         keys=("learner.tokens_per_microbatch", "engine.max_new_tokens"),
         broken=_too_long_a_sample,
         reason="learner.tokens_per_microbatch={learner.tokens_per_microbatch}, and a sample may have {needed} tokens: "
@@ -284,4 +286,4 @@ ROWS: tuple[SettingsRule[RowFacts], ...] = (
         remedy="set learner.tokens_per_microbatch >= {needed}, or lower engine.max_new_tokens",
     ),
 )
-"""The rules that are checked when the rows are read."""
+"""The rules about the rows, which are checked after the rows are read."""

@@ -1,4 +1,4 @@
-"""Run files, run directories, and the two functions :func:`train` and :func:`evaluate`."""
+"""Sessions: the functions :func:`train` and :func:`evaluate`, with the run files and run directories that they use."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["Evaluation", "Measures", "RunConfig", "evaluate", "load_config", "tr
 
 
 def __getattr__(name: str) -> Any:
-    """Return the public object ``name`` of this package, and import its module if that has not happened yet. Python
-    calls this for a name that the package does not have; raises ``AttributeError`` for an unknown one."""
+    """Return the public object ``name`` of this package, imported now from its module. Python calls this function for
+    an attribute that the package does not have yet. Raises ``AttributeError`` for a name that is not public."""
     if name not in _MODULES:
         raise AttributeError(f"module 'headrace.run.session' has no attribute {name!r}")
     import importlib

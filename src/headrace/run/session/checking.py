@@ -1,8 +1,8 @@
 """``headrace check env``: check whether an environment, a rollout, a program, a bridge or a reward is fit for a run.
 
-The user's code runs in an environment worker, as it would in a run, and a *script* answers it in the place of a model,
-so that no weights are needed. An *attempt* is one episode with one row and one script. Each check is a function that
-returns a finding about all attempts, or ``None`` where it has nothing to judge.
+The user's code runs in an environment worker, as in a run, but a *script* answers in place of a model, so that no
+weights are needed. An *attempt* is one episode with one row and one script. Each check is a function that returns a
+finding about all attempts, or ``None`` where the attempts do not show the property.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from headrace.run.observe.words import plural
 from headrace.run.session.running import first_cause, in_own_loop
 
 MAX_ANSWERS = 64
-"""An episode that asks the model for more answers than this is taken for one that does not end by itself."""
+"""The largest number of answers that an episode may request; with more it counts as one that does not end by itself."""
 MAX_LAG_S = 0.5
-"""Code that blocks its worker's event loop for more seconds than this, in both runs of an episode, fails the check."""
+"""The longest time, in seconds, for which code may block its worker's event loop in both runs of a repeated episode."""
 BLOCK_S = 2.0
-"""The worker gives an episode up when its code has blocked the event loop for this long. In seconds."""
+"""The time, in seconds, for which code must block its worker's event loop before the worker ends the episode."""
 NUM_TASKS = 3
-"""The number of tasks to try of a library that generates its tasks, where no rows are given."""
+"""The number of generated tasks that are tried for a bridge without rows."""
 START_S = 60.0
-"""The longest time that the worker may take to start. In seconds."""
+"""The longest time, in seconds, for the start of the worker."""
 PROGRESS_EVERY_S = 1.0
-"""The seconds between two progress lines; episodes that end sooner may have none."""
+"""The interval between two progress lines, in seconds; shorter episodes may have none."""
 _FATAL_REASONS = frozenset({"env_timeout", "env_blocked", "env_crashed", trial.UNUSABLE})
 """The reasons of failure after which no further episode is tried."""
 MOST_SHOWN = 20
-"""The most problems that the finding of one check lists."""
+"""The largest number of problems that the finding of one check lists."""
 NUM_ALIKE = 4
-"""No further episode is tried when the first ones, of this number, have all failed for one cause."""
+"""The number of first episodes after which the check stops if all of them have failed for one cause."""
 _CHECKED_ELSEWHERE = frozenset({"max_turns", "reward_none", "reward_nan"})
 """The reasons of failure that have a check of their own."""
-_PASSING = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s'\":]+|\b0x[0-9a-f]+")
-"""The parts of a failure's text that differ between failures of one cause: temporary directories, object addresses."""
+_VARIABLE_PARTS = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s'\":]+|\b0x[0-9a-f]+")
+"""Matches what differs between failures of one cause: temporary directories and addresses of objects."""
 
 
 class Level(StrEnum):
-    """The severity of a finding: no problem, a problem to consider, or one that makes the code unfit for a run."""
+    """The severity of a finding: no problem, a problem to consider, or a problem that prevents a run."""
 
     OK = "ok"
     WARN = "warn"
@@ -77,7 +77,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvFinding:
-    """The result of one check of :func:`check_env`: a property that a run needs, and whether the user's code has it."""
+    """The result of one check of :func:`check_env`: whether the user's code has a property that a run needs."""
 
     clause: str
     """The property that was checked, in words."""
@@ -111,7 +111,7 @@ class EnvReport:
     episodes: int
     """The number of episodes that were tried."""
     left_out: int
-    """The number of episodes that were not tried, because those before them showed enough."""
+    """The number of episodes that were not tried, because earlier episodes showed enough."""
     findings: tuple[EnvFinding, ...]
     timings: EnvTimings | None
     """``None`` where no episode ended without an error."""
@@ -139,13 +139,13 @@ class EnvReport:
 
 @dataclass(slots=True, kw_only=True)
 class _CheckedEpisode:
-    """One episode of the check: its plan (script, row, scripted model), and its outcome once it has run."""
+    """One episode of the check: its plan (script, row, scripted model), and its outcome after it has run."""
 
     script: str
     """The name of the script that the model follows."""
     row: int
     again: bool
-    """True where it repeats the episode before it, with the same row, script and seed."""
+    """True where this episode repeats the episode before it, with the same row, script and seed."""
     model: ScriptedEpisode
     """The scripted model; it also records the requests of the user's code."""
     reward: float | None = None
@@ -169,9 +169,9 @@ class _CheckedEpisode:
 
     @property
     def cause(self) -> str:
-        """The failure without the parts that differ from episode to episode, to count equal ones; empty without a
-        failure, and for a reason that has a check of its own."""
-        return _PASSING.sub("", self.failure) if self.reason and self.reason not in _CHECKED_ELSEWHERE else ""
+        """The failure without the parts that differ between episodes; empty without a failure or with its own check."""
+        is_counted = self.reason and self.reason not in _CHECKED_ELSEWHERE
+        return _VARIABLE_PARTS.sub("", self.failure) if is_counted else ""
 
 
 def check_env(
@@ -182,7 +182,7 @@ def check_env(
     options: Mapping[str, Any] | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> EnvReport:
-    """Run the user's code on some rows against scripted models, and report every property that a run needs.
+    """Run the user's code on some rows against scripted models, and return a report on the properties that a run needs.
 
     ``reference`` is ``file.py:Name`` (an ``Env``, a rollout or a reward function), the command of a program, or, with
     ``options``, ``LIBRARY/WHAT`` of a bridge or the name of an installed package's environment. A bridge without
@@ -221,8 +221,8 @@ async def _run_episodes(
     timeout_s: float,
     on_progress: Callable[[str], None],
 ) -> list[_CheckedEpisode]:
-    """Run the planned ``attempts`` in one worker, and return those that were tried, with their outcomes. ``target`` has
-    the kind, the entry and the options of the user's code; an episode may take ``timeout_s`` seconds."""
+    """Run the planned ``attempts`` in one worker, and return the attempts that were tried, with their outcomes.
+    ``target`` has the kind, the entry and the options of the user's code; an episode may take ``timeout_s`` seconds."""
     start = EnvironmentStart(kind="rollout", entry=f"{trial.__file__}:trial", concurrency=1, block_s=BLOCK_S)
     pool_config = EnvPoolConfig(num_workers=1, concurrency=1, block_s=BLOCK_S, start_timeout_s=START_S, scored=False)
     trials = [{**target, "row": dict(rows[attempt.row])} for attempt in attempts]
@@ -244,8 +244,8 @@ async def _run_one_by_one(
     timeout_s: float,
     on_progress: Callable[[str], None],
 ) -> list[_CheckedEpisode]:
-    """Run the episodes one after the other, and report the first failure at once; return all of them, or those up to
-    the first fatal failure, or the first :data:`NUM_ALIKE` if all of those have failed for one cause."""
+    """Run the episodes one after the other, report the first failure at once, and return the episodes that were run:
+    all, or up to the first fatal failure, or the first :data:`NUM_ALIKE` if these have all failed for one cause."""
     position = [0]  # the number of the running episode, which the progress lines read
     reported = False
     async with asyncio.TaskGroup() as group:
@@ -278,11 +278,11 @@ async def _report_progress(
 
 
 def _planned_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:
-    """Return the episodes to try, in order: every script on every row, script by script. Some are planned twice with
-    the same seed, one after the other, to see whether both do the same."""
+    """Return the episodes to try, in order: every script on every row, script by script. Some episodes are planned
+    twice in a row with the same seed, to check that both runs are equal."""
 
     def attempt(number: int, row: int, name: str, script: Script, *, again: bool = False) -> _CheckedEpisode:
-        """Return one planned episode with a row, by index, and a script; ``number`` determines its seed."""
+        """Return the plan of an episode with the row at index ``row``; ``number`` determines its seed."""
         model = ScriptedEpisode(
             row=rows[row], script=script, seed=1000 + number, max_answers=MAX_ANSWERS, clock=RealClock()
         )
@@ -323,15 +323,15 @@ def _findings(
     if first.reason == trial.UNUSABLE:
         return [EnvFinding(clause="it can be loaded", level=Level.FAIL, detail=first.problem)]
     checks: list[Callable[[], EnvFinding | None]] = [
-        lambda: _is_loaded(kind, attempts),
-        lambda: _episodes_end(attempts),
-        lambda: _ends_by_itself(attempts),
-        lambda: _rewards_are_numbers(kind, attempts),
-        lambda: _rewards_differ(attempts),
-        lambda: _is_repeatable(kind, attempts),
-        lambda: _does_not_block(blocking, attempts) if kind != "program" else _is_separate(),
-        lambda: _can_be_copied(attempts) if kind == "env" else None,
-        lambda: _tools_are_described(attempts),
+        lambda: _check_loading(kind, attempts),
+        lambda: _check_ends(attempts),
+        lambda: _check_end_by_itself(attempts),
+        lambda: _check_reward_values(kind, attempts),
+        lambda: _check_reward_differences(attempts),
+        lambda: _check_repeatability(kind, attempts),
+        lambda: _check_blocking(blocking, attempts) if kind != "program" else _check_isolation(),
+        lambda: _check_copies(attempts) if kind == "env" else None,
+        lambda: _check_tool_descriptions(attempts),
     ]
     return [finding for check in checks if (finding := check()) is not None]
 
@@ -344,8 +344,8 @@ def _finding(clause: str, problems: Sequence[str], passed: str, level: Level = L
     return EnvFinding(clause=clause, level=level, detail="; ".join(problems[:MOST_SHOWN]) + more)
 
 
-def _is_loaded(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    """Check that the file was loaded; the worker reports it otherwise. A program shows that only by what it does."""
+def _check_loading(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+    """Check that the worker has loaded the file; a program must have made a request, or ended without an error."""
     if kind != "program":
         return _finding("it can be loaded", [], f"in {attempts[0].report.load_s:.2f} s")
     ended = [attempt for attempt in attempts if attempt.model.requests or not attempt.reason]
@@ -353,13 +353,13 @@ def _is_loaded(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     return _finding("it can be started", problems, "it asked the model" if ended else "")
 
 
-def _is_separate() -> EnvFinding:
+def _check_isolation() -> EnvFinding:
     """Check that the programs of episodes run isolated from each other on this machine; warn if they do not."""
     passed = "each runs in a user namespace of its own"
     return _finding("its episodes cannot read one another's keys", exposed_here(), passed, Level.WARN)
 
 
-def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+def _check_ends(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     """Check that all episodes ended without an error and made at least one request to the model."""
     failures = [attempt for attempt in attempts if attempt.cause]
     first = {attempt.cause: attempt for attempt in reversed(failures)}
@@ -376,10 +376,10 @@ def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     return _finding("its episodes end without an error", problems, f"{len(attempts)} did")
 
 
-def _ends_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    """Check that no episode asked for more than :data:`MAX_ANSWERS` answers; ``None`` if the last one was cut off."""
+def _check_end_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that no episode requested more than :data:`MAX_ANSWERS` answers; ``None`` if the last was aborted."""
     if attempts[-1].reason in _FATAL_REASONS:
-        return None  # its last episode was cut off, so nothing is known
+        return None
     spent = [attempt for attempt in attempts if attempt.model.was_spent]
     problems = [f"{spent[0].name}: it asked for more than {MAX_ANSWERS} answers; say done=True, or return, at some "
                 "point whatever the model says (env.max_turns cuts it off, else)"] if spent else []  # fmt: skip
@@ -387,7 +387,7 @@ def _ends_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     return _finding("it ends whatever the model says", problems, f"after at most {most} answers") if most else None
 
 
-def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+def _check_reward_values(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     """Check that every episode earned a number; ``None`` if no episode got as far as a reward."""
     judged = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
     if not judged:
@@ -406,8 +406,8 @@ def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvF
     return _finding("rewards are numbers", problems, counted if left_out else "every one", level)
 
 
-def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    """Check that not all rewards are equal, since equal ones teach nothing; ``None`` for fewer than two rewards."""
+def _check_reward_differences(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that rewards differ, since equal rewards teach a model nothing; ``None`` for fewer than two rewards."""
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
     if len(rewards) < 2:
         return None
@@ -424,8 +424,8 @@ def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     return _finding("rewards differ", problems, f"from {low:g} to {high:g}", Level.WARN)
 
 
-def _is_repeatable(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    """Check that episodes repeated with the same seed did the same as before; ``None`` if none was repeated."""
+def _check_repeatability(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that episodes repeated with the same seed are equal to their first run; ``None`` without repeated ones."""
     pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again and one.reason != "env_error"]
     if not pairs:
         return None
@@ -441,7 +441,7 @@ def _is_repeatable(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding
 
 
 def _difference(one: _CheckedEpisode, two: _CheckedEpisode) -> str:
-    """Return the first difference between two episodes that should be equal, in words; empty where there is none."""
+    """Return the first difference between two runs of one episode, in words; empty if the runs are equal."""
     for index, (before, after) in enumerate(zip(one.model.requests, two.model.requests, strict=False)):
         if before != after:
             words = [(b, a) for b, a in zip(_texts(before), _texts(after), strict=False) if b != a]
@@ -467,15 +467,15 @@ def _short(value: object) -> str:
     return repr(text if len(text) <= 80 else text[:80] + "…")
 
 
-def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    """Check that async code does not block its worker's event loop: by reading (``blocking``) and by measuring."""
+def _check_blocking(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+    """Check that async code does not block its worker's event loop, by its source (``blocking``) and by its lags."""
     problems = [
         f"line {line}: {called}() in async def {function}: await what waits, or asyncio.to_thread({called}, ...)"
         for line, called, function in blocking
     ]
     problems += [f"{a.problem} ({a.name})" for a in attempts if a.reason == "env_blocked"]
     pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again]
-    # one slow pass may be the machine's; code that blocks is slow both times
+    # a busy machine may slow one of the two runs down; code that blocks is slow in both
     lags = [(min(one.report.lag_s, two.report.lag_s), two) for one, two in pairs]
     lag_s, slow = max(lags, key=lambda each: each[0], default=(0.0, attempts[0]))
     if lag_s > MAX_LAG_S and not problems:
@@ -484,8 +484,8 @@ def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence
     return _finding("async code does not block", problems, f"nobody waited longer than {lag_s * 1e3:.0f} ms")
 
 
-def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    """Check that all attributes of the environment can be copied, as forking an episode requires; warn if not."""
+def _check_copies(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+    """Check that all attributes of the environment can be copied, which forking an episode requires; warn if not."""
     uncopyable = [attempt.report.uncopyable for attempt in attempts if attempt.report.uncopyable]
     problems = (
         [f"{each}: it cannot be kept or forked with its episode; make it when it is needed" for each in uncopyable[0]]
@@ -495,7 +495,7 @@ def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     return _finding("its state can be copied", problems, "every attribute", Level.WARN)
 
 
-def _tools_are_described(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+def _check_tool_descriptions(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     """Check that tools and their arguments have types and descriptions; ``None`` if no tool was offered."""
     tools = {name: tool for attempt in attempts for name, tool in attempt.model.tools.items()}
     if not tools:
@@ -531,7 +531,7 @@ _COMPLETIONS = frozenset({"completion", "completions", "completion_ids"})
 
 
 def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
-    """Return the kind of ``reference``, itself with an absolute path, and the syntax tree of the user's file, if any.
+    """Return the kind of ``reference``, the reference with an absolute path, and the syntax tree of its file, if any.
 
     Raises :class:`~headrace.base.errors.ConfigError` where the name is neither a class, a function nor a reward.
     """
@@ -570,8 +570,8 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
 
 
 def _with_absolute_command(command: str) -> str:
-    """Return the command of a program with absolute paths of the files it names, since a program runs in a working
-    directory of its own. Raises :class:`~headrace.base.errors.ConfigError` where it cannot be used."""
+    """Return the command of a program with absolute paths of its files, since a program runs in another working
+    directory. Raises :class:`~headrace.base.errors.ConfigError` for a command that cannot be used."""
     try:
         parts = shlex.split(command)
     except ValueError as error:
@@ -584,15 +584,15 @@ def _with_absolute_command(command: str) -> str:
 
 
 def _is_reward(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether the function is meant as a reward: it takes completions, or does not look like a rollout, which
-    is async or takes a task and a policy."""
+    """Return whether the function is a reward: whether a parameter is a completion, or the function is no rollout. A
+    rollout is async, or has two parameters, a task and a policy."""
     parameters = {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
-    meant_as_rollout = isinstance(function, ast.AsyncFunctionDef) or len(parameters) == 2
-    return bool(parameters & _COMPLETIONS) or not meant_as_rollout
+    is_rollout = isinstance(function, ast.AsyncFunctionDef) or len(parameters) == 2
+    return bool(parameters & _COMPLETIONS) or not is_rollout
 
 
 def _with_full_path(library: str, what: str) -> str:
-    """Return a bridge's entry ``LIBRARY/WHAT``, with an absolute path if its ``WHAT`` is a checked ``file.py:name``."""
+    """Return a bridge's entry ``LIBRARY/WHAT``, with an absolute path where its ``WHAT`` is ``file.py:name``."""
     if not BRIDGES.load(library).names_file:
         return f"{library}/{what}"
     path, name = find_in_file(what, "the environment")

@@ -1,5 +1,5 @@
-"""The configuration of a run: all sections of a run file, how the file is loaded, the checks between its sections,
-and the names of its models.
+"""The configuration of a run: the record of all sections (:class:`RunConfig`), the loading of run files, the checks
+between sections, and the replacement of model names by directories.
 
 A *tree* is a run file as nested dictionaries, section by section. A *hub name* is a model's name on the Hugging Face
 Hub, such as ``Qwen/Qwen3-0.6B``, in place of a directory.
@@ -37,17 +37,17 @@ from headrace.run.rules.settings import SETTINGS
 from headrace.run.session.recipes import recipe
 
 NATIVE = "set engine.kind = 'native'"
-"""The remedy for a setting that the chosen engine cannot serve."""
+"""The remedy, for error messages, for a setting that the chosen engine does not support."""
 
 RunFile = str | Path | Mapping[str, Any]
 """The path of a TOML file, or its tree."""
 
 
 class RunConfig(RunSections):
-    """Everything that a run file can say: its sections, checked by the rules between them."""
+    """The settings of a run: all sections of a run file, checked by the rules between sections."""
 
     former_keys: ClassVar[Mapping[str, str]] = FORMER_KEYS
-    """Keys that were renamed, and the names they have now."""
+    """The present name of each key that was renamed, by its former name."""
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> RunConfig:
@@ -57,7 +57,7 @@ class RunConfig(RunSections):
 
     @model_validator(mode="after")
     def _parts_fit_a_cluster(self) -> Self:
-        """Refuse settings that a cluster launcher (``launch.kind``) does not support, where one is chosen."""
+        """Refuse settings that the chosen launcher (``launch.kind``) does not support, if it is a cluster launcher."""
         if self.launch.cluster is not None:
             self.launch.cluster.refuse(self.launch, self.engine, self.learner, self.sync)
         return self
@@ -72,8 +72,8 @@ class RunConfig(RunSections):
 def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, like: str = "") -> RunConfig:
     """Return the checked configuration of a run file, with the ``section.key=value`` pairs of ``overrides`` applied.
 
-    ``like`` names a recipe (:mod:`headrace.run.session.recipes`) for the settings that neither of them has. A table
-    with another ``kind`` than the recipe's replaces the recipe's table as a whole.
+    ``like`` names a recipe (:mod:`headrace.run.session.recipes`) for the settings that neither the run file nor
+    ``overrides`` set. A table with another ``kind`` than the recipe's replaces the recipe's table as a whole.
 
     Paths in a TOML file are relative to the file. Paths in a tree and in ``overrides`` are relative to the working
     directory.
@@ -94,7 +94,7 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, l
 
 def run_tree(source: RunFile | RunConfig) -> dict[str, Any]:
     """Return the settings of a run file as a tree, before they are checked. ``source`` is the path of the file, a tree,
-    or checked settings. The paths in a file become absolute: they are relative to the directory of the file."""
+    or checked settings. Paths in a file, which are relative to the directory of the file, become absolute."""
     if isinstance(source, RunConfig):
         return source.model_dump(mode="json")
     if isinstance(source, Mapping):
@@ -103,12 +103,12 @@ def run_tree(source: RunFile | RunConfig) -> dict[str, Any]:
 
 
 def _name_recipe_settings(error: ConfigError, settings: Mapping[str, Any], tree: Mapping[str, Any], like: str) -> None:
-    """Add to the text of ``error`` the settings that it names and that come from the recipe ``like``, since the user
-    does not find them in the run file. ``settings`` is the recipe's tree, and ``tree`` the merged one."""
+    """Add to the text of ``error`` a list of the settings in it that come from the recipe ``like``, since the user does
+    not find these in the run file. ``settings`` is the recipe's tree, and ``tree`` the merged tree that was refused."""
     from_recipe = {f"{path}={value!r}" for path, value in leaves(settings).items() if path in str(error)}
-    kept = sorted(from_recipe & {f"{path}={value!r}" for path, value in leaves(tree).items()})
-    if kept:
-        error.problem += f" (the recipe {like!r} says {', '.join(kept)})"
+    named = sorted(from_recipe & {f"{path}={value!r}" for path, value in leaves(tree).items()})
+    if named:
+        error.problem += f" (the recipe {like!r} says {', '.join(named)})"
         error.remedy += ", or take another recipe"
 
 
@@ -116,12 +116,12 @@ _PATHS = (
     *MODEL_PATHS,
     *("data.path", "data.eval_path", "env.reward", "env.entry", "run.dir"),
 )
-"""The dotted names of the settings that hold a path."""
+"""The dotted names of the settings whose value is a path."""
 
 
 def with_absolute_paths(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the settings ``tree`` with every relative path made absolute: it is taken as relative to ``directory``.
-    Hub names of models stay as they are."""
+    """Return the settings ``tree`` with absolute paths: every relative path in it is resolved against ``directory``.
+    Hub names of models are kept."""
     for path in _PATHS:
         *sections, key = path.split(".")
         table: Any = tree
@@ -141,25 +141,27 @@ def with_absolute_paths(tree: dict[str, Any], directory: Path) -> dict[str, Any]
 
 
 def _absolute_path(path: str, directory: Path) -> str:
-    """Return ``path``, which may begin with ``~``, as an absolute path; a relative one is taken as relative to
+    """Return ``path``, which may begin with ``~``, as an absolute path; a relative path is resolved against
     ``directory``."""
     return str(directory / Path(path).expanduser())
 
 
 def _absolute_model(path: str, directory: Path) -> str:
-    """Return the absolute path of a model; a hub name is returned as it is, unless a directory of that name exists."""
+    """Return the absolute path of a model. A hub name is returned unchanged, unless ``directory`` has a directory with
+    that name."""
     found = _absolute_path(path, directory)
     return path if is_hub_name(path) and not Path(found).exists() else found
 
 
 def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return the settings ``tree`` with absolute paths for the files in ``env.command``, the command of a program that
-    runs episodes, since it runs in a working directory of its own. The files are looked for in ``directory``."""
+    runs episodes, since the program runs in another working directory. A word of the command is such a file if
+    ``directory`` contains it."""
     env = tree.get("env")
     command = env.get("command") if isinstance(env, dict) else None
     try:
         parts = shlex.split(command) if isinstance(command, str) else command
-    except ValueError:  # the validation of settings reports it
+    except ValueError:  # the validation of settings reports a command that cannot be split
         return tree
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return tree
@@ -169,11 +171,11 @@ def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, A
 
 def _absolute_bridge(entry: str, directory: Path) -> str:
     """Return the entry ``LIBRARY/WHAT`` of a bridge, which names an environment of another library, with absolute paths
-    of the Python files in ``WHAT``: a command, or ``file.py:name``. The files are looked for in ``directory``."""
+    for the Python files in ``WHAT`` that ``directory`` contains. ``WHAT`` is a command, or ``file.py:name``."""
     library, _, what = entry.partition("/")
     try:
         parts = shlex.split(what)
-    except ValueError:  # the start of the command reports it
+    except ValueError:  # the start of the command reports a command that cannot be split
         return entry
     files = [part.rpartition(":")[0] if ".py:" in part else part for part in parts]
     found = [
@@ -184,13 +186,13 @@ def _absolute_bridge(entry: str, directory: Path) -> str:
 
 
 _TABLES = (("env", "rewards", "ref"), *MODEL_TABLES)
-"""The lists of tables whose entries name a file: section, list, and the key that holds ``file.py:function`` or a
-directory."""
+"""The lists of tables whose entries name a file or directory: the section, the list, and the key of the name, whose
+value is ``file.py:function`` or a directory."""
 
 
 def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the settings ``tree`` with absolute paths in its lists of tables, such as ``[[env.rewards]]``, as
-    :data:`_TABLES` names them. Relative paths are taken as relative to ``directory``."""
+    """Return the settings ``tree`` with absolute paths in the lists of tables :data:`_TABLES`, such as
+    ``[[env.rewards]]``. Relative paths are resolved against ``directory``."""
     for section, name, key in _TABLES:
         table = tree.get(section)
         tables = table.get(name) if isinstance(table, dict) else None
@@ -208,8 +210,8 @@ def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, An
 
 
 def _with_absolute_loss(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the settings ``tree`` with the absolute path of a custom loss, which is ``file.py:function`` as
-    ``algo.loss`` or as ``algo.loss.ref``. A relative path is taken as relative to ``directory``."""
+    """Return the settings ``tree`` with an absolute path in the reference of a custom loss, ``file.py:function``, which
+    is the value of ``algo.loss`` or of ``algo.loss.ref``. A relative path is resolved against ``directory``."""
     algo = tree.get("algo")
     loss = algo.get("loss") if isinstance(algo, dict) else None
     ref = loss.get("ref") if isinstance(loss, dict) else loss
@@ -262,8 +264,8 @@ def _refuse_incapable(config: RunConfig) -> None:
 
 
 def refuse_interrupt(config: RunConfig, can: Capabilities) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where the engine, whose capabilities are ``can``, cannot commit
-    new weights in the way that ``sync.interrupt`` asks for: what happens to its running sequences meanwhile."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where the engine, whose capabilities are ``can``, does not
+    support ``sync.interrupt``, which selects what happens to running sequences when new weights are committed."""
     mode = config.sync.interrupt
     if mode in can.interrupts:
         return
@@ -278,33 +280,36 @@ def refuse_interrupt(config: RunConfig, can: Capabilities) -> None:
 
 def with_local_models(config: RunConfig, *, weights: bool = True) -> RunConfig:
     """Return the settings with a local directory in place of each model's hub name. A model that is not in the cache is
-    fetched from the hub.
+    downloaded from the hub.
 
-    Where ``weights`` is false, only configurations and tokenizers are fetched. Raises
-    :class:`~headrace.base.errors.ModelError` where a model cannot be found or fetched.
+    Where ``weights`` is false, only configurations and tokenizers are downloaded. Raises
+    :class:`~headrace.base.errors.ModelError` where a model cannot be found or downloaded.
     """
     return _with_changed_paths(config, lambda setting, path: local_directory(path, setting, weights=weights))
 
 
 def with_recorded_models(config: RunConfig, settings: Path) -> RunConfig:
     """Return the settings of a run to resume, with hub models fixed to their recorded revisions. ``settings`` is the
-    path of the ``config.json`` that the run wrote; a model that ``config`` names with another revision stays as it is.
+    path of the ``config.json`` that the run wrote. A model that ``config`` names with another revision is not changed.
 
-    A resumed run thereby keeps its initial weights, although the branch on the hub may have newer ones.
+    A resumed run thereby keeps its initial weights, although the branch on the hub may have newer weights.
     """
     try:
         recorded = json.loads(settings.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a run that cannot be resumed is refused where it is opened
+    except (OSError, ValueError):  # a run that cannot be resumed is refused later, when its directory is locked
         return config
-    known = {setting: str(path) for setting, path in _model_paths(recorded)}
+    recorded_paths = {setting: str(path) for setting, path in _model_paths(recorded)}
     return _with_changed_paths(
-        config, lambda setting, path: known[setting] if same_repository(path, known.get(setting, "")) else path
+        config,
+        lambda setting, path: (
+            recorded_paths[setting] if same_repository(path, recorded_paths.get(setting, "")) else path
+        ),
     )
 
 
 def as_recorded(config: RunConfig, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings as ``config.json`` keeps them, without the keys in ``exclude``: hub models by name and
-    commit, independent of the cache directory."""
+    """Return the settings in the form in which ``config.json`` records them, without the keys in ``exclude``. Hub
+    models are recorded by name and commit, independent of the cache directory."""
     return with_models(config.model_dump(mode="json", exclude=exclude), lambda _, path: pinned(path))
 
 
@@ -312,18 +317,18 @@ def _with_changed_paths(config: RunConfig, change: Change) -> RunConfig:
     """Return the settings with the result of ``change(setting's name, path)`` in place of the path of every model,
     validated again if a path has changed."""
     tree = config.model_dump(mode="json")
-    found = with_models(tree, change)
-    return config if found == tree else validate(RunConfig, found)
+    changed = with_models(tree, change)
+    return config if changed == tree else validate(RunConfig, changed)
 
 
 def _model_paths(tree: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the name and the value of each setting in ``tree`` that holds the path or hub name of a model."""
-    found: list[tuple[str, str]] = []
+    """Return the name and the value of each setting in ``tree`` whose value is the path or hub name of a model."""
+    paths: list[tuple[str, str]] = []
 
     def note(setting: str, path: str) -> str:
         """Add a setting and its path to ``found``, and return the path unchanged."""
-        found.append((setting, path))
+        paths.append((setting, path))
         return path
 
     with_models(tree, note)
-    return found
+    return paths

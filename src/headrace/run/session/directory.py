@@ -1,4 +1,4 @@
-"""The directory of a run: its lock, its settings, and the files that hold its status and its summary."""
+"""The directory of a run: its lock, and the functions that write and read its settings, status and summary files."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ FACTS_FILE = "parts.json"
 STATUS_FILE = "status.json"
 """The file with the present state of a run that is still running."""
 SUMMARY_FILE = "summary.json"
-"""The file with the figures of the run, written at the end of each life."""
+"""The file with the figures of the run, written at the end of each life (start or resumption) of the run."""
 LOCK_S = 0.2
-"""The longest time, in seconds, for which a process tries to get the lock of a run directory."""
+"""The longest time, in seconds, for which a process tries to acquire the lock of a run directory."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,19 +44,19 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     """The phase of the run in words, such as ``starting`` or ``training``."""
     steps_done: int
-    """Optimizer steps of the whole run so far."""
+    """The number of optimizer steps so far, of all lives of the run."""
     steps_total: int
-    """Optimizer steps that the run will have."""
+    """The number of optimizer steps that the whole run will have."""
     version: int
-    """The version that is committed; −1 before the first commit."""
+    """The version of the weights that the engine has committed; −1 before the first commit."""
     written_s: float
     """The time of writing, in seconds since 1970."""
     components: list[ComponentStatus]
     """The state of each process of the run; the controller comes first."""
     waits: list[str]
-    """One line for each loop of the controller: the state it is in, and what it waits for."""
+    """One line for each loop of the controller: its state, and what it waits for."""
     warnings: list[str] = []
-    """The warnings of the run so far, one of each kind."""
+    """The warnings of the run so far, one for each kind of warning."""
     rewards: dict[str, RewardFailures] = {}
     """The failure counts of the reward components that have failed since the run was started or resumed, by name."""
     requests: str = ""
@@ -65,8 +65,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_directory(requested: str, clock: Clock, *, prefix: str = "") -> Path:
-    """Return the directory of a run as an absolute path: ``requested``, the value of ``run.dir``, or, where it is
-    empty, a new one under ``runs/``, whose name is ``prefix`` and the present time. It is not created yet."""
+    """Return the directory of a run as an absolute path: ``requested``, the value of ``run.dir``, or where that is
+    empty a new directory under ``runs/``, whose name is ``prefix`` and the present time. It is not created yet."""
     if requested:
         return Path(requested).expanduser().resolve()
     moment = datetime.datetime.fromtimestamp(clock.wall()).strftime("%Y%m%d-%H%M%S")
@@ -76,32 +76,34 @@ def choose_directory(requested: str, clock: Clock, *, prefix: str = "") -> Path:
 class HeldDirectory:
     """A run directory that this process has locked, and that other programs may still remove or move.
 
-    After such a loss open files stay writable, SQLite's too, but their content is gone once they are closed; and a
-    second run may have started under the same path. Therefore call :meth:`refuse_lost` before writing to a path in it.
+    After such a loss, files that are open, SQLite's too, can still be written, but their content is lost when they are
+    closed; and a second run may have started under the same path. Therefore call :meth:`refuse_lost` before writing to
+    a path in the directory.
     """
 
     def __init__(self, run_dir: Path, descriptor: int) -> None:
-        """Hold ``run_dir``. ``descriptor`` is the open lock file in it, which shows whether the directory is still the
-        same one."""
+        """Create the record of the locked ``run_dir``. ``descriptor`` is the open lock file in it, whose identity shows
+        whether another directory has replaced it."""
         self.path = run_dir
         """The directory of the run."""
         self._descriptor = descriptor
         self._ledger: tuple[int, int] | None = None
         """The device and inode of the ledger file when it was first found; ``None`` before that.
 
-        The write-ahead log is not checked: SQLite removes it whenever the last connection is closed, as at the end of
-        each life of a run, and makes it again.
+        The write-ahead log is not checked: SQLite removes it whenever the last connection is closed, for example at the
+        end of each life of a run, and creates it again.
         """
 
     def refuse_lost(self) -> None:
         """Raise :class:`~headrace.base.errors.RunError` where the directory, or the ledger in it, was removed, moved or
         replaced.
 
-        A directory whose state cannot be read at present (a network file system that stalls) does not count as lost.
+        A directory whose state cannot be read, for example on a network file system that stalls, does not count as
+        lost.
         """
-        mine = os.fstat(self._descriptor)
-        if _identity(self.path / LOCK_FILE) not in ((mine.st_dev, mine.st_ino), None):
-            raise self._lost()
+        lock_stat = os.fstat(self._descriptor)
+        if _identity(self.path / LOCK_FILE) not in ((lock_stat.st_dev, lock_stat.st_ino), None):
+            raise self._loss_error()
         path = self.path / SQLITE_FILE
         found = _identity(path)
         if self._ledger is not None and found not in (self._ledger, None):
@@ -109,12 +111,12 @@ class HeldDirectory:
                 f"{path} was removed or replaced while the run was writing it: what it recorded is lost",
                 remedy="restore it from a copy and continue with --resume, or start a new run directory",
             )
-        if found not in (None, _GONE):
+        if found not in (None, _MISSING_FILE):
             self._ledger = found
 
-    def _lost(self) -> RunError:
-        """Return the error to raise for the run directory, which was removed or moved during the run; the remedy
-        depends on which of the two it was."""
+    def _loss_error(self) -> RunError:
+        """Return the error to raise for the run directory after its loss during the run. Problem and remedy depend on
+        whether the directory was removed or moved."""
         now = self._present_path()
         if now is None:
             return RunError(
@@ -127,27 +129,27 @@ class HeldDirectory:
         )
 
     def _present_path(self) -> Path | None:
-        """Return the present path of the directory, which was moved; ``None`` where it was removed, or where the system
-        (other than Linux) does not tell."""
+        """Return the present path of a directory that was moved; ``None`` where it was removed, or where the operating
+        system cannot report the path (other systems than Linux)."""
         try:
-            mine = os.fstat(self._descriptor)
+            lock_stat = os.fstat(self._descriptor)
             now = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
         except OSError:
             return None
-        return now.parent if _identity(now) == (mine.st_dev, mine.st_ino) else None
+        return now.parent if _identity(now) == (lock_stat.st_dev, lock_stat.st_ino) else None
 
 
-_GONE = (-1, -1)
-"""The identity of a file that does not exist."""
+_MISSING_FILE = (-1, -1)
+"""The identity of a file that does not exist, as :func:`_identity` returns it."""
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of the file ``path``, which together identify it; :data:`_GONE` where it does not
-    exist, ``None`` where its state cannot be read."""
+    """Return the device and inode of the file ``path``, which together identify the file; :data:`_MISSING_FILE` where
+    it does not exist, ``None`` where its state cannot be read."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        return _GONE
+        return _MISSING_FILE
     except OSError:
         return None
     return found.st_dev, found.st_ino
@@ -155,12 +157,12 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
-    """Lock the run directory ``run_dir`` for this process alone while the context is open, and yield the lock. A
-    missing directory is created. ``resume`` says whether the run in it is to be continued.
+    """Lock the run directory ``run_dir`` for this process alone while the context is open, and yield the locked
+    directory. A missing directory is created. ``resume`` is true where the run in the directory will be continued.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where another process holds it, where it has a run already and
-    ``resume`` is false, or where ``resume`` is true and it has none; and :class:`~headrace.learner.disk.Damaged` where
-    the recorded settings of a run to resume have changed since.
+    Raises :class:`~headrace.base.errors.ConfigError` where another process holds the lock, where the directory has a
+    run already and ``resume`` is false, or where it has no run and ``resume`` is true. Raises
+    :class:`~headrace.learner.disk.Damaged` where the recorded settings of a run to resume were changed.
     """
     _refuse_lost_ledger(run_dir)
     if resume and not has_ledger(run_dir):
@@ -178,7 +180,7 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
             f"run.dir={str(run_dir)!r} cannot be used: {error}", remedy="choose a directory that can be written"
         ) from None
     try:
-        if not _took_lock(descriptor):
+        if not _try_lock(descriptor):
             raise ConfigError(
                 f"run.dir={str(run_dir)!r} is in use by another process",
                 remedy=f"wait for it (headrace status {run_dir}), or choose another run.dir",
@@ -188,7 +190,7 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
                 f"run.dir={str(run_dir)!r} holds a run already",
                 remedy="add --resume to continue, or choose another run.dir",
             )
-        with suppress(OSError):  # on a full disk the run says so when it writes what it needs
+        with suppress(OSError):  # a full disk is reported later, by the first write that the run depends on
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield HeldDirectory(run_dir, descriptor)
@@ -196,10 +198,10 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
         os.close(descriptor)
 
 
-def _took_lock(descriptor: int) -> bool:
-    """Lock the open file ``descriptor`` for this process alone, and return whether that succeeded. This is tried for
-    :data:`LOCK_S`, since a process that only asks whether a run holds the lock
-    (:func:`~headrace.flow.ledger.opening.is_held`) shares the lock for a moment."""
+def _try_lock(descriptor: int) -> bool:
+    """Lock the open file ``descriptor`` for this process alone, and return whether that succeeded within
+    :data:`LOCK_S`. Several attempts are needed, since a process that checks whether a run holds the lock
+    (:func:`~headrace.flow.ledger.opening.is_held`) itself has a shared lock for a moment."""
     for wait_s in (*[LOCK_S / 10] * 10, 0.0):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -211,8 +213,8 @@ def _took_lock(descriptor: int) -> bool:
 
 
 def _refuse_lost_ledger(run_dir: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where a run has checkpoints but no ledger: it cannot be
-    resumed, and no other run can start in its directory."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where ``run_dir`` has checkpoints of a run but no ledger: this
+    run cannot be resumed, and no other run may start in its directory."""
     if has_ledger(run_dir) or (newest := starting_point(run_dir)).snapshot is None:
         return
     raise ConfigError(
@@ -224,9 +226,9 @@ def _refuse_lost_ledger(run_dir: Path) -> None:
 
 
 def refuse_no_ledger(run_dir: Path) -> None:
-    """Raise the :class:`~headrace.base.errors.ConfigError` for a command that needs the ledger of a run, where
-    ``run_dir`` has none. The message depends on whether the directory exists, holds a run without a ledger, or holds
-    runs in its subdirectories."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a command that needs the ledger of a run, where ``run_dir``
+    has no ledger. The message depends on whether the directory is missing, has a run without a ledger, or has runs in
+    its subdirectories."""
     if not run_dir.is_dir():
         raise ConfigError(f"there is no directory {run_dir}", remedy="give the directory of a run (run.dir)")
     _refuse_lost_ledger(run_dir)
@@ -242,8 +244,8 @@ def refuse_no_ledger(run_dir: Path) -> None:
 
 def write_json(path: Path, tree: Any) -> None:
     """Write ``tree``, nested dictionaries or a record, to the file ``path`` as JSON. The file is replaced atomically:
-    another process reads the old or the new content, never a part of one. Raises
-    :class:`~headrace.base.errors.RunError` where it cannot be written."""
+    another process reads the whole old or the whole new content. Raises :class:`~headrace.base.errors.RunError` where
+    the file cannot be written."""
     data = msgspec.json.format(msgspec.json.encode(tree), indent=2)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -254,10 +256,11 @@ def write_json(path: Path, tree: Any) -> None:
 
 
 def write_sealed(path: Path, tree: Any) -> None:
-    """Write ``tree`` as :func:`write_json` does, with a checksum that :func:`read_sealed` verifies.
+    """Write ``tree`` as :func:`write_json` does, and record the checksum of the file, which :func:`read_sealed`
+    verifies.
 
-    The old checksums are removed first: a kill between the two steps leaves a directory without checksums, not one with
-    wrong ones.
+    The old checksums are removed first: a kill between the two writes leaves a directory without checksums, not with
+    wrong checksums.
     """
     listed = listed_checksums(path.parent)
     (path.parent / CHECKSUMS_FILE).unlink(missing_ok=True)
@@ -266,15 +269,16 @@ def write_sealed(path: Path, tree: Any) -> None:
 
 
 def changed_settings(run_dir: Path, tree: Mapping[str, Any]) -> list[str]:
-    """Return the settings in ``tree`` that decide what is learned and differ from those that the run in ``run_dir`` has
-    recorded, each with both values; none for a new run. Settings that an older program did not have are left out."""
+    """Return the settings in ``tree`` that affect what is learned and differ from the recorded settings of the run in
+    ``run_dir``, each as text with both values; an empty list for a new run. Settings that the program which recorded
+    them did not have are left out."""
     if not (run_dir / CONFIG_FILE).is_file():
         return []
     before, now = leaves(read_sealed(run_dir / CONFIG_FILE)), leaves(tree)
-    deciding = (name for name in now if not name.startswith(("run.", "launch.", "observe.")) or name == "run.seed")
+    relevant = (name for name in now if not name.startswith(("run.", "launch.", "observe.")) or name == "run.seed")
     return [
         f"{name} = {now[name]!r} (before: {before[name]!r})"
-        for name in deciding
+        for name in relevant
         if name in before and before[name] != now[name]
     ]
 
@@ -291,11 +295,11 @@ def engines_when_ended(run_dir: Path) -> int | None:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Return the content of the JSON file ``path`` that :func:`write_sealed` wrote, after its checksum is verified. In
-    a directory without checksums, from an older version, it is not verified.
+    """Return the content of the JSON file ``path`` that :func:`write_sealed` wrote, after its checksum is verified. A
+    file in a directory without checksums, from an older version of Headrace, is not verified.
 
-    Raises :class:`~headrace.base.errors.DataError` where the file has changed since, and ``OSError`` where it cannot be
-    read.
+    Raises :class:`~headrace.base.errors.DataError` where the file was changed afterwards, and ``OSError`` where it
+    cannot be read.
     """
     if path.is_file():
         verify(path.parent, [path.name])
@@ -307,13 +311,13 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 REMOVED_SETTINGS = {"launch": ("join_password_env",)}
-"""Settings of earlier versions that no longer exist, by section; the settings of older runs hold them."""
+"""The settings that no longer exist, by section; the recorded settings of older runs contain them."""
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
-    """Return the recorded settings of the run in ``run_dir`` without those that no longer exist.
+    """Return the recorded settings of the run in ``run_dir``, without the settings that no longer exist.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the directory holds no run, and
+    Raises :class:`~headrace.base.errors.ConfigError` where the directory has no run, and
     :class:`~headrace.base.errors.DataError` where the file is damaged.
     """
     try:
@@ -327,37 +331,37 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """Return the last status of the run; ``None`` where it has not written one. Raises
+    """Return the last status of the run in ``run_dir``; ``None`` where it has not written a status. Raises
     :class:`~headrace.base.errors.DataError` where the file is damaged."""
     try:
         return msgspec.json.decode((run_dir / STATUS_FILE).read_bytes(), type=Status)
     except OSError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _damaged(run_dir / STATUS_FILE, error) from None
+        raise _damage_error(run_dir / STATUS_FILE, error) from None
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return the summary of the run's last life; ``None`` where that has not ended. Raises
-    :class:`~headrace.base.errors.DataError` where the file is damaged."""
+    """Return the summary of the last life of the run in ``run_dir``; ``None`` where this life has not written its
+    summary. Raises :class:`~headrace.base.errors.DataError` where the file is damaged."""
     try:
         tree: dict[str, Any] = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     except OSError:
         return None
     except ValueError as error:
-        raise _damaged(run_dir / SUMMARY_FILE, error) from None
+        raise _damage_error(run_dir / SUMMARY_FILE, error) from None
     return tree
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
+def _damage_error(path: Path, error: Exception) -> DataError:
     """Return the error to raise for the status or summary file ``path``, which could not be decoded."""
     return DataError(f"{path} is damaged: {error}", remedy="remove that file; the run itself does not read it")
 
 
 def run_file_of(where: Path) -> dict[str, Any] | Path:
-    """Return the run file to evaluate, as :func:`~headrace.run.session.config.load_config` takes it: ``where`` itself
-    if it is a file; if it is a run directory, the run's settings with its newest checkpoint, where it has one, as the
-    model. Raises :class:`~headrace.base.errors.ConfigError` where it is neither."""
+    """Return the run file to evaluate, for :func:`~headrace.run.session.config.load_config`. If ``where`` is a file,
+    this is ``where`` itself; if it is a run directory, the settings of the run, with its newest checkpoint (if any) as
+    the model. Raises :class:`~headrace.base.errors.ConfigError` where it is neither."""
     if not where.exists():
         raise ConfigError(f"{where} does not exist", remedy="name a run file, or the directory of a run")
     if not where.is_dir():

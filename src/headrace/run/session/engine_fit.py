@@ -1,5 +1,5 @@
-"""Checks whether the chosen kind of engine suits the models, devices and settings of a run. They are made before any
-process is started."""
+"""Checks, made before any process is started, that the chosen kind of engine supports the models, devices and settings
+of a run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _CODEC_FORMATS = {"cast_bf16": ("bfloat16",), "cast_fp8": ("float8",)}
 
 
 def slower_here(config: RunConfig, devices: Devices) -> list[str]:
-    """Return what this machine lacks to run the engine at its full speed, one sentence each, as warnings for the user;
-    an empty list where it lacks nothing. At present this is a C++ compiler for the kernels of an engine on the CPU."""
+    """Return warnings for the user about what makes the engine slower on this machine than it could be; an empty list
+    where nothing does. The only such warning is a missing C++ compiler for the kernels of an engine on the CPU."""
     engine, model = config.engine, config.model
     compiles = engine.fuses and model.dtype == "float32" and CPU in devices.engines
     if not compiles or config.launch.remote or find_compiler() is not None:
@@ -31,8 +31,8 @@ def slower_here(config: RunConfig, devices: Devices) -> list[str]:
 def refuse_settled(config: RunConfig, other_models: Collection[str], devices: Devices) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` where the engine cannot serve the models and devices of a run.
 
-    ``other_models`` are the agents and teachers with weights of their own. Unlike the checks of ``load_config``, these
-    depend on the data and on the machine.
+    ``other_models`` are the names of the agents and teachers with weights of their own. Unlike the checks of
+    ``load_config``, these checks depend on files and on the machine.
     """
     engine = config.engine
     if other_models and not engine.can.other_models:
@@ -48,8 +48,7 @@ def refuse_settled(config: RunConfig, other_models: Collection[str], devices: De
 
 def _refuse_uneven(config: RunConfig) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` where the attention heads of the model cannot be divided evenly
-    over ``engine.tensor`` devices (tensor parallelism). Key-value heads may be fewer than devices if they divide their
-    number."""
+    over ``engine.tensor`` devices (tensor parallelism)."""
     if config.engine.tensor == 1:
         return
     shape = read_config(config.model.path).to_dict()
@@ -60,11 +59,12 @@ def _refuse_uneven(config: RunConfig) -> None:
 
 def refuse_uneven_heads(tensor: int, heads: int, kv_heads: int) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` where ``heads`` attention heads, with ``kv_heads`` heads of keys
-    and values, cannot be divided evenly over ``engine.tensor = tensor`` devices."""
+    and values, cannot be divided evenly over ``tensor`` devices. There may be more devices than heads of keys and
+    values, if their number is a multiple of ``kv_heads``."""
 
     def fits(ways: int) -> bool:
         """Return whether the heads can be divided over ``ways`` devices."""
-        # fewer key-value heads than devices are repeated on several of them
+        # where there are fewer key-value heads than devices, each of these heads is repeated on several devices
         return not (heads % ways or (kv_heads % ways if kv_heads > ways else ways % kv_heads))
 
     if not fits(tensor):
@@ -77,8 +77,8 @@ def refuse_uneven_heads(tensor: int, heads: int, kv_heads: int) -> None:
 
 
 def explained_gap(config: RunConfig) -> float:
-    """Return the largest mean |log μ − log π| between engine and learner at equal weights that the number formats of
-    the run explain; 0 where both compute the same bits."""
+    """Return the largest mean |log μ − log π| between engine and learner, at equal weights, that the number formats of
+    the run can cause; 0 where engine and learner compute the same bits. A larger gap means an error."""
     model, engine = config.model, config.engine
     if model.deterministic:
         return 0.0

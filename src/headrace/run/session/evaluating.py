@@ -44,13 +44,13 @@ from headrace.run.session.running import first_cause, in_own_loop
 RESULT = "evaluation.json"
 """The name of the result's file in the directory of an evaluation."""
 PROGRESS_EVERY_S = 10.0
-"""The interval between two lines about the number of tokens sampled, in seconds."""
+"""The interval between two progress lines about the number of sampled tokens, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """The options of an evaluation besides the run file: the measures to compute, the engine to use, and the files to
-    keep."""
+    """The options of an evaluation that are not in the run file: the measures to compute, the engine to use, and the
+    files to keep."""
 
     ks: Sequence[int] = ()
     """The values of ``k`` for pass@k and pass^k; empty: 1, 2, 4, ... up to the number of attempts at each task."""
@@ -80,14 +80,14 @@ class Measures:
 
 
 _POWERS = tuple(2**power for power in range(16))
-"""The default values of ``k``, before those above the number of attempts are left out."""
+"""The default values of ``k``; values above the number of attempts are left out."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an evaluation, which :func:`evaluate` returns. An estimate is a value with its 95 % interval."""
 
     model: str
-    """The path of the model, as the settings give it."""
+    """The path of the model, from the settings."""
     mean_reward: float
     """The mean reward over all attempts (avg@k, where k is the number of attempts at each task); a failed attempt
     counts as 0."""
@@ -104,11 +104,11 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     """The number of attempts at each task."""
     temperature: float
-    """The sampling temperature; 0 means that the most likely token is taken."""
+    """The sampling temperature; 0 means greedy decoding, the most likely token."""
     tokens: int
     """The number of tokens sampled in all attempts."""
     seconds: float
-    """The time from the first request to the last reward."""
+    """The time from the first request to the last reward, in seconds."""
     warnings: list[str]
     """Warnings about the evaluation, in words."""
     directory: str = ""
@@ -126,8 +126,9 @@ def evaluate(
 ) -> Evaluation:
     """Measure the model ``model.path`` in its environment, and return the result.
 
-    Each row of ``data.eval_path`` (or of ``eval_data``) is attempted ``run.eval_samples`` times. ``reward`` is a
-    function of a file in place of ``env.reward``. ``on_progress`` is called with one line whenever a long stage begins.
+    Each row of ``data.eval_path`` (or of ``eval_data``) is attempted ``run.eval_samples`` times. ``reward`` replaces
+    ``env.reward``; it must be a function that is defined in a file. ``on_progress`` is called with one line of text
+    when a long stage begins.
 
     Raises :class:`~headrace.base.errors.HeadraceError`.
     """
@@ -145,11 +146,11 @@ async def _evaluate(
     prepared: Prepared, measures: Measures, where: Path, on_progress: Callable[[str], None]
 ) -> Evaluation:
     """Start the scoring and environment workers and the engines, attempt every held-out row, and return the result. If
-    ``measures`` names a running engine, it is used in place of the policy's own engines.
+    ``measures`` names a running engine, this engine is used in place of the policy's own engines.
 
-    ``where`` is the directory that the user chose, which receives the pages of episodes, the result and the logs; if
-    the user chose none, it is a temporary directory for logs alone. ``on_progress`` is called with one line of text at
-    a time. Of several errors that occur together, the one that explains the others is raised.
+    ``where`` is the directory for the pages of episodes, the result and the logs; if the user chose no directory, it is
+    a temporary directory for the logs alone. ``on_progress`` is called with one line of text at a time. If several
+    errors occur together, the error that explains the others is raised.
     """
     run, clock = prepared.config.run, RealClock()
     tokens, reported_s = 0, clock.now()
@@ -191,8 +192,8 @@ async def _evaluate(
 
 @asynccontextmanager
 async def _engine(where: RemoteEndpoint | None) -> AsyncIterator[RemoteEngine | None]:
-    """Connect to the running engine at ``where`` for the duration of the context, and yield it; yield ``None`` where
-    ``where`` is ``None``, so that the engines of the run file are started."""
+    """Connect to the running engine at ``where`` for the duration of the context, and yield its client. Yield ``None``
+    where ``where`` is ``None``, which means that the engines of the run file must be started."""
     if where is None:
         yield None
         return
@@ -202,7 +203,7 @@ async def _engine(where: RemoteEndpoint | None) -> AsyncIterator[RemoteEngine | 
 
 def _page_writer(prepared: Prepared, measures: Measures, where: Path) -> PageWriter | None:
     """Return the writer of the pages of episodes, which writes into the directory ``where``; ``None`` if the user has
-    chosen no directory, so that no pages are kept."""
+    chosen no directory, in which case no pages are written."""
     if not measures.directory:
         return None
     shown = PageInputs(
@@ -215,8 +216,8 @@ def _page_writer(prepared: Prepared, measures: Measures, where: Path) -> PageWri
 
 
 def _summarize(prepared: Prepared, measures: Measures, rewards: Sequence[Sequence[float]]) -> Evaluation:
-    """Return the measures of ``rewards``, which are indexed by task and attempt; tokens, seconds and warnings are
-    left empty."""
+    """Return the measures of ``rewards``, which are indexed by task and attempt. The fields ``tokens``, ``seconds`` and
+    ``warnings`` of the result are left empty, for the caller."""
     run, engine = prepared.config.run, prepared.config.engine
     avg = mean_of([sum(task) / len(task) for task in rewards])
     passed = [sum(reward >= measures.pass_reward for reward in task) for task in rewards]
@@ -238,8 +239,8 @@ def _summarize(prepared: Prepared, measures: Measures, rewards: Sequence[Sequenc
 
 
 def _figures(evaluation: Evaluation) -> list[Figure]:
-    """Return the figures that stand at the top of the index page: avg@n, and pass@k and pass^k for each k, each with
-    its interval."""
+    """Return the figures for the top of the index page: avg@n, and pass@k and pass^k for each k, each with its
+    interval."""
     named = {f"avg@{evaluation.samples}": evaluation.avg}
     named |= {f"pass@{k}": estimate for k, estimate in evaluation.pass_at.items()}
     named |= {f"pass^{k}": estimate for k, estimate in evaluation.pass_hat.items()}
@@ -253,12 +254,13 @@ _CONTRACT = LoopContract(
     waits_for="tokens; the scorers",
     unblocked_by="engine, scoring workers",
 )
+"""The description of the evaluation's only loop, for the error of a stall."""
 
 
 async def attempt_rewards(serving: Serving, run: RunSection, listener: EvaluationListener) -> list[list[float]]:
-    """Make every attempt at the held-out tasks, and return their rewards by task and attempt; a failed attempt counts
-    as 0. ``serving`` has the engines, workers and tasks; ``run`` has the number of attempts, the temperature and the
-    seed; the functions of ``listener`` are called with tokens, warnings and ended episodes.
+    """Run every attempt at the held-out tasks, and return the rewards, indexed by task and attempt; a failed attempt
+    counts as 0. ``serving`` has the engines, workers and tasks; ``run`` has the number of attempts, the temperature and
+    the seed; the functions of ``listener`` are called with tokens, warnings and ended episodes.
 
     Raises :class:`~headrace.base.errors.StallError` where there is no progress for ``run.stall_timeout_s``.
     """
@@ -266,7 +268,7 @@ async def attempt_rewards(serving: Serving, run: RunSection, listener: Evaluatio
     evaluator = Evaluator(serving, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed)
 
     def arrived(tokens: int) -> None:
-        """Note that there is progress, for the watchdog, and pass the number of new tokens on to the listener."""
+        """Report progress to the watchdog, and pass the number of new tokens on to the listener."""
         board.progress()
         listener.on_tokens(tokens)
 

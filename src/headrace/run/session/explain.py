@@ -1,5 +1,5 @@
 """The text of a dry run (``headrace train --dry-run``): a description of the run, the settings that differ from their
-defaults, and all settings on request. Functions return sentences for the user."""
+defaults, and all settings on request. The functions return sentences or lines of text for the user."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ PREVIEWS = Registry[Callable[[Prepared], str]](
     setting="the preview",
     check=lambda made: None if callable(made) else "cannot be called",
 )
-"""Functions, from installed packages too, that return more text about a prepared run; a dry run prints it after that of
-:func:`explain`."""
+"""The registry of functions, also of installed packages, that return more text about a prepared run. A dry run prints
+these texts after the text of :func:`explain`."""
 
 
 def previews(prepared: Prepared) -> str:
-    """Return the texts of all registered previews (:data:`PREVIEWS`) about the run, in the order of their names, a line
-    or more each; for a preview that cannot be loaded, the reason."""
+    """Return the texts of all registered previews (:data:`PREVIEWS`) about the run, in the order of their names, each
+    one or more lines. The text of a preview that cannot be loaded is the reason."""
     texts: list[str] = []
     for name in PREVIEWS:
         try:
@@ -91,11 +91,11 @@ class Changed(NamedTuple):
     """A setting of a run whose value differs from its default, as a dry run prints it."""
 
     name: str
-    """The dotted name, as ``--set`` takes it."""
+    """The dotted name, in the form that ``--set`` accepts."""
     value: Any
-    """The value in this run, as JSON has it."""
+    """The value in this run, in its JSON form."""
     default: Any
-    """The default value, as JSON has it; ``None`` also where there is no default."""
+    """The default value, in its JSON form; ``None`` also where there is no default."""
     words: str
     """The first sentence of the setting's description."""
 
@@ -105,18 +105,18 @@ def changed(config: RunConfig) -> list[Changed]:
     ``model.path``, which has no default, comes first."""
     usual = RunConfig.model_validate({"model": {"path": config.model.path}})
     return [
-        Changed("model.path", pinned(config.model.path), None, _sentence(config.model, "path")),
-        *_changed(config, usual, ""),
+        Changed("model.path", pinned(config.model.path), None, _describing_sentence(config.model, "path")),
+        *_find_changed(config, usual, ""),
     ]
 
 
 def changed_in_words(config: RunConfig, width: int) -> str:
-    """Return text with a line for each setting that differs from its default, and below it the meaning of the setting,
+    """Return text with a line for each setting that differs from its default, followed by the meaning of the setting,
     wrapped to about ``width`` columns of the terminal."""
     lines = ["Differs from the default, by what is set here:"]
     for name, value, default, words in changed(config):
-        usual = "" if name == "model.path" else f"  (default {_value(default)})"
-        lines.append(f"  {name} = {_value(value)}{usual}")
+        usual = "" if name == "model.path" else f"  (default {_toml_value(default)})"
+        lines.append(f"  {name} = {_toml_value(value)}{usual}")
         lines += textwrap.wrap(words, max(40, min(width, 120)), initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
@@ -125,28 +125,28 @@ def every_setting(config: RunConfig) -> str:
     """Return all settings of the run, defaults included, as text in the form of a run file."""
     lines: list[str] = []
     for section, settings in config.model_dump(mode="json").items():
-        lines += ["", f"[{section}]", *(f"{key} = {_value(value)}" for key, value in settings.items())]
+        lines += ["", f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in settings.items())]
     return "\n".join(lines[1:])
 
 
-def _changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -> Iterator[Changed]:
+def _find_changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -> Iterator[Changed]:
     """Yield the settings in ``found``, a section or a table of the run's settings, that differ from ``usual``, the same
-    table with its defaults. ``above`` is the prefix of their dotted names; it is empty for the whole."""
+    table with default values. ``above`` is the prefix of their dotted names; empty for the whole run file."""
     for key, shown in found.model_dump(mode="json").items():
         here, there = (model.model_dump()[key] for model in (found, usual))
         inside, beside = (dict(model)[key] for model in (found, usual))
         if here == there:
             continue
         if isinstance(inside, pydantic.BaseModel) and type(inside) is type(beside):
-            yield from _changed(inside, beside, f"{above}{key}.")
+            yield from _find_changed(inside, beside, f"{above}{key}.")
         else:
-            value = _shown(inside, shown)
-            yield Changed(f"{above}{key}", value, usual.model_dump(mode="json")[key], _sentence(found, key))
+            value = _printed_value(inside, shown)
+            yield Changed(f"{above}{key}", value, usual.model_dump(mode="json")[key], _describing_sentence(found, key))
 
 
-def _shown(value: Any, dumped: Any) -> Any:
-    """Return a setting's value as it is printed: ``dumped``, its JSON form, or, where ``value`` is a table or a list of
-    tables, only the entries that differ from their defaults."""
+def _printed_value(value: Any, dumped: Any) -> Any:
+    """Return a setting's value in the form to print: ``dumped``, its JSON form, or where ``value`` is a table or a list
+    of tables, only the entries of these tables that differ from their defaults."""
     if isinstance(value, pydantic.BaseModel):
         return _non_default(value)
     if isinstance(value, list | tuple) and value and all(isinstance(each, pydantic.BaseModel) for each in value):
@@ -155,16 +155,17 @@ def _shown(value: Any, dumped: Any) -> Any:
 
 
 def _non_default(table: pydantic.BaseModel) -> dict[str, Any]:
-    """Return the entries of a table of settings that differ from their defaults, in JSON form, and always its ``kind``,
-    which selects the class of the table."""
+    """Return the entries of a table of settings that differ from their defaults, in JSON form. The entry ``kind``,
+    which selects the class of the table, is always included."""
     fields = type(table).model_fields
     shown = table.model_dump(mode="json")
     return {key: shown[key] for key, value in table if key == "kind" or value != fields[key].default}
 
 
-def _sentence(section: pydantic.BaseModel, key: str) -> str:
-    """Return one sentence of the description of the setting ``key`` in ``section``: the one about its present value,
-    such as ``plain: always lines``, where there is one, or else the first; empty without a description."""
+def _describing_sentence(section: pydantic.BaseModel, key: str) -> str:
+    """Return one sentence of the description of the setting ``key`` in ``section``: the sentence about its present
+    value, such as ``plain: always lines``, where there is such a sentence, else the first sentence; empty without a
+    description."""
     kind = type(section)
     description = descriptions(kind).get(key, "") if issubclass(kind, Section) else ""
     described = " ".join(description.replace("``", "").split())
@@ -174,7 +175,7 @@ def _sentence(section: pydantic.BaseModel, key: str) -> str:
 
 
 def _joining_sentences(config: RunConfig) -> list[str]:
-    """Return the sentence, in a list, about other machines that may join the run with workers for environments; an
+    """Return a list with the sentence about other machines that may join the run with workers for environments; an
     empty list where ``launch.join`` is not set."""
     if not config.launch.join:
         return []
@@ -183,8 +184,8 @@ def _joining_sentences(config: RunConfig) -> list[str]:
 
 
 def _machine_sentences(prepared: Prepared, cores: int) -> list[str]:
-    """Return the sentences about the threads of engines and learner, about their devices, and about what makes the run
-    slower or less isolated than it could be. ``cores`` is the number of this machine's processor cores."""
+    """Return the sentences about the threads and the devices of engines and learner, and about the reasons why the run
+    is slower or less isolated than it could be. ``cores`` is the number of this machine's processor cores."""
     config = prepared.config
     return [
         f"{_engine_words(config, threads(config.launch.engine_threads, cores))}; learner: "
@@ -196,8 +197,8 @@ def _machine_sentences(prepared: Prepared, cores: int) -> list[str]:
 
 
 def _engine_words(config: RunConfig, num_threads: int) -> str:
-    """Return in words how many engines there are, those of agents and teachers included, and how many threads each has;
-    ``num_threads`` is the number for all of them."""
+    """Return in words the number of engines, including the engines of agents and teachers, and the number of threads of
+    each engine; ``num_threads`` is the number of threads of all engines together."""
     count = config.engine.count + sum(not isinstance(agent, TrainedAgent) for agent in config.env.agents)
     count += len(config.learner.served_teachers)
     if count == 1:
@@ -206,8 +207,8 @@ def _engine_words(config: RunConfig, num_threads: int) -> str:
 
 
 def _device_sentences(prepared: Prepared) -> list[str]:
-    """Return the sentences about the devices of engines and learner, and, for each GPU with an engine, about the memory
-    that its weights and its KV cache take."""
+    """Return the sentences about the devices of engines and learner, and for each GPU with an engine the sentence about
+    the memory of its weights and its KV cache."""
     devices = prepared.devices
     lines = [f"{str(devices)[0].upper()}{str(devices)[1:]}."]
     for device in dict.fromkeys(each for each in devices.engines if each != CPU):
@@ -224,7 +225,7 @@ def _device_sentences(prepared: Prepared) -> list[str]:
 
 def _selection_sentences(config: RunConfig, num_rows: int) -> list[str]:
     """Return the sentences about settings that limit which groups are trained: the number of epochs over ``num_rows``
-    rows, after which the run ends, and filters, which drop groups; none without such settings."""
+    rows, after which the run ends, and filters, which drop groups; an empty list without such settings."""
     lines: list[str] = []
     if config.data.epochs is not None:
         groups = config.data.epochs * num_rows
@@ -239,7 +240,7 @@ def _selection_sentences(config: RunConfig, num_rows: int) -> list[str]:
     return lines
 
 
-def _value(value: object) -> str:
+def _toml_value(value: object) -> str:
     """Return a setting's value as text in the form of a run file; ``(unset)`` for ``None``, which a run file cannot
     express."""
     return "(unset)" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,9 +1,9 @@
-"""Export trained weights as plain files that any Hugging Face program loads.
+"""``headrace export``: write trained weights as plain files that any Hugging Face program loads.
 
-run ──▶ its newest whole checkpoint ─┬─ a model: its files, byte for byte, however many ranks wrote them; of the
-                                     │  text part of a multimodal checkpoint: that checkpoint with the trained text
-checkpoint, or a saved policy ───────┘─ an adapter: merged into its base, or by itself as peft has it; that of an
-                                        agent, where agents have trained their own
+run ──▶ its newest complete checkpoint ┬─ a model: its files, byte for byte; for the text part of a multimodal
+                                       │  checkpoint, the files of the whole checkpoint with the trained text part
+checkpoint, or a saved policy ─────────┘─ an adapter: merged into its base model, or as separate files for peft; one
+                                          agent's adapter, where agents have trained adapters of their own
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from headrace.models.hub import is_hub_name, local_directory
 from headrace.rollout.environments.agents import POLICY
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""The names of the files of a LoRA adapter, as peft has them."""
+"""The names of the files of a LoRA adapter, which the library peft defines."""
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
-"""Patterns of the files in a checkpoint that other programs read, beside the tokenizer's. The optimizer's files are
-not exported."""
+"""Patterns of the files in a checkpoint that are exported, in addition to the tokenizer's files. The optimizer's files
+are not exported."""
 
 AdapterForm = Literal["merged", "separate"]
 """The form in which an adapter is exported: merged into its base model, or as files of its own."""
@@ -49,14 +49,15 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     """The new directory with the exported files."""
     kind: Literal["model", "merged adapter", "adapter"]
+    """The kind of the exported weights."""
     agent: str = ""
-    """The agent whose adapter was exported; empty for the policy's."""
+    """The agent whose adapter was exported; empty for the policy's adapter."""
     whole: str = ""
     """The multimodal checkpoint from which all other weights were copied, where its text part was trained; empty for
     models of text alone."""
     lost_share: float | None = None
-    """The share of the weights changed by the adapter that equal the base's again after rounding to the number
-    format; ``None`` where nothing was merged."""
+    """The fraction of the weights changed by the adapter that are equal to the base's again after rounding to the
+    number format; ``None`` where nothing was merged."""
 
 
 def export(
@@ -66,12 +67,12 @@ def export(
     dtype: NumberFormat | None = None,
     agent: str = "",
 ) -> Exported:
-    """Write the weights of the run or checkpoint ``where`` into the new directory ``out``, which appears whole or not
-    at all.
+    """Write the weights of the run or checkpoint ``where`` into the new directory ``out``, which appears complete or
+    not at all.
 
     ``adapter`` is the form of an adapter; ``None`` means merged. ``dtype`` is the number format of a merged model;
-    ``None`` means float32. ``agent`` names the agent whose adapter is exported, where agents have trained their own;
-    ``policy`` names the policy's.
+    ``None`` means float32. ``agent`` names the agent whose adapter is exported, where agents have trained adapters of
+    their own; ``policy`` selects the policy's adapter.
 
     Raises :class:`~headrace.base.errors.ConfigError` where there are no such weights, and where ``out`` exists already;
     :class:`~headrace.base.errors.CheckpointError` where ``out`` cannot be written; and
@@ -79,20 +80,20 @@ def export(
     """
     out = out.expanduser().absolute()
     while True:
-        checkpoint_dir = _source(where)
+        checkpoint_dir = _find_source(where)
         try:
             return _export(checkpoint_dir, out, adapter, dtype, agent)
         except CheckpointError:
-            if checkpoint_dir.is_dir():  # else the run has removed it for a newer one meanwhile
+            if checkpoint_dir.is_dir():  # otherwise the run has replaced the checkpoint by a newer one: export that
                 raise
 
 
 def _export(
     checkpoint_dir: Path, out: Path, adapter: AdapterForm | None, dtype: NumberFormat | None, agent: str
 ) -> Exported:
-    """Write the weights of the checkpoint ``checkpoint_dir`` to the new directory ``out``, whole or not at all, and
-    return what was written. The other parameters and the errors are those of :func:`export`."""
-    source = _of_agent(checkpoint_dir, agent)
+    """Write the weights of the checkpoint ``checkpoint_dir`` to the new directory ``out``, completely or not at all,
+    and return the description of the export. :func:`export` describes the other parameters and the errors."""
+    source = _adapter_directory(checkpoint_dir, agent)
     adapted = (source / ADAPTER_FILES[0]).is_file()
     _refuse_unused(source, adapted, adapter, dtype)
     unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
@@ -107,11 +108,11 @@ def _export(
     try:
         if adapted and adapter != "separate":
             lost_share = _merge(source, unfinished, dtype or "float32")
-        elif not adapted and (whole := _whole(source)):
-            _write_whole(source, whole, unfinished)
+        elif not adapted and (whole := _multimodal_checkpoint(source)):
+            _write_multimodal(source, whole, unfinished)
         else:
             files = [path for one in (ADAPTER_FILES if adapted else MODEL_FILES) for path in source.glob(one)]
-            _copy([*files, *(path for one in TOKENIZER_FILES for path in checkpoint_dir.glob(one))], unfinished)
+            _copy_files([*files, *(path for one in TOKENIZER_FILES for path in checkpoint_dir.glob(one))], unfinished)
         unfinished.replace(out)
         flush_one(out.parent)
     except (OSError, SafetensorError) as error:
@@ -130,27 +131,28 @@ def _export(
     )
 
 
-def _of_agent(source: Path, agent: str) -> Path:
+def _adapter_directory(source: Path, agent: str) -> Path:
     """Return the directory below the checkpoint ``source`` with the adapter of ``agent``; ``source`` itself for the
     policy's adapter (``agent`` is ``policy``) and where agents have no adapters (``agent`` is empty). Raises
-    :class:`~headrace.base.errors.ConfigError` where the agent is unknown, or must be chosen and is not."""
-    found = sorted(path.name for path in (source / AGENTS).glob("*"))
-    known = [POLICY, *found] if found else []
-    if known and not agent:
+    :class:`~headrace.base.errors.ConfigError` for an unknown agent, and for no agent where there are several
+    adapters."""
+    agents = sorted(path.name for path in (source / AGENTS).glob("*"))
+    choices = [POLICY, *agents] if agents else []
+    if choices and not agent:
         raise ConfigError(
-            f"{source} holds an adapter for each of {', '.join(known)}",
-            remedy=f"say which: --agent {found[0]}",
+            f"{source} holds an adapter for each of {', '.join(choices)}",
+            remedy=f"say which: --agent {agents[0]}",
         )
-    if agent and agent not in known:
-        if not known:
+    if agent and agent not in choices:
+        if not choices:
             raise ConfigError(f"--agent {agent}: {source} holds no adapters of agents", remedy="leave --agent out")
-        raise ConfigError(f"--agent {agent}: {source} holds none of that name", remedy=nearest(agent, known))
-    return source / AGENTS / agent if agent in found else source
+        raise ConfigError(f"--agent {agent}: {source} holds none of that name", remedy=nearest(agent, choices))
+    return source / AGENTS / agent if agent in agents else source
 
 
-def _source(where: Path) -> Path:
-    """Return the directory of the weights to export: the newest whole checkpoint if ``where`` is the directory of a
-    run, or ``where`` itself if it is a checkpoint or a saved policy, whose files are verified. Raises
+def _find_source(where: Path) -> Path:
+    """Return the directory of the weights to export: the newest complete checkpoint if ``where`` is the directory of a
+    run, or ``where`` itself, after a check of its files, if it is a checkpoint or a saved policy. Raises
     :class:`~headrace.base.errors.ConfigError` where there are no weights."""
     source = where.expanduser().absolute()
     if (source / CHECKPOINTS).is_dir() or (source / LOCK_FILE).is_file():
@@ -164,7 +166,7 @@ def _source(where: Path) -> Path:
             remedy="name the directory of a run, of one of its checkpoints, or of a saved policy",
         )
     if (source / STATE_FILE).is_file():
-        checkpoint.read_state(source, to_resume=False)  # refuses one that is not whole
+        checkpoint.read_state(source, to_resume=False)  # refuses a checkpoint that is not complete
     else:
         verify(source)
     return source
@@ -172,7 +174,7 @@ def _source(where: Path) -> Path:
 
 def _refuse_unused(source: Path, adapted: bool, adapter: AdapterForm | None, dtype: NumberFormat | None) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for an option of the user, ``--adapter`` or ``--dtype``, that
-    would have no effect on the weights in ``source``. ``adapted`` says whether these are an adapter."""
+    would have no effect on the weights in ``source``. ``adapted`` is true where these are an adapter."""
     if adapter is not None and not adapted:
         raise ConfigError(
             f"--adapter {adapter}: {source} holds a whole model and no adapter", remedy="leave --adapter out"
@@ -186,8 +188,8 @@ def _refuse_unused(source: Path, adapted: bool, adapter: AdapterForm | None, dty
 
 def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
     """Merge the adapter in ``source`` into its base model, and write the model into ``out`` in the number format
-    ``dtype``. Return the share of the weights changed by the adapter that equal the base's again after rounding to that
-    format."""
+    ``dtype``. Return the fraction of the weights changed by the adapter that are equal to the base's again after
+    rounding to ``dtype``."""
     from headrace.models.lora import read_adapter
     from headrace.models.merge import export_merged
 
@@ -197,20 +199,20 @@ def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
     return export_merged(Path(base), source, out, dtype).lost_share
 
 
-def _whole(source: Path) -> str:
-    """Return the path or hub name of the multimodal checkpoint whose text part the model in ``source`` is, as its
-    configuration says; empty for a model of text alone."""
+def _multimodal_checkpoint(source: Path) -> str:
+    """Return the path or hub name, from the configuration of the model in ``source``, of the multimodal checkpoint to
+    which the model belongs as its text part; empty for a model of text alone."""
     return str(json.loads((source / "config.json").read_text(encoding="utf-8")).get(WHOLE, ""))
 
 
 def _format_of(source: Path) -> NumberFormat:
-    """Return the number format of the weights in ``source``, as its configuration says: ``bfloat16``, or else
+    """Return the number format of the weights in ``source``: ``bfloat16`` if the configuration there names it, else
     ``float32``."""
     tree = json.loads((source / "config.json").read_text(encoding="utf-8"))
     return "bfloat16" if tree.get("dtype") == "bfloat16" else "float32"
 
 
-def _write_whole(source: Path, whole: str, out: Path) -> None:
+def _write_multimodal(source: Path, whole: str, out: Path) -> None:
     """Write the multimodal checkpoint ``whole`` with the text part in ``source`` into the new directory ``out``."""
     from headrace.models.load import load_model
     from headrace.models.text_part import write_whole
@@ -223,7 +225,7 @@ def _write_whole(source: Path, whole: str, out: Path) -> None:
         write_whole(base, text, out)
 
 
-def _copy(paths: Iterable[Path], out: Path) -> None:
+def _copy_files(paths: Iterable[Path], out: Path) -> None:
     """Create the directory ``out``, and copy the files at ``paths`` into it. If they do not fit on the disk, the
     directory is removed, and :class:`~headrace.base.errors.CheckpointError` is raised."""
     files = sorted(set(paths))

@@ -1,4 +1,4 @@
-"""Write a first run file from a model, rows and a reward. It is checked by a dry run before it is written.
+"""``headrace init``: write a first run file from a model, rows and a reward, after a dry run of it has succeeded.
 
 model ─▶ context, chat template ─┐
 rows  ─▶ columns, longest prompt ├─▶ run.toml, which a dry run has read
@@ -28,17 +28,17 @@ from headrace.run.session.config import load_config
 from headrace.run.session.prepare import Inputs, prepare
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "input")
-"""The names under which the column of the prompts is looked for, most likely first."""
+"""The usual names of the column of the prompts, most likely first."""
 ANSWERS = ("answer", "solution", "label", "target", "ground_truth", "expected", "output")
-"""The names under which the column of the expected answer is looked for, most likely first."""
+"""The usual names of the column of the expected answer, most likely first."""
 TESTS = ("tests", "test_cases", "unit_tests", "test_list")
-"""The names under which the column of tests for generated code is looked for."""
+"""The usual names of the column of tests for generated code."""
 HELD_OUT = ("held_out", "test", "eval", "validation", "val", "dev")
-"""The names, without suffix, under which a file of held-out rows is looked for."""
+"""The usual names, without suffix, of a file of held-out rows."""
 NUM_FOUND = 4
-"""The most functions of the user that are named as possible rewards."""
+"""The largest number of the user's functions that are listed as possible rewards."""
 NUM_PROBED_ROWS = 256
-"""The number of rows whose prompts are tokenized to find the longest."""
+"""The number of rows whose prompts are tokenized to find the longest prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,26 +46,26 @@ class Model:
     """The facts about the model that a first run file depends on."""
 
     path: str
-    """The path as it was given: a directory, or a name on a hub."""
+    """The path that the user named: a directory, or a name on a hub."""
     directory: str
-    """The local directory of the model; for a name on a hub, its place in the cache."""
+    """The local directory of the model; for a name on a hub, its directory in the cache."""
     context: int
-    """The longest sequence that the model was made for, in tokens."""
+    """The context length of the model, in tokens."""
     chats: bool
-    """True where it has a chat template."""
+    """True where the tokenizer has a chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The facts about the rows to train on that a first run file depends on. A row is the data of one task; its columns
-    have names."""
+    """The facts about the rows to train on that a first run file depends on. A row is the data of one task, with a
+    value for each named column."""
 
     path: Path
     """The file of the rows."""
     rows: Sequence[Row]
     """All rows of the file; at least one."""
     prompt_column: str
-    """The name of the column that holds the prompts."""
+    """The name of the column of the prompts."""
     longest: int
     """The longest prompt of the first :data:`NUM_PROBED_ROWS` rows, in tokens."""
     notes: list[str] = field(default_factory=list)
@@ -78,9 +78,9 @@ class Data:
 
 
 def find_model(path: str) -> Model:
-    """Return the facts about the model at ``path``, a directory or a name on a hub, from which its configuration and
-    tokenizer are fetched, but no weights. Raises :class:`~headrace.base.errors.ModelError` where they cannot be
-    read."""
+    """Return the facts about the model at ``path``, a directory or a name on a hub. From a hub, its configuration and
+    tokenizer are downloaded, but no weights. Raises :class:`~headrace.base.errors.ModelError` where these files cannot
+    be read."""
     directory = local_directory(
         str(Path(path).expanduser()) if path.startswith("~") else path, "--model", weights=False
     )
@@ -91,8 +91,8 @@ def find_model(path: str) -> Model:
 
 def find_data(path: Path, model: Model, prompt_column: str = "") -> Data:
     """Return the facts about the rows in the file ``path``; the first prompts are tokenized with the tokenizer of
-    ``model`` to find the longest. ``prompt_column`` names the column of the prompts; where it is empty, the first of
-    :data:`PROMPTS` that the rows have is taken.
+    ``model`` to find the longest prompt. ``prompt_column`` names the column of the prompts; where it is empty, this is
+    the first name in :data:`PROMPTS` that the rows have.
 
     Raises :class:`~headrace.base.errors.DataError` where the rows or prompts cannot be read, and
     :class:`~headrace.base.errors.ConfigError` where no column of prompts is found.
@@ -117,93 +117,93 @@ def find_data(path: Path, model: Model, prompt_column: str = "") -> Data:
 
 
 def answer_column(data: Data) -> str:
-    """Return the name of the column that seems to hold the expected answer, by the names in :data:`ANSWERS`; empty
+    """Return the name of the column that probably contains the expected answer, by the names in :data:`ANSWERS`; empty
     where no column has such a name."""
     return next((name for name in ANSWERS if name in data.columns and name != data.prompt_column), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardChoice:
-    """One reward that is possible with the columns of the rows, as ``headrace init`` offers it to the user."""
+    """One reward that is possible with the columns of the rows, which ``headrace init`` shows to the user."""
 
     name: str
     """The value of ``--reward``: ``file`` for a new ``reward.py``, or the kind of a built-in reward."""
     column: str
     """The column that the reward reads."""
     meaning: str
-    """The description that the user is shown."""
+    """The description for the user."""
 
 
 def fitting_rewards(data: Data, answers: str = "") -> list[RewardChoice]:
-    """Return the rewards that are possible with the columns of the rows, the recommended one first; none where there is
-    neither an expected answer nor tests. ``answers`` names the column of the expected answer; where it is empty,
-    :func:`answer_column` looks for it."""
+    """Return the rewards that are possible with the columns of the rows, the recommended reward first; an empty list
+    where there is neither an expected answer nor tests. ``answers`` names the column of the expected answer; where it
+    is empty, :func:`answer_column` finds the column."""
     answers = answers or answer_column(data)
-    found: list[RewardChoice] = []
+    choices: list[RewardChoice] = []
     if answers:
-        found = [
+        choices = [
             RewardChoice(name="file", column=answers, meaning=f"a file to change, which compares with {answers!r}"),
             RewardChoice(name="exact", column=answers, meaning=f"1 where the whole answer is that of {answers!r}"),
         ]
         extra = "" if find_spec("math_verify") else " (pip install 'headrace[math]')"
         meaning = f"1 where the last formula or number is worth what {answers!r} is{extra}"
-        found.append(RewardChoice(name="math", column=answers, meaning=meaning))
+        choices.append(RewardChoice(name="math", column=answers, meaning=meaning))
     tests = next((name for name in TESTS if name in data.columns), "")
     if tests:
         code = RewardChoice(
             name="code", column=tests, meaning=f"the share of {tests!r} that its code passes, sandboxed"
         )
-        found.insert(0 if not answers else len(found), code)
-    return found
+        choices.insert(0 if not answers else len(choices), code)
+    return choices
 
 
 def check_reward(reference: str, data: Data) -> None:
-    """Check that the reward function ``reference`` (``file.py:function``) exists, and that its parameters besides the
-    completions are columns of the rows. The file is read and not run. Raises
+    """Check that the reward function ``reference`` (``file.py:function``) exists, and that its parameters, except the
+    completions, are columns of the rows. The file is parsed, but not imported. Raises
     :class:`~headrace.base.errors.HeadraceError` where the function cannot be used."""
     path, name = find_in_file(reference, "--reward")
     signature = signature_in(path, name)
-    if signature is None:  # only importing the file can tell, as the dry run does at the end
+    if signature is None:  # the parameters are known only after an import, which the dry run at the end makes
         return
     signature.refuse_form(name)
     signature.refuse_missing(name, data.columns, by_turn=False)
 
 
 def own_rewards(directory: Path, data: Data) -> list[str]:
-    """Return ``file.py:function`` of up to :data:`NUM_FOUND` functions in ``directory`` that take completions, and
-    whose other parameters are columns of the rows. No file is run."""
-    found: list[str] = []
+    """Return ``file.py:function`` for up to :data:`NUM_FOUND` functions in ``directory`` that could be the reward: they
+    have a parameter for completions, and their other parameters are columns of the rows. No file is imported."""
+    references: list[str] = []
     for path in sorted(directory.glob("*.py")):
         for name in _functions_in(path):
             with suppress(HeadraceError):
                 check_reward(f"{path}:{name}", data)
-                found.append(f"{path}:{name}")
-        if len(found) >= NUM_FOUND:
+                references.append(f"{path}:{name}")
+        if len(references) >= NUM_FOUND:
             break
-    return found[:NUM_FOUND]
+    return references[:NUM_FOUND]
 
 
 def _functions_in(path: Path) -> list[str]:
-    """Return the names of the public functions that a Python file defines at its top level, without running it; none
-    for a file that cannot be parsed."""
+    """Return the names of the public functions that a Python file defines at its top level, without importing it; an
+    empty list for a file that cannot be parsed."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, ValueError, SyntaxError):
         return []
-    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return [name for name in defined if not name.startswith("_")]
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [name for name in names if not name.startswith("_")]
 
 
 def held_out_beside(path: Path) -> Path | None:
-    """Return the first file in the directory of ``path``, and with its suffix, whose name is in :data:`HELD_OUT`, so
-    that it probably holds held-out rows; ``None`` where there is none."""
+    """Return the first file, in the directory of ``path`` and with the same suffix, that probably contains held-out
+    rows, by the names in :data:`HELD_OUT`; ``None`` where there is no such file."""
     names = (f"{name}{path.suffix}" for name in HELD_OUT)
     return next((found for name in names if (found := path.with_name(name)).is_file() and found != path), None)
 
 
 def check_held_out(path: Path, data: Data) -> None:
-    """Check that the held-out rows in ``path`` can be read and have the same column of prompts as ``data``. Raises
-    :class:`~headrace.base.errors.HeadraceError` where they cannot or have not."""
+    """Raise :class:`~headrace.base.errors.HeadraceError` where the held-out rows in ``path`` cannot be read, or lack
+    the column of prompts of ``data``."""
     rows = load_rows(path)
     if data.prompt_column not in rows[0]:
         raise DataError(
@@ -213,9 +213,9 @@ def check_held_out(path: Path, data: Data) -> None:
 
 
 def write_reward(path: Path, column: str) -> str:
-    """Write a Python file with a reward function, for the user to change, which compares the completion with the column
-    ``column``. A file that exists already is left as it is. Return the reference ``path:reward``, as ``env.reward``
-    takes it."""
+    """Write a Python file with a reward function that compares the completion with the column ``column``, as a template
+    for the user. A file that exists already is not changed. Return the reference ``path:reward``, a value for
+    ``env.reward``."""
     if not path.exists():
         path.write_text(_REWARD.substitute(column=column), encoding="utf-8")
     return f"{path}:reward"
@@ -231,12 +231,12 @@ class FirstRun:
     reward: str | RewardChoice
     """The reward: ``file.py:function``, or a built-in reward with its column."""
     eval_path: Path | None = None
-    """The file of held-out rows; ``None`` where there is none."""
+    """The file of held-out rows; ``None`` without held-out rows."""
 
     def text(self, directory: Path) -> str:
-        """Return the text of the run file, in TOML. Paths below ``directory``, where the file will be, are written
-        relative to it; all others are absolute. Raises :class:`~headrace.base.errors.ConfigError` where the longest
-        prompt leaves no room for an answer."""
+        """Return the text of the run file, in TOML. ``directory`` is the directory of the run file: paths below it are
+        written relative to it, all other paths are absolute. Raises :class:`~headrace.base.errors.ConfigError` where
+        the longest prompt leaves no room for an answer."""
         gpu = num_gpus() > 0
         rows = len(self.data.rows)
         room = self.model.context - self.data.longest
@@ -262,8 +262,8 @@ class FirstRun:
         )
 
     def _reward(self, directory: Path) -> str:
-        """Return the lines of the run file that choose the reward, with its path relative to ``directory``, where the
-        run file will be."""
+        """Return the lines of the run file that choose the reward. A path below ``directory``, the directory of the run
+        file, is relative to it."""
         if isinstance(self.reward, RewardChoice):
             key = "tests_column" if self.reward.name == "code" else "answer_column"
             return f"[[env.rewards]]\nkind = {_toml(self.reward.name)}\n{key} = {_toml(self.reward.column)}"
@@ -273,13 +273,14 @@ class FirstRun:
 
     @property
     def _is_hub_name(self) -> bool:
-        """True where the model was given as a name on a hub, which the run file keeps, not as a directory."""
+        """True where the user named the model by its name on a hub, which is written to the run file, and not by a
+        directory."""
         return self.model.directory != str(Path(self.model.path).expanduser())
 
     def write(self, out: Path, *, force: bool = False) -> None:
-        """Write the run file to ``out`` after a dry run of it has succeeded; otherwise ``out`` is not touched. Raises
-        :class:`~headrace.base.errors.HeadraceError` where the dry run fails, where the file cannot be written, and
-        where it exists and ``force`` is false."""
+        """Write the run file to ``out`` after a dry run of its text has succeeded. Raises
+        :class:`~headrace.base.errors.HeadraceError`, without a change to ``out``, where the dry run fails, where the
+        file cannot be written, and where ``out`` exists and ``force`` is false."""
         refuse_existing(out, force=force)
         trial = out.with_name(f".{out.name}.tmp")
         try:
@@ -294,19 +295,19 @@ class FirstRun:
 
 def refuse_existing(out: Path, *, force: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` where the file ``out`` exists and ``force``, the user's
-    permission to write over it, is false."""
+    permission to overwrite it, is false."""
     if out.exists() and not force:
         raise ConfigError(f"{out} is there already", remedy="name another file (--out), or write over it (--force)")
 
 
 def _relative_path(path: Path, directory: Path) -> str:
-    """Return ``path`` relative to ``directory`` where it lies below it, else absolute."""
+    """Return ``path`` relative to ``directory`` where it is below ``directory``, else as an absolute path."""
     found = path.expanduser().resolve()
     return str(found.relative_to(directory) if found.is_relative_to(directory) else found)
 
 
 def _toml(text: str) -> str:
-    """Return ``text`` as a quoted string for a TOML file. It is quoted as in JSON, which TOML accepts."""
+    """Return ``text`` as a quoted string for a TOML file. TOML accepts strings that are quoted as in JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 

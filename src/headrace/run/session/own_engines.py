@@ -1,5 +1,4 @@
-"""The models that have engines of their own beside the policy's: those of teachers and of other agents, and the
-checks of both.
+"""The models of teachers and of frozen agents, which run on engines of their own, and the checks of these models.
 
 A *teacher* is a model whose logprobs the policy learns from. A *frozen agent* answers in episodes beside the policy and
 is not trained. A *row* is the data of one task.
@@ -32,25 +31,25 @@ from headrace.run.session.config import RunConfig
 def teacher_orders(
     config: RunConfig, tasks: Sequence[Task], tokenizer: PromptTokenizer, max_context: int
 ) -> dict[str, TeacherOrder]:
-    """Return, by the teacher's name, what to launch for each teacher that has an engine of its own: its model, its
-    context, and how it is asked. ``tasks`` are the rows to train on, with prompts of the policy's ``tokenizer``;
-    ``max_context`` is the longest sample of the policy in tokens, which a teacher must be able to read.
+    """Return the launch order of each teacher that has an engine of its own, by the teacher's name: its model, its
+    context length, and the settings of requests to it. ``tasks`` are the rows to train on, with prompts of the policy's
+    ``tokenizer``; ``max_context`` is the longest sample of the policy in tokens, which a teacher must be able to read.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError` or
     :class:`~headrace.base.errors.ModelError` where a teacher has another vocabulary or too short a context, where a row
-    names no teacher, and where a prompt cannot be written.
+    names no teacher, and where a teacher's prompt cannot be made.
     """
     served = config.learner.served_teachers
     if len(served) > 1:
         _refuse_unnamed(tasks, config.learner.teacher_column, sorted(served))
     models = {name: teacher_model(teacher, config.model) for name, (teacher, _) in served.items()}
-    sizes = [_vocabulary(model.path) for model in (config.model, *models.values())]
+    sizes = [_vocabulary_size(model.path) for model in (config.model, *models.values())]
     num_entries = min(config.learner.top_k, *sizes) if served and "top_k" in config.algo.columns else 0
     orders: dict[str, TeacherOrder] = {}
     for name, (teacher, engine) in served.items():
         setting = f"learner.teachers {name!r}" if name else "learner.teachers[0]"
         own_tasks = tasks if len(served) == 1 else [t for t in tasks if t.row[config.learner.teacher_column] == name]
-        prompts = _prompts(config, engine, tasks, tokenizer, setting) if engine.prompt else None
+        prompts = _teacher_prompts(config, engine, tasks, tokenizer, setting) if engine.prompt else None
         longest = max((len(prompts[task.row_index]) for task in own_tasks), default=0) if prompts else 0
         context = max(max_context, longest + config.engine.max_new_tokens if longest else 0)
         _refuse_model(config, teacher, models[name].path, setting, context)
@@ -60,7 +59,7 @@ def teacher_orders(
             config=TeacherCallConfig(
                 version=INITIAL if isinstance(teacher, FrozenTeacher) and teacher.path is None else FROZEN,
                 num_entries=num_entries,
-                below=sizes[0] if _vocabulary(models[name].path) > sizes[0] else 0,
+                below=sizes[0] if _vocabulary_size(models[name].path) > sizes[0] else 0,
                 prompts=prompts,
                 timeout_s=engine.timeout_s,
                 retries=engine.retries,
@@ -70,8 +69,9 @@ def teacher_orders(
 
 
 def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
-    """Return the model that a teacher's engine loads: the initial weights of the policy where the teacher has no path,
-    otherwise the model, or the adapter on the policy's base, in that path. ``policy`` is the model that is trained."""
+    """Return the model that a teacher's engine loads. Without a path, this is the policy with its initial weights;
+    otherwise the path is the directory of a model, or of an adapter on the policy's base. ``policy`` is the model that
+    is trained."""
     if teacher.path is None:
         return policy.of_policy()
     if isinstance(teacher, FrozenTeacher) and policy.lora is not None:
@@ -82,15 +82,15 @@ def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
     return policy.model_copy(update={"path": teacher.path, "lora": None})
 
 
-def _vocabulary(path: str) -> int:
-    """Return the size of the vocabulary that the configuration of the model in ``path`` states."""
+def _vocabulary_size(path: str) -> int:
+    """Return the size of the vocabulary of the model in ``path``, from its configuration."""
     size: int = read_config(path).vocab_size
     return size
 
 
 def _refuse_model(config: RunConfig, teacher: ServedTeacher, path: str, setting: str, context: int) -> None:
-    """Raise an error where the teacher's model in ``path`` has another vocabulary than the policy's, or cannot read
-    ``context`` tokens. ``setting`` names the teacher's setting in the error. The policy's own model is not checked."""
+    """Raise an error where the teacher's model in ``path`` has another vocabulary than the policy, or cannot read
+    ``context`` tokens. ``setting`` names the teacher in the error. The policy's own model is not checked."""
     if teacher.path is None or path == config.model.path:
         return
     with called(f"{setting} path"):
@@ -104,8 +104,9 @@ def _refuse_model(config: RunConfig, teacher: ServedTeacher, path: str, setting:
 
 
 def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` for the first row whose ``column`` does not hold one of ``names``,
-    the teachers. With several teachers, each row must say which of them scores its answers."""
+    """Raise :class:`~headrace.base.errors.DataError` for the first row whose ``column`` does not contain one of
+    ``names``, the names of the teachers. With several teachers, each row must name the teacher that scores its
+    answers."""
     for task in tasks:
         named = task.row.get(column)
         if named not in names:
@@ -116,11 +117,11 @@ def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) ->
             )
 
 
-def _prompts(
+def _teacher_prompts(
     config: RunConfig, engine: OwnEngine, tasks: Sequence[Task], tokenizer: PromptTokenizer, setting: str
 ) -> list[IntColumn]:
-    """Return for each row the token ids that the teacher reads in place of the row's prompt: its setting
-    ``engine.prompt``, a template, filled in with the row. ``setting`` names the teacher in errors."""
+    """Return for each row the token ids of the prompt that the teacher reads in place of the row's prompt. The setting
+    ``engine.prompt`` is the template of this prompt. ``setting`` names the teacher in errors."""
     if config.env.remote:
         raise ConfigError(
             f"{setting} engine.prompt replaces the row's prompt, and with env.kind={config.env.kind!r} the "
@@ -128,16 +129,17 @@ def _prompts(
             remedy="leave engine.prompt out, or set env.kind = 'single_turn'",
         )
     column = config.data.prompt_column
-    rows = [{**task.row, column: _filled(engine.prompt, task, setting)} for task in tasks]
+    rows = [{**task.row, column: _fill_prompt(engine.prompt, task, setting)} for task in tasks]
     written = make_tasks(rows, column, tokenizer, source=f"{setting} engine.prompt")
     return [np.asarray(task.prompt_ids_T) for task in written]
 
 
-def _filled(template: str, task: Task, setting: str) -> str | list[dict[str, Any]]:
-    """Return the teacher's prompt for one row: ``template`` filled in. If the row's prompt is a list of messages, the
-    result is that list with the filled template as the text of the last message. ``setting`` is for errors."""
+def _fill_prompt(template: str, task: Task, setting: str) -> str | list[dict[str, Any]]:
+    """Return the teacher's prompt for one row: ``template`` with its placeholders replaced. If the row's prompt is a
+    list of messages, the result is a copy of this list in which the text of the last message is replaced by the filled
+    template. ``setting`` names the teacher in errors."""
     if isinstance(task.prompt, str):
-        return _text(template, task.row, task.prompt, task, setting)
+        return _fill_template(template, task.row, task.prompt, task, setting)
     *before, last = task.prompt
     if not isinstance(last["content"], str):
         raise DataError(
@@ -145,12 +147,12 @@ def _filled(template: str, task: Task, setting: str) -> str | list[dict[str, Any
             f"{type(last['content']).__name__}, in whose place no text can stand",
             remedy="give the content of messages as text",
         )
-    return [*before, {**last, "content": _text(template, task.row, last["content"], task, setting)}]
+    return [*before, {**last, "content": _fill_template(template, task.row, last["content"], task, setting)}]
 
 
-def _text(template: str, row: Row, prompt: str, task: Task, setting: str) -> str:
-    """Return ``template`` with the values of the row's columns in place of their names in braces, and with ``prompt``
-    in place of ``{prompt}``. Raises :class:`~headrace.base.errors.DataError` for a column that the row lacks."""
+def _fill_template(template: str, row: Row, prompt: str, task: Task, setting: str) -> str:
+    """Return ``template`` with each column name in braces replaced by the row's value, and ``{prompt}`` by ``prompt``.
+    Raises :class:`~headrace.base.errors.DataError` for a column that the row lacks."""
     try:
         return template.format_map({**row, "prompt": prompt})
     except KeyError as missing:
@@ -163,15 +165,15 @@ def _text(template: str, row: Row, prompt: str, task: Task, setting: str) -> str
 def frozen_agents(config: RunConfig) -> dict[str, ModelConfig]:
     """Return the model that the engine of each agent with weights of its own loads, by the agent's name.
 
-    Raises :class:`~headrace.base.errors.ModelError` where a path that should hold an adapter holds none.
+    Raises :class:`~headrace.base.errors.ModelError` where the path of an adapter contains no adapter.
     """
     models = {agent.name: agent.model_of(config.model) for agent in config.env.agents}
     return {name: model for name, model in models.items() if model is not None}
 
 
 def refuse_misfits(config: RunConfig, max_context: int) -> None:
-    """Raise an error where the model of another agent does not have the vocabulary of the policy's model, or reads
-    fewer tokens than ``max_context``.
+    """Raise an error where the model of a frozen agent has another vocabulary than the policy's model, or cannot read
+    ``max_context`` tokens.
 
     The error is a :class:`~headrace.base.errors.ConfigError` or a :class:`~headrace.base.errors.ModelError`.
     """

@@ -1,8 +1,8 @@
-"""Everything that is loaded and checked before any process starts (rows, prompts, the reward's file, devices, the
-context length), and the launch order that follows from it.
+"""The preparation of a run or an evaluation: :func:`prepare` loads and checks everything before any process starts
+(rows, prompts, the reward's file, devices, the context length), and :func:`make_order` makes the launch order from it.
 
-A *row* is the data of one task, by column; a *task* is a row with its prompt as token ids. A *hub* model is one that is
-named by its repository and not by a directory.
+A *row* is the data of one task, by column; a *task* is a row with its prompt as token ids. A *hub* model is named by
+its repository on a model hub, and not by a directory.
 """
 
 from __future__ import annotations
@@ -62,29 +62,29 @@ Rows = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The objects that a caller passes in Python instead of naming them in the run file, and how thoroughly to
-    check."""
+    """The rows and the reward that a caller passes in Python in place of the run file's settings, and options of the
+    checks."""
 
     data: Rows | None = None
-    """The rows to train on; ``None``: those of ``data.path``."""
+    """The rows to train on; ``None``: the rows in ``data.path``."""
     eval_data: Rows | None = None
-    """The held-out rows; ``None``: those of ``data.eval_path``."""
+    """The held-out rows; ``None``: the rows in ``data.eval_path``."""
     reward: Callable[..., Any] | None = None
-    """The reward, a function that is defined in a file; ``None``: that of ``env.reward``."""
+    """The reward, a function that is defined in a file; ``None``: the function that ``env.reward`` names."""
     thorough: bool = False
-    """True where checks may take seconds, as in a dry run: the model's architecture is looked at, and the file of a
+    """True where checks may take seconds, as in a dry run. The model's architecture is then checked, and the file of a
     reward may be imported, in a separate process, to find the parameters of a function whose source text does not show
-    them. In a run the learner and the scoring workers do so when they start."""
+    them. In a run the learner and the scoring workers make these checks when they start."""
     gpus: int | None = None
-    """The number of GPUs that this machine is assumed to have; ``None``: the number that torch finds."""
+    """The number of GPUs to assume for this machine; ``None``: the number that torch finds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Everything that a run or an evaluation needs to start, loaded and checked by :func:`prepare`."""
+    """The result of :func:`prepare`: everything that a run or an evaluation needs to start, loaded and checked."""
 
     config: RunConfig
-    """The settings, with the reward's reference filled in, and with local directories in place of hub models."""
+    """The settings, with absolute paths of the user's files, and with local directories in place of hub models."""
     tasks: Sequence[Task]
     """The tasks to train on; empty for an evaluation."""
     eval_tasks: Sequence[Task]
@@ -105,14 +105,14 @@ class Prepared:
     """The teachers that have engines of their own, by name."""
 
     isolation_warnings: Sequence[str] = ()
-    """Warnings about what the programs of episodes can read of one another on this machine."""
+    """Warnings that the programs of episodes can read each other's data on this machine; empty if they cannot."""
 
     def fingerprint(self) -> str:
-        """Return a hash of the settings and rows that decide what is learned, 16 hexadecimal digits. It tells whether a
-        run that is resumed or replayed is still the same run.
+        """Return a hash, 16 hexadecimal digits, of the settings and rows that affect what is learned. A run that is
+        resumed or replayed must have the same hash.
 
-        Not part of it are launch, display and devices of the run, and the section ``[run]`` except for its seed, so
-        that a resumed run may, for example, be longer or run on other devices.
+        The hash does not cover the settings of launch, display and devices, and in the section ``[run]`` only the seed,
+        so that a resumed run may, for example, have more steps or run on other devices.
         """
         where: dict[str, set[str] | bool] = {
             "launch": True,
@@ -125,7 +125,7 @@ class Prepared:
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
         for task in self.tasks:
             digest.update(task.prompt_ids_T.tobytes())
-            digest.update(_as_sent(task))  # with all columns, the answers too
+            digest.update(_request_bytes(task))  # all columns of the row, including the expected answer
         return digest.hexdigest()
 
 
@@ -134,28 +134,28 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     started.
 
     Where ``training`` is false, as for an evaluation, only the held-out rows are needed. Where ``weights`` is false, as
-    in a dry run, the weights of hub models are not fetched.
+    in a dry run, the weights of hub models are not downloaded.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError`,
     :class:`~headrace.base.errors.ModelError` or :class:`~headrace.base.errors.EnvError`.
     """
-    named = _with_entry(_with_reward(config, inputs))
-    _refuse_what_workers_lack(named)
-    config = with_local_models(named, weights=False)
+    with_references = _with_absolute_entry(_with_reward(config, inputs))
+    _refuse_missing_modules(with_references)
+    config = with_local_models(with_references, weights=False)
     agents = frozen_agents(config)
     gpus = num_gpus() if inputs.gpus is None else inputs.gpus
     teachers = config.learner.served_teachers if training else {}
-    devices = _devices(config, gpus, num_others=len(agents) + len(teachers), training=training)
+    devices = _choose_devices(config, gpus, num_others=len(agents) + len(teachers), training=training)
     refuse(MACHINE, config, MachineFacts(config=config, cores=num_cores(), devices=devices))
     refuse_settled(config, [*agents, *teachers], devices)
     verify_model(Path(config.model.path))
     if training and inputs.thorough:
         supported_config(config.model.path)
-    elif training:  # without torch, which takes seconds; engine and learner look at the rest
+    elif training:  # the import of torch would take seconds; engine and learner make the remaining checks
         refuse_settings(config.model.path, read_config(config.model.path))
     if training:
         _check_own_loss(config)
-        _refuse_absent(config)
+        _refuse_missing_models(config)
         _refuse_ranks(config)
     rows, eval_rows = _needed_rows(config, inputs, training=training)
     tokenizer = load_tokenizer(config.model.path)
@@ -172,14 +172,14 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     refuse(ROWS, config, facts)
     refuse_misfits(config, facts.context)
     if weights:  # last, since it may take long: all other errors have been reported by now
-        with_local_models(named)
+        with_local_models(with_references)
     if training and config.sync.deadline_s is not None:
         refuse_short_deadline(config.sync, _version_bytes(config), RealClock())
     return Prepared(
         config=config,
         tasks=tasks,
         eval_tasks=eval_tasks,
-        sampling=_sampling(config, tokenizer, endings),
+        sampling=_sampling_parameters(config, tokenizer, endings),
         max_context=facts.context,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
         chat=Chat.of(tokenizer, endings, config.env.tool_parser),
@@ -191,31 +191,31 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
 
 
 def _row_facts(config: RunConfig, tasks: list[Task], eval_tasks: list[Task]) -> RowFacts:
-    """Return the facts that the rules about rows read (:data:`~headrace.run.rules.start.ROWS`): settings, tasks, and
-    the context limit and vocabulary size of the model."""
+    """Return the facts for the rules about rows (:data:`~headrace.run.rules.start.ROWS`): settings, tasks, and the
+    context limit and vocabulary size of the model."""
     path = config.model.path
     known = read_config(path).vocab_size
     return RowFacts(config=config, tasks=tasks, eval_tasks=eval_tasks, limit=limit_of(path), vocab_size=known)
 
 
 def _isolation_warnings(config: RunConfig) -> list[str]:
-    """Return warnings where episodes run programs on this machine, and these can read data of one another; none in any
-    other case."""
+    """Return warnings where episodes run programs on this machine that can read each other's data; else an empty
+    list."""
     env = config.env
     return exposed_here(own_namespace=env.own_namespace) if env.kind == "program" and env.workers else []
 
 
 def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[list[Row], list[Row]]:
     """Return the rows to train on and the held-out rows, from ``inputs`` or from the files of the settings. Without
-    either, rows are numbered where ``data.count`` or ``data.eval_count`` says how many. Without ``training`` there are
-    no rows to train on.
+    both, the rows are numbers, as many as ``data.count`` and ``data.eval_count``. Without ``training`` there are no
+    rows to train on.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where rows that are needed are not set.
+    Raises :class:`~headrace.base.errors.ConfigError` where needed rows are missing.
     """
     count, eval_count = config.data.count or 0, config.data.eval_count or 0
-    rows = _rows(config.data.path, inputs.data, "data.path", range(count)) if training else []
+    rows = _rows_or_numbers(config.data.path, inputs.data, "data.path", range(count)) if training else []
     held_out = range(count, count + eval_count)
-    eval_rows = _rows(config.data.eval_path, inputs.eval_data, "data.eval_path", held_out)
+    eval_rows = _rows_or_numbers(config.data.eval_path, inputs.eval_data, "data.eval_path", held_out)
     if training and not rows:
         raise ConfigError("data.path is not set: there is nothing to train on", remedy="set data.path, or give data=")
     if not training and not eval_rows:
@@ -225,9 +225,10 @@ def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[
 
 def refuse_inside_a_run() -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if this process is itself part of a run, such as a scoring
-    worker. ``train`` and ``evaluate`` call it first.
+    worker. ``train`` and ``evaluate`` make this check first.
 
-    Otherwise a script that the run imports for its reward would start another run, and so on without end.
+    Without it, a script that contains the reward and starts the run would start another run in every process that
+    imports the reward.
     """
     if is_part_of_a_run():
         raise ConfigError(
@@ -236,7 +237,7 @@ def refuse_inside_a_run() -> None:
         )
 
 
-def _devices(config: RunConfig, gpus: int, *, num_others: int, training: bool) -> Devices:
+def _choose_devices(config: RunConfig, gpus: int, *, num_others: int, training: bool) -> Devices:
     """Return the devices of the engines and of the learner's ranks, as the settings and the machine determine them.
     ``gpus`` is the number of GPUs of this machine, and ``num_others`` the number of engines of agents and teachers;
     without ``training`` there is no learner."""
@@ -269,9 +270,9 @@ def _check_own_loss(config: RunConfig) -> None:
         )
 
 
-def _refuse_absent(config: RunConfig) -> None:
-    """Raise an error where the directory of a model or adapter that the learner reads besides the policy's (reference,
-    teacher, critic, initial adapter) does not exist, or where its files differ from their checksums."""
+def _refuse_missing_models(config: RunConfig) -> None:
+    """Raise an error where the directory of another model or adapter that the learner reads (reference, teacher,
+    critic, initial adapter) does not exist, or where its files differ from their checksums."""
     learner, lora = config.learner, config.model.lora
     paths = {
         f"learner.{name}.path": policy.path
@@ -303,9 +304,9 @@ def _refuse_ranks(config: RunConfig) -> None:
 
 
 def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Return the settings with an absolute path in the reference of the reward (``file.py:function``), which is that of
-    ``inputs``, where it has one. Raises :class:`~headrace.base.errors.ConfigError` where there is no reward, although
-    one is needed, or where there are two."""
+    """Return the settings with an absolute path in ``env.reward``, the reference ``file.py:function`` of the reward. A
+    reward in ``inputs`` replaces this setting. Raises :class:`~headrace.base.errors.ConfigError` where a needed reward
+    is missing, and where both ``env.rewards`` and ``inputs`` have a reward."""
     env = config.env
     if env.rewards and inputs.reward is None:
         rewards = tuple(reward.check() for reward in env.rewards)
@@ -313,7 +314,7 @@ def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
     if env.rewards:
         raise ConfigError("env.rewards is set, and a reward function is handed over too", remedy="give one of them")
     reference = env.reward if inputs.reward is None else reward_reference(inputs.reward)
-    if not reference and env.remote:  # the environment itself may return the reward
+    if not reference and env.remote:  # the environment may return the reward itself
         return config
     if not reference:
         raise ConfigError("env.reward is not set", remedy="set env.reward = 'file.py:function', or give reward=")
@@ -321,9 +322,9 @@ def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
     return config.model_copy(update={"env": env.model_copy(update={"reward": f"{path.resolve()}:{name}"})})
 
 
-def _with_entry(config: RunConfig) -> RunConfig:
-    """Return the settings with the absolute path of the environment's file in ``env.entry``, after a check that it
-    exists; of a program or a bridge, only the check is made. A setting that is empty is left so."""
+def _with_absolute_entry(config: RunConfig) -> RunConfig:
+    """Return the settings with an absolute path in ``env.entry``, the reference of the environment, after a check that
+    its file exists. For a program or a bridge, only check that it exists. An empty ``env.entry`` is kept."""
     if config.env.kind == "program":
         find_program(config.env.argv)
     if config.env.kind == "bridge":
@@ -336,9 +337,10 @@ def _with_entry(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"env": env})
 
 
-def _refuse_what_workers_lack(config: RunConfig) -> None:
+def _refuse_missing_modules(config: RunConfig) -> None:
     """Raise :class:`~headrace.base.errors.HeadraceError` where a file of the user imports a module that this Python
-    does not have, or the script of a program does not exist. Workers on other machines look for themselves."""
+    does not have, or the script of a program does not exist. Workers on other machines make these checks
+    themselves."""
     env = config.env
     if config.launch.kind != "local":
         return
@@ -358,10 +360,10 @@ def _refuse_what_workers_lack(config: RunConfig) -> None:
         refuse_missing_imports(find_in_file(env.entry, "env.entry")[0], "env.entry")
 
 
-def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]:
-    """Return the rows in ``given``, which a caller passed in Python, or in the file ``path``; without either, one row
-    ``{"number": n}`` for each of ``numbers``, for environments that generate their tasks. ``name`` is the setting of
-    the path; the error is about it where rows are both set and given."""
+def _rows_or_numbers(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]:
+    """Return the rows in ``given``, which a caller passed in Python, or the rows in the file ``path``. Without both,
+    return one row ``{"number": n}`` for each of ``numbers``, for environments that generate their tasks. ``name`` is
+    the setting of the path, for the error where rows are both set and passed."""
     if given is not None:
         if path or numbers:
             instead = f"{name}={path!r}" if path else name.replace("path", "count") + f"={len(numbers)}"
@@ -370,13 +372,13 @@ def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]
     return load_rows(Path(path)) if path else [{"number": number} for number in numbers]
 
 
-def _sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase, endings: tuple[int, ...]) -> Sampling:
+def _sampling_parameters(config: RunConfig, tokenizer: PreTrainedTokenizerBase, endings: tuple[int, ...]) -> Sampling:
     """Return the sampling parameters of training. ``endings`` are the token ids that end an answer.
 
-    They ask the engine to record what the learner needs to recompute logprobs: the kept-sets (the tokens that top-k,
-    top-p, min-p or a structure left at each position), and the experts of a mixture; also entropies, where they are
-    used. Raises :class:`~headrace.base.errors.ConfigError` for a structure
-    that this tokenizer cannot keep to.
+    The parameters tell the engine what to record for each token: the kept-sets (the vocabulary entries that survived
+    top-k, top-p, min-p or a structure) and the experts of a mixture, with which the learner recomputes logprobs, and
+    entropies where they are used. Raises :class:`~headrace.base.errors.ConfigError` for a structure that this tokenizer
+    cannot express.
     """
     engine = config.engine
     structure = "" if engine.structure is None else engine.structure.description
@@ -408,18 +410,18 @@ _CODEC = MessageCodec(ScoreCompletions)
 """The encoding of requests to the scoring workers."""
 
 
-def _as_sent(task: Task) -> bytes:
-    """Return the row and the prompt of a task as the bytes of a request to a scoring worker without completions. The
-    bytes show whether the row can be sent, and identify its content."""
+def _request_bytes(task: Task) -> bytes:
+    """Return the row and the prompt of a task, encoded as a request to a scoring worker without completions. The bytes
+    are hashed, and decoded to check that the row can be sent."""
     return _CODEC.encode(ScoreCompletions(call=0, prompt=task.prompt, completions=(), row=task.row))
 
 
 def _refuse_unsendable(tasks: Sequence[Task]) -> None:
     """Raise :class:`~headrace.base.errors.DataError` for a row that cannot be encoded for the scoring workers and
-    decoded again. Otherwise the run would end when the row is first scored."""
+    decoded again. Without this check the run would end when the row is first scored."""
     for task in tasks:
         try:
-            _CODEC.decode(_as_sent(task))
+            _CODEC.decode(_request_bytes(task))
         except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
             raise DataError(
                 f"row {task.row_index + 1} cannot be handed to the reward function: {error}",
@@ -428,9 +430,9 @@ def _refuse_unsendable(tasks: Sequence[Task]) -> None:
 
 
 def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, observers: Observers) -> LaunchOrder:
-    """Return the order for the launcher, which says what processes to start and with what. ``run_dir`` is the directory
-    of the run; ``snapshot`` is the directory of the weights and the optimizer state from which a resumed run continues,
-    ``None`` for a new run; ``observers`` receive the spans and events of the processes."""
+    """Return the order for the launcher: the processes to start, with their settings and data. ``run_dir`` is the
+    directory of the run; ``snapshot`` is the directory of the weights and the optimizer state from which a resumed run
+    continues, ``None`` for a new run; ``observers`` receive the spans and events of the processes."""
     config = prepared.config
     return LaunchOrder(
         model=config.model,
@@ -464,8 +466,8 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
 
 
 def _version_bytes(config: RunConfig) -> int:
-    """Return the size in bytes of one version of the weights, as the learner publishes it; 0 where only adapters are
-    trained, which are small."""
+    """Return the size in bytes of one version of the weights in the number format in which it is sent to the engines; 0
+    where only adapters are trained, which are small."""
     if config.model.lora is not None:
         return 0
     bytes_per_number = {"float32": 4, "bfloat16": 2}[config.model.dtype]
@@ -474,8 +476,8 @@ def _version_bytes(config: RunConfig) -> int:
 
 
 def row_order(config: RunConfig, num_rows: int) -> RowOrder:
-    """Return the function from the number of a group, from 0, to the index of its row among ``num_rows``, or to
-    ``None`` after the last epoch. It is used in a run without a curriculum."""
+    """Return a function from the number of a group, from 0, to the index of its row among ``num_rows``, or to ``None``
+    after the last epoch. A run without a curriculum uses it to choose rows."""
     data = config.data
     return RowOrder(num_rows=num_rows, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs)
 

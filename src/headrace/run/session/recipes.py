@@ -1,6 +1,6 @@
-"""Recipes: each holds the settings that make a run behave like one known system. A recipe is one TOML file.
+"""Recipes: settings that make a run behave like one known system. A recipe is one TOML file.
 
-A package adds a folder of them with one function and one entry point of the group ``headrace.recipes``::
+A package adds a folder of recipes with one function and one entry point of the group ``headrace.recipes``::
 
     def recipes():
         return read_recipes("my_package.recipes")
@@ -34,7 +34,8 @@ DECIDED = {
     "sync": frozenset({"transport", "codec", "interrupt", "host", "directory"}),
     "algo": frozenset({"loss", "correction", "old", "allow_uncorrected"}),
 }
-"""The settings, by section, that a recipe may decide. The others depend on the task: model, data, sizes, optimizer."""
+"""The settings, by section, that a recipe may set. All other settings depend on the task: model, data, sizes,
+optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +44,9 @@ class Recipe:
     Headrace behaves like it (``--like NAME``)."""
 
     name: str
-    """The name of the recipe: that of its file, without ``.toml``."""
+    """The name of the recipe, which is the name of its file without ``.toml``."""
     system: str
-    """The name that its authors give the system."""
+    """The name of the original system."""
     says: str
     """A description in one sentence."""
     axes: Mapping[str, str]
@@ -53,55 +54,56 @@ class Recipe:
     differs: str
     """The differences between a run with these settings and the original system."""
     settings: Mapping[str, Any]
-    """The part of a run file that makes a run behave like the system."""
+    """The settings, as part of a run file, with which a run behaves like the system."""
     toml: str
     """The settings of the recipe as TOML text."""
 
 
-def _problem(made: Any) -> str | None:
-    """Return what is wrong with ``made``, which a package has registered as a collection of recipes; ``None`` if it is
-    a function, as it must be."""
-    return None if callable(made) else "cannot be called"
+def _describe_problem(registered: Any) -> str | None:
+    """Return the end of a sentence that says why ``registered``, an object that a package registered as a collection of
+    recipes, cannot be used; ``None`` if it is a function."""
+    return None if callable(registered) else "cannot be called"
 
 
 COLLECTIONS = Registry[Callable[[], Mapping[str, Recipe]]](
-    group="headrace.recipes", setting="the collection of recipes", check=_problem
+    group="headrace.recipes", setting="the collection of recipes", check=_describe_problem
 )
-"""The registered functions that return recipes by their names."""
+"""The registry of the functions that return recipes by their names."""
 
 
 def read_recipes(package: str) -> dict[str, Recipe]:
-    """Return the recipes in the folder of the Python package ``package``, by name: each file ``NAME.toml`` is one."""
-    found = [
-        _read(entry.name.removesuffix(".toml"), entry.read_text(encoding="utf-8"))
+    """Return the recipes in the folder of the Python package ``package``, by name. Each file ``NAME.toml`` is a
+    recipe."""
+    all_recipes = [
+        _parse_recipe(entry.name.removesuffix(".toml"), entry.read_text(encoding="utf-8"))
         for entry in files(package).iterdir()
         if entry.name.endswith(".toml")
     ]
-    return {each.name: each for each in found}
+    return {each.name: each for each in all_recipes}
 
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
     """Return all recipes by name, the default first. A collection that cannot be loaded is left out, with a warning
     that names its package."""
-    found: dict[str, Recipe] = {}
+    by_name: dict[str, Recipe] = {}
     for collection in COLLECTIONS:
         try:
-            found = {**COLLECTIONS.load(collection)(), **found}
+            by_name = {**COLLECTIONS.load(collection)(), **by_name}
         except ConfigError as error:
             log.warning("%s; %s", error.problem, error.remedy)
-    return {each.name: each for each in sorted(found.values(), key=lambda each: (each.name != "default", each.name))}
+    return {each.name: each for each in sorted(by_name.values(), key=lambda each: (each.name != "default", each.name))}
 
 
 def recipe(name: str) -> Recipe:
-    """Return the recipe ``name``. Raises :class:`~headrace.base.errors.ConfigError` where there is none."""
+    """Return the recipe ``name``. Raises :class:`~headrace.base.errors.ConfigError` for an unknown name."""
     if name not in recipes():
         raise ConfigError(f"there is no recipe {name!r}", remedy=f"{nearest(name, recipes())}; see: headrace recipes")
     return recipes()[name]
 
 
 def left_open(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run file without the settings that recipes decide, so that a recipe can decide them.
+    """Return the run file ``tree`` without the settings that recipes may set (:data:`DECIDED`).
 
     >>> left_open({"run": {"steps": 3}, "flow": {"group_size": 8, "max_age": 2}})
     {'run': {'steps': 3}, 'flow': {'group_size': 8}}
@@ -114,9 +116,9 @@ def left_open(tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read(name: str, text: str) -> Recipe:
-    """Return the recipe called ``name`` that ``text``, the content of its file, describes: first a table ``[recipe]``
-    of descriptions, then an empty line, and then the settings as in a run file."""
+def _parse_recipe(name: str, text: str) -> Recipe:
+    """Return the recipe ``name`` from ``text``, the content of its file: a table ``[recipe]`` of descriptions, an empty
+    line, and the settings in the form of a run file."""
     head, _, toml = text.partition("\n\n")
     words = tomllib.loads(head)["recipe"]
     assert set(words) == {"system", "says", "differs", *AXES}, f"{name}.toml: {sorted(words)}"

@@ -1,10 +1,10 @@
 """``headrace train --replay RUN``: repeat a whole recorded run, bit for bit.
 
-    of the recorded run                   in the replay
-    settings, rows, seed                  must be the same: a difference is refused
+    record of the run                     use in the replay
+    settings, rows, seed                  must be equal: a difference is refused
     interleaving-engine.jsonl             the engine receives the same messages before the same steps
-    ledger: the groups of every step      the flow makes the same batches
-    ledger: episodes                      tokens, logprobs, versions and rewards are compared as they arrive
+    ledger: the groups of every step      the flow assembles the same batches
+    ledger: episodes                      tokens, logprobs, versions and rewards are compared when an episode ends
     ledger: the hashes of weights         every version is compared when it is committed
 
 Rewards and weights are computed again. All random draws follow from the seed.
@@ -45,19 +45,20 @@ CHANGEABLE = (
 )
 """The settings that a replay may change, because they affect no token."""
 UNREPEATABLE_CAUSES = frozenset({"env_timeout", "reward_timeout", "reward_crashed"})
-"""The causes by which an episode ends that depend on the clock or on a crash. A run with one of them cannot be
+"""The causes of an episode's end that depend on the clock or on a crash. A run with such an episode cannot be
 repeated."""
 NO_TIMEOUT_S = 24 * 3600.0
-"""The time limit of an attempt and of a commit in a replay, in seconds: both wait for the moment that was recorded."""
+"""The time limit of an attempt and of a commit in a replay, in seconds. It is practically unlimited, since both wait
+for the recorded moment."""
 ENGINE_SHARE_OF_TIMEOUT = 0.8
-"""The share of the stall timeout after which the engine reports what it waits for. It does so before the controller,
-which knows less about it."""
+"""The fraction of the stall timeout after which the engine reports the message that it waits for. The controller, whose
+report would say less, reports a stall only after the whole timeout."""
 
 
 def recorded_settings(run_dir: Path) -> dict[str, Any]:
     """Return the settings of the run in ``run_dir`` with an empty ``run.dir``, for a run in another directory.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the directory holds no run.
+    Raises :class:`~headrace.base.errors.ConfigError` where the directory has no run.
     """
     tree = read_settings(run_dir)
     tree["run"] = {**tree["run"], "dir": ""}
@@ -66,17 +67,17 @@ def recorded_settings(run_dir: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRecording:
-    """The record of a run from which a replay repeats it: what was trained at which step, and what the engine received
-    when."""
+    """The record of a run from which a replay repeats the run: the groups of each step, and the messages that the
+    engine received before each of its steps."""
 
     run_dir: Path
     """The directory of the recorded run."""
     config: RunConfig
     """The settings of the recorded run."""
     ledger: Ledger
-    """The ledger of the recorded run, its record of groups, episodes and tokens; open for reading."""
+    """The ledger of the recorded run, the record of its groups, episodes and tokens; open for reading."""
     facts: Facts
-    """The facts that each part reported when it started, such as its number of threads, by its role."""
+    """The facts that each part reported when it started, such as its number of threads, by the role of the part."""
     checksums: Mapping[int, str]
     """The hash of the weights of every committed version."""
     steps: Mapping[int, tuple[int, ...]]
@@ -84,7 +85,7 @@ class ReplayRecording:
     rows: tuple[int, ...]
     """The dataset row of each group, by group number."""
     handled: tuple[RecordedInput, ...]
-    """The messages that the engine received, in order, each with its step."""
+    """The messages that the engine received, in order, each with the engine's step."""
 
     @classmethod
     def open(cls, run_dir: Path) -> ReplayRecording:
@@ -96,7 +97,7 @@ class ReplayRecording:
         try:
             ledger = open_ledger(run_dir)
         except LedgerError as error:
-            raise _refused(run_dir, f"it has no ledger ({error.problem})") from None
+            raise _refusal(run_dir, f"it has no ledger ({error.problem})") from None
         try:
             return cls._read(run_dir, config, ledger)
         except BaseException:
@@ -105,46 +106,46 @@ class ReplayRecording:
 
     @classmethod
     def _read(cls, run_dir: Path, config: RunConfig, ledger: Ledger) -> ReplayRecording:
-        """Return the record of the run in ``run_dir``, whose settings and ledger are open already. Raises
+        """Return the record of the run in ``run_dir`` with the settings ``config`` and the open ``ledger``. Raises
         :class:`~headrace.base.errors.ConfigError` if something that a replay needs was not recorded, or if the run
         depended on a clock or a crash, which cannot be repeated."""
         num_lives = sum(kind == "start" for kind, _, _ in ledger.notes())
         if num_lives > 1:
-            raise _refused(
+            raise _refusal(
                 run_dir,
                 f"it has {num_lives} lives, and the last messages to the engine in a life are not recorded",
             )
         recoveries = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
         if recoveries:
-            raise _refused(run_dir, f"a part of it was started again while it ran ({recoveries[0]})")
+            raise _refusal(run_dir, f"a part of it was started again while it ran ({recoveries[0]})")
         changes = [detail for kind, detail, _ in ledger.notes() if kind == ENGINES]
         if changes:
-            raise _refused(run_dir, f"its engines were changed while it ran ({changes[0]})")
+            raise _refusal(run_dir, f"its engines were changed while it ran ({changes[0]})")
         _refuse_other_processes(run_dir, config)
         if config.flow.pivots is not None:
-            raise _refused(run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded")
+            raise _refusal(run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded")
         if not config.engine.can.seeds:
-            raise _refused(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
+            raise _refusal(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
         if config.engine.count > 1:
-            raise _refused(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
+            raise _refusal(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
         conservation = ledger.conservation()
         by_clock = UNREPEATABLE_CAUSES & (conservation.groups.dropped.keys() | conservation.episodes.dropped.keys())
         if by_clock:
-            raise _refused(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
+            raise _refusal(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
         path = run_dir / interleaving_file("engine")
         if not path.exists() or not (run_dir / FACTS_FILE).exists():
-            raise _refused(
+            raise _refusal(
                 run_dir, f"{path.name} or {FACTS_FILE} is missing: the messages to its engine are not recorded"
             )
         steps = ledger.steps()
         if not steps or sorted(steps) != list(range(len(steps))):
-            raise _refused(
+            raise _refusal(
                 run_dir, f"its ledger holds {len(steps)} steps, whose numbers do not run from 0 without a gap"
             )
         handled, checksums = tuple(read_interleaving(path)), ledger.checksums()
         missing = checksums.keys() - {each.version for each in handled}
         if missing:
-            raise _refused(run_dir, f"{path.name} lacks the commit of version {min(missing)}: it was cut off")
+            raise _refusal(run_dir, f"{path.name} lacks the commit of version {min(missing)}: it was cut off")
         return cls(
             run_dir=run_dir,
             config=config,
@@ -157,9 +158,9 @@ class ReplayRecording:
         )
 
     def refuse_other(self, prepared: Prepared) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` where the settings or rows of ``prepared``, the replay, are
-        not those of the recorded run. Settings in :data:`CHANGEABLE` may differ."""
-        mine, theirs = _flat(prepared.config), _flat(self.config)
+        """Raise :class:`~headrace.base.errors.ConfigError` where the settings or rows of ``prepared``, the replay,
+        differ from the recorded run. Settings in :data:`CHANGEABLE` may differ."""
+        mine, theirs = _flatten(prepared.config), _flatten(self.config)
         for key in sorted(mine.keys() | theirs.keys()):
             changeable = any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE)
             if not changeable and mine.get(key) != theirs.get(key):
@@ -170,12 +171,12 @@ class ReplayRecording:
                 )
         before = starting_point(self.run_dir).fingerprint
         if before not in ("", replace(prepared, config=self.config).fingerprint()):
-            raise _refused(self.run_dir, "its rows have changed, or the program that made it knew other settings")
+            raise _refusal(self.run_dir, "its rows have changed, or the program that made it knew other settings")
 
     def order(self, order: LaunchOrder, stall_timeout_s: float) -> LaunchOrder:
-        """Return the launch order of the replay, made from ``order``: it has the recorded numbers of threads and cache
-        blocks, no restarts and no effective time limits, and an engine that follows the recorded messages. The engine
-        reports a message that does not arrive after a share of ``stall_timeout_s`` seconds."""
+        """Return a copy of ``order``, the launch order of the replay, with the recorded numbers of threads and cache
+        blocks, without restarts and effective time limits, and with an engine that follows the recorded messages. After
+        a fraction of ``stall_timeout_s`` seconds the engine reports a message that has not arrived."""
         engine, learner = self.facts["engine"], self.facts["learner"]
         world = order.learner.parallel.world
         launch = {
@@ -202,11 +203,11 @@ class ReplayRecording:
         )
 
     def settings(self, settings: ControlSettings) -> ControlSettings:
-        """Return the controller's settings for the replay, made from ``settings``: the recorded number of steps, the
-        recorded row of each group, and a flow policy that trains the recorded groups in each step."""
+        """Return a copy of ``settings``, the controller's settings, for the replay: with the recorded number of steps,
+        the recorded row of each group, and a flow policy that trains the recorded groups in each step."""
         policy = settings.flow.policy
         recorded = RecordedPolicy(
-            starts=self._starts(),
+            starts=self._start_versions(),
             steps=self.steps,
             dropped_stale=policy.drops_stale,
             masked_stale=policy.masks_stale,
@@ -219,10 +220,10 @@ class ReplayRecording:
             curriculum=None,
         )
 
-    def _starts(self) -> tuple[int, ...]:
-        """Return for each group, by number, the policy version that the engine had committed when the first request of
-        this group, or of a later one, arrived; a version that the run never reaches where there was no such request.
-        The replay does not start the group before that version."""
+    def _start_versions(self) -> tuple[int, ...]:
+        """Return for each group, by number, the policy version before which the replay does not start the group. This
+        is the version that the engine had committed when the first request of the group, or of a later group, arrived;
+        without such a request, a version that the run never reaches."""
         size, seed = self.config.flow.group_size, self.config.run.seed
         groups = {
             episode_seed(seed, EpisodeKey(number, place)): number
@@ -243,23 +244,24 @@ class ReplayRecording:
         return tuple(starts)
 
     def refuse_machine(self, facts: Facts) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` where a part of the replay (engine or learner) reports, in
-        ``facts``, another value than in the recorded run, such as another version of torch: bits could then differ."""
+        """Raise :class:`~headrace.base.errors.ConfigError` where a part of the replay (engine or learner) reports in
+        ``facts`` another value than in the recorded run, such as another version of torch, since results could then
+        differ."""
         for role, known in self.facts.items():
             for name, value in facts[role].items():
                 if name != "weights_address" and known.get(name) != value:
-                    raise _refused(self.run_dir, f"its {role} had {name}={known.get(name)!r}, and has {value!r} here")
+                    raise _refusal(self.run_dir, f"its {role} had {name}={known.get(name)!r}, and has {value!r} here")
 
 
 @contextmanager
 def opened_recording(
     replay: str | Path, prepared: Prepared, *, resume: bool = False
 ) -> Iterator[ReplayRecording | None]:
-    """Open the record of the run in the directory ``replay``, which the run ``prepared`` is to repeat, for the duration
-    of the context; yield ``None`` where ``replay`` is empty, so that the run is not a replay.
+    """Open the record of the run in the directory ``replay``, which the run ``prepared`` will repeat, for the duration
+    of the context, and yield it. Yield ``None`` where ``replay`` is empty, which means that the run is not a replay.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the recorded run cannot be repeated, where ``prepared`` is
-    another run, and where ``resume`` (continue a run that was begun) is true.
+    Raises :class:`~headrace.base.errors.ConfigError` where the recorded run cannot be repeated, where ``prepared`` has
+    other settings or rows, and where ``resume`` is true, since a replay cannot be resumed.
     """
     if not replay:
         yield None
@@ -280,27 +282,32 @@ def opened_recording(
 
 
 class ReplayComparison:
-    """A ledger writer for a replay: it compares every ended episode and every committed version with the recorded run,
+    """A ledger writer for a replay. It compares every ended episode and every committed version with the recorded run,
     and passes all operations on to the writer of the replay's own ledger.
 
     Raises :class:`~headrace.base.errors.ReplayDiffers` at the first difference, which ends the replay.
     """
 
     def __init__(self, writer: LedgerWriter, recording: ReplayRecording) -> None:
-        """Compare with ``recording``, and pass operations on to ``writer``."""
+        """Create the writer, which compares with ``recording`` and passes operations on to ``writer``."""
         self._writer = writer
         self._recording = recording
         self._expected: dict[int, dict[int, EpisodeGraph]] = {}
-        self._left = dict(recording.checksums)
+        """The recorded episodes that are not compared yet, by group and by place in the group. A group is read from the
+        ledger when its first episode has ended."""
+        self._unconfirmed = dict(recording.checksums)
+        """The recorded hashes of the versions that the replay has not committed yet."""
 
     def write(self, operation: Operation) -> None:
-        """Compare an operation of the ledger with the recorded run, if it ends an episode or commits a version, and
-        then pass it on."""
+        """Compare ``operation`` with the recorded run, if it ends an episode or commits a version, and then pass it
+        on to the writer."""
         match operation:
-            case EndEpisode(episode=episode) if self._left:  # later episodes follow no recorded order
-                self._compare(episode)
+            case EndEpisode(episode=episode) if (
+                self._unconfirmed
+            ):  # after the last version, episodes have no recorded order
+                self._compare_episode(episode)
             case CommitVersion():
-                self._check(operation)
+                self._compare_version(operation)
         self._writer.write(operation)
 
     async def flush(self, *, durable: bool = False) -> None:
@@ -313,53 +320,53 @@ class ReplayComparison:
         self._writer.close()
 
     def finish(self, summary: Summary) -> Summary:
-        """Return the summary of the replay, which has ended, with the number of versions whose weights agree: all that
-        were recorded.
+        """Return a copy of ``summary``, the summary of the ended replay, with the number of versions whose weights
+        agree, which is the number of recorded versions.
 
         Raises :class:`~headrace.base.errors.ReplayDiffers` where the replay ended before the last recorded version.
         """
-        if self._left:
+        if self._unconfirmed:
             raise ReplayDiffers(
-                f"{self._agreed()}; the replay ended before version {min(self._left)}: {summary.cause or 'stopped'}",
+                f"{self._agreement_in_words()}; the replay ended before version {min(self._unconfirmed)}: "
+                f"{summary.cause or 'stopped'}",
                 remedy="let it run to its end",
             )
         return msgspec.structs.replace(summary, versions_agree=len(self._recording.checksums))
 
-    def _check(self, commit: CommitVersion) -> None:
+    def _compare_version(self, commit: CommitVersion) -> None:
         """Compare the hash of the weights of a committed version with the recorded hash; raise
         :class:`~headrace.base.errors.ReplayDiffers` if they differ. A version that the recorded run did not commit is
         not compared."""
-        expected = self._left.get(commit.version)
+        expected = self._unconfirmed.get(commit.version)
         if expected is None:
             return
         if expected != commit.checksum:
             why = "what trained it is the same to the bit" if commit.version else "nothing was trained yet"
             raise ReplayDiffers(
-                f"{self._agreed()}; version {commit.version} has other weights than in {self._recording.run_dir}: "
-                f"their hash is {commit.checksum}, and was {expected}; {why}",
+                f"{self._agreement_in_words()}; version {commit.version} has other weights than in "
+                f"{self._recording.run_dir}: their hash is {commit.checksum}, and was {expected}; {why}",
                 remedy="use the same software and model directory; headrace ledger RUN --replay trains the recorded "
                 "batches alone",
             )
-        del self._left[commit.version]
+        del self._unconfirmed[commit.version]
 
-    def _agreed(self) -> str:
-        """Return in words how many of the recorded versions of the weights have agreed so far, for error messages."""
+    def _agreement_in_words(self) -> str:
+        """Return in words, for error messages, how many of the recorded versions of the weights have agreed so far."""
         total = len(self._recording.checksums)
-        return f"{total - len(self._left)} of {total} versions agree"
+        return f"{total - len(self._unconfirmed)} of {total} versions agree"
 
-    def _compare(self, now: EpisodeGraph) -> None:
-        """Compare an ended episode with the recorded one of the same key, and raise
-        :class:`~headrace.base.errors.ReplayDiffers` if they differ. Not compared is an episode that did not end in the
-        recorded run, or that was left out."""
+    def _compare_episode(self, now: EpisodeGraph) -> None:
+        """Compare the ended episode ``now`` with the recorded episode of the same key, and raise
+        :class:`~headrace.base.errors.ReplayDiffers` if they differ. An episode that did not end in the recorded run, or
+        that was withdrawn, is not compared."""
         number, place = now.key.group, now.key.place
         if number not in self._expected:
             self._expected[number] = {each.key.place: each for each in self._recording.ledger.episodes(number)}
         then = self._expected[number].pop(place, None)
         if not self._expected[number]:
             del self._expected[number]
-        if (
-            then is None or now.status is EpisodeStatus.LEFT_OUT
-        ):  # it did not end in the recorded run, or it was withdrawn at another token
+        # a withdrawn episode ends at a token that depends on the time of the withdrawal
+        if then is None or now.status is EpisodeStatus.LEFT_OUT:
             return
         problem = difference(now, then)
         if problem:
@@ -372,9 +379,9 @@ class ReplayComparison:
 
 
 def difference(now: EpisodeGraph, then: EpisodeGraph) -> str:
-    """Return the first difference between an episode of the replay, ``now``, and the recorded one, ``then``, in words
-    that end with the recorded value (``its reward is 1.0, and was 0.0``); an empty string if they are the same bit for
-    bit."""
+    """Return the first difference between an episode of the replay, ``now``, and the recorded episode, ``then``, in
+    words that end with the recorded value (``its reward is 1.0, and was 0.0``); an empty string if the episodes are
+    equal bit for bit."""
     if len(now.turns) != len(then.turns):
         return f"it has {len(now.turns)} turns, and {len(then.turns)}"
     for index, (turn, other) in enumerate(zip(now.turns, then.turns, strict=True)):
@@ -390,28 +397,29 @@ def difference(now: EpisodeGraph, then: EpisodeGraph) -> str:
 
 
 def _turns_differ(now: Turn, then: Turn) -> str:
-    """Return the first difference between the tokens, versions and logprobs of a turn in the replay, ``now``, and in
-    the recorded run, ``then``, in words; an empty string if they are the same bit for bit."""
+    """Return in words the first difference between the tokens, versions and logprobs of a turn in the replay, ``now``,
+    and in the recorded run, ``then``; an empty string if they are equal bit for bit."""
     length, other = len(now.tokens), len(then.tokens)
-    both = min(length, other)
+    common_length = min(length, other)
     for name, mine, theirs in (
         ("is token", now.tokens.ids_T, then.tokens.ids_T),
         ("is of version", now.tokens.versions_T, then.tokens.versions_T),
         ("has the logprob", now.tokens.logprobs_T, then.tokens.logprobs_T),
     ):
-        apart = np.flatnonzero(mine[:both].view(np.int32) != theirs[:both].view(np.int32))
-        if len(apart):
-            at = int(apart[0])
+        # compared as integers: bits must be equal, and a NaN is equal to itself
+        differing = np.flatnonzero(mine[:common_length].view(np.int32) != theirs[:common_length].view(np.int32))
+        if len(differing):
+            at = int(differing[0])
             return f"position {at} {name} {mine[at]!s}, and {theirs[at]!s}"
     return "" if length == other else f"it has {length} tokens, and {other}"
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
-    """Return every setting of ``config``, as it is recorded, by its dotted name such as ``flow.max_age``."""
+def _flatten(config: RunConfig) -> dict[str, Any]:
+    """Return every setting of ``config``, in its recorded form, by its dotted name such as ``flow.max_age``."""
     found: dict[str, Any] = {}
 
     def walk(prefix: str, tree: dict[str, Any]) -> None:
-        """Add the values of the nested dictionary ``tree`` to ``found``, with ``prefix`` before their names."""
+        """Add the values of the nested dictionary ``tree`` to ``found``, with ``prefix`` put before their names."""
         for key, value in tree.items():
             if isinstance(value, dict) and value:
                 walk(f"{prefix}{key}.", value)
@@ -423,24 +431,24 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _refuse_other_processes(run_dir: Path, config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if processes of the run whose messages are not recorded have
-    sampled, scored or asked for tokens."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the run used processes whose messages are not recorded: the
+    engines of frozen agents and of teachers, and rollout shards."""
     frozen = [agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent)]
     if frozen:
-        raise _refused(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
+        raise _refusal(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
     if config.learner.served_teachers:
-        raise _refused(run_dir, "a teacher has an engine of its own, which is not recorded")
+        raise _refusal(run_dir, "a teacher has an engine of its own, which is not recorded")
     if config.launch.rollouts:
-        raise _refused(
+        raise _refusal(
             run_dir,
             f"launch.rollouts={config.launch.rollouts}, and the order in which its engine got the messages of several "
             "processes is not recorded",
         )
 
 
-def _refused(run_dir: Path, why: str) -> ConfigError:
-    """Return the error to raise for the run in ``run_dir``, which cannot be repeated. ``why`` is the reason, as the end
-    of a sentence."""
+def _refusal(run_dir: Path, why: str) -> ConfigError:
+    """Return the error to raise where the run in ``run_dir`` cannot be repeated. ``why`` is the reason, as the end of a
+    sentence."""
     return ConfigError(
         f"the run in {run_dir} cannot be replayed: {why}",
         remedy="replay another run; headrace ledger RUN --replay trains the batches of any",

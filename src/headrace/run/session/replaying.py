@@ -1,4 +1,5 @@
-"""``headrace ledger RUN --replay``: train a fresh learner on the recorded batches of a run, and compare the weights.
+"""``headrace ledger RUN --replay``: train a fresh learner on the recorded batches of a run, and compare its weights
+with the recorded hashes.
 
 The *ledger* is the durable record of a run: its groups of episodes with all tokens, and the hash of the weights of
 every committed version. Step k trains weights of version k and makes version k + 1.
@@ -38,30 +39,31 @@ from headrace.sync.transports import make_publisher
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of :func:`replay`: whether a fresh learner, which trained the recorded batches again, has the same
-    weights as the run after each step."""
+    """The result of :func:`replay`: the versions of the weights at which a fresh learner, trained on the recorded
+    batches, has the same weights as the run."""
 
     steps: int
     """The number of steps that were trained again."""
     agree: list[int]
-    """The versions whose weights are bit for bit those that the run committed."""
+    """The versions whose weights are equal, bit for bit, to the weights that the run committed."""
     differ: list[int]
-    """The versions whose weights are not. After the first of them all later versions differ too."""
+    """The versions whose weights differ. All versions after the first such version differ too."""
 
     @property
     def first_difference(self) -> int | None:
-        """The first version whose weights differ; ``None`` where all agree."""
+        """The first version whose weights differ; ``None`` where all versions agree."""
         return min(self.differ, default=None)
 
 
 def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = lambda _: None) -> Replay:
-    """Train a fresh learner on every batch in ``ledger``, from the first step on, and compare the hashes of its weights
-    with those of the committed versions.
+    """Train a fresh learner on every batch in ``ledger``, from the first step on, and compare the hash of its weights
+    after each step with the hash of the committed version.
 
     ``on_progress`` is called with a line about each version. Raises :class:`~headrace.base.errors.ConfigError` where
     the learner of the run in ``run_dir`` has several ranks, and :class:`~headrace.base.errors.LedgerError` where steps
-    are missing."""
-    config = with_local_models(_settings(run_dir))
+    are missing.
+    """
+    config = with_local_models(_load_settings(run_dir))
     steps, recorded = ledger.steps(), ledger.checksums()
     if sorted(steps) != list(range(len(steps))):
         raise LedgerError("its steps have gaps", remedy="restore the ledger from a copy")
@@ -83,7 +85,9 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     ):
         for version in range(len(steps) + 1):
             if version:
-                learner.train(_read(_batch(config, ledger, version - 1, steps[version - 1]), run_dir / COLUMNS))
+                learner.train(
+                    _load_columns(_assemble_batch(config, ledger, version - 1, steps[version - 1]), run_dir / COLUMNS)
+                )
             publisher.copy(version % 2)
             checksum = version_checksum(publisher.announce(version, version % 2))
             if version in recorded:
@@ -93,25 +97,25 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     return Replay(steps=len(steps), agree=agree, differ=differ)
 
 
-def _read(batch: Batch, directory: Path) -> Batch:
-    """Return a batch with those of its columns that lie in the store of its run, in ``directory``. Raises
-    :class:`~headrace.base.errors.StoreError` if they cannot be read."""
-    found, lost = read_batch(batch, StoreReader(directory))
+def _load_columns(batch: Batch, directory: Path) -> Batch:
+    """Return a copy of ``batch`` that contains the kept-sets and experts from the store in ``directory``, to which it
+    has references. Raises :class:`~headrace.base.errors.StoreError` if they cannot be read."""
+    complete, lost = read_batch(batch, StoreReader(directory))
     if lost:
         raise StoreError(
             f"step {batch.step} cannot be trained again: {next(iter(lost.values())).problem}",
             remedy="a replay needs the folder 'columns' of the run's directory whole: flow.columns.keep = 'always'",
         )
-    return found
+    return complete
 
 
 def _route(config: RunConfig, scratch: Path) -> Route:
-    """Return the settings by which the fresh learner publishes its weights: into files in the directory ``scratch``,
-    with the run's codec, since the recorded hashes are those of the encoded weights."""
+    """Return the settings with which the fresh learner publishes its weights: into files in the directory ``scratch``,
+    with the run's codec, since the recorded hashes are computed from encoded weights."""
     return Route(codec=config.sync.codec, address=str(scratch / "weights"))
 
 
-def _settings(run_dir: Path) -> RunConfig:
+def _load_settings(run_dir: Path) -> RunConfig:
     """Return the settings of the run in ``run_dir``. Raises :class:`~headrace.base.errors.ConfigError` where its
     learner has several ranks."""
     config = load_config(read_settings(run_dir))
@@ -123,9 +127,9 @@ def _settings(run_dir: Path) -> RunConfig:
     return config
 
 
-def _batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...]) -> Batch:
-    """Return the batch that the run trained in ``step``, made again from the groups ``numbers`` in the ledger: their
-    credit is computed, and tokens that were too old or lacked a teacher's scores carry no loss, as in the run."""
+def _assemble_batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...]) -> Batch:
+    """Return the batch that the run trained in ``step``, assembled again from the groups ``numbers`` in the ledger. The
+    credit is computed again; tokens that were too old, or had no scores of a teacher, carry no loss, as in the run."""
     groups = [ScoredGroup(number=number, episodes=tuple(ledger.episodes(number))) for number in numbers]
     flow = config.flow
     weight = 1.0 if flow.pivots is None else flow.pivots.weight

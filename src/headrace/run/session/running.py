@@ -1,4 +1,5 @@
-"""Run coroutines from plain functions, so that Ctrl-C reaches them, and find the cause in a group of errors.
+"""Functions that run a coroutine from a plain function, with Ctrl-C passed on to it, and that find the cause in an
+exception group.
 
 ``train`` and ``evaluate`` are plain functions whose work is a coroutine. Where an event loop is running already, as in
 a notebook, the coroutine runs in another thread, which Ctrl-C does not reach by itself.
@@ -19,8 +20,9 @@ T = TypeVar("T")
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the error that explains the others in an exception group, such as a task group raises: the first that is a
-    :class:`~headrace.base.errors.HeadraceError`, or else the first. An error that is no group is returned itself."""
+    """Return the error that explains the others in an exception group, which a task group raises: the first
+    :class:`~headrace.base.errors.HeadraceError` in it, or else the first error. An ``error`` that is not a group is
+    returned itself."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     causes = [first_cause(part) for part in error.exceptions]
@@ -29,13 +31,14 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 class Interrupts:
-    """The way by which Ctrl-C, which Python gives to the main thread alone, reaches a coroutine in the event loop of
-    another thread: there ``handler`` is called or, without one, the coroutine's task is cancelled."""
+    """The link by which Ctrl-C interrupts a coroutine in the event loop of another thread, since Python raises
+    ``KeyboardInterrupt`` in the main thread alone. An interrupt calls :attr:`handler` in the loop's thread, or without
+    a handler cancels the coroutine's task."""
 
     def __init__(self) -> None:
         """Start without a coroutine: an interrupt before :meth:`run` has no effect."""
         self.handler: Callable[[], None] | None = None
-        """The function that handles an interrupt in the loop's thread; ``None``: the task is cancelled."""
+        """The function that handles an interrupt in the loop's thread; ``None``: an interrupt cancels the task."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
 
@@ -46,13 +49,13 @@ class Interrupts:
         return await main
 
     def pass_on(self) -> None:
-        """Interrupt the coroutine, because Ctrl-C was pressed. The main thread calls it; it does nothing before the
-        coroutine runs, or after its end."""
+        """Interrupt the coroutine, because Ctrl-C was pressed. The main thread calls this method, which does nothing
+        before the coroutine runs, or after its end."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the coroutine has ended
-                self._loop.call_soon_threadsafe(self._interrupted)
+                self._loop.call_soon_threadsafe(self._interrupt)
 
-    def _interrupted(self) -> None:
+    def _interrupt(self) -> None:
         """Handle an interrupt in the thread of the event loop: call the handler if there is one, otherwise cancel the
         coroutine's task."""
         if self.handler is not None:
@@ -62,8 +65,8 @@ class Interrupts:
 
 
 def run_watched(main: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine ``main`` to its end in a new event loop that measures when it works
-    (:class:`~headrace.run.observe.looptime.WatchedLoop`), and return its result."""
+    """Run the coroutine ``main`` to its end in a new event loop that measures its working time
+    (:class:`~headrace.run.observe.looptime.WatchedLoop`), and return the result of the coroutine."""
     with asyncio.Runner(loop_factory=WatchedLoop) as runner:
         return runner.run(main)
 
@@ -72,8 +75,8 @@ def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
     """Run the coroutine that ``main`` returns to its end, in an event loop of its own, and return its result or raise
     its error.
 
-    Where an event loop is running already (in a notebook), this happens in a new thread, for which the caller waits;
-    the :class:`Interrupts` that ``main`` receives pass Ctrl-C on to it.
+    Where an event loop is running already (in a notebook), the coroutine runs in a new thread, and the caller waits for
+    it; the :class:`Interrupts` that ``main`` receives pass Ctrl-C on to the coroutine.
     """
     interrupts = Interrupts()
     try:
@@ -85,7 +88,7 @@ def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
     ended = threading.Event()
 
     def run() -> None:
-        """Run the coroutine in an event loop of this thread, and keep its result or its error."""
+        """Run the coroutine in an event loop of this thread, and store its result or its error for the caller."""
         try:
             results.append(run_watched(interrupts.run(main(interrupts))))
         except asyncio.CancelledError:
@@ -95,12 +98,12 @@ def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
         finally:
             ended.set()
 
-    fresh = [threading.Thread(target=run, name="headrace")]
+    unstarted = [threading.Thread(target=run, name="headrace")]
     while not ended.is_set():
         try:
-            if fresh:
-                fresh.pop().start()  # start() waits for the thread, and Ctrl-C may interrupt it
-            ended.wait()  # not join(): after an interrupted join() Python takes the thread for ended
+            if unstarted:
+                unstarted.pop().start()  # start() waits for the thread, and Ctrl-C may interrupt it
+            ended.wait()  # not join(): after an interrupted join() Python considers the thread as ended
         except KeyboardInterrupt:
             interrupts.pass_on()
     if errors:

@@ -1,4 +1,4 @@
-"""``headrace train``: run the training of a run file, with restarts of the learner, and write its summary.
+"""``headrace train``: run the training that a run file describes, with restarts of the learner, and write its summary.
 
 The *parts* of a run are its processes: engines, learner, scoring workers and environment workers; the controller is
 this process. A *life* of a run is the time from one start or resumption to the end of its processes.
@@ -80,11 +80,11 @@ from headrace.run.session.watching import RunWatchers
 FINAL_FLUSH_S = 30.0
 """The longest wait for the ledger at the end of a run that failed, in seconds."""
 REDRAW_S = 1.0
-"""The interval at which the live view and ``status.json`` are renewed, in seconds."""
+"""The interval at which the live view and ``status.json`` are updated, in seconds."""
 GARBAGE_THRESHOLD = 50_000
-"""The number of new objects in the controller after which Python collects garbage. The episodes of a step have tens
-of objects each, arrive at once, live for a step or two and end together, so that more frequent collections would
-only walk living objects."""
+"""The number of new objects in the controller after which Python collects garbage. The episodes of a step have tens of
+objects each, arrive together, and are freed together a step or two later, so that more frequent collections would only
+visit objects that are still in use."""
 
 
 def train(
@@ -97,18 +97,19 @@ def train(
     resume: bool = False,
     replay: str | Path = "",
 ) -> Summary:
-    """Train a model as ``config`` says (a TOML file, a tree, or a record), and return the summary of the run.
+    """Train a model with the settings ``config`` (the path of a TOML file, a tree, or a record), and return the summary
+    of the run.
 
-    ``data`` and ``eval_data`` are rows in place of ``data.path`` and ``data.eval_path``; ``reward`` is a function of a
-    file in place of ``env.reward``. ``resume`` continues the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP (unless
-    it is ignored, as under nohup) end the run after the steps that are ordered, with a checkpoint; a second Ctrl-C or
-    SIGTERM ends it at once, with ``KeyboardInterrupt``.
+    ``data`` and ``eval_data`` are rows in place of ``data.path`` and ``data.eval_path``; ``reward``, a function that is
+    defined in a file, replaces ``env.reward``. ``resume`` continues the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP
+    (unless it is ignored, as under nohup) end the run with a checkpoint, after the steps that the learner has received;
+    a second Ctrl-C or SIGTERM ends the run at once, with ``KeyboardInterrupt``.
 
-    ``replay`` is the directory of a run with the same settings. That run is repeated bit for bit, in a new directory;
-    :class:`~headrace.base.errors.ReplayDiffers` is raised at the first difference.
+    ``replay`` is the directory of a recorded run with the same settings, which is repeated bit for bit in a new
+    directory; :class:`~headrace.base.errors.ReplayDiffers` is raised at the first difference.
 
-    Raises :class:`~headrace.base.errors.HeadraceError`; ``summary.json`` is written all the same once training has
-    begun.
+    Raises :class:`~headrace.base.errors.HeadraceError`. After training has started, ``summary.json`` is written also
+    where an error is raised.
     """
     refuse_inside_a_run()
     loaded = load_config(config, overrides)
@@ -124,31 +125,31 @@ def train(
         try:
             summary = _run_with_restarts(first)
         except BaseException:
-            with suppress(HeadraceError):  # the first error is the one that the user must see
-                _report(first)
+            with suppress(HeadraceError):  # the user must see the first error, not an error of the report
+                _write_run_report(first)
             raise
-        _report(first)
+        _write_run_report(first)
         return summary
 
 
 def _run_with_restarts(first: RunLife) -> Summary:
-    """Launch the run and return its summary. Where the learner dies, launch it again from its last snapshot, at most
+    """Launch the run and return its summary. If the learner dies, launch the run again from its last snapshot, at most
     ``launch.learner_restarts`` times; a replay is never launched again. ``first`` is the first life."""
-    may_restart = 0 if first.recording is not None else first.prepared.config.launch.learner_restarts
+    max_restarts = 0 if first.recording is not None else first.prepared.config.launch.learner_restarts
     life = first
-    for left in reversed(range(may_restart + 1)):
+    for restarts_left in reversed(range(max_restarts + 1)):
         try:
             return in_own_loop(partial(_train, life))
         except LearnerLost as error:
-            if not left or not has_ledger(first.run_dir):  # without a ledger nothing was trained yet
+            if not restarts_left or not has_ledger(first.run_dir):  # without a ledger nothing was trained yet
                 raise
             life = replace(first, after=error)
     raise AssertionError("the last life returns or raises")
 
 
-def _report(life: RunLife) -> None:
-    """Write the report of the run, its dashboard as one file, after its last life, where ``observe.report`` is true and
-    the run has a summary."""
+def _write_run_report(life: RunLife) -> None:
+    """Write the report of the run, its dashboard as one HTML file, after its last life, if ``observe.report`` is true
+    and the run has a summary."""
     if life.prepared.config.observe.report and (life.run_dir / SUMMARY_FILE).exists():
         life.held.refuse_lost()
         write_report(life.run_dir)
@@ -163,19 +164,19 @@ class RunLife:
     run_dir: Path
     """The directory of the run."""
     held: HeldDirectory
-    """The lock on ``run_dir``, which also notices where the directory is lost."""
+    """The locked ``run_dir``, which detects that the directory was removed or moved."""
     recording: ReplayRecording | None
-    """The run that this one repeats; ``None`` where it is not a replay."""
+    """The recorded run that this run repeats; ``None`` where this run is not a replay."""
     forks: ForkServer | None
     """The process from which engines and learner are forked; ``None`` where each is a new interpreter."""
     after: LearnerLost | None
-    """The loss of the learner that ended the life before, in this call of :func:`train`; ``None`` for the first
+    """The error by which the learner ended the life before, in this call of :func:`train`; ``None`` for the first
     life."""
 
 
 async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
-    """Run one life of a run, and return its summary: open the ledger and the watchers, then launch the parts and the
-    controller. ``interrupts`` passes Ctrl-C on from another thread.
+    """Run one life of a run, and return its summary: open the ledger and the watchers, then launch the parts and run
+    the controller. ``interrupts`` passes Ctrl-C on from another thread.
 
     Raises :class:`~headrace.base.errors.ConfigError` where the run has trained ``run.steps`` steps already.
     """
@@ -183,26 +184,26 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
     config = prepared.config
     checkpoint.sweep(run_dir / CHECKPOINTS)
     start = starting_point(run_dir)
-    if start.step > config.run.steps or (start.step == config.run.steps and _ended_regularly(run_dir)):
+    if start.step > config.run.steps or (start.step == config.run.steps and _has_finished(run_dir)):
         raise ConfigError(
             f"run.steps={config.run.steps}, and the run has {start.step} steps behind it",
             remedy=f"set run.steps > {start.step} to continue",
         )
     with ExitStack() as stack:
-        ledgers: list[Ledger] = []  # one, once it is open
-        if has_ledger(run_dir):  # a ledger that does not fit is refused before anything is launched
+        ledgers: list[Ledger] = []  # the open ledger, if there is one
+        if has_ledger(run_dir):  # an unusable ledger is refused before any process is launched
             ledgers.append(_open_ledger(config, run_dir, stack, start))
         changed, engines = changed_settings(run_dir, as_recorded(config)), engines_when_ended(run_dir)
         write_sealed(run_dir / CONFIG_FILE, as_recorded(config))
-        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # that of an earlier life
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # the summary of an earlier life
         watchers = RunWatchers(config, run_dir, stack, settings=_verdict_settings(prepared))
         for words in _changes_in_words(config, run_dir, changed, engines):
             watchers.observers.event(Event(wall_s=0.0, text=words, level="warning"))
         comparisons: list[ReplayComparison] = []
 
         def control(world: LaunchedRun) -> Controller:
-            """Return the controller of the run ``world``, whose processes have started, with its ledger and its
-            observers. Facts that the processes report are recorded, and compared in a replay."""
+            """Return the controller of the launched run ``world``, with its ledger and its observers. The facts that
+            the processes have reported are recorded, and in a replay compared with the recorded run."""
             facts = world.facts()
             if recording is not None:
                 recording.refuse_machine(facts)
@@ -217,12 +218,12 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
                 comparisons.append(writer)
             observers = watchers.observers
             watchers.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
-            for warning in _warnings(prepared, facts):
+            for warning in _startup_warnings(prepared, facts):
                 watchers.controller.state.warn(warning)
             return watchers.controller
 
         context = RunContext(held=life.held, watchers=watchers, interrupts=interrupts)
-        summary = await _run(_order(life, start, watchers), control, start, context)
+        summary = await _run(_launch_order(life, start, watchers), control, start, context)
         return comparisons[0].finish(summary) if comparisons else summary
 
 
@@ -254,9 +255,9 @@ def _control_settings(prepared: Prepared) -> ControlSettings:
     )
 
 
-def _warnings(prepared: Prepared, facts: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
-    """Return the warnings that are known when the parts have started: a slower code path that a part fell back to,
-    which it reports in its ``facts`` (by role), a loss whose clip never acts, and programs that are not isolated."""
+def _startup_warnings(prepared: Prepared, facts: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
+    """Return the warnings that are known when the parts have started: about a slower code path of a part, which the
+    part reports in its ``facts`` (by role), a loss whose clip never acts, and programs that are not isolated."""
     fallbacks = (str(each["fallback"]) for each in facts.values() if "fallback" in each)
     return (*fallbacks, *idle_clip(prepared.config), *map(str, prepared.isolation_warnings))
 
@@ -270,9 +271,9 @@ def _verdict_settings(prepared: Prepared) -> VerdictSettings:
     return settings_of(tree, processors=num_cores(), on_cpu=on_cpu)
 
 
-def _order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> LaunchOrder:
-    """Return the order for the launcher, which says what processes to start. ``start`` is the step and the snapshot
-    from which the run begins. First, warnings report a learner that was lost and a snapshot without checksums."""
+def _launch_order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> LaunchOrder:
+    """Return the order for the launcher: the processes to start, with their settings. ``start`` is the step and the
+    snapshot from which the run begins. Before, warn of a learner that was lost and of a snapshot without checksums."""
     order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watchers.observers)
     order = replace(order, forks=life.forks)
     _report_lost_learner(life, order, start)
@@ -285,25 +286,25 @@ def _order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> Launch
 
 
 def _report_lost_learner(life: RunLife, order: LaunchOrder, start: StartingPoint) -> None:
-    """Report as a warning that the learner was lost, if that ended the life before, and at which step, that of
-    ``start``, the run continues."""
+    """If the loss of the learner ended the life before, report this as a warning, with the step of ``start``, from
+    which the run continues."""
     if life.after is not None:
         cause = life.after.problem.partition("\n")[0]
         words = f"{cause}; the run continues from step {start.step}"
         order.on_event(Event(wall_s=0.0, text=words, level="warning"))
 
 
-def _ended_regularly(run_dir: Path) -> bool:
-    """Return whether the last life of the run in ``run_dir`` ended regularly, as its summary says; false for a life
-    that failed, was stopped or was killed."""
+def _has_finished(run_dir: Path) -> bool:
+    """Return whether the last life of the run in ``run_dir`` ended regularly, by its summary; false for a life that
+    failed, was stopped or was killed."""
     summary = read_summary(run_dir)
     return summary is not None and summary["status"] == "finished"
 
 
 def _open_ledger(config: RunConfig, run_dir: Path, stack: ExitStack, start: StartingPoint) -> Ledger:
-    """Open the ledger of the run, or create it, and return it; ``stack`` closes it. A new run calls this only after its
-    parts have started, so that a failed start can be tried again. An error names the checkpoint in ``start``, from
-    which another run may begin."""
+    """Open the ledger of the run, or create it, and return it; ``stack`` closes it. A new run calls this function only
+    after its parts have started, so that a start that failed can be repeated. Errors name the checkpoint in ``start``,
+    from which the user may start another run."""
     try:
         ledger = make_ledger(config.flow, run_dir)
     except LedgerError as error:
@@ -317,28 +318,28 @@ def _open_ledger(config: RunConfig, run_dir: Path, stack: ExitStack, start: Star
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """The objects that accompany the controller through one life of a run: they record it, and some may end it."""
+    """The objects around the controller in one life of a run, which record the run, and may end it."""
 
     held: HeldDirectory
-    """The lock on the run's directory. A run whose directory is removed or replaced ends."""
+    """The locked directory of the run. The run ends if the directory is removed or replaced."""
     watchers: RunWatchers
     """The watchers of the run, which record it, show it and raise alarms."""
     interrupts: Interrupts
-    """The way by which Ctrl-C reaches the controller and stops the run."""
+    """The link by which Ctrl-C in the main thread stops the run in another thread."""
 
 
 async def _run(
     order: LaunchOrder, control: Callable[[LaunchedRun], Controller], start: StartingPoint, context: RunContext
 ) -> Summary:
-    """Launch the parts of the run by ``order``, run the controller that ``control`` makes for them from ``start`` on,
-    and write the summary however the run ends. Return the summary, or raise the error that explains all others."""
+    """Launch the parts of the run by ``order``, and run the controller that ``control`` returns for them from ``start``
+    on. Write the summary in every case, and return it, or raise the error that explains all others."""
     controller: Controller | None = None
     try:
         async with _end_on_signals(order, context), local_world(order) as world:
             controller = control(world)
             summary = await _run_controller(controller, world, start, context)
     except BaseException as error:
-        cause = _lost_directory(context.held) or first_cause(error)
+        cause = _find_lost_directory(context.held) or first_cause(error)
         if controller is not None:
             _add_loop_table(controller, cause)
             await _write_failed_summary(controller, cause, context)
@@ -360,14 +361,14 @@ async def _run_controller(
     async with answering_requests(world.private, world.changes) as address, asyncio.TaskGroup() as group:
         renewal = group.create_task(_renew_status(controller, world, context, address))
         with _stop_on_signals(controller, context.interrupts), gc_frozen(GARBAGE_THRESHOLD):
-            summary = _finish(controller, await controller.run(start), context)
+            summary = _write_summary(controller, await controller.run(start), context)
         renewal.cancel()
     return summary
 
 
-def _lost_directory(held: HeldDirectory) -> RunError | None:
-    """Return the error about the run's directory if it was removed, moved or replaced, since that explains all other
-    errors; ``None`` if it is there."""
+def _find_lost_directory(held: HeldDirectory) -> RunError | None:
+    """Return the error that the run's directory was removed, moved or replaced, which explains all other errors;
+    ``None`` if the directory is in place."""
     try:
         held.refuse_lost()
     except RunError as error:
@@ -376,8 +377,8 @@ def _lost_directory(held: HeldDirectory) -> RunError | None:
 
 
 def _warn(controller: Controller, text: str) -> None:
-    """Record a warning of a worker process as one of the run. Its kind is the text before the parenthesis with the
-    process's pid; later warnings of the same kind are only counted."""
+    """Record a warning of a worker process as a warning of the run. Its kind is the text before the parenthesis with
+    the pid of the process; later warnings of the same kind are only counted."""
     controller.state.warn(text, kind=text.partition(" (")[0])
 
 
@@ -391,13 +392,13 @@ def _report_silence(controller: Controller, text: str, *, kind: str, over: bool 
 
 
 _WITHOUT_LOOP_TABLE = (StallError, NoRewards, NothingToLearn)
-"""The errors to which the table of loops is not added: a stall has it already, and failing rewards do not depend on
-the loops."""
+"""The errors to which the table of loops is not added: a stall contains it already, and the others do not depend on the
+loops."""
 
 
 def _add_loop_table(controller: Controller, cause: BaseException) -> None:
-    """Add to ``cause``, the error that ended the run, the table that shows what each loop of the controller was doing
-    or waiting for, where that helps to explain the error."""
+    """Add to ``cause``, the error that ended the run, the table of the controller's loops, which shows what each loop
+    was doing or waiting for, if all loops have started and the table helps to explain the error."""
     if not controller.state.board.all_started:
         return
     if isinstance(cause, HeadraceError) and not isinstance(cause, _WITHOUT_LOOP_TABLE):
@@ -406,18 +407,18 @@ def _add_loop_table(controller: Controller, cause: BaseException) -> None:
 
 async def _write_failed_summary(controller: Controller, cause: BaseException, context: RunContext) -> None:
     """Write the summary of a run that ended by the error ``cause``, with the status ``stopped`` where the user ended
-    it, else ``failed``. What cannot be written is left out without an error, since the disk or the ledger may be the
-    cause."""
+    the run, else ``failed``. Errors of the ledger and of the disk are suppressed here, since they may be the cause
+    itself."""
     # where the ledger does not respond, its groups cannot be counted for the summary either
     with suppress(HeadraceError, TimeoutError):
         with suppress(HeadraceError):
             controller.state.flow.running_turns.record_all()
             await asyncio.wait_for(controller.state.flow.flush(), FINAL_FLUSH_S)
         status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
-        _finish(controller, controller.summary(status, cause=str(cause)), context)
+        _write_summary(controller, controller.summary(status, cause=str(cause)), context)
 
 
-def _finish(controller: Controller, summary: Summary, context: RunContext) -> Summary:
+def _write_summary(controller: Controller, summary: Summary, context: RunContext) -> Summary:
     """Add the account of the run's time and the verdict to ``summary``, write it to ``summary.json``, and return it.
     Raises :class:`~headrace.base.errors.RunError` where the run's directory is lost."""
     context.held.refuse_lost()
@@ -427,8 +428,8 @@ def _finish(controller: Controller, summary: Summary, context: RunContext) -> Su
 
 
 async def _renew_status(controller: Controller, world: LaunchedRun, context: RunContext, address: str) -> None:
-    """Renew the terminal view and ``status.json`` every :data:`REDRAW_S` until the task is cancelled at the end of the
-    run; the last status says that all parts have ended. The run receives requests at the socket ``address``."""
+    """Update the terminal view and ``status.json`` every :data:`REDRAW_S` until the task is cancelled at the end of the
+    run. In the last status all parts have ended. The run receives requests at the socket ``address``."""
     try:
         while True:
             components = world.components()
@@ -438,7 +439,7 @@ async def _renew_status(controller: Controller, world: LaunchedRun, context: Run
             await asyncio.sleep(REDRAW_S)
     finally:
         ended = [msgspec.structs.replace(part, state="ended") for part in world.components()]
-        with suppress(HeadraceError):  # the disk may be what went wrong
+        with suppress(HeadraceError):  # the disk may be the reason why the run ends
             context.held.refuse_lost()
             _write_status(controller, context.watchers.look(controller, ended), world, ended)
 
@@ -471,15 +472,15 @@ def _write_status(
 
 @asynccontextmanager
 async def _end_on_signals(order: LaunchOrder, context: RunContext) -> AsyncIterator[None]:
-    """Report the event that the run starts, and handle signals while it does: Ctrl-C, SIGTERM or SIGHUP cancels the
-    body of the context and raises :class:`StoppedAtStart`. Later, :func:`_stop_on_signals` takes the signals over."""
+    """Report the event that the run starts, and handle signals during the start: Ctrl-C, SIGTERM or SIGHUP cancels the
+    body of the context and raises :class:`StoppedAtStart`. Later, :func:`_stop_on_signals` handles the signals."""
     caught: list[signal.Signals] = []
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
 
     def handle(number: signal.Signals) -> None:
-        """Note the signal, and cancel the task that starts the run."""
+        """Store the signal, and cancel the task that starts the run."""
         caught.append(number)
         task.cancel()
 
@@ -495,10 +496,10 @@ async def _end_on_signals(order: LaunchOrder, context: RunContext) -> AsyncItera
 
 @contextmanager
 def _stop_on_signals(controller: Controller, interrupts: Interrupts) -> Iterator[None]:
-    """Stop the run in order at the first Ctrl-C, SIGTERM or SIGHUP, and at once, with ``KeyboardInterrupt``, at another
-    Ctrl-C or SIGTERM.
+    """Stop the run gracefully at the first Ctrl-C, SIGTERM or SIGHUP, and at once, with ``KeyboardInterrupt``, at
+    another Ctrl-C or SIGTERM.
 
-    A terminal that is closed sends SIGHUP more than once, so that another SIGHUP changes nothing.
+    A terminal that is closed sends SIGHUP more than once; therefore another SIGHUP has no effect.
     """
     at_once = False
     loop = asyncio.get_running_loop()
@@ -506,8 +507,8 @@ def _stop_on_signals(controller: Controller, interrupts: Interrupts) -> Iterator
     assert task is not None
 
     def handle(number: signal.Signals) -> None:
-        """Handle one signal: at the first, ask the run to stop after the steps that are ordered; at another one, other
-        than SIGHUP, cancel the run's task."""
+        """Handle one signal: at the first, request a stop after the steps that the learner has received; at a later
+        signal, except SIGHUP, cancel the run's task."""
         nonlocal at_once
         if not controller.state.stop_requested:
             why = "the terminal was closed: " if number is signal.SIGHUP else ""
@@ -530,10 +531,10 @@ def _stop_on_signals(controller: Controller, interrupts: Interrupts) -> Iterator
 def _signal_handlers(
     loop: asyncio.AbstractEventLoop, interrupts: Interrupts, handle: Callable[[signal.Signals], None]
 ) -> Iterator[None]:
-    """Call ``handle`` with the signal for each Ctrl-C (SIGINT), SIGTERM and SIGHUP while the context is open; SIGHUP is
-    left alone where it is ignored, as under nohup.
+    """Call ``handle`` with the signal for each Ctrl-C (SIGINT), SIGTERM and SIGHUP while the context is open. SIGHUP
+    stays ignored where it was ignored before, as under nohup.
 
-    Only the main thread can handle signals. In another thread, ``interrupts`` passes Ctrl-C alone on.
+    Only the main thread can handle signals. In another thread, ``interrupts`` passes on Ctrl-C alone.
     """
     numbers: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():
@@ -549,5 +550,5 @@ def _signal_handlers(
         interrupts.handler = None
         for number in numbers:
             loop.remove_signal_handler(number)
-        if signal.SIGHUP in numbers:  # the rest of the ending must not be cut off by another SIGHUP
+        if signal.SIGHUP in numbers:  # another SIGHUP must not kill the process while it writes its last files
             signal.signal(signal.SIGHUP, signal.SIG_IGN)

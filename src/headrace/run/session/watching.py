@@ -41,14 +41,13 @@ from headrace.run.session.config import RunConfig
 TRAINING = "training"
 """The name of the phase of a run whose processor time the account covers."""
 SYSTEM_EVERY = 2
-"""The memory and the processor time of the processes are read in one of this many calls of ``look``."""
+"""The number of calls of ``look`` for each reading of the memory and the processor time of the run's processes."""
 OFTEN = 10
-"""The number of calls of ``look`` in training, from its beginning, in each of which they are read, so that a short run
-has figures."""
+"""The number of first calls of ``look`` in training that all make such a reading, so that a short run has figures."""
 
 
 class RunWatchers:
-    """The watchers of one run. They are opened in the constructor, and ``stack`` closes them in the reverse order.
+    """The watchers of one run. The constructor opens them, and its ``stack`` closes them in the reverse order.
 
     Raises :class:`~headrace.base.errors.ConfigError` where a writer cannot be opened.
     """
@@ -63,15 +62,15 @@ class RunWatchers:
         self._system = SystemWatch(run_dir, clock)
         self._num_looks = self._num_training_looks = 0
         self._was_training = False
-        """True where the run was in its training phase when its processes were last read."""
+        """True where the run was in its training phase at the last reading of its processes."""
         watchers: list[Observer] = [stack.enter_context(Recorder(run_dir)), self._accountant]
         facts = RunFacts(run_dir=run_dir, config=config.model_dump(mode="json"))
         for writer in config.observe.writers:
             watchers.append(stack.enter_context(QueuedWriter(writer.kind, writer.open(facts), self._warn)))
         self._output = LossTolerantStream(sys.stdout)
         self._output_lost = False
-        self.view = stack.enter_context(_view(config, cast(TextIO, self._output)))
-        watchers += [self.view, AlarmWatch(config.observe.alarms, run_dir, self._alarmed)]
+        self.view = stack.enter_context(_choose_view(config, cast(TextIO, self._output)))
+        watchers += [self.view, AlarmWatch(config.observe.alarms, run_dir, self._on_alarm)]
         self.observers = Observers(watchers)
         loop = asyncio.get_running_loop()
         if isinstance(loop, WatchedLoop):
@@ -80,8 +79,8 @@ class RunWatchers:
         stack.callback(self._warn_of_lost_output)  # the terminal may have been closed during the last look, or after it
 
     def look(self, controller: Controller, components: list[ComponentStatus]) -> LiveState:
-        """Read the present state of the run from ``controller``, add the account and the verdict, pass it on to all
-        watchers, and return it. The run calls this once a second; ``components`` are the states of its processes."""
+        """Return the present state of the run, from ``controller``, with the account and the verdict, after passing it
+        on to all watchers. The run calls this method once a second; ``components`` are the states of its processes."""
         self._num_training_looks += controller.state.phase == TRAINING
         if not self._num_looks % SYSTEM_EVERY or 0 < self._num_training_looks <= OFTEN:
             self._read_processes(controller, components)
@@ -95,8 +94,8 @@ class RunWatchers:
         return live
 
     def _warn_of_lost_output(self) -> None:
-        """Warn once if standard output can no longer be written, as when its terminal was closed. The run continues
-        without it."""
+        """Warn once if standard output can no longer be written, for example because its terminal was closed. The run
+        continues without this output."""
         self._output.look()
         if not self._output.lost or self._output_lost:
             return
@@ -106,7 +105,7 @@ class RunWatchers:
             f"{EVENTS_FILE} and {METRICS_FILE} (headrace watch, headrace view)"
         )
         self._warn(text)
-        with suppress(OSError, ValueError):  # standard error may be gone with it
+        with suppress(OSError, ValueError):  # standard error may be lost too
             sys.stderr.write(f"warning: {text}\n")
 
     def _read_processes(self, controller: Controller, components: list[ComponentStatus]) -> None:
@@ -115,8 +114,8 @@ class RunWatchers:
         controller.state.metrics.system = self._system.read(
             (part.role, part.pid) for part in components if not part.node
         )
-        trained, self._was_training = self._was_training, controller.state.phase == TRAINING
-        if self._system.usage is not None and trained and self._was_training:
+        was_training, self._was_training = self._was_training, controller.state.phase == TRAINING
+        if self._system.usage is not None and was_training and self._was_training:
             self._accountant.usage(self._system.usage)
 
     def with_account(self, summary: Summary) -> Summary:
@@ -129,9 +128,9 @@ class RunWatchers:
             summary, account=account, verdict=self._accountant.verdict(), **account.figures()
         )
 
-    def _alarmed(self, raised: Raised, stop: bool) -> None:
-        """Record that an alarm went off as a warning of the run; with ``stop``, also stop the run after the steps that
-        are ordered. This is the callback of the alarms."""
+    def _on_alarm(self, raised: Raised, stop: bool) -> None:
+        """Record as a warning of the run that an alarm went off; with ``stop``, also stop the run after the steps that
+        the learner has received. This is the callback of the alarms."""
         self._warn(str(raised), kind=f"alarm {raised.name}")
         if stop and self.controller is not None and not self.controller.state.stop_requested:
             self.controller.state.event(f"stopping because of the alarm {raised.name} (observe.alarms.stop_on)")
@@ -139,14 +138,15 @@ class RunWatchers:
 
     def _warn(self, text: str, *, kind: str = "") -> None:
         """Record ``text`` as a warning of the run; before the controller exists, only pass it on to the observers as an
-        event. Warnings of one ``kind`` are shown once and then only counted; an empty ``kind`` is the text itself."""
+        event. Warnings of one ``kind`` are shown once and then only counted; where ``kind`` is empty, the kind is the
+        text."""
         if self.controller is not None:
             self.controller.state.warn(text, kind=kind)
         else:
             self.observers.event(Event(wall_s=0.0, text=text, level="warning"))
 
 
-def _view(config: RunConfig, output: TextIO) -> TerminalView:
+def _choose_view(config: RunConfig, output: TextIO) -> TerminalView:
     """Return the terminal view that the setting ``observe.view`` chooses, which prints to ``output``."""
     if config.observe.view == "none":
         return SilentView()

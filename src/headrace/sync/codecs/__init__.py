@@ -1,5 +1,5 @@
-"""Codecs: the representations of weights as bytes. A new codec is a form (how one tensor is represented) in a file
-here, or a row with existing forms."""
+"""The codecs, which represent weights as bytes. To add a codec, add a row to :data:`CODECS`, with an existing form (the
+representation of one tensor) or a new one in a file of this folder."""
 
 import torch
 

@@ -1,13 +1,14 @@
-"""The encoding of an image as its difference from an earlier one. It is lossless, and small where few numbers changed.
+"""The encoding of an image (all tensors of one version) as its difference from an earlier image. It is lossless, and
+short if few numbers have changed.
 
-    block      4 Mi units of the image                      unit: as large as the smallest element, at most 4 bytes
+    block      4 Mi units of the image                      unit: the size of the smallest element, at most 4 bytes
     payload    for each block  <changed: u32> <length: u32> <zstd frame>
     frame      gaps between changed units as 4 byte planes, then the xor of each with its earlier value, as one byte
                plane for each byte of a unit
 
-After an update with a small learning rate most bfloat16 weights keep their bits, and the xor of those that change has
-few distinct values. A byte plane that is zero everywhere compresses to almost nothing. A float32 image changes
-everywhere, in its low bits: the gaps then compress to almost nothing, and the high planes to little.
+After an update with a small learning rate, most bfloat16 weights keep their bits, and the xor of the changed weights
+has few distinct values. A byte plane that is zero everywhere compresses to almost nothing. In a float32 image all
+weights change, in their low bits: the gaps and the high planes then compress well.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from headrace.base.errors import ConfigError, NeedsFull
 from headrace.base.types.weights import Manifest
 
 _HEAD = struct.Struct("<II")
+"""The header of a block: the number of changed units and the length of the frame in bytes."""
 _BLOCK = 4 << 20
+"""The number of units in a block."""
 _GAP_BYTES = 4
+"""The number of bytes of a gap between two changed units."""
 _UNITS: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+"""The unsigned integers in which images are compared, by their size in bytes."""
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
 def encode(new: memoryview, old: memoryview, manifest: Manifest) -> bytearray | None:
-    """Return the difference of the image ``new`` from the image ``old``, which have the layout ``manifest``, as a
-    compressed payload; ``None`` if it is not shorter than ``new`` itself."""
+    """Return the difference of the image ``new`` from the image ``old`` as a compressed payload; ``None`` if it is not
+    shorter than ``new``. Both images have the layout ``manifest``."""
     compressor = _zstandard().ZstdCompressor(level=1, write_checksum=True)
     unit = _unit(manifest)
     news, olds = np.frombuffer(new, unit), np.frombuffer(old, unit)
@@ -48,11 +53,10 @@ def encode(new: memoryview, old: memoryview, manifest: Manifest) -> bytearray | 
 
 
 def decode(payload: memoryview, old: memoryview, into: memoryview, manifest: Manifest) -> None:
-    """Restore into ``into`` the image that :func:`encode` was given as ``new``, from its ``payload`` and the image
-    ``old``.
+    """Restore the image ``new`` of :func:`encode` into ``into``, from its ``payload`` and the image ``old``. All images
+    have the layout ``manifest``.
 
-    Raises :class:`~headrace.base.errors.NeedsFull` for a payload that :func:`encode` cannot have made; ``into`` is
-    undefined then.
+    Raises :class:`~headrace.base.errors.NeedsFull` for a damaged payload; the contents of ``into`` are then undefined.
     """
     decompressor = _zstandard().ZstdDecompressor()
     unit = _unit(manifest)
@@ -69,7 +73,7 @@ def decode(payload: memoryview, old: memoryview, into: memoryview, manifest: Man
         if len(frame) != length or count > len(block):
             raise _damaged(f"block {start // _BLOCK} claims {count} changes in {length} bytes")
         if count:
-            _apply(block, _unpacked(decompressor, frame, count * (_GAP_BYTES + unit.itemsize)), count)
+            _apply(block, _decompress(decompressor, frame, count * (_GAP_BYTES + unit.itemsize)), count)
     if offset != len(payload):
         raise _damaged(f"{len(payload) - offset} bytes follow its last block")
 
@@ -83,13 +87,13 @@ def _apply(block: Array, planes: Array, count: int) -> None:
     block[changed] ^= _from_planes(planes[count * _GAP_BYTES :], block.dtype)
 
 
-def _unpacked(decompressor: Any, frame: memoryview, num_bytes: int) -> Array:
+def _decompress(decompressor: Any, frame: memoryview, num_bytes: int) -> Array:
     """Return the content of a compressed frame, which must have ``num_bytes`` bytes. Raises
     :class:`~headrace.base.errors.NeedsFull` if the frame is damaged."""
     try:
-        claimed = _zstandard().frame_content_size(frame)
-        if claimed != num_bytes:
-            raise _damaged(f"a frame unpacks to {claimed} bytes instead of {num_bytes}")
+        announced_bytes = _zstandard().frame_content_size(frame)
+        if announced_bytes != num_bytes:
+            raise _damaged(f"a frame unpacks to {announced_bytes} bytes instead of {num_bytes}")
         return np.frombuffer(decompressor.decompress(frame, max_output_size=num_bytes), np.uint8)
     except _zstandard().ZstdError as error:
         raise _damaged(str(error)) from None
@@ -106,8 +110,8 @@ def _from_planes(planes: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _unit(manifest: Manifest) -> np.dtype[Any]:
-    """Return the unit in which images of this layout are compared: an unsigned integer as large as the smallest element
-    of any tensor, of 4 bytes at most."""
+    """Return the dtype in which images with the layout ``manifest`` are compared: an unsigned integer with the size of
+    the smallest element of any tensor, at most 4 bytes."""
     sizes = {getattr(torch, entry.dtype).itemsize for entry in manifest.entries}
     return _UNITS[min({4, *sizes})]
 

@@ -1,7 +1,7 @@
-"""The forms in which a tensor is sent: unchanged, rounded to a shorter number format, or in eight bits. The tensors
-that represent it in the buffer are its *parts*.
+"""The forms in which a tensor is sent: unchanged, rounded to a shorter floating-point format, or in eight bits. The
+tensors that represent it in the image are its *parts*. Codecs (:mod:`headrace.sync.codecs`) refer to these forms.
 
-A matrix in eight bits has a scale per row:
+A matrix in eight bits has one scale per row:
 
     scale_i = max_j |w_ij| / 448        q_ij = float8(w_ij / scale_i)        w'_ij = scale_i · q_ij
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 
 class Cast:
-    """A form that rounds floating-point tensors to one dtype as torch does (to nearest, ties to even). Other tensors
-    are sent unchanged.
+    """A form that rounds floating-point tensors to one dtype with torch's rounding (to nearest, ties to even). Other
+    tensors are sent unchanged.
 
     >>> Cast(torch.bfloat16).parts("weight", torch.zeros(2, 3))["weight"].dtype
     torch.bfloat16
@@ -30,17 +30,17 @@ class Cast:
         self._dtype = dtype
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the single part, called ``name``, that represents ``tensor``: an empty tensor of the dtype to which it
-        is rounded."""
+        """Return the single part that represents ``tensor``, called ``name``: a tensor without data, of the dtype to
+        which it is rounded."""
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
         return {name: torch.empty(tensor.shape, dtype=dtype, device="meta")}
 
     def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
-        """Copy ``tensor`` into its part, rounded."""
+        """Copy ``tensor`` into its single part, rounded to the part's dtype."""
         parts[0].copy_(tensor)
 
     def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Copy the part into ``out``, converted to its dtype."""
+        """Copy the single part into ``out``, converted to the dtype of ``out``."""
         out.copy_(parts[0])
 
 
@@ -48,26 +48,26 @@ class IdentityForm:
     """A form that sends every tensor unchanged, bit for bit."""
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return ``tensor`` itself as its only part, called ``name``."""
+        """Return ``tensor`` itself as its single part, called ``name``."""
         return {name: tensor}
 
     def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
-        """Copy ``tensor`` into its part."""
+        """Copy ``tensor`` into its single part."""
         parts[0].copy_(tensor)
 
     def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Copy the part into ``out``."""
+        """Copy the single part into ``out``."""
         out.copy_(parts[0])
 
 
-_DTYPE = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_DTYPE).max
-_SMALLEST = torch.finfo(torch.float32).tiny
+_CODE_DTYPE = torch.float8_e4m3fn
+_LARGEST_CODE = torch.finfo(_CODE_DTYPE).max
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """The smallest scale, so that a row of zeros can be divided by it."""
 _BLOCK = 1 << 18
-"""The number of weights that are converted at a time, so that intermediate results stay in the processor's cache."""
+"""The number of weights that are converted at once, so that intermediate results fit the processor's cache."""
 SCALE = "row_scale"
-"""The end of the name of a part that holds scales."""
+"""The suffix of the name of a part that contains scales."""
 
 
 class Float8:
@@ -76,12 +76,12 @@ class Float8:
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the parts that represent ``tensor``, by name: its 8-bit codes and one scale for each row. A tensor
-        that is not rounded is its own only part."""
+        that is not rounded is its own single part."""
         if tensor.ndim < 2 or not tensor.numel() or not tensor.is_floating_point():
             return {name: tensor}
         rows = torch.Size([tensor.numel() // tensor.shape[-1], 1])
         return {
-            name: torch.empty(tensor.shape, dtype=_DTYPE, device="meta"),
+            name: torch.empty(tensor.shape, dtype=_CODE_DTYPE, device="meta"),
             f"{name}.{SCALE}": torch.empty(rows, dtype=torch.float32, device="meta"),
         }
 
@@ -92,24 +92,25 @@ class Float8:
             parts[0].copy_(tensor)
             return
         codes, scales = parts
-        for weight_RC, code_RC, scale_R1 in _rows(tensor.contiguous(), codes, scales):
+        for weight_RC, code_RC, scale_R1 in _blocks_of_rows(tensor.contiguous(), codes, scales):
             wide_RC = weight_RC.float()
-            scale_R1.copy_((wide_RC.abs().amax(1, keepdim=True) / _LARGEST).clamp(min=_SMALLEST))
-            code_RC.copy_((wide_RC / scale_R1.to(wide_RC.device)).clamp_(-_LARGEST, _LARGEST))
+            scale_R1.copy_((wide_RC.abs().amax(1, keepdim=True) / _LARGEST_CODE).clamp(min=_SMALLEST_SCALE))
+            code_RC.copy_((wide_RC / scale_R1.to(wide_RC.device)).clamp_(-_LARGEST_CODE, _LARGEST_CODE))
 
     def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Restore a tensor into ``out`` from its codes and scales."""
+        """Restore a tensor from its codes and scales into ``out``; copy the single part of a tensor that was not
+        rounded."""
         if len(parts) == 1:
             out.copy_(parts[0])
             return
         codes, scales = parts
-        for out_RC, code_RC, scale_R1 in _rows(out, codes, scales):
+        for out_RC, code_RC, scale_R1 in _blocks_of_rows(out, codes, scales):
             out_RC.copy_(code_RC.float() * scale_R1)
 
 
-def _rows(weight: Tensor, codes: Tensor, scales: Tensor) -> zip[tuple[Tensor, Tensor, Tensor]]:
-    """Return an iterator over blocks of rows of a tensor, of its codes and of its scales, which belong together. A
-    block is small enough for the processor's cache."""
+def _blocks_of_rows(weight: Tensor, codes: Tensor, scales: Tensor) -> zip[tuple[Tensor, Tensor, Tensor]]:
+    """Return an iterator over blocks of rows: the same rows of a tensor, of its codes and of its scales. A block fits
+    the processor's cache."""
     flat = (weight.view(-1, weight.shape[-1]), codes.view(-1, codes.shape[-1]), scales)
     rows = max(1, _BLOCK // weight.shape[-1])
     return zip(*(tensor.split(rows) for tensor in flat), strict=True)

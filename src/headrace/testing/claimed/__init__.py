@@ -1,13 +1,13 @@
-"""A device that only claims to be one. In a process that is started with :func:`claimed`, torch takes it for the GPU
-``cuda:0``; its numbers are in host memory, and torch's CPU kernels compute them.
+"""The claimed device: a simulated GPU. In a process that is started with the environment of :func:`claimed`, torch uses
+it as the GPU ``cuda:0``; its tensors are in host memory, and torch's CPU kernels compute the operations.
 
-It proves without a GPU that a program never mixes devices, that it computes there what it computes on a CPU, and what a
-GPU would have to do for it: uploads, downloads, waits and launches are counted (:mod:`.device`).
+It checks without a GPU that a program never mixes devices and that it computes the same results as on a CPU. It also
+counts the work that a GPU would have to do: uploads, downloads, waits and launches (:mod:`.device`).
 
     claimed() ──▶ environment of a process ──▶ path/sitecustomize.py waits for torch ──▶ device.cpp, before torch asks
                                                                                      ──▶ device.claim(), after it
 
-It needs a build of torch without CUDA, and a C++ compiler. Kernels that are written for GPUs cannot run on it.
+It needs a build of torch without CUDA, and a C++ compiler. GPU kernels cannot run on it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from pathlib import Path
 from headrace.base.errors import EnvError
 
 PATH = Path(__file__).parent / "path"
-"""The folder that is added to the Python path of a process; it has a ``sitecustomize`` module."""
+"""The folder that is added to the Python path of a process. It contains a module ``sitecustomize``, which Python
+imports when the process starts."""
 LIBRARY = "HEADRACE_CLAIMED_DEVICE"
-"""The environment variable with the path of the compiled device."""
+"""The name of the environment variable with the path of the compiled library."""
 _SOURCE = Path(__file__).parent / "device.cpp"
 
 
 def claimed(directory: Path) -> dict[str, str]:
-    """Compile the device into a library in ``directory``, unless it is there. Return the environment variables with
-    which a Python process, and every process that it starts, has the device.
+    """Compile the device to a library in ``directory``, unless the library exists. Return the environment variables
+    with which a Python process, and every process that it starts, has the device.
 
-    Raises :class:`~headrace.base.errors.EnvError` where it cannot be compiled.
+    Raises :class:`~headrace.base.errors.EnvError` if it cannot be compiled.
     """
     library = directory / "device.so"
     if not library.exists():
@@ -38,8 +39,8 @@ def claimed(directory: Path) -> dict[str, str]:
 
 
 def _compile(library: Path) -> None:
-    """Compile ``device.cpp`` against the torch that is installed, into the shared library ``library``. Raises
-    :class:`~headrace.base.errors.EnvError` without a compiler, and where it fails."""
+    """Compile ``device.cpp`` against the installed torch to the shared library ``library``. Raises
+    :class:`~headrace.base.errors.EnvError` if there is no compiler or the compilation fails."""
     from headrace.models.kernels.build import INSTALL, NO_COMPILER, find_compiler
 
     compiler = find_compiler()

@@ -1,9 +1,10 @@
-"""The tensors of a device that only claims to be one, and what a GPU would have to do for them.
+"""The tensors of the claimed device, which is a simulated GPU, and counters of the work that a real GPU would have to
+do.
 
-The device is called ``cuda:0``, but its numbers are in host memory, so that tests need no GPU. Every operation comes
-here: with a tensor of the device among its arguments by torch's own dispatch to subclasses, otherwise
-(``torch.zeros(3, device="cuda")``) by the fallback that is registered for CUDA. It is computed by torch's CPU kernel on
-the numbers in host memory. An operation on tensors of both devices fails as it would on a GPU.
+The device is called ``cuda:0``, but its tensors are in host memory, so that tests need no GPU. torch calls
+:func:`compute` for every operation: if an argument is a tensor of the device, by the dispatch to tensor subclasses,
+otherwise (``torch.zeros(3, device="cuda")``) by a fallback that is registered for CUDA. The operation is computed by
+torch's CPU kernel. An operation on tensors of both devices fails as on a GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ DEVICE = torch.device("cuda:0")
 MEMORY = 80 * 2**30
 """The memory that the device claims to have, in bytes."""
 _CPU = torch.device("cpu")
-_INNER = ("/torch/", "contextlib.py", "functools.py")
-"""Parts of the names of files that only pass operations on; their lines are not reported."""
+_SKIPPED_FILES = ("/torch/", "contextlib.py", "functools.py")
+"""Parts of the paths of files that only forward operations, which :func:`_line` skips."""
 _COPIES = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
+"""Operations that copy between tensors, and possibly between devices."""
 _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
-_COUNTED = frozenset(
+"""Operations that index a tensor with tensors, which may be on the CPU."""
+_WAITING = frozenset(
     {
         "nonzero",
         "masked_select",
@@ -41,8 +44,8 @@ _COUNTED = frozenset(
         "equal",
     }
 )
-"""Operations whose result tells the CPU something that only the device knows, such as a size."""
-_FREE = frozenset(
+"""Operations for which the CPU has to wait, because it needs a value that is computed on the device, such as a size."""
+_WITHOUT_LAUNCH = frozenset(
     {"view", "_unsafe_view", "_reshape_alias", "reshape", "t", "transpose", "permute", "expand", "select", "slice",
      "unsqueeze", "squeeze", "as_strided", "detach", "alias", "split", "split_with_sizes", "unbind", "chunk", "narrow",
      "diagonal", "unfold", "lift_fresh", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
@@ -52,17 +55,17 @@ _FREE = frozenset(
 
 _OWN = ("copy_", "arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m", "randperm", "tril_indices",
         "triu_indices")  # fmt: skip
-"""Operations that torch would compute otherwise: by a kernel for CUDA where it skips Python, as for the list in
-``tensor[[0, 2]]``, or by changing the size of an empty tensor."""
+"""Operations that need an explicit registration, because torch would compute them without a call of :func:`compute`:
+internally, as for the list in ``tensor[[0, 2]]``, or by changing the size of an empty tensor."""
 
 
 @dataclass(slots=True)
 class Work:
-    """The counts of the work that a GPU would have had to do since the last :meth:`reset`, by kind, and of the lines of
-    code that caused it. Tests read them to find transfers and waits that a program should not have."""
+    """The counts of the work that a GPU would have had to do since the last :meth:`reset`, by kind, and the lines of
+    code that caused it. Tests read them to find unwanted transfers and waits."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """The number of ``upload``, ``download``, ``wait``, ``launch`` and ``allocation``."""
+    """The number of operations of each kind: ``upload``, ``download``, ``wait``, ``launch`` and ``allocation``."""
     places: Counter[tuple[str, str]] = field(default_factory=Counter)
     """The number of uploads, downloads and waits by kind and line of code."""
 
@@ -83,14 +86,15 @@ WORK = Work()
 
 
 class ClaimedTensor(torch.Tensor):
-    """A tensor that says that it is on :data:`DEVICE`, with its numbers in an ordinary CPU tensor."""
+    """A tensor of the claimed device: it reports :data:`DEVICE` as its device, and its values are in an ordinary CPU
+    tensor."""
 
     host: torch.Tensor
-    """Its numbers, in host memory."""
+    """The CPU tensor with the values."""
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> ClaimedTensor:
-        """Return a tensor of the device with the shape, layout and dtype of ``host``, which it shares."""
+        """Return a tensor of the device with the shape, layout and dtype of ``host``, whose memory it shares."""
         made: ClaimedTensor = torch.Tensor._make_wrapper_subclass(
             cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             layout=host.layout, device=DEVICE, requires_grad=False,
@@ -102,17 +106,17 @@ class ClaimedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Return the result of ``op``, any operation of torch with such a tensor among its arguments."""
+        """Return the result of the operation ``op``. torch calls this if an argument is a tensor of the device."""
         return compute(op, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Return the names of the inner tensors. That a class has this method tells torch that a parameter which moves
-        to the device must become another object."""
+        """Return the names of the inner tensors. Because the class has this method, torch creates a new object for a
+        parameter that moves to the device."""
         return ["host"], None
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> ClaimedTensor:
-        """Return the tensor with these inner tensors, the reverse of :meth:`__tensor_flatten__`."""
+        """Return the tensor with the inner tensors ``inner``. It is the inverse of :meth:`__tensor_flatten__`."""
         return ClaimedTensor(inner["host"])
 
     @property
@@ -122,7 +126,7 @@ class ClaimedTensor(torch.Tensor):
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
-        """Replace the numbers by those of ``other``, which must be a tensor of the device with the same shape and
+        """Replace the values by the values of ``other``, which must be a tensor of the device with the same shape and
         dtype."""
         if not isinstance(other, ClaimedTensor):
             raise RuntimeError(f"the data of a tensor on {DEVICE} is set to one on {other.device}")
@@ -131,19 +135,19 @@ class ClaimedTensor(torch.Tensor):
         self.host = other.host
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory of the numbers, by which programs recognise tensors that share memory."""
+        """Return the memory of the values, by which programs recognise tensors that share memory."""
         return self.host.untyped_storage()
 
     def storage(self) -> Any:
-        """Return the memory of the numbers as a typed storage, which safetensors asks for."""
+        """Return the memory of the values as a typed storage, which safetensors requires."""
         return self.host.storage()
 
     def data_ptr(self) -> int:
-        """Return the address of the first number in host memory."""
+        """Return the address of the first value in host memory."""
         return self.host.data_ptr()
 
     def tolist(self) -> Any:
-        """Return the numbers as Python values, after a download, which is counted."""
+        """Return the values as Python numbers. This counts as a download."""
         return self.cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -153,74 +157,76 @@ class ClaimedTensor(torch.Tensor):
         return self.cpu().numpy()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return a text that shows the values."""
         return f"claimed({self.host!r})"
 
 
 def compute(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result of the torch operation ``op``, and count what a GPU would have to do for it. This is the one
-    place to which all operations of the device come.
+    """Return the result of the torch operation ``op``, and count the work that a GPU would have to do. torch calls this
+    function for all operations of the device.
 
-    ``args`` and ``kwargs`` are the arguments of the operation. The result is on the device if one of them is, or if
-    they ask for the device, unless the operation copies to the CPU. Raises ``RuntimeError`` where tensors of the device
-    and of the CPU are mixed as a GPU does not allow.
+    ``args`` and ``kwargs`` are the arguments of the operation. The result is on the device if an argument is, or if
+    ``kwargs`` request the device, unless the operation copies to the CPU. Raises ``RuntimeError`` for a mixture of
+    tensors of the device and of the CPU that a GPU does not allow.
     """
     name = op.name().partition("::")[2].partition(".")[0]
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    here = [each for each in tensors if isinstance(each, ClaimedTensor)]
-    there = [each for each in tensors if not isinstance(each, ClaimedTensor) and each.dim()]
+    on_device = [each for each in tensors if isinstance(each, ClaimedTensor)]
+    on_cpu = [each for each in tensors if not isinstance(each, ClaimedTensor) and each.dim()]
     target = kwargs.get("device")
-    claims = bool(here) if target is None else torch.device(target).type == DEVICE.type
+    result_on_device = bool(on_device) if target is None else torch.device(target).type == DEVICE.type
     if name == "copy_":
-        claims = isinstance(args[0], ClaimedTensor)
+        result_on_device = isinstance(args[0], ClaimedTensor)
     if name in _COPIES:
-        _note_copy(name, args, claims=claims, here=bool(here))
-    elif here and there and name not in _INDEXING:
-        raise RuntimeError(f"{op} got tensors on {DEVICE} and on {there[0].device}, at {_line()}")
-    _note(op, name, args, there=bool(here and there))
-    given = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+        _count_copy(name, args, claims=result_on_device, here=bool(on_device))
+    elif on_device and on_cpu and name not in _INDEXING:
+        raise RuntimeError(f"{op} got tensors on {DEVICE} and on {on_cpu[0].device}, at {_line()}")
+    _count_work(op, name, args, there=bool(on_device and on_cpu))
+    host_kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if target is not None:
-        given["device"] = _CPU
-    result = _on_host(op, name, tree_map(_host, args), tree_map(_host, given))
-    for each in here:
+        host_kwargs["device"] = _CPU
+    result = _on_host(op, name, tree_map(_host, args), tree_map(_host, host_kwargs))
+    for each in on_device:
         if each.shape != each.host.shape:
             raise RuntimeError(f"{op} has changed the size of a tensor on {DEVICE}, which this device cannot do")
-    if not claims:
+    if not result_on_device:
         return result
     wrapped = tree_map(_claim, result)
-    return return_and_correct_aliasing(op, args, kwargs, wrapped) if here else wrapped
+    return return_and_correct_aliasing(op, args, kwargs, wrapped) if on_device else wrapped
 
 
 def _on_host(op: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result of the operation ``op``, called ``name``, on CPU tensors, with two exceptions for operations
-    that GPUs and CPUs treat differently."""
-    if name == "histc" and not args[0].is_floating_point():  # which GPUs can, and torch's CPU kernel cannot
+    """Return the result of the operation ``op``, called ``name``, on CPU tensors. Two operations that differ between
+    GPUs and CPUs are replaced."""
+    if name == "histc" and not args[0].is_floating_point():  # torch's CPU kernel does not support integers, unlike GPUs
         return op(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
     result = op(*args, **kwargs)
-    if name in ("_conj", "_neg_view"):  # torch reads from the outer tensor, which is not marked, whether one is pending
+    # torch reads the mark of a lazy conjugation or negation from the outer tensor, which does not have it
+    if name in ("_conj", "_neg_view"):
         return result.resolve_conj().resolve_neg()
     return result
 
 
-def _note_copy(name: str, args: Any, *, claims: bool, here: bool) -> None:
+def _count_copy(name: str, args: Any, *, claims: bool, here: bool) -> None:
     """Count the uploads and downloads of the copying operation ``name`` with the arguments ``args``. For ``_to_copy``,
-    ``claims`` says whether the result is on the device, and ``here`` whether the source is."""
+    ``claims`` says whether the result is on the device, and ``here`` whether the source is on the device."""
     if name == "_to_copy":
         pairs = [(claims, here)]
     else:
         targets, sources = ([args[0]], [args[1]]) if name == "copy_" else args[:2]
         pairs = [
-            (isinstance(one, ClaimedTensor), isinstance(other, ClaimedTensor))
-            for one, other in zip(targets, sources, strict=True)
+            (isinstance(target_tensor, ClaimedTensor), isinstance(source_tensor, ClaimedTensor))
+            for target_tensor, source_tensor in zip(targets, sources, strict=True)
         ]
     for target, source in pairs:
         if target != source:
             WORK.note("upload" if target else "download")
 
 
-def _note(op: Any, name: str, args: Any, *, there: bool) -> None:
-    """Count what a GPU would have to do for the operation ``op``, called ``name``, besides copies: waits for a result
-    that the CPU needs, uploads of indices (``there``: an argument is on the CPU), launches and allocations."""
-    if name in _COUNTED or (name == "repeat_interleave" and "Tensor" in str(op)):
+def _count_work(op: Any, name: str, args: Any, *, there: bool) -> None:
+    """Count the work of the operation ``op``, called ``name``, other than copies: waits for a result that the CPU
+    needs, uploads of indices (``there``: an argument is on the CPU), launches and allocations."""
+    if name in _WAITING or (name == "repeat_interleave" and "Tensor" in str(op)):
         WORK.note("wait")
     elif name in _INDEXING:
         indices = [each for each in args[1] if each is not None]
@@ -230,39 +236,39 @@ def _note(op: Any, name: str, args: Any, *, there: bool) -> None:
             WORK.note("upload")
     if name.startswith(("empty", "new_empty")):
         WORK.counts["allocation"] += 1
-    elif name not in _FREE and name != "_local_scalar_dense":
+    elif name not in _WITHOUT_LAUNCH and name != "_local_scalar_dense":
         WORK.counts["launch"] += 1
 
 
 def _host(value: Any) -> Any:
-    """Return the CPU tensor with the numbers of a tensor of the device; any other value as it is."""
+    """Return the CPU tensor inside of a tensor of the device; any other value is returned unchanged."""
     return value.host if isinstance(value, ClaimedTensor) else value
 
 
 def _claim(value: Any) -> Any:
-    """Return a CPU tensor as a tensor of the device that shares its numbers; any other value as it is."""
+    """Return a tensor of the device that shares the memory of a CPU tensor; any other value is returned unchanged."""
     return ClaimedTensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, ClaimedTensor) else value
 
 
 def _line() -> str:
-    """Return the innermost line of code outside torch that has caused the present operation, as ``file:line``; ``?``
-    if there is none."""
+    """Return the innermost line of code outside of torch in the current call stack, as ``file:line``; ``?`` if there is
+    none."""
     for frame in reversed(traceback.extract_stack(limit=80)):
-        if frame.filename != __file__ and not any(part in frame.filename for part in _INNER):
+        if frame.filename != __file__ and not any(part in frame.filename for part in _SKIPPED_FILES):
             return f"{frame.filename.rpartition('/src/')[2].rpartition('site-packages/')[2]}:{frame.lineno}"
     return "?"
 
 
 def allocated_bytes() -> int:
-    """Return the memory of all tensors of the device that this process holds, in bytes. It looks at every object of the
-    process, which takes a moment."""
+    """Return the memory of all tensors of the device in this process, in bytes. It is slow, because it inspects every
+    object of the process."""
     storages = [each.host.untyped_storage() for each in gc.get_objects() if type(each) is ClaimedTensor]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class _Stream:
-    """The replacement of ``torch.cuda.Stream``. Operations of the device are computed at once, so that its methods have
-    nothing to wait for."""
+    """The replacement of ``torch.cuda.Stream``. Operations of the device are computed synchronously, so its methods do
+    nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -272,25 +278,25 @@ class _Stream:
 
 
 def _without_gradient(mode: Any = True) -> Any:
-    """Return ``torch.no_grad()`` for ``torch.inference_mode()``, which this function replaces, since tensors of the
-    latter cannot be those of a subclass. ``mode`` may be the function to decorate; false leaves gradients on."""
+    """The replacement of ``torch.inference_mode``, which does not support tensor subclasses: return
+    ``torch.no_grad()``. ``mode`` may be a function to decorate; with false, gradients are enabled."""
     if callable(mode):
         return torch.no_grad()(mode)
     return torch.no_grad() if mode else torch.enable_grad()
 
 
 def _wait(device: Any = None) -> None:
-    """Count a wait, in place of ``torch.cuda.synchronize``."""
+    """Count a wait. This function replaces ``torch.cuda.synchronize``."""
     WORK.note("wait")
 
 
 _LIBRARY: list[torch.library.Library] = []
-"""The registration of the fallback, which lasts as long as this object."""
+"""The registrations of operations, which are valid as long as these objects exist."""
 
 
 def claim() -> None:
-    """Make torch take the device for the GPU ``cuda:0`` in this process: register :func:`compute` for all operations,
-    and replace the functions of ``torch.cuda``. The compiled part must have been loaded before torch."""
+    """Make torch use the device as the GPU ``cuda:0`` in this process: register :func:`compute` for all operations, and
+    replace functions of ``torch.cuda``. The compiled library must have been loaded before torch."""
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda op, *args, **kwargs: compute(op, args, kwargs), "CUDA")
     _LIBRARY.append(library)

@@ -1,5 +1,6 @@
 """The process of one stage of ``headrace bench gpu --pretend``: ``python -m headrace.testing.claimed.stage REQUEST``.
-It is :mod:`headrace.wings.bench.gpu.stage` on a claimed device, whose own counters replace torch's profiler."""
+It runs :mod:`headrace.wings.bench.gpu.stage` on a claimed device (a simulated GPU), with the counters of the device
+instead of torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from headrace.wings.bench.gpu.stage import main
 
 
 class ClaimedWork:
-    """Counts what a GPU would have had to do."""
+    """The counter of GPU work, which replaces torch's profiler."""
 
     def count(self, act: Callable[[], object]) -> Mapping[str, int]:
-        """Do ``act``, and return how often each kind of work occurred."""
+        """Call ``act``, and return the number of launches, waits, uploads and downloads that a GPU would have had to
+        do, by kind."""
         WORK.reset()
         act()
         return {kind: WORK.counts[kind] for kind in ("launch", "wait", "upload", "download")}

@@ -1,5 +1,6 @@
-"""A vLLM whose kernels are interpreted. Only its newer model runner returns kept-sets and experts, and that is written
-in Triton and needs a GPU; on a CPU Triton's own interpreter runs it, slowly, which is enough for a test."""
+"""A vLLM whose Triton kernels run in Triton's interpreter on the CPU. Kept-sets and experts are returned only by vLLM's
+newer model runner, which is written in Triton and needs a GPU. The interpreter runs it on a CPU, slowly, but fast
+enough for a test."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ import shlex
 from pathlib import Path
 
 PATH = Path(__file__).parent / "path"
-"""The folder that is added to the server's Python path; it has a ``sitecustomize`` module."""
+"""The folder that is added to the server's Python path. It contains a module ``sitecustomize``, which Python imports
+when the server starts."""
 _VARIABLES = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """The environment variables of the server."""
 
 
 def interpreted(python: str, directory: Path) -> str:
-    """Write a shell script into ``directory`` that starts the Python interpreter ``python``, which has vLLM, so that
-    Triton kernels are interpreted. Return the script's path, to be used in place of ``python``."""
+    """Write a shell script to ``directory`` that starts the Python interpreter ``python``, in which vLLM is installed,
+    with Triton kernels interpreted. Return the path of the script, which is used in place of ``python``."""
     program = directory / "python-that-interprets"
     variables = " ".join(f"{name}={value}" for name, value in _VARIABLES.items())
     lines = [

@@ -1,7 +1,8 @@
-"""Servers that speak the protocols of vLLM and SGLang with the embedded engine behind them. They test clients of such
-servers where the real ones take minutes to start or need a GPU.
+"""Fake servers with the HTTP protocols of vLLM and SGLang and the embedded engine as their engine. With them, clients
+of such servers are tested without the real servers, which take minutes to start or need a GPU.
 
-They sample, record, pause, load and label as the real ones do, and have no other functions.
+They generate answers, record kept-sets and experts, pause, and load and label weights like the real servers. They have
+no other functions.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ __all__ = ["FakeServer", "fake_server"]
 
 @contextmanager
 def fake_server(kind: str, required: ServeRequirements) -> Iterator[tuple[str, FakeServer]]:
-    """Start a fake server of ``kind`` (``vllm`` or ``sglang``) in a thread of this process, with the model and the
-    records that ``required`` names, and yield its URL and its state, which a test may read. It ends with the
-    context."""
+    """Start a fake server of ``kind`` (``vllm`` or ``sglang``) in a thread of this process, which meets the
+    requirements ``required``, and yield its URL and its state, which a test may read. The server is stopped at the end
+    of the context."""
     routes = {"vllm": vllm.ROUTES, "sglang": sglang.ROUTES}[kind]
     started: list[FakeServer] = []
     ready = threading.Event()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        """Run the engine of the fake server while the HTTP server ``app`` runs, and make it known to the handlers."""
+        """Run the engine of the fake server while the HTTP server ``app`` runs, and store the server's state where
+        handlers find it."""
         async with _engine(required) as server:
             app.state.server = server
             started.append(server)
@@ -52,7 +54,7 @@ def fake_server(kind: str, required: ServeRequirements) -> Iterator[tuple[str, F
             yield
 
     app = Starlette(
-        routes=[Route(path, _called(path, handler), methods=[method]) for (method, path), handler in routes.items()],
+        routes=[Route(path, _endpoint(path, handler), methods=[method]) for (method, path), handler in routes.items()],
         lifespan=lifespan,
     )
     with socket.socket() as listening:
@@ -71,8 +73,9 @@ def fake_server(kind: str, required: ServeRequirements) -> Iterator[tuple[str, F
 
 @asynccontextmanager
 async def _engine(required: ServeRequirements) -> AsyncIterator[FakeServer]:
-    """Run Headrace's embedded engine on the CPU while the context is open, and yield it as the inner part of a fake
-    server that meets ``required``. Its weights, version 0, are those of the model's files."""
+    """Run Headrace's embedded engine on the CPU while the context is open, and yield the state of a fake server with
+    this engine, which meets the requirements ``required``. Version 0 of its weights is loaded from the files of the
+    model."""
     model = load_model(ModelConfig(path=required.path, lora=required.lora))
     files = FileReceiver(model)
     config = EngineConfig(device="cpu", flush_tokens=1, kernels="off", max_sequences=16)
@@ -88,12 +91,12 @@ async def _engine(required: ServeRequirements) -> AsyncIterator[FakeServer]:
         )
 
 
-def _called(path: str, handler: Handler) -> Callable[[Request], Any]:
-    """Return the HTTP endpoint that answers requests to ``path`` with ``handler``. It records each call but those that
-    generate, and answers a request that is refused with status 400."""
+def _endpoint(path: str, handler: Handler) -> Callable[[Request], Any]:
+    """Return the HTTP endpoint for ``path``, which calls ``handler``. It records the path of each call, except calls
+    that generate, and responds to an invalid request with status 400."""
 
     async def endpoint(request: Request) -> Response:
-        """Answer one HTTP request: with the response or the JSON object that ``handler`` returns, or with status 400
+        """Respond to one HTTP request with the response or the JSON object that ``handler`` returns, or with status 400
         and the error."""
         server: FakeServer = request.app.state.server
         if handler not in (vllm.generate, sglang.generate):
@@ -101,8 +104,8 @@ def _called(path: str, handler: Handler) -> Callable[[Request], Any]:
         try:
             answer = await handler(server, request)
         except RequestError as error:
-            told = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
-            return JSONResponse({"error": told}, status_code=400)
+            details = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+            return JSONResponse({"error": details}, status_code=400)
         return answer if isinstance(answer, Response) else JSONResponse(answer)
 
     return endpoint

@@ -1,7 +1,8 @@
-"""The common part of the fake vLLM and SGLang servers of tests: an engine, and the state that requests change.
+"""The common part of the fake vLLM and SGLang servers: an engine, the state that requests change, and handlers that
+both protocols share.
 
-A *handler* answers the HTTP requests to one path of a server's protocol. Both servers name their weights by a *label*,
-a text; the engine behind them counts versions.
+A *handler* responds to the HTTP requests for one path of a server's protocol. Both protocols identify weights by a
+*label*, which is a text; the engine identifies them by a version number.
 """
 
 from __future__ import annotations
@@ -34,34 +35,34 @@ from headrace.models.weights import DEFAULT, is_adapted
 from headrace.wings.servers.vllm.inside.headrace_receiver import VersionReceiver
 
 REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "abort"}
-"""The reasons why an answer ended, in the words of both protocols."""
+"""The names of stop reasons in both protocols."""
 
 
 class FileReceiver:
-    """The engine's side of the weight sync in a fake server: at a commit it loads weights from files into the model, as
-    the real servers do, instead of tensors that a learner sends."""
+    """The weight receiver of the engine in a fake server. At a commit it loads weights from files into the model, like
+    the real servers, instead of receiving tensors from a learner."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Load weights into ``model``, the model of the engine."""
+        """Create the receiver. ``model`` is the model of the engine, into which weights are loaded."""
         self._model = model
         self.path = Path()
-        """Path of a checkpoint."""
+        """Path of the checkpoint file that the next commit loads."""
         self.adapters: dict[str, Path] = {}
-        """Directory of the next version of each adapter, by name."""
+        """The directory from which the next commit loads each adapter, by the name of the adapter."""
 
     def stage(self, update: WeightUpdate) -> None:
-        """Fail: no learner sends weights to this receiver."""
+        """Raise ``AssertionError``, because no learner sends weights to this receiver."""
         raise AssertionError("weights come from files")
 
     def staged(self) -> dict[str, Tensor]:
-        """Return an empty dictionary: no weights are staged, they come from files."""
+        """Return an empty dictionary, because weights are loaded from files and never staged."""
         return {}
 
     @torch.no_grad()
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        """Load the adapters in :attr:`adapters`, or else the checkpoint in :attr:`path`, into the model, at once
-        instead of in ``parts`` changes. Version 0 keeps the weights that the model has. The returned iterator is
-        empty."""
+        """Load the adapters in :attr:`adapters` or, for a model without adapters, the checkpoint in :attr:`path` into
+        the model. Version 0 keeps the model's weights. Everything is loaded at once, so the returned iterator is empty
+        and ``parts`` is not used."""
         for name, path in self.adapters.items():
             load_adapter(self._model, path, name)
         if version and not is_adapted(self._model):
@@ -69,8 +70,8 @@ class FileReceiver:
         return iter(())
 
     def _checkpoint(self) -> PreTrainedModel:
-        """Return a model with the tensors of the checkpoint file :attr:`path`, loaded by transformers, which reads
-        every layout of such a file."""
+        """Return a model with the tensors of the checkpoint file :attr:`path`. It is loaded by transformers, which
+        supports every layout of such a file."""
         with tempfile.TemporaryDirectory() as directory:
             self._model.config.save_pretrained(directory)
             (Path(directory) / self.path.name).symlink_to(self.path)
@@ -80,21 +81,22 @@ class FileReceiver:
 
 @dataclass(slots=True)
 class FakeServer:
-    """The common part of both servers: an engine, the labels of its weights, and the state that requests change."""
+    """The state of a fake server of either kind: an engine, the labels of its weights, and settings that requests
+    change."""
 
     model_dir: Path
     """Directory of the served model, which the server reports."""
     engine: LocalEngine
-    """The native engine, in this process, that generates the answers."""
+    """The embedded engine, which generates the answers."""
     files: FileReceiver
-    """The receiver of the engine's weights: it has the paths of the files that the next commit loads."""
+    """The weight receiver of the engine, which has the paths of the files that the next commit loads."""
     max_context: int
     """Greatest number of tokens of prompt and answer."""
     labels: dict[int, str] = field(default_factory=lambda: {0: "default"})
-    """Label of the weights, by the version that the engine counts."""
+    """The label of each version of the weights."""
     recompute: bool = False
-    """Whether a commit computes the caches of running sequences again, as the last request for a pause or an update
-    asked."""
+    """Whether a commit computes the KV caches of running sequences again, as the last request for a pause or an update
+    said."""
     calls: list[str] = field(default_factory=list)
     """Paths of the requests so far, without those that generate an answer."""
     masks: bool = False
@@ -102,45 +104,44 @@ class FakeServer:
     routing: bool = False
     """Whether the server returns the experts of each token."""
     asleep: bool = False
-    """Whether the server has freed its memory. It then does nothing until it is woken."""
+    """Whether the server is asleep: it has released its memory, and generates nothing until it is woken up."""
     worker: VersionReceiver = field(default_factory=lambda: VersionReceiver(torch.device("cpu")))
-    """The receiver of weights that are sent to the server's machine over the network. A worker of a real server runs
-    the same class."""
+    """The receiver of weights that are sent over the network. The workers of a real server use the same class."""
     seeds: Iterator[int] = field(default_factory=itertools.count)
-    """The seeds of the next answers. Requests contain no seed, so each answer takes the next number."""
+    """The seeds of the next answers. Requests contain no seed, so each answer gets the next number."""
 
     @property
     def label(self) -> str:
-        """The label of the weights in use, as the server reports it."""
+        """The label of the weights in use, which the server reports."""
         return self.labels[max(self.labels)]
 
     async def load(self, path: Path, label: str) -> None:
-        """Use the weights in the checkpoint file ``path`` from now on, under the label ``label``."""
+        """Load the checkpoint file ``path`` and use its weights from now on, under the label ``label``."""
         self.files.path = path
         await self.commit(label)
 
     async def commit(self, label: str) -> None:
-        """Use the weights that the files of the receiver contain now as the next version, under the label ``label``.
+        """Load the files that the receiver names and use their weights as the next version, under the label ``label``.
         Running sequences continue; their KV cache is computed again if :attr:`recompute` is true."""
         version = max(self.labels) + 1
         await self.engine.commit(version, Interrupt.INFLIGHT_RECOMPUTE if self.recompute else Interrupt.INFLIGHT)
         self.labels[version] = label
 
     async def abort(self) -> None:
-        """Abort all running answers, which keep the tokens they have, and begin no others until generation is
+        """Abort all running answers, which end with the tokens sampled so far, and pause generation until it is
         resumed."""
         self.engine.withdraw_all()
         await self.engine.pause()
 
     def answer(self, ids: list[int], sampling: Sampling, adapter: str = "") -> AsyncIterator[TokenChunk]:
-        """Yield an answer to the token ids ``ids`` in chunks. ``adapter`` names the LoRA adapter to answer with; empty
-        or the default name: the policy's."""
+        """Return an iterator over the chunks of an answer to the token ids ``ids``. ``adapter`` is the name of the LoRA
+        adapter to use; empty or the default name: the policy's adapter."""
         agent = "" if adapter == DEFAULT else adapter
         return self.engine.generate(np.array(ids, np.int32), sampling, RequestOptions(agent=agent))
 
     async def scores(self, ids: list[int], top_k: int) -> tuple[list[float], list[dict[int, float]]]:
-        """Return the logprob of each token of ``ids``, and for each position the ``top_k`` likeliest token ids with
-        their logprobs; empty dictionaries where ``top_k`` is 0."""
+        """Return the logprob of each token of ``ids`` and, for each position, the logprobs of the ``top_k`` most likely
+        tokens by id; empty dictionaries if ``top_k`` is 0."""
         top = await self.engine.top_scores(Tokens.observed(ids), max(1, top_k))
         rows = [
             dict(zip(row.tolist(), logs.tolist(), strict=True)) if top_k else {}
@@ -150,15 +151,15 @@ class FakeServer:
 
 
 Handler = Callable[[FakeServer, Request], Any]
-"""A coroutine function that answers a request: with an object that becomes JSON, or with a response."""
+"""A coroutine function that handles a request. It returns an object to encode as JSON, or a response."""
 
 
 def stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Return a response that sends ``events`` as server-sent events, one line of JSON each, with ``[DONE]`` at the end,
-    as both protocols have it."""
+    """Return a response that streams ``events`` as server-sent events, one line of JSON for each event and ``[DONE]``
+    at the end, as in both protocols."""
 
     async def lines() -> AsyncIterator[str]:
-        """Yield the lines of the response."""
+        """Yield the server-sent events as text."""
         async for event in events:
             yield f"data: {json.dumps(event)}\n\n"
         yield "data: [DONE]\n\n"
@@ -167,13 +168,14 @@ def stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
 
 
 async def wake(server: FakeServer, request: Request) -> Any:
-    """Answer a request to wake up after :func:`sleep`: take the memory again, and resume generation."""
+    """Handle a request to wake up after :func:`sleep`: allocate the memory again, and resume generation."""
     server.asleep = False
     return await resume(server, request)
 
 
 async def resume(server: FakeServer, request: Request) -> Any:
-    """Answer a request to resume generation after a pause. Refused while the server sleeps."""
+    """Handle a request to resume generation after a pause. Raises :class:`~headrace.base.errors.RequestError` while the
+    server is asleep."""
     if server.asleep:
         raise RequestError("the server is asleep", remedy="wake it")
     await server.engine.resume()
@@ -181,14 +183,15 @@ async def resume(server: FakeServer, request: Request) -> Any:
 
 
 async def sleep(server: FakeServer, request: Request) -> Any:
-    """Answer a request to sleep: pause generation, and free the memory of the KV cache, until :func:`wake`."""
+    """Handle a request to sleep: pause generation and release the memory of the KV cache, until :func:`wake`."""
     await server.engine.pause(release=True)
     server.asleep = True
     return {"status": "sleeping"}
 
 
 async def name_weights(server: FakeServer, request: Request) -> Any:
-    """Answer ``/update_weight_version``: commit the adapters that are staged, then label the newest weights."""
+    """Handle ``/update_weight_version``: commit the adapters that were named before, then set the label of the newest
+    weights."""
     label = (await request.json())["new_version"]
     if server.files.adapters:
         await server.commit(label)
@@ -197,20 +200,20 @@ async def name_weights(server: FakeServer, request: Request) -> Any:
 
 
 def says(tell: Callable[[FakeServer], Any]) -> Handler:
-    """Return a handler that answers every request with the result of ``tell``, which depends on the server's state
-    alone."""
+    """Return a handler that responds to every request with the result of ``tell``, which depends only on the server's
+    state."""
 
     async def handler(server: FakeServer, request: Request) -> Any:
-        """Answer a request without reading it."""
+        """Return the result of ``tell``; the content of the request is not used."""
         return tell(server)
 
     return handler
 
 
 def sampling_of(server: FakeServer, wanted: Mapping[str, Any], *, most: str, stop_ids: str) -> Sampling:
-    """Return the sampling parameters in ``wanted``, the part of a request that has them. ``most`` and ``stop_ids`` are
-    the protocol's names for the length limit and the stop ids. The seed is the server's next. Raises
-    :class:`~headrace.base.errors.RequestError` for parameters that are not allowed."""
+    """Return the sampling parameters in ``wanted``, the part of a request that contains them. ``most`` and ``stop_ids``
+    are the protocol's names for the length limit and the stop ids. The seed is the next seed of the server. Raises
+    :class:`~headrace.base.errors.RequestError` for invalid parameters."""
     same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     bias = {int(token): value for token, value in (wanted.get("logit_bias") or {}).items()}
     sampling = Sampling(
@@ -221,5 +224,6 @@ def sampling_of(server: FakeServer, wanted: Mapping[str, Any], *, most: str, sto
         **{name: wanted[name] for name in same if name in wanted},
     )
     if problem := sampling_problem(sampling, vocab_size=2**31 - 1):
-        raise RequestError(problem, remedy="correct it")  # before the stream begins
+        # raised here, because the status cannot change after the stream has begun
+        raise RequestError(problem, remedy="correct it")
     return sampling

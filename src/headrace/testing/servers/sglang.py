@@ -1,7 +1,7 @@
-"""The protocol of SGLang, as in the source of version 0.5.23, for the fake server of tests.
+"""The HTTP protocol of SGLang, according to the source of version 0.5.23, for the fake server in tests.
 
-A *handler* answers the HTTP requests to one path; ``server`` is the state of the fake, with an engine that generates.
-:data:`ROUTES` has the handler of each path.
+A *handler* responds to the HTTP requests for one path; ``server`` is the state of the fake server, with the engine that
+generates. :data:`ROUTES` contains the handler of each path.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from headrace.testing.servers.base import (
 )
 
 VERSION = "0.5.23"
-"""The version of SGLang that the fake reports."""
+"""The version of SGLang that the fake server reports."""
 
 
 async def generate(server: FakeServer, request: Request) -> Any:
-    """Answer ``/generate``: with a stream of one generated answer, or, for a request without ``stream``, with the
-    logprobs of given tokens."""
+    """Handle ``/generate``: return a stream of one generated answer or, for a request without ``stream``, the logprobs
+    of given tokens."""
     body = await request.json()
     if not body.get("stream"):
         return await _scores(server, body["input_ids"], body["top_logprobs_num"])
@@ -47,14 +47,14 @@ async def generate(server: FakeServer, request: Request) -> Any:
 
 
 async def _events(server: FakeServer, chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[dict[str, Any]]:
-    """Yield an event for each chunk of an answer, as SGLang writes it: all tokens so far with their logprobs, the label
-    of the weights, and at the end the experts of all tokens, where they were recorded."""
-    told: list[list[Any]] = []
+    """Yield an event in SGLang's format for each chunk of an answer: all tokens so far with their logprobs, the label
+    of the weights and, in the last event, the experts of all tokens if they were recorded."""
+    token_logprobs: list[list[Any]] = []
     routed: list[Routing | None] = []
     async for chunk in chunks:
         tokens = chunk.tokens
         routed += [chunk.prompt_routing, tokens.routing]
-        told += [
+        token_logprobs += [
             [logprob, token, None]
             for token, logprob in zip(tokens.ids_T.tolist(), tokens.logprobs_T.tolist(), strict=True)
         ]
@@ -63,19 +63,19 @@ async def _events(server: FakeServer, chunks: AsyncIterator[TokenChunk]) -> Asyn
             "id": "1",
             "finish_reason": finish,
             "prompt_tokens": 1,
-            "completion_tokens": len(told),
+            "completion_tokens": len(token_logprobs),
             "cached_tokens": 0,
             "weight_version": server.label,
-            "output_token_logprobs": told,
+            "output_token_logprobs": token_logprobs,
         }
         if finish and (known := [part.experts_RLK for part in routed if part is not None]):
             meta["routed_experts"] = base64.b64encode(np.concatenate(known).astype(np.int32).tobytes()).decode()
-        yield {"text": "", "output_ids": [one[1] for one in told], "meta_info": meta}
+        yield {"text": "", "output_ids": [entry[1] for entry in token_logprobs], "meta_info": meta}
 
 
 async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, Any]:
-    """Return the logprobs of the tokens ``ids`` and of the ``top_k`` likeliest entries at each position, in SGLang's
-    format; the first token has none."""
+    """Return the logprobs of the tokens ``ids`` and of the ``top_k`` most likely entries at each position, in SGLang's
+    format; the first token has no logprobs."""
     logprobs, rows = await server.scores(ids, top_k)
     tops: list[list[list[Any]] | None] = [[[value, token, None] for token, value in row.items()] for row in rows]
     meta = {
@@ -86,7 +86,7 @@ async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, A
 
 
 async def _pause(server: FakeServer, request: Request) -> Any:
-    """Answer ``/pause_generation``: abort all requests, or, in another mode than ``abort``, only stop sampling."""
+    """Handle ``/pause_generation``: abort all requests or, in another mode than ``abort``, only pause generation."""
     mode = (await request.json())["mode"]
     if mode == "abort":
         await server.abort()
@@ -96,7 +96,8 @@ async def _pause(server: FakeServer, request: Request) -> Any:
 
 
 async def _load(server: FakeServer, request: Request) -> Any:
-    """Answer ``/update_weights_from_disk``: load the weights in a directory and use them under the given label."""
+    """Handle ``/update_weights_from_disk``: load the weights in a directory and use them under the label in the
+    request."""
     order = await request.json()
     server.recompute = order["flush_cache"]
     await server.load(Path(order["model_path"]) / "model.safetensors", order["weight_version"])
@@ -104,12 +105,12 @@ async def _load(server: FakeServer, request: Request) -> Any:
 
 
 def _info(server: FakeServer) -> dict[str, Any]:
-    """Return the answer to ``/server_info``: the version and the context length in tokens."""
+    """Return the response to ``/server_info``: the version and the context length in tokens."""
     return {"version": VERSION, "context_length": server.max_context}
 
 
 def _model(server: FakeServer) -> dict[str, Any]:
-    """Return the answer to ``/model_info``: the directory of the model, and the label of its weights."""
+    """Return the response to ``/model_info``: the directory of the model, and the label of its weights."""
     path = str(server.model_dir)
     return {"model_path": path, "tokenizer_path": path, "weight_version": server.label, "is_generation": True}
 

@@ -1,8 +1,8 @@
-"""The protocol of vLLM, with answers as recorded from version 0.32 (``tests/wings/servers/recorded``), for the fake
-server of tests.
+"""The HTTP protocol of vLLM, with responses as recorded from version 0.32 (``tests/wings/servers/recorded``), for the
+fake server in tests.
 
-A *handler* answers the HTTP requests to one path; ``server`` is the state of the fake, with an engine that generates.
-:data:`ROUTES` has the handler of each path.
+A *handler* responds to the HTTP requests for one path; ``server`` is the state of the fake server, with the engine that
+generates. :data:`ROUTES` contains the handler of each path.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from headrace.testing.servers.base import (
 )
 
 VERSION = "0.32.0"
-"""The version of vLLM that the fake reports."""
+"""The version of vLLM that the fake server reports."""
 
 
 async def generate(server: FakeServer, request: Request) -> Any:
-    """Answer ``/inference/v1/generate``: with a stream of one generated answer, or, where the sampling parameters ask
-    for ``prompt_logprobs``, with the logprobs of given tokens. As the real server, it refuses a bad cache salt, and,
-    where it records kept-sets, sampling at temperature 0 or without top-k."""
+    """Handle ``/inference/v1/generate``: return a stream of one generated answer or, if the sampling parameters contain
+    ``prompt_logprobs``, the logprobs of given tokens. Like the real server, it refuses an invalid cache salt and, if it
+    records kept-sets, sampling at temperature 0 or without top-k."""
     body = await request.json()
-    wanted = body["sampling_params"]
-    if wanted.get("prompt_logprobs") is not None:
-        return await _scores(server, body["token_ids"], wanted["prompt_logprobs"])
+    parameters = body["sampling_params"]
+    if parameters.get("prompt_logprobs") is not None:
+        return await _scores(server, body["token_ids"], parameters["prompt_logprobs"])
     salt = body.get("cache_salt", "-")
     if not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0"):
         raise RequestError("Parameter 'cache_salt' must be at most 128 characters", remedy="give another")
-    sampling = sampling_of(server, wanted, most="max_tokens", stop_ids="stop_token_ids")
+    sampling = sampling_of(server, parameters, most="max_tokens", stop_ids="stop_token_ids")
     if server.masks and (sampling.temperature <= 0 or sampling.top_k <= 0):
         raise RequestError("sampling distribution replay requires top_k > 0", remedy="give one")
     sampling = msgspec.structs.replace(sampling, record_kept=server.masks, record_routing=server.routing)
@@ -60,18 +60,18 @@ async def generate(server: FakeServer, request: Request) -> Any:
 async def _events(
     server: FakeServer, chunks: AsyncIterator[TokenChunk], *, certain: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield an event for each chunk of an answer, as vLLM writes it: its new tokens with their logprobs and kept-sets,
-    and at the end the versions and the experts of all tokens. ``certain`` is true for temperature 0, for which vLLM
-    reports the logprobs of temperature 1; here they are a constant."""
+    """Yield an event in vLLM's format for each chunk of an answer: its new tokens with their logprobs and kept-sets
+    and, in the last event, the versions and the experts of all tokens. ``certain`` says that the temperature is 0; vLLM
+    then reports the logprobs of temperature 1, for which a constant is used here."""
     versions: list[int] = []
     routed: list[Routing | None] = []
     async for chunk in chunks:
         tokens = chunk.tokens
         routed += [chunk.prompt_routing, tokens.routing]
         versions += tokens.versions_T.tolist()
-        ended = None if chunk.stop_reason is None else REASONS[chunk.stop_reason]
-        logprobs = [-0.25] * len(tokens) if certain else tokens.logprobs_T.tolist()  # those of temperature 1, as vLLM
-        told = [
+        reason = None if chunk.stop_reason is None else REASONS[chunk.stop_reason]
+        logprobs = [-0.25] * len(tokens) if certain else tokens.logprobs_T.tolist()  # like vLLM, not the logprob 0
+        token_logprobs = [
             {
                 "token_id": token,
                 "logprob": logprob,
@@ -82,29 +82,30 @@ async def _events(
         ]
         choice = {
             "index": 0,
-            "finish_reason": ended,
+            "finish_reason": reason,
             "stop_reason": None,
             "token_ids": tokens.ids_T.tolist(),
-            "routed_experts": _packed(routed) if ended and server.routing else None,
+            "routed_experts": _encode_experts(routed) if reason and server.routing else None,
             "sampling_mask": [span.tolist() for span in tokens.kept.spans()] if tokens.kept else None,
-            "weight_versions": _spans(server, versions) if ended else None,
-            "logprobs": {"content": told},
+            "weight_versions": _version_spans(server, versions) if reason else None,
+            "logprobs": {"content": token_logprobs},
         }
         yield {"request_id": "generate-tokens-1", "usage": None, "output_mode": "tokens", "choices": [choice]}
 
 
-def _packed(parts: list[Routing | None]) -> str:
-    """Return the experts of all tokens, collected from the ``parts`` of an answer (``None``: a part without), as vLLM
-    encodes them: a numpy array file in base64."""
+def _encode_experts(parts: list[Routing | None]) -> str:
+    """Return the experts of all tokens of an answer in vLLM's encoding: a numpy array file in base64. ``parts`` are the
+    experts of consecutive tokens; ``None`` for a part without experts."""
     experts_NLK = np.concatenate([part.experts_RLK for part in parts if part is not None])
     file = io.BytesIO()
     np.save(file, experts_NLK)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _spans(server: FakeServer, versions: list[int]) -> list[dict[str, Any]]:
-    """Return which tokens of an answer were sampled under which label, in the format of vLLM: a list of labels, each
-    with the index of its first token and the index after its last. ``versions`` has the version of each token."""
+def _version_spans(server: FakeServer, versions: list[int]) -> list[dict[str, Any]]:
+    """Return the labels of the weights that sampled an answer in vLLM's format: a list of spans of tokens, each with
+    its label, the index of its first token and the index after its last token. ``versions`` contains the version of
+    each token."""
     spans: list[dict[str, Any]] = []
     for at, version in enumerate(versions):
         label = server.labels[version]
@@ -115,19 +116,21 @@ def _spans(server: FakeServer, versions: list[int]) -> list[dict[str, Any]]:
 
 
 async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, Any]:
-    """Return the logprobs of the tokens ``ids`` and of the ``top_k`` likeliest entries at each position, in vLLM's
-    format; the first token has none."""
+    """Return the logprobs of the tokens ``ids`` and of the ``top_k`` most likely entries at each position, in vLLM's
+    format; the first token has no logprobs."""
     logprobs, rows = await server.scores(ids, top_k)
-    told: list[dict[str, Any] | None] = [None]
+    token_logprobs: list[dict[str, Any] | None] = [None]
     for at in range(1, len(ids)):
         row = {**rows[at], ids[at]: logprobs[at]}
-        told.append({str(token): {"logprob": value, "rank": 1, "decoded_token": None} for token, value in row.items()})
-    return {"request_id": "generate-tokens-1", "choices": [], "prompt_logprobs": told}
+        token_logprobs.append(
+            {str(token): {"logprob": value, "rank": 1, "decoded_token": None} for token, value in row.items()}
+        )
+    return {"request_id": "generate-tokens-1", "choices": [], "prompt_logprobs": token_logprobs}
 
 
 async def _pause(server: FakeServer, request: Request) -> Any:
-    """Answer ``/pause``: abort all requests, or, in another mode than ``abort``, only stop sampling; note whether the
-    caches of running sequences are to be computed again after the update."""
+    """Handle ``/pause``: abort all requests or, in another mode than ``abort``, only pause generation. Store whether
+    the KV caches of running sequences have to be computed again after the update."""
     server.recompute = request.query_params.get("clear_cache", "true") == "true"
     if request.query_params.get("mode", "abort") == "abort":
         await server.abort()
@@ -137,29 +140,30 @@ async def _pause(server: FakeServer, request: Request) -> Any:
 
 
 async def _update(server: FakeServer, request: Request) -> Any:
-    """Answer ``/update_weights``: note the checkpoint file that the end of the update loads."""
+    """Handle ``/update_weights``: store the path of the checkpoint file, which is loaded at the end of the update."""
     server.files.path = Path((await request.json())["update_info"]["path"])
     return {"message": "Weights updated"}
 
 
 async def _finish(server: FakeServer, request: Request) -> Any:
-    """Answer ``/finish_weight_update``: load the noted checkpoint, and use it under the given label."""
+    """Handle ``/finish_weight_update``: load the stored checkpoint file, and use its weights under the label in the
+    request."""
     await server.load(server.files.path, (await request.json())["weight_version"])
     return {"message": "Weight update finished"}
 
 
 async def _load_adapter(server: FakeServer, request: Request) -> Any:
-    """Answer ``/v1/load_lora_adapter``: note the directory of an adapter, which the next commit loads."""
+    """Handle ``/v1/load_lora_adapter``: store the directory of an adapter, which the next commit loads."""
     order = await request.json()
     server.files.adapters[order["lora_name"]] = Path(order["lora_path"])
     return PlainTextResponse(f"Success: LoRA adapter '{order['lora_name']}' added successfully.")
 
 
 async def _call_workers(server: FakeServer, request: Request) -> Any:
-    """Answer ``/collective_rpc``, which calls a method of Headrace's worker extension in every worker of vLLM. The fake
-    has one worker, whose result is the only one in the answer; it is ``None`` for a method that returns nothing.
+    """Handle ``/collective_rpc``, which calls a method of Headrace's worker extension in every worker of vLLM. The fake
+    server has one worker, so the response contains one result: ``None`` for a method that returns nothing.
 
-    ``replace_adapter`` notes the directory of an adapter. ``other_source`` returns the address of another run that
+    ``replace_adapter`` stores the directory of an adapter. ``other_source`` returns the address of another run that
     sends weights to this machine; the other methods start, report and stop the reception of a version of the weights.
     """
     order = await request.json()
@@ -180,7 +184,7 @@ async def _call_workers(server: FakeServer, request: Request) -> Any:
 
 
 def _models(server: FakeServer) -> dict[str, Any]:
-    """Return the answer to ``/v1/models``: the served model with its context length, and the loaded adapters."""
+    """Return the response to ``/v1/models``: the served model with its context length, and the loaded adapters."""
     model = {"id": "m", "root": str(server.model_dir), "max_model_len": server.max_context}
     return {"object": "list", "data": [model, *({"id": name} for name in server.files.adapters)]}
 

@@ -1,5 +1,5 @@
-"""The benchmarks, which measure this machine and compare the figures with targets. Each is a module of this package
-with a function ``measure``, and a row of :data:`BENCHMARKS`."""
+"""The benchmarks of ``headrace bench``, which measure this machine and compare the figures with targets. A benchmark is
+a module of this package with a function ``measure``, and an entry of :data:`BENCHMARKS`."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ BENCHMARKS = {
     "sync": "transports and codecs of weights: how long the learner and the engine stand still",
     "tinker": "the client of the Tinker protocol: start, round trips, several adapters beside one",
 }
-"""Name of every benchmark, which is that of its module, and what it measures."""
+"""The description of each benchmark, by the name of the benchmark, which is also the name of its module."""
 
 
 def run_benchmark(name: str, on_progress: Callable[[str], None] = lambda line: None, **options: object) -> Report:
     """Run the benchmark ``name`` and return its report. ``options`` are the keyword arguments of its function
     ``measure``, such as ``quick``; ``on_progress`` is called with lines of progress.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if there is no such benchmark, or if it has no such option.
+    Raises :class:`~headrace.base.errors.ConfigError` for an unknown benchmark, and for an option that it does not have.
     """
     if name not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}", remedy=nearest(name, BENCHMARKS))
     measure = importlib.import_module(f"headrace.wings.bench.{name}").measure
-    known = set(list(inspect.signature(measure).parameters)[1:])  # the first is the callback
+    known = set(list(inspect.signature(measure).parameters)[1:])  # the first parameter is ``on_progress``
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(f"benchmark {name} has no option --{unknown[0]}", remedy=f"leave --{unknown[0]} out")

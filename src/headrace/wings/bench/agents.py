@@ -1,9 +1,10 @@
 """Two agents with heavy-tailed answer lengths: the cost of a synchronous barrier, and the gain of pacing.
 
 Every episode is an answer of a writer followed by an answer of a critic, with lognormal lengths whose 90th percentile
-is five times the median. The barrier is ``flow.max_age = 0``: a batch is sampled to its last token, trained, and its
-weights are committed before the next batch begins. In the paced run, generation runs ahead as far as the staleness
-bound allows. Both runs of a pair attempt the same groups with the same lengths, and train all of them.
+is five times the median. In the run with the barrier (``flow.max_age = 0``), a batch is sampled to its last token and
+trained, and the new weights are committed, before the next batch begins. In the *paced* run, generation runs ahead as
+far as the staleness bound allows. Both runs of a pair attempt the same groups with the same lengths, and train all of
+them.
 """
 
 from __future__ import annotations
@@ -27,23 +28,25 @@ from headrace.wings.bench.base import Report, Row, at_least, at_most, report
 PAIRS = 3
 STEPS = 40
 MAX_AGE = 8
+"""The staleness bound of the paced run, in versions."""
 GROUPS, GROUP_SIZE = 4, 4
+"""The number of groups in a batch, and the number of episodes in a group."""
 SETTINGS = {
     "engine": {"max_new_tokens": 1024, "max_sequences": GROUPS * GROUP_SIZE * (MAX_AGE + 1)},
     "learner": {"lr": 0.0, "tokens_per_microbatch": 4096},
     "launch": {"engine_threads": 1, "learner_threads": 1},
     "observe": {"view": "none", "report": False},
 }
-"""Settings of both runs. The learning rate is 0, so that both runs of a pair sample from the same weights."""
+"""The settings of both runs. The learning rate is 0, so that both runs of a pair sample from the same weights."""
 ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 2000)))
-"""A vocabulary so large that an answer hardly ever samples the end of the sequence before its length limit."""
+"""The vocabulary, so large that an answer rarely samples the end-of-sequence token before its length limit."""
 TEMPLATE = "{%- for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Measure pairs of runs, one with the barrier and one paced, one run after the other; with ``quick`` one pair of
-    three steps. Return a row for each run, and the targets: mainly that the paced runs train at least twice as many
-    tokens per second. ``on_progress`` is called with a line of text before each run."""
+    """Measure pairs of runs, each a run with the barrier followed by a paced run; with ``quick`` one pair of three
+    steps. Return a report with a row for each run, and the targets, of which the main one is that the paced runs train
+    at least twice as many tokens per second. ``on_progress`` is called with a line of text before each run."""
     pairs, steps = (1, 3) if quick else (PAIRS, STEPS)
     rows: list[Row] = []
     ratios: list[float] = []
@@ -83,8 +86,8 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 
 @contextmanager
 def _entry() -> Iterator[str]:
-    """Yield the reference ``file.py:name`` of the rollout function of this benchmark, as ``env.entry`` of a run file
-    takes it. The file exists for the body of ``with``."""
+    """Yield the reference ``file.py:name`` of the rollout function of this benchmark, a value for ``env.entry`` of a
+    run file. The file exists while the context is open."""
     with as_file(files("headrace.wings.bench") / "agents_play.py") as path:
         yield f"{path}:play"
 
@@ -112,8 +115,8 @@ def _rows(directory: Path) -> str:
 
 
 def _tail(run_dir: Path, num_groups: int) -> float:
-    """Return how heavy the tail of the answer lengths is: the 90th percentile of the lengths in tokens of all answers
-    in the ledger of the run, divided by their median. The run has groups 0 to ``num_groups`` - 1."""
+    """Return the 90th percentile of the lengths, in tokens, of all answers in the ledger of the run, divided by their
+    median: a measure of how heavy the tail is. The run has groups 0 to ``num_groups`` - 1."""
     with closing(open_ledger(run_dir)) as ledger:
         episodes = [episode for number in range(num_groups) for episode in ledger.episodes(number)]
     lengths = [len(turn.tokens) for episode in episodes for turn in episode.turns if turn.stop_reason is not None]
@@ -122,9 +125,8 @@ def _tail(run_dir: Path, num_groups: int) -> float:
 
 
 def _row(what: str, pair: int, summary: Summary, tail: float) -> Row:
-    """Return the row of the report for one run: figures of its summary, with the kind of run ``what`` (``barrier`` or
-    ``paced``), the number of its pair, and ``tail``, the 90th percentile of its answer lengths divided by their
-    median."""
+    """Return the row of the report for one run: figures of its ``summary``, the kind of run ``what`` (``barrier`` or
+    ``paced``), the number of its pair, and ``tail``, the result of :func:`_tail`."""
     return {
         "what": what,
         "pair": pair,

@@ -1,4 +1,4 @@
-"""The environment of the agents benchmark: a writer, and a critic who reads what was written.
+"""The environment of the agents benchmark: a writer agent, and a critic agent that answers the writer.
 
 The length limit of each answer is drawn from a lognormal distribution with a 90th percentile of 5.5 times the
 median.
@@ -14,8 +14,10 @@ from typing import Any
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 
 MEDIAN, LONGEST = 16, 1024
+"""The median and the largest value of the length limit, in tokens."""
 SIGMA = math.log(5.5) / 1.2815515655446004
-"""Standard deviation of the logarithm; the divisor is the 90th percentile of the standard normal distribution."""
+"""The standard deviation of the logarithm of the limit; the divisor is the 90th percentile of the standard normal
+distribution."""
 
 
 def length(draws: random.Random) -> int:
@@ -25,15 +27,15 @@ def length(draws: random.Random) -> int:
 
 
 def odd_fraction(text: str) -> float:
-    """Return the fraction of characters whose code points are odd. It is the reward of an answer: it differs from
-    answer to answer, and is cheap to compute."""
+    """Return the fraction of characters whose code points are odd. This fraction is the reward of an answer, since it
+    differs from answer to answer and is cheap to compute."""
     return sum(ord(character) % 2 for character in text) / max(1, len(text))
 
 
 async def play(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """Let the writer answer the prompt, and then the critic answer the writer; return the episode with a reward for
-    each of the two agents. It is the rollout function of the runs of this benchmark. The random length limits follow
-    from the seed of the episode, so that two runs with the same seed get the same lengths."""
+    """Sample an answer of the writer to the prompt, and then an answer of the critic to the writer; return the episode
+    with a reward for each of the two agents. This is the rollout function of the benchmark. The random length limits
+    depend on the seed of the episode alone, so that two runs with the same seed have the same lengths."""
     draws = random.Random(policy.seed)
     written = await policy.chat(task["prompt"], agent="writer", max_new_tokens=length(draws))
     judged = await policy.chat(written.message.content or "?", agent="critic", max_new_tokens=length(draws))

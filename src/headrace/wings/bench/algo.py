@@ -1,4 +1,4 @@
-"""The cost of loss and correction as a fraction of the learner's step.
+"""The cost of the objective (loss and correction) as a fraction of the learner's step, for several algorithms.
 
 Shape legend: S samples and N tokens of the batch, M tokens of a micro-batch.
 """
@@ -34,21 +34,25 @@ CASES = {
     "cispo": {"bundle": "cispo"},
     "decoupled": {"bundle": "decoupled"},
 }
-"""Name of each case and its ``[algo]`` table."""
+"""The ``[algo]`` table of each case, by the name of the case."""
 SAMPLES = 256
+"""The number of samples in a batch."""
 GROUP = 8
+"""The number of samples in a group."""
 PROMPT, SHORTEST, LONGEST = 8, 8, 32
-"""Number of tokens of every prompt, of the shortest answer and of the longest."""
+"""The number of tokens of every prompt, of the shortest answer and of the longest answer."""
 REPEATS = 5
+"""The number of measured steps of each case; one step before them is not counted."""
 TINY = TinySpec(
     vocab=string.ascii_letters + string.digits + "+-*/= ", hidden_size=128, num_layers=6, intermediate_size=384
 )
 LIMIT = 0.03
+"""The largest fraction of a step that the objective should take."""
 
 
 def measure(on_progress: Callable[[str], None]) -> Report:
-    """Measure the objective alone, called as the learner calls it, and a whole step of the learner, for each case.
-    Return a row with the medians for each case, and a target for the fraction of the step that the objective takes.
+    """Measure the time of the objective alone and the time of a whole step of the learner, for each case. Return a
+    report with a row of medians for each case, and a target for the fraction of the step that the objective takes.
     ``on_progress`` is called with the name of each case."""
     torch.set_num_threads(1)  # more threads gain little here, and stall if other processes use the cores
     clock = RealClock()
@@ -83,9 +87,9 @@ def measure(on_progress: Callable[[str], None]) -> Report:
 
 
 def batch_of(step: int) -> Batch:
-    """Return a batch of random answers of unequal lengths, sampled by policy versions of ages 0 to 2; the same ``step``
-    gives the same batch. Every sample is a prompt of :data:`PROMPT` tokens without loss, followed by an answer with
-    loss."""
+    """Return a batch of random answers of different lengths, sampled by policy versions of ages 0 to 2; the result
+    depends on ``step`` alone. Every sample is a prompt of :data:`PROMPT` tokens without loss, followed by an answer
+    with loss."""
     rng = np.random.default_rng([0, step])
     lengths_S = (PROMPT + rng.integers(SHORTEST, LONGEST + 1, SAMPLES)).astype(np.int32)
     places_N = np.concatenate([np.arange(length) for length in lengths_S])
@@ -106,15 +110,15 @@ def batch_of(step: int) -> Batch:
 
 
 def _learner(model_dir: Path, objective: Objective, clock: Clock) -> tuple[LearnerCore, int]:
-    """Return a learner with the model in ``model_dir`` and this objective, and the number of parameters of the
-    model."""
+    """Return a learner with the model in ``model_dir`` and the loss and correction of ``objective``, and the number of
+    parameters of the model."""
     model = load_model(ModelConfig(path=str(model_dir)))
     context = LearnerContext(temperature=1.0, total_steps=REPEATS + 1, model_dir=model_dir, clock=clock)
     return LearnerCore(model, LearnerConfig(), objective, context), model.num_parameters()
 
 
 def _step_s(core: LearnerCore, step: int, clock: Clock) -> float:
-    """Return how many seconds one training step of ``core`` takes on the random batch of ``step``, without the
+    """Return the time, in seconds, of one training step of ``core`` on the random batch of ``step``, without the
     construction of the batch."""
     batch = batch_of(step)
     start_s = clock.now()
@@ -123,9 +127,9 @@ def _step_s(core: LearnerCore, step: int, clock: Clock) -> float:
 
 
 def _objective_s(objective: Objective, batch: Batch, clock: Clock) -> float:
-    """Return how many seconds the objective alone takes for a batch: from the masks of the batch, over correction
-    weights and loss, to the gradient of the loss with respect to log π. It is computed in micro-batches, like in the
-    learner, but log π is the recorded logprob plus 0.01 instead of the output of a model."""
+    """Return the time, in seconds, that the objective alone takes for a batch: masks, correction weights, loss, and the
+    gradient of the loss with respect to log π. It works in micro-batches, as in the learner, but log π is the recorded
+    logprob plus 0.01 instead of the output of a model."""
     log_pi_N = torch.from_numpy(batch.logprobs_N) + 0.01
     start_s = clock.now()
     mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))

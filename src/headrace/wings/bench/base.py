@@ -1,5 +1,5 @@
-"""The report of a benchmark: rows of measurements, and targets, which are measured figures with the limits that they
-should keep."""
+"""The report of a benchmark: *rows* of measurements, and *targets*, which are measured figures with limits. Every
+benchmark of this package returns a :class:`Report`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ import psutil
 from headrace.base.environ import num_cores
 
 Row = dict[str, Any]
-"""One measurement; each benchmark has its own columns."""
+"""One measurement: values by column; each benchmark has its own columns."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured figure with the limit that it should keep; the command ``headrace bench`` fails if one does not
-    hold."""
+    """A measured figure with its limit; the command ``headrace bench`` fails if a figure is beyond its limit."""
 
     name: str
-    """What was measured, in words."""
+    """The name of the figure, in words."""
     value: float
-    """Measured value in ``unit``."""
+    """The measured value in ``unit``."""
     unit: str
-    """Unit of value and limit: ``s``, ``ms``, ``fraction``, ``ratio``."""
+    """The unit of value and limit: ``s``, ``ms``, ``fraction``, ``ratio``."""
     target: str
-    """Comparison with the limit: ``<= 0.75`` or ``>= 0.9``."""
+    """The comparison with the limit: ``<= 0.75`` or ``>= 0.9``."""
     holds: bool
-    """Whether the value keeps the limit."""
+    """Whether the value is within the limit."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +37,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: dict[str, Any]
     """Facts about the machine, such as ``cores`` and ``memory_gb`` (GiB)."""
     versions: dict[str, str]
-    """Version of Python and of each main package, by name."""
+    """The version of Python and of each main package, by name."""
     rows: list[Row]
     targets: list[Target]
 
@@ -58,8 +57,8 @@ def at_least(name: str, value: float, limit: float, unit: str) -> Target:
 
 
 def report(rows: list[Row], targets: list[Target]) -> Report:
-    """Return a report of these rows and targets, with a description of this machine and the versions of the main
-    packages."""
+    """Return a report of ``rows`` and ``targets``, with a description of this machine and the versions of the main
+    packages added."""
     machine = {
         "cores": num_cores(),
         "processor": platform.processor() or platform.machine(),
@@ -72,15 +71,15 @@ def report(rows: list[Row], targets: list[Target]) -> Report:
     return Report(machine=machine, versions=versions, rows=rows, targets=targets)
 
 
-def show(made: Report) -> str:
+def show(shown_report: Report) -> str:
     """Return a report as text: the machine, the versions, a line for each row, and a line for each target with its
-    value, its limit and whether it holds."""
-    lines = [", ".join(f"{key} {value}" for key, value in made.machine.items())]
-    lines += [", ".join(f"{key} {value}" for key, value in made.versions.items()), ""]
-    lines += ["  ".join(f"{key}={_short(value)}" for key, value in row.items()) for row in made.rows]
+    value, its limit, and ``holds`` or ``FALLS SHORT``."""
+    lines = [", ".join(f"{key} {value}" for key, value in shown_report.machine.items())]
+    lines += [", ".join(f"{key} {value}" for key, value in shown_report.versions.items()), ""]
+    lines += ["  ".join(f"{key}={_short(value)}" for key, value in row.items()) for row in shown_report.rows]
     lines.append("")
-    width = max((len(target.name) for target in made.targets), default=0)
-    for target in made.targets:
+    width = max((len(target.name) for target in shown_report.targets), default=0)
+    for target in shown_report.targets:
         verdict = "holds" if target.holds else "FALLS SHORT"
         lines.append(
             f"{target.name:<{width}}  {_short(target.value):>10} {target.unit:<9} {target.target:<10} {verdict}"

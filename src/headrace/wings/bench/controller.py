@@ -1,7 +1,7 @@
-"""The controller by itself: how many episodes and tokens a second one process carries, over the real sockets of up to a
-thousand engines that answer at once, with its ledger, and a learner that takes no time.
+"""The throughput of the controller alone: the episodes and tokens per second that one process handles, with its ledger,
+over real sockets to up to a thousand engines that answer at once, and with a learner that takes no time.
 
-With ``before``, an interpreter that has an earlier version of the package, the same is measured there too, in turns.
+With ``before``, an interpreter that has an earlier version of the package, runs of both versions alternate.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
 
 Spec = dict[str, Any]
+"""The specification of a run, a JSON object for ``controller_side.py``."""
 CASES: dict[str, tuple[Spec, str, float]] = {
     "answers of 4 tokens": (
         {"groups": 1024, "group_size": 4, "tokens": 4, "turns": 1, "given": 0, "episodes": 81_920},
@@ -53,19 +54,21 @@ CASES: dict[str, tuple[Spec, str, float]] = {
         3_000_000.0,
     ),
 }
-"""For each case: the run, the figure that counts, and its aim."""
+"""For each case, by its name: the specification of the run, the figure that is compared, and its target per second."""
 ENGINES, FLUSH = 1000, 64
+"""The number of engines, and the number of tokens in a chunk, where a case does not define them."""
 ROUNDS = 3
 QUICK_SHARE = 20
-"""The part of the episodes, and of the engines, with which a quick run does."""
+"""The divisor of the numbers of episodes and engines in a quick run."""
 MOST_MB = 600.0
-"""The most memory of the controller, in MiB."""
+"""The largest memory of the controller, in MiB."""
 TIMEOUT_S = 600.0
+"""The time limit of one run, in seconds."""
 
 
 def measure(on_progress: Callable[[str], None], quick: bool = False, before: str = "") -> Report:
-    """Run every case :data:`ROUNDS` times, in turns with the interpreter ``before`` if there is one, and return rows
-    and targets. With ``quick``, each runs once and small."""
+    """Run every case :data:`ROUNDS` times, alternating with the interpreter ``before`` if that is not empty, and return
+    a report with a row for each run and the targets. With ``quick``, every case is small and runs once."""
     pythons = {"now": sys.executable, **({"before": before} if before else {})}
     rows: list[Row] = []
     targets: list[Target] = []
@@ -89,12 +92,14 @@ def measure(on_progress: Callable[[str], None], quick: bool = False, before: str
 
 
 def _run(python: str, spec: Spec) -> Row:
-    """Return the figures of one run, which the interpreter ``python`` makes in a process of its own."""
+    """Run ``spec`` in a new process of the interpreter ``python``, and return the figures of this run."""
     with as_file(files("headrace.wings.bench") / "controller_side.py") as side:
-        made = subprocess.run(
+        process = subprocess.run(
             [python, str(side), json.dumps(spec)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
-    if made.returncode:
-        raise RuntimeError(f"the controller of {python} ended with status {made.returncode}: {made.stderr[-2000:]}")
-    figures: Row = json.loads(made.stdout.splitlines()[-1])
+    if process.returncode:
+        raise RuntimeError(
+            f"the controller of {python} ended with status {process.returncode}: {process.stderr[-2000:]}"
+        )
+    figures: Row = json.loads(process.stdout.splitlines()[-1])
     return figures

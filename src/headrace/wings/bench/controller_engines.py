@@ -1,11 +1,11 @@
-"""The process of many engines without a model for the controller benchmark. They answer over the real sockets of
-engines, as fast as they can, with tokens that mean nothing.
+"""The process of the engines in the controller benchmark: many engines without a model, which answer over the real
+sockets of engines, as fast as they can, with arbitrary tokens.
 
     python -m headrace.wings.bench.controller_engines DIRECTORY NUM FLUSH LAYERS
 
-DIRECTORY holds the sockets of the engines ``engine-0`` to ``engine-(NUM-1)``; a chunk has up to FLUSH tokens, with
-eight experts in each of LAYERS layers, which lie in a store where the package has one. The process reads the secret of
-the run from its input, and ends with the process that started it.
+DIRECTORY contains the sockets of the engines ``engine-0`` to ``engine-(NUM-1)``; a chunk has up to FLUSH tokens, with
+eight experts in each of LAYERS layers, which are written to a store of columns where the package has one. The process
+reads the secret of the run from its standard input, and ends when the process that started it has ended.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from headrace.base.types.weights import SwapReport
 
 try:
     from headrace.base.store import COLUMNS, ColumnStore
-except ImportError:  # a version before the store
+except ImportError:  # an earlier version of the package without a store
     ColumnStore = None  # type: ignore[assignment, misc]
 
 WAIT_MS = 1000
-"""Milliseconds after which an idle process looks whether the process that started it still runs."""
+"""The interval, in milliseconds, at which an idle process checks that the process that started it still runs."""
 
 EXPERTS = 8
 """The number of experts of a token in each layer."""
@@ -44,30 +44,34 @@ EXPERTS = 8
 
 @dataclass(slots=True, eq=False)
 class _IdleEngine:
-    """One engine: its sockets, the sequences that it samples, and its counters."""
+    """One engine: its sockets, its running sequences, and its counters."""
 
     orders: Any
+    """The socket on which the engine receives messages of the controller."""
     reports: Any
-    left: dict[int, int] = field(default_factory=dict)
-    """The number of tokens that each running sequence still gets, by the number of its request."""
+    """The socket on which the engine sends messages to the controller."""
+    tokens_left: dict[int, int] = field(default_factory=dict)
+    """The number of tokens that are still to be sampled for each running sequence, by the id of its request."""
     readers: dict[int, Any] = field(default_factory=dict)
-    """The socket to which the chunks of a sequence go, by the number of its request."""
+    """The socket to which the chunks of a sequence are sent, by the id of its request."""
     version: int = NOT_SAMPLED
     generated: int = 0
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine."""
+        running = len(self.tokens_left)
         return EngineStats(
-            version=self.version, generated_tokens=self.generated, steps=self.generated, running=len(self.left)
+            version=self.version, generated_tokens=self.generated, steps=self.generated, running=running
         )  # fmt: skip
 
 
 class IdleEngines:
-    """The engines of this process, and the loop that serves them."""
+    """The engines of this process, and the loop that handles their messages and samples their tokens."""
 
     def __init__(self, directory: Path, num: int, flush: int, layers: int, token: str) -> None:
-        """Connect to the controller's sockets of ``num`` engines in ``directory``. Chunks have up to ``flush``
-        tokens with experts of ``layers`` layers; ``token`` proves that the engines are of this run."""
+        """Create ``num`` engines, and connect them to the controller's sockets in ``directory``. Chunks have up to
+        ``flush`` tokens with experts of ``layers`` layers; ``token`` is the secret of the run, with which an engine
+        proves that it belongs to the run."""
         self._codec = MessageCodec(engine.Message)
         self._flush = flush
         self._layers = layers
@@ -76,9 +80,10 @@ class IdleEngines:
         self._context.set(zmq.MAX_SOCKETS, 4 * num + 64)
         self._poller = zmq.Poller()
         self._by_socket: dict[Any, _IdleEngine] = {}
-        self._answers: dict[str, Any] = {}
+        self._shard_sockets: dict[str, Any] = {}
         """The sockets to rollout shards, by their addresses."""
-        self._columns: dict[tuple[int, int], Tokens] = {}
+        self._cached_tokens: dict[tuple[int, int], Tokens] = {}
+        """The tokens of a chunk, by version and number: they are made once, and sent many times."""
         for number in range(num):
             (name,) = directory.glob(f"engine-{number}.*.reports")
             one = _IdleEngine(self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH))
@@ -89,7 +94,8 @@ class IdleEngines:
             self._send(one, Ready(token=token, pid=os.getpid(), facts={}))
 
     def serve(self) -> None:
-        """Answer orders, and sample for all running sequences, until the starter of this process has ended."""
+        """Handle the messages of the controller, and sample tokens for all running sequences, until the process that
+        started this process has ended."""
         starter = os.getppid()
         busy: dict[_IdleEngine, None] = {}
         while os.getppid() == starter:
@@ -97,32 +103,34 @@ class IdleEngines:
                 one = self._by_socket[socket]
                 for order in self._orders(socket):
                     self._handle(one, order)
-                if one.left:
+                if one.tokens_left:
                     busy[one] = None
             for one in list(busy):
                 self._answer(one)
-                if not one.left:
+                if not one.tokens_left:
                     del busy[one]
 
     def _answer(self, one: _IdleEngine) -> None:
-        """Send the next chunk of each running sequence of an engine to the process that asked for it."""
-        read: dict[Any, list[TokenChunk]] = {}
+        """Send the next chunk of each running sequence of the engine ``one`` to the process that requested it, the
+        controller or a rollout shard."""
+        by_reader: dict[Any, list[TokenChunk]] = {}
         for chunk in self._sample(one):
-            read.setdefault(one.readers[chunk.request_id], []).append(chunk)
+            by_reader.setdefault(one.readers[chunk.request_id], []).append(chunk)
             if chunk.ended:
                 del one.readers[chunk.request_id]
-        for socket, chunks in read.items():
+        for socket, chunks in by_reader.items():
             socket.send(self._codec.encode(Chunks(chunks=tuple(chunks), stats=one.stats(), spans=())))
 
     def _reader(self, address: str, one: _IdleEngine) -> Any:
-        """Return the socket to the process that receives answers at ``address``; empty: the controller."""
-        if address and address not in self._answers:
-            self._answers[address] = self._context.socket(zmq.PUSH)
-            self._answers[address].connect(address)
-        return self._answers.get(address, one.reports)
+        """Return the socket to the rollout shard that receives chunks at ``address``; where ``address`` is empty, the
+        socket of the engine ``one`` to the controller."""
+        if address and address not in self._shard_sockets:
+            self._shard_sockets[address] = self._context.socket(zmq.PUSH)
+            self._shard_sockets[address].connect(address)
+        return self._shard_sockets.get(address, one.reports)
 
     def _orders(self, socket: Any) -> Iterator[Any]:
-        """Yield the orders that have arrived at ``socket``."""
+        """Yield the messages of the controller that have arrived at ``socket``, without waiting."""
         while True:
             try:
                 yield self._codec.decode(socket.recv(zmq.NOBLOCK))
@@ -130,38 +138,40 @@ class IdleEngines:
                 return
 
     def _handle(self, one: _IdleEngine, order: Any) -> None:
-        """Carry out one order."""
+        """Handle one message of the controller to the engine ``one``: start sequences, or report that weights are
+        staged or committed at once."""
         match order:
             case engine.Generate(requests=requests):
-                # an earlier version of the package has no such field
+                # the message of an earlier version of the package has no field answers_to
                 reader = self._reader(msgspec.structs.asdict(order).get("answers_to", ""), one)
                 for request in requests:
                     one.readers[request.request_id] = reader
-                    one.left[request.request_id] = request.sampling.max_new_tokens
+                    one.tokens_left[request.request_id] = request.sampling.max_new_tokens
             case engine.Stage(call=call, update=update):
                 self._send(one, Staged(call=call, version=update.version, seconds=0.0))
             case engine.Commit(call=call, version=version, mode=mode):
                 one.version = version
-                report = SwapReport(version=version, gap_s=0.0, carried_over=len(one.left), restarted=0, mode=mode)
+                num_running = len(one.tokens_left)
+                report = SwapReport(version=version, gap_s=0.0, carried_over=num_running, restarted=0, mode=mode)
                 self._send(one, Committed(call=call, report=report))
 
     def _sample(self, one: _IdleEngine) -> Iterator[TokenChunk]:
-        """Yield the next chunk of each running sequence of an engine."""
-        for request_id, left in list(one.left.items()):
+        """Yield the next chunk of each running sequence of the engine ``one``."""
+        for request_id, left in list(one.tokens_left.items()):
             size = min(left, self._flush)
             one.generated += size
-            one.left[request_id] -= size
+            one.tokens_left[request_id] -= size
             stop = StopReason.LENGTH if size == left else None
             if stop is not None:
-                del one.left[request_id]
+                del one.tokens_left[request_id]
             chunk = TokenChunk(request_id=request_id, tokens=self._tokens(one.version, size), stop_reason=stop)
             yield chunk if self._store is None else self._store.chunk(chunk)
 
     def _tokens(self, version: int, size: int) -> Tokens:
-        """Return ``size`` tokens of ``version``."""
-        found = self._columns.get((version, size))
+        """Return ``size`` arbitrary tokens, sampled by weights of ``version``, from a cache."""
+        found = self._cached_tokens.get((version, size))
         if found is None:
-            found = self._columns[version, size] = Tokens(
+            found = self._cached_tokens[version, size] = Tokens(
                 ids_T=np.arange(size, dtype=np.int32) % 97,
                 logprobs_T=np.full(size, -1.0, np.float32),
                 versions_T=np.full(size, version, np.int32),
@@ -170,12 +180,12 @@ class IdleEngines:
         return found
 
     def _routing(self, size: int) -> Routing:
-        """Return the experts of ``size`` tokens."""
+        """Return arbitrary experts for ``size`` tokens in every layer (shape legend: R tokens, L layers, K experts)."""
         experts_RLK = np.arange(size * self._layers * EXPERTS, dtype=np.int64).astype(np.uint8)
         return Routing(known_T=np.ones(size, bool), experts_RLK=experts_RLK.reshape(size, self._layers, EXPERTS))
 
     def _send(self, one: _IdleEngine, message: Any) -> None:
-        """Send a report of an engine to the controller."""
+        """Send ``message`` from the engine ``one`` to the controller."""
         one.reports.send(self._codec.encode(message))
 
 

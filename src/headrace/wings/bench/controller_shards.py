@@ -1,4 +1,5 @@
-"""The rollout shards of the controller benchmark: real processes, which ask the engines without a model."""
+"""The rollout shards of the controller benchmark: real processes that run episodes beside the controller, and send
+their requests to the engines without a model."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from headrace.launch.supervision import SupervisionConfig
 def open_shards(
     count: int, sampling: Sampling, fleet: Fleet, clients: Sequence[EngineClient], directory: Path, *, token: str
 ) -> RolloutShards:
-    """Return ``count`` rollout shards, which are not started yet and sample with ``sampling`` from the engines of
-    ``fleet``, whose ``clients`` the controller has. ``directory`` has their sockets, and ``token`` is the secret of the
-    run."""
+    """Return ``count`` rollout shards, which are not started yet. They sample with ``sampling`` from the engines of
+    ``fleet``, for which the controller has ``clients``. ``directory`` contains the sockets of the shards, and ``token``
+    is the secret of the run."""
     site = Rendezvous(directory=directory, logs=directory, token=token, on_spans=lambda spans: None)
     start = RolloutStart(
         sampling=sampling,
@@ -36,10 +37,10 @@ def open_shards(
     )
 
     async def start_one(name: str) -> Child:
-        """Start the process of a shard."""
+        """Start the process of the shard ``name``, and return it."""
 
         def client(channel: ControllerChannel) -> RolloutClient:
-            """Return its peer."""
+            """Return the controller's client of the shard, which uses ``channel``."""
             return RolloutClient(name, channel, token=token)
 
         spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=client)

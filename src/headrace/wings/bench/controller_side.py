@@ -1,10 +1,10 @@
-"""One side of the controller benchmark, in a process of its own: a whole controller with its ledger, over real sockets
-to engines without a model. It uses only what earlier versions of the package have too, so that the code before a change
-can be measured by the same file, with another interpreter.
+"""The program of one run of the controller benchmark: a whole controller with its ledger, over real sockets to engines
+without a model. It uses only parts that earlier versions of the package have too, so that another interpreter can
+measure an earlier version with the same file.
 
     python controller_side.py '{"engines": 1000, "tokens": 4, ...}'
 
-It prints one JSON object with the figures.
+The argument is the specification (``spec``) of the run. The program prints one JSON object with the figures.
 """
 
 from __future__ import annotations
@@ -49,21 +49,22 @@ from headrace.rollout.environments import AttemptOutcome, SingleTurn
 from headrace.rollout.scoring import NO_CONTEXT, Scores, ScoringContext
 
 ENGINES = Path(__file__).with_name("controller_engines.py")
-"""The program of the engines."""
+"""The program that runs the engines, in another process."""
 PROMPT_TOKENS = 16
 NUM_TASKS = 64
 
 
 class NoLearner:
-    """A learner that trains in no time, and whose weights are empty."""
+    """A learner without a model: its steps take no time, and its weights are empty."""
 
     def __init__(self) -> None:
-        """Begin without trained tokens."""
+        """Create the learner, without trained tokens."""
         self.ends: list[tuple[float, float, int]] = []
-        """For each step: the time, the processor time of this process, and the tokens trained until then."""
+        """For the end of each step: the time, the processor time of this process so far, both in seconds, and the
+        number of tokens trained so far."""
 
     async def train(self, batch: Batch) -> StepReport:
-        """Return the report of a step that takes no time."""
+        """Record the end of a step on ``batch``, and return the report of a step that took no time."""
         before = self.ends[-1][2] if self.ends else 0
         used = resource.getrusage(resource.RUSAGE_SELF)
         self.ends.append((RealClock().now(), used.ru_utime + used.ru_stime, before + batch.num_tokens))
@@ -77,22 +78,22 @@ class NoLearner:
         )
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
-        """Return the engine's logprobs."""
+        """Return the logprobs that the engine recorded for the tokens of ``batch``."""
         return batch.logprobs_N
 
     async def snapshot(self, version: int, slot: int) -> Publication:
-        """Return a publication without weights."""
+        """Return the publication of ``version``, without weights."""
         return Publication(version=version, slot=slot, exposed_s=0.0)
 
     async def published(self, publication: Publication) -> WeightUpdate:
-        """Return an update without weights."""
+        """Return the weight update of a publication, without weights."""
         empty = Manifest(entries=(), total_bytes=0)
         return WeightUpdate(
             version=publication.version, slot=publication.slot, path="", manifest=empty, checksums=()
         )  # fmt: skip
 
     async def resend(self, publication: Publication) -> WeightUpdate:
-        """Return the same update."""
+        """Return the weight update of ``publication`` again."""
         return await self.published(publication)
 
     async def save(self, directory: Path) -> None:
@@ -103,12 +104,12 @@ class NoLearner:
 
 
 class Alternating:
-    """A scorer that rewards every other answer, at once."""
+    """A scorer that returns at once, with the rewards 0 and 1 in turn."""
 
     by_group = False
 
     def __init__(self) -> None:
-        """Begin with a reward of 0."""
+        """Create the scorer; its first reward is 0."""
         self._numbers = itertools.count()
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
@@ -117,17 +118,17 @@ class Alternating:
 
 
 class AgentLike:
-    """An environment of many turns: after every answer, the model reads as many new tokens as ``given``."""
+    """An environment of many turns, like an agent with tools: the model reads new tokens before every answer."""
 
     asks_prompt = False
 
     def __init__(self, turns: int, given: int) -> None:
-        """Let an episode have ``turns`` answers, with ``given`` tokens before each."""
+        """Create an environment whose episodes have ``turns`` answers, with ``given`` new tokens before each."""
         self._turns = turns
         self._given = np.arange(given, dtype=np.int32) % 89
 
     async def run(self, task: Task, episode: Any) -> AttemptOutcome:
-        """Sample all answers, one after the other."""
+        """Sample all answers of an episode, one after the other, and return its outcome, with a reward of 0 or 1."""
         ids_T = np.concatenate([task.prompt_ids_T, self._given])
         for _ in range(self._turns):
             reply = await episode.sample(ids_T)
@@ -146,7 +147,8 @@ def centred(groups: Sequence[ScoredGroup]) -> list[float]:
 
 
 def parts_of(spec: dict[str, Any], fleet: Fleet, directory: Path) -> Components:
-    """Return the components of a run as ``spec`` says, on the engines of ``fleet``."""
+    """Return the components of the run that ``spec`` describes, with the engines of ``fleet``. ``directory`` is the run
+    directory."""
     prompts = np.arange(NUM_TASKS * PROMPT_TOKENS, dtype=np.int32).reshape(NUM_TASKS, PROMPT_TOKENS)
     turns = int(spec["turns"])
     return Components(
@@ -170,8 +172,8 @@ def parts_of(spec: dict[str, Any], fleet: Fleet, directory: Path) -> Components:
 
 
 def settings_of(spec: dict[str, Any]) -> ControlSettings:
-    """Return the settings of the controller: as many steps as make ``spec["episodes"]`` episodes, with groups that
-    start as soon as the bound allows."""
+    """Return the settings of the controller: enough steps for ``spec["episodes"]`` episodes, with groups that start as
+    soon as the staleness bound allows."""
     flow = FlowConfig(groups_per_step=spec["groups"], group_size=spec["group_size"], max_age=2, pacing=Eager())
     steps = max(4, int(spec["episodes"]) // (flow.groups_per_step * flow.group_size))
     run = RunSection(steps=steps, checkpoint_every=10**9)
@@ -179,8 +181,8 @@ def settings_of(spec: dict[str, Any]) -> ControlSettings:
 
 
 def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack, token: str) -> list[EngineClient]:
-    """Start the process of the engines, and return their clients, which are not ready yet. ``token`` is the secret of
-    the run."""
+    """Start the process of the engines, and return their clients, which are not ready yet. ``stack`` kills the process
+    at its end; ``token`` is the secret of the run."""
     names = [f"engine-{number}" for number in range(spec["engines"])]
     channels = [ControllerChannel(directory, name, reports.Message) for name in names]
     numbers = (len(names), spec["flush"], spec.get("layers", 0))
@@ -198,8 +200,8 @@ def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack, token:
 
 
 async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> NoLearner:
-    """Run a controller as ``spec`` says, with its files in ``directory``, and return its learner, which has the
-    times."""
+    """Run the controller that ``spec`` describes, with its files in ``directory``, and return its learner, which has
+    recorded the times of the steps. ``stack`` closes the ledger and ends the engines."""
     settings, fleet = settings_of(spec), Fleet(RealClock(), size=spec["engines"])
     flow, token = settings.flow, secrets.token_hex(16)
     ledger = SqliteLedger(directory / "ledger.sqlite", group_size=flow.group_size, groups_per_step=flow.groups_per_step)
@@ -235,7 +237,8 @@ async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> NoLear
 
 
 def main(spec: dict[str, Any]) -> dict[str, float]:
-    """Return the figures of one run as ``spec`` says. The first quarter of the steps is not counted."""
+    """Return the figures of the run that ``spec`` describes. The first quarter of the steps, in which caches and queues
+    are still filling, is not counted."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hr-")))
         learner = asyncio.run(run(spec, directory, stack))

@@ -1,5 +1,5 @@
-"""Distillation of the demo's model from a larger model, and from its own earlier weights in addition to the reward. The
-earlier weights are refreshed: every few steps they become those of the learner at that time."""
+"""Distillation of the demo's model: from a larger model, and, in addition to the reward, from its own earlier weights.
+The earlier weights are *refreshed*: every few steps they are replaced by the present weights of the learner."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, re
 from headrace.wings.recipes.demo import Demo, build_demo, build_teacher
 
 STEPS, QUICK_STEPS = 80, 4
+"""The number of steps of a run, and with ``quick``."""
 EVERY = 5
-"""Number of steps between two refreshments of the earlier weights."""
+"""The number of steps between two refreshments of the earlier weights."""
 LARGER = """learner.teachers=[{{kind="model", path="{teacher}"}}]"""
 SERVED = """learner.teachers=[{{kind="model", path="{teacher}", engine={{}}}}]"""
 KINDS: dict[str, tuple[str, ...]] = {
@@ -31,8 +32,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Train one run of the demo with each kind of teacher of :data:`KINDS`; return a row for each run, and its targets.
-    With ``quick`` each run has 4 steps. ``on_progress`` is called with a line of text before each run."""
+    """Train one run of the demo with each kind of teacher in :data:`KINDS`; return a report with a row and targets for
+    each run. With ``quick`` each run has 4 steps. ``on_progress`` is called with a line of text before each run."""
     steps = QUICK_STEPS if quick else STEPS
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
@@ -70,21 +71,21 @@ def _run(demo: Demo, run_dir: Path, kind: str, settings: list[str], steps: int) 
 
 
 def _refreshment(records: list[StepRecord]) -> float | None:
-    """Return how much longer the steps take after which the teacher is another version: their median duration, divided
-    by that of the other steps. Return ``None`` if the teacher has no version in the metrics, or if there are not both
-    kinds of steps."""
+    """Return the median duration of the steps that refresh the teacher, divided by the median duration of the other
+    steps. Return ``None`` if the teacher has no version in the metrics, or if one of the two kinds of steps is
+    missing."""
     versions = [record.metrics.get("teacher_version") for record in records]
     if None in versions:
         return None
     steps = list(zip(records, versions, versions[1:], strict=False))[1:]  # the first step also allocates memory
-    renewed = [record.seconds for record, now, then in steps if now != then]
-    kept = [record.seconds for record, now, then in steps if now == then]
-    return statistics.median(renewed) / statistics.median(kept) if renewed and kept else None
+    refreshing_s = [record.seconds for record, now, then in steps if now != then]
+    others_s = [record.seconds for record, now, then in steps if now == then]
+    return statistics.median(refreshing_s) / statistics.median(others_s) if refreshing_s and others_s else None
 
 
 def _targets(row: Row) -> list[Target]:
-    """Return the targets that a row of the report is held to: the accuracy gained, and the time of steps that refresh
-    the teacher if there are such steps."""
+    """Return the targets for a row of the report: the gain in accuracy, and the relative time of steps that refresh the
+    teacher, if there are such steps."""
     gained = (row["eval_after"] or 0.0) - (row["eval_before"] or 0.0)
     targets = [at_least(f"{row['what']}: held-out accuracy gained", gained, 0.2, "fraction")]
     if row["refreshment_by_step"] is not None:

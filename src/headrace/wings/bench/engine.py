@@ -1,8 +1,8 @@
-"""The embedded engine compared with transformers and, if an interpreter with it is given, vLLM. The engines run
-alternately, each in its own process, which is called a side of the comparison; the other engines are called peers.
+"""The embedded engine compared with transformers and, if the user names an interpreter with vLLM, with vLLM. The
+engines run alternately, each in its own process, called a *side* of the comparison; the other engines are *peers*.
 
-Tokens per second are measured over whole requests, outside the processes. A ratio is the median over the rounds of the
-embedded engine's rate divided by the other's.
+Tokens per second are measured over whole requests, outside the processes. A ratio is the embedded engine's rate divided
+by the rate of a peer, as the median over the rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace.wings.bench.engine_peers import VLLM_CACHE_BYTES, PeerProcess, col
 _VOCAB = (string.ascii_letters + string.digits)[:61]
 _SHAPE: Mapping[str, Any] = {"vocab": _VOCAB, "max_positions": 2048, "extra": {"tie_word_embeddings": True}}
 _LINEAR: Mapping[str, Any] = {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}
-"""Three layers of linear attention before each that attends, as in Qwen3.5."""
+"""Settings of a hybrid model: three layers of linear attention before each layer of full attention, as in Qwen3.5."""
 SMALL = TinySpec(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=384, **_SHAPE)
 LARGE = TinySpec(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=1536, **_SHAPE)
 EXPERTS = TinySpec(
@@ -46,25 +46,25 @@ MODELS = {
     "1M": SMALL, "28M": LARGE, "1M experts": EXPERTS, "1M hybrid": SMALL_HYBRID, "28M hybrid": LARGE_HYBRID,
 }  # fmt: skip
 PROMPT = 8
-"""Number of tokens of every prompt."""
+"""The number of tokens of every prompt."""
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A comparison of the embedded engine with others: one request that is sent to each of them in turn, and the ratios
-    of their speeds that are aimed at."""
+    """A comparison of the embedded engine with its peers: a request that is sent to each engine in turn, and the target
+    ratios of speed."""
 
     name: str
-    """Name of the comparison in the report."""
+    """The name of the comparison in the report."""
     model: str
-    """Name of the model in ``MODELS``."""
+    """The name of the model in ``MODELS``."""
     lengths: tuple[int, ...]
-    """Number of new tokens of each sequence."""
+    """The number of new tokens of each sequence."""
     peers: tuple[str, ...]
-    """Engines that are compared with the embedded one."""
+    """The engines that are compared with the embedded engine."""
     ratios: Mapping[str, float] = field(default_factory=dict)
-    """Smallest acceptable ratio of the embedded engine's tokens per second to each peer's."""
+    """The smallest acceptable ratio of the embedded engine's tokens per second to each peer's, by peer."""
 
 
 def lognormal(count: int, mean: float, cap: int) -> tuple[int, ...]:
@@ -101,18 +101,18 @@ QUICK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EngineBench:
-    """The options of one run of this benchmark, with helpers that make models, start engines and time requests."""
+    """The options of one run of this benchmark, with methods that create models, start engines and time requests."""
 
     directory: Path
-    """Temporary directory of the models and of the processes' logs."""
+    """The temporary directory of the models and of the processes' logs."""
     threads: int
-    """Number of threads of each process."""
+    """The number of threads of each process."""
     vllm: str
-    """Path of an interpreter with vLLM; empty: vLLM is left out."""
+    """The path of an interpreter with vLLM; empty: vLLM is left out."""
     quick: bool
-    """Whether everything is small, as a trial: the figures then mean nothing."""
+    """True for a trial in which everything is small, and whose figures mean nothing."""
     on_progress: Callable[[str], None]
-    """Called with lines of progress."""
+    """The callback for lines of progress."""
     clock: RealClock = field(default_factory=RealClock)
 
     @property
@@ -122,22 +122,22 @@ class _EngineBench:
 
     @property
     def rounds(self) -> int:
-        """Return how often each comparison is repeated."""
+        """Return the number of rounds of each comparison."""
         return 1 if self.quick else ROUNDS
 
     def model(self, name: str) -> Path:
-        """Return the directory of the model that is called ``name`` in :data:`MODELS`; the model, with random weights,
-        is made at the first call."""
+        """Return the directory of the model with the key ``name`` in :data:`MODELS`. The first call creates the model,
+        with random weights."""
         directory = self.directory / name.replace(" ", "-")
         return directory if directory.exists() else make_tiny(directory, MODELS[name])
 
     def open(self, side: str, model: Path, stack: ExitStack) -> PeerProcess:
-        """Start the process of the engine ``side`` with the model in the directory ``model``; ``stack`` ends the
-        process."""
+        """Start the process of the engine ``side`` with the model in the directory ``model``, and return it; ``stack``
+        ends the process."""
         return stack.enter_context(worker(side, model, self.threads, vllm=self.vllm))
 
     def timed(self, side: PeerProcess, request: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-        """Send a request to an engine's process; return the seconds until its answer is there, and the answer."""
+        """Send a request to an engine's process; return the seconds until the answer arrives, and the answer."""
         start_s = self.clock.now()
         answer = side.call(request)
         return self.clock.now() - start_s, answer
@@ -147,9 +147,9 @@ def measure(
     on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False, vllm: str = ""
 ) -> Report:
     """Run all measurements and return their report: the comparisons with other engines, the lower limit of a step's
-    time, the first token, the cost of recording, and the commit gaps. ``threads`` is the number per process (unset: all
-    cores); with ``quick`` everything is small and the figures mean nothing; ``vllm`` is the path of an interpreter with
-    vLLM for CPUs (empty: vLLM is left out)."""
+    time, the time to the first token, the cost of recording, and the commit gaps. ``threads`` is the number of threads
+    of each process (``None``: all cores); with ``quick`` everything is small and the figures mean nothing; ``vllm`` is
+    the path of an interpreter with vLLM for CPUs (empty: vLLM is left out)."""
     rows: list[Row] = []
     targets: list[Target] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -165,47 +165,47 @@ def measure(
             ours = bench.open("native", bench.main_model, stack)
             routed = bench.open("native", bench.model("1M experts"), stack)
             parts = [
-                _step_floor(bench, ours),
-                _latency(bench, ours),
-                _recording(bench, ours, "kept-sets", {"top_p": 0.95}, {"record_kept": True}),
-                _recording(bench, routed, "routing", {}, {"record_routing": True}),
-                _gaps(bench, bench.open("fed", bench.main_model, stack)),
+                _measure_step_floor(bench, ours),
+                _measure_latency(bench, ours),
+                _measure_recording(bench, ours, "kept-sets", {"top_p": 0.95}, {"record_kept": True}),
+                _measure_recording(bench, routed, "routing", {}, {"record_routing": True}),
+                _measure_gaps(bench, bench.open("fed", bench.main_model, stack)),
             ]
         on_progress("fresh process")
-        for found in [*parts, _cold(bench)]:
+        for found in [*parts, _measure_cold_start(bench)]:
             rows += found[0]
             targets += found[1]
     return report(rows, targets)
 
 
 Measurement = tuple[list[Row], list[Target]]
+"""The rows and the targets that one measurement adds to the report."""
 
 
 def make_request(lengths: tuple[int, ...], **sampling: Any) -> dict[str, Any]:
-    """Return a request, the JSON object that the engines' processes take: random prompts of :data:`PROMPT` tokens, the
-    number of new tokens of each in ``lengths``, and the sampling options. Requests with equally many sequences have
-    equal prompts."""
+    """Return a request, a JSON object for the engines' processes: random prompts of :data:`PROMPT` tokens, the number
+    of new tokens for each (``lengths``), and the sampling options. Requests with equally many sequences have equal
+    prompts."""
     rng = np.random.default_rng(len(lengths))
     prompts = rng.integers(3, len(_VOCAB), (len(lengths), PROMPT)).tolist()
     return {"prompts": prompts, "lengths": list(lengths), "sampling": sampling}
 
 
 def _compare(bench: _EngineBench, match: Match) -> Measurement:
-    """Send the request of ``match`` to each of its engines in turn, round after round, after a short request that warms
-    them up. Return a row of each engine with tokens per second and memory, a row of each ratio, and the targets. Every
-    answer must have the requested number of tokens."""
+    """Send the request of ``match`` to each of its engines in turn, round after round, after a short warm-up request.
+    Return a row for each engine with tokens per second and memory, a row for each ratio, and the targets. Every answer
+    must have the requested number of tokens."""
     names = ["native", *(peer for peer in match.peers if peer != "vllm" or bench.vllm)]
     rates: dict[str, list[float]] = {name: [] for name in names}
     resident: dict[str, int] = {}
     caches: dict[str, int] = {}
     with ExitStack() as stack:
         sides = {name: bench.open(name, bench.model(match.model), stack) for name in names}
-        sides["native"].call(
-            {"fill_cache": True}
-        )  # touches all pages of the cache, so that its size can be subtracted from the resident memory
+        # all pages of the cache are touched, so that its size can be subtracted from the resident memory
+        sides["native"].call({"fill_cache": True})
         for name, side in sides.items():
             bench.on_progress(f"{match.name}: {name} warms up")
-            # continuous batching plans its cache for the first request
+            # continuous batching allocates its cache by the first request, so that this must have the full lengths
             side.call(make_request(match.lengths if name == "continuous" else (4,) * len(match.lengths)))
         for turn in range(bench.rounds):
             for name, side in sides.items():
@@ -235,10 +235,10 @@ def _compare(bench: _EngineBench, match: Match) -> Measurement:
     return rows, targets
 
 
-def _step_floor(bench: _EngineBench, ours: PeerProcess) -> Measurement:
-    """Measure how close a decoding step of a full batch comes to the least time that the machine's matrix products and
-    memory allow, and how much of it is spent outside the model's forward pass. The time of the prompts is measured
-    separately and subtracted. Return a row, and the target that the least time is 0.6 of the measured time or more.
+def _measure_step_floor(bench: _EngineBench, ours: PeerProcess) -> Measurement:
+    """Compare the time of a decoding step of a full batch with the lower limit that the machine's matrix products and
+    memory set, and measure the part of the step outside the model's forward pass. The time of the prompts is measured
+    separately and subtracted. Return a row, and the target that the limit is at least 0.6 of the measured time.
     ``ours`` is the process of the embedded engine."""
     spec = SMALL if bench.quick else LARGE
     batch, new = (4, 8) if bench.quick else (64, 128)
@@ -265,10 +265,10 @@ def _step_floor(bench: _EngineBench, ours: PeerProcess) -> Measurement:
 
 
 def step_floor_s(spec: TinySpec, batch: int, context: float, machine: Mapping[str, float]) -> float:
-    """Return the least possible seconds of one decoding step of ``batch`` sequences with ``context`` tokens each on
-    average: the products with the weights at the machine's matrix rate, or reading the weights once if that takes
-    longer; then reading keys and values of the contexts once. All is in float32. ``machine`` has the measured rates
-    ``flop_per_s`` and ``bytes_per_s``."""
+    """Return the lower limit of the time, in seconds, of one decoding step of ``batch`` sequences with ``context``
+    tokens each on average. This is the time of the products with the weights at the machine's matrix rate, or of
+    reading the weights once if that takes longer, plus the time of reading the keys and values of the contexts once.
+    All numbers are float32. ``machine`` has the measured rates ``flop_per_s`` and ``bytes_per_s``."""
     kv_size = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     attention = spec.hidden_size * (2 * spec.hidden_size + 2 * kv_size)
     layer = attention + 3 * spec.hidden_size * spec.intermediate_size
@@ -277,18 +277,18 @@ def step_floor_s(spec: TinySpec, batch: int, context: float, machine: Mapping[st
     return products_s + 4 * 2 * spec.num_layers * kv_size * batch * context / machine["bytes_per_s"]
 
 
-def _latency(bench: _EngineBench, ours: PeerProcess) -> Measurement:
-    """Measure the time from sending a short prompt to the answer of one token, in a process that is warm. Return a row
-    with the median, and no target."""
+def _measure_latency(bench: _EngineBench, ours: PeerProcess) -> Measurement:
+    """Measure the time from sending a short prompt to the answer of one token, in a process that has answered before.
+    Return a row with the median, and no target."""
     request = make_request((1,))
     ours.call(request)
     times_s = [bench.timed(ours, request)[0] for _ in range(3 if bench.quick else 30)]
     return [{"what": "time to first token, warm", "median_ms": statistics.median(times_s) * 1e3}], []
 
 
-def _cold(bench: _EngineBench) -> Measurement:
-    """Measure the time from the start of a fresh process to its first token, for the embedded engine and, unless
-    ``quick``, for others. Return a row of each, and the target of the embedded engine, 5 s at most."""
+def _measure_cold_start(bench: _EngineBench) -> Measurement:
+    """Measure the time from the start of a new process to its first token, for the embedded engine and, unless
+    ``quick``, for its peers. Return a row for each engine, and the target of the embedded engine, at most 5 s."""
     request = make_request((1,))
     names = ["native"] if bench.quick else ["native", "generate", *(["vllm"] if bench.vllm else [])]
     rows: list[Row] = []
@@ -301,12 +301,12 @@ def _cold(bench: _EngineBench) -> Measurement:
     return rows, [at_most("fresh process to first token", rows[0]["median_s"], 5.0, "s")]
 
 
-def _recording(
+def _measure_recording(
     bench: _EngineBench, ours: PeerProcess, what: str, base: Mapping[str, Any], more: Mapping[str, Any]
 ) -> Measurement:
-    """Measure how much longer requests take when the embedded engine also records ``what`` (kept-sets or routing).
-    Requests with the sampling options ``base`` are sent in turn without and with the further options ``more``, which
-    switch the recording on. Return a row, and the target that recording takes at most a tenth more time."""
+    """Measure how much longer requests take when the embedded engine records ``what`` (kept-sets or routing). Requests
+    with the sampling options ``base`` are sent alternately without and with the options ``more``, which switch the
+    recording on. Return a row, and the target that recording takes at most a tenth more time."""
     lengths = (8,) * 4 if bench.quick else (128,) * 64
     off, on = make_request(lengths, **base), make_request(lengths, **base, **more)
     ours.call(on)
@@ -317,8 +317,8 @@ def _recording(
     return [row], [at_most(f"recording {what}, more time", cost, 0.10, "fraction")]
 
 
-def _gaps(bench: _EngineBench, ours: PeerProcess) -> Measurement:
-    """Measure the commit gap, the time for which the engine stands still while it switches to new weights, over many
+def _measure_gaps(bench: _EngineBench, ours: PeerProcess) -> Measurement:
+    """Measure the commit gap, the time for which the engine's step loop stands still to commit new weights, over many
     commits between the steps of a full batch. ``ours`` is the process of an engine that receives weights, the side
     ``fed``. Return a row in milliseconds, and the target of the 99th percentile."""
     commits, batch = (10, 4) if bench.quick else (1000, 64)

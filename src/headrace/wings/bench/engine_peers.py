@@ -1,5 +1,6 @@
-"""The worker processes of the benchmarks, one for each side of a comparison, such as one engine. A process reads
-requests, one JSON object per line, from its standard input, and writes one answer to each."""
+"""The worker processes of the benchmarks, one for each *side* of a comparison, such as one engine. A worker process
+reads requests, one JSON object per line, from its standard input, and writes one answer to each on its standard
+output."""
 
 from __future__ import annotations
 
@@ -19,27 +20,31 @@ from headrace.base.environ import child_environment, engine_environment
 from headrace.base.errors import ComponentDied
 
 VLLM_CACHE_BYTES = 2**30
-"""Size of vLLM's key-value cache: enough for 64 sequences of 1,024 tokens of the larger model."""
+"""The size of vLLM's key-value cache, in bytes: enough for 64 sequences of 1,024 tokens of the larger model."""
 _DEADLINE_S = 1800.0
+"""The longest wait for an answer, in seconds."""
 _LOG_LINES = 15
+"""The number of last lines of a worker's log that an error contains."""
 ENGINE = "headrace.wings.bench.engine_worker"
 _VLLM = Path(__file__).with_name("engine_vllm.py")
 
 
 class PeerProcess:
-    """A worker process that answers requests of a benchmark; created by :func:`worker`."""
+    """The client of a worker process that answers requests of a benchmark; :func:`worker` creates it."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
-        """``name`` is the side that the process measures, for messages; ``log`` is the file with its standard error."""
+        """Create the client of ``process``. ``name`` is the side that the process measures, for messages; ``log`` is
+        the file with its standard error."""
         self._name = name
         self._process = process
         self._log = log
 
     def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer. Other lines that the process writes meanwhile are skipped.
+        """Send a request to the process, wait for the answer, and return it. Other lines that the process writes before
+        the answer are skipped.
 
-        Raises :class:`~headrace.base.errors.ComponentDied` if the process ends or does not answer within half an hour;
-        it is then killed.
+        Raises :class:`~headrace.base.errors.ComponentDied` if the process ends, or if it does not answer within half an
+        hour, in which case it is killed.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -68,7 +73,7 @@ class PeerProcess:
 
     def resident_bytes(self) -> int:
         """Return the memory in bytes that the process and its children use now (proportional set size: a page that
-        several of them share counts once)."""
+        several of these processes share counts once)."""
         top = psutil.Process(self._process.pid)
         family = [top, *top.children(recursive=True)]
         return sum(int(one.memory_full_info().pss) for one in family)
@@ -76,9 +81,9 @@ class PeerProcess:
 
 @contextmanager
 def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str = ENGINE) -> Iterator[PeerProcess]:
-    """Start a process that measures ``side`` with the module ``module``, and end it after the body of ``with``.
-    ``model`` is the directory (or file) that the side loads, and the log is written beside it; ``threads`` is the
-    number of threads. The side ``vllm`` is run by the interpreter ``vllm`` instead of this one."""
+    """Start a process that measures ``side`` with the module ``module``, yield its client, and end the process after
+    the body of the context. ``model`` is the directory (or file) that the side loads; the log is written beside it.
+    ``threads`` is the number of threads. The interpreter ``vllm`` runs the side ``vllm``."""
     log = model.parent / f"{side}.log"
     spec = json.dumps({"side": side, "model": str(model), "threads": threads})
     environment = child_environment(threads)
@@ -99,8 +104,8 @@ def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str 
 
 
 def cold_first_token_s(side: str, model: Path, threads: int, *, request: Mapping[str, Any], vllm: str = "") -> float:
-    """Return the seconds from starting a process for the engine ``side`` to its answer to ``request``, a request for
-    one token. ``vllm`` is the interpreter of the side ``vllm``."""
+    """Return the seconds from the start of a process for the engine ``side`` to its answer to ``request``, a request
+    for one token. ``vllm`` is the interpreter of the side ``vllm``."""
     clock = RealClock()
     start_s = clock.now()
     with worker(side, model, threads, vllm=vllm) as fresh:
@@ -109,7 +114,7 @@ def cold_first_token_s(side: str, model: Path, threads: int, *, request: Mapping
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the process by closing its input; kill it if it does not end."""
+    """End the process by closing its standard input; kill it and its children if it does not end within 20 s."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(BrokenPipeError):  # the process may have ended
@@ -130,7 +135,7 @@ def _vllm_environment(threads: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(VLLM_CACHE_BYTES // 2**30),
-        # it would keep a core for its server, which is not used here
+        # without this, vLLM reserves a core for its server, which is not used here
         "VLLM_CPU_OMP_THREADS_BIND": "0" if threads == 1 else f"0-{threads - 1}",
         "VLLM_TARGET_DEVICE": "cpu",
     }

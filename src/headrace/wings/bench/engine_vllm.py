@@ -1,6 +1,6 @@
 """The vLLM side of the engine benchmark, executed by an interpreter that has vLLM for CPUs and no Headrace.
 
-The protocol is that of :mod:`headrace.wings.bench.engine_worker`.
+Requests and answers have the format of :mod:`headrace.wings.bench.engine_worker`.
 """
 
 import json

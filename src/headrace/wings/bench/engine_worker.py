@@ -1,10 +1,10 @@
-"""The worker process of the engine benchmark, which measures one engine, called a side.
+"""The worker process of the engine benchmark, which measures one engine, called a *side* of the comparison.
 
     python -m headrace.wings.bench.engine_worker '{"side": "native", "model": DIR, "threads": 2}'
 
-Every request is a JSON object on one line of the input, and every answer one on the output, under the key ``ok``. Other
-lines of the output are log messages. The parent process measures whole requests; times that need more precision are
-measured here.
+Every request is a JSON object on one line of the standard input, and every answer a JSON object ``{"ok": ANSWER}`` on
+one line of the standard output. Other lines of the output are log messages. The parent process measures the time of
+whole requests; this process measures times that need more precision.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
 
 MAX_CONTEXT = 1024
+"""The largest number of tokens of a sequence."""
 BATCH = 64
-"""Largest number of running sequences on every side."""
+"""The largest number of running sequences on every side."""
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
 
 
 class EngineSide(Protocol):
-    """An engine that this process measures, one of :data:`SIDES`."""
+    """The contract of an engine that this process can measure, one of :data:`SIDES`."""
 
     def do(self, request: Request) -> Answer:
-        """Execute a request for answers of given lengths to given prompts, and return its answer, a JSON object whose
-        ``tokens`` is the number of sampled tokens."""
+        """Sample completions of given lengths to given prompts, and return the answer to the request, a JSON object
+        whose ``tokens`` is the number of sampled tokens."""
         ...
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ class EngineSide(Protocol):
 
 
 class Native:
-    """The embedded engine with fixed weights from its directory, as in ``headrace serve``."""
+    """The embedded engine with fixed weights, which are loaded once, as in ``headrace serve``."""
 
     def __init__(self, model_dir: str) -> None:
         """Load the model, open an engine for it, and commit the first weights. Hooks measure the time in forward
@@ -76,7 +77,7 @@ class Native:
         self._model.register_forward_hook(self._leave)
 
     def do(self, request: Request) -> Answer:
-        """Carry out one request of the benchmark and return the figures: measure the machine's rates (``matrix_size``),
+        """Handle one request of the benchmark and return the figures: measure the machine's rates (``matrix_size``),
         touch all memory of the cache (``fill_cache``), or sample answers to ``prompts``. Times are totals of this
         request, in seconds: ``busy_s`` in steps of the engine, ``forward_s`` within the model's forward passes."""
         if "matrix_size" in request:
@@ -103,7 +104,8 @@ class Native:
         """Do nothing: fixed weights hold no resources."""
 
     def _receiver(self) -> WeightReceiver:
-        """Return the receiver from which the engine gets its weights; here one for weights that are loaded and stay."""
+        """Return the receiver of the engine's weights; in this class, a receiver of the loaded weights, which never
+        change."""
         return LoadedWeights()
 
     def _first_commit(self) -> None:
@@ -112,9 +114,9 @@ class Native:
         self._engine.take_swaps()
 
     def _machine_rates(self, request: Request) -> Answer:
-        """Measure the highest rates of this processor, undisturbed: of float32 products of square matrices with
-        ``matrix_size`` rows, and of copies of ``copied_bytes`` from memory to memory. Return operations per second, and
-        bytes per second with reading and writing counted."""
+        """Measure the highest rates of this machine: of float32 products of square matrices with ``matrix_size`` rows,
+        and of copies of ``copied_bytes`` from memory to memory. Return operations per second, and bytes per second,
+        where bytes that are read and bytes that are written both count."""
         size, num_bytes = request["matrix_size"], request["copied_bytes"]
         left, right = (torch.full((size, size), 0.5) for _ in range(2))
         source = torch.ones(num_bytes // 4)
@@ -143,7 +145,7 @@ class Native:
             self._next_id += 1
 
     def _enter(self, *_: object) -> None:
-        """Note the time at which a forward pass begins; a hook of the model."""
+        """Store the time at which a forward pass begins; a hook of the model."""
         self._entered_s = self._clock.now()
 
     def _leave(self, *_: object) -> None:
@@ -155,8 +157,7 @@ class NativeWithSync(Native):
     """The embedded engine as in a run: new weights arrive through shared memory, which this process also publishes."""
 
     def do(self, request: Request) -> Answer:
-        """Carry out one request as the base class does; with ``commits`` in it, measure commits while sequences
-        decode."""
+        """Handle one request like the base class; with the key ``commits``, measure commits while sequences decode."""
         return self._commits(request) if "commits" in request else super().do(request)
 
     def _receiver(self) -> WeightReceiver:
@@ -181,7 +182,7 @@ class NativeWithSync(Native):
 
     def _commits(self, request: Request) -> Answer:
         """Make ``request["commits"]`` commits, one after each step of a full batch; the batch is added again when it
-        has ended. Return the gap of each commit in seconds, and the mean number of sequences that ran."""
+        has ended. Return the gap of each commit in seconds, and the mean number of running sequences."""
         gaps_s: list[float] = []
         running = 0
         for _ in range(request["commits"]):
@@ -195,8 +196,8 @@ class NativeWithSync(Native):
         return {"gaps_s": gaps_s, "mean_running": running / max(len(gaps_s), 1)}
 
     def _commit(self) -> list[float]:
-        """Stage and commit the next version, whose weights are the same as before; return the commit gap in seconds, as
-        a list of one element."""
+        """Stage and commit the next version, whose weights are the same as before. Return a list of one element, the
+        commit gap in seconds."""
         self._version += 1
         self._engine.stage(self._publisher.announce(self._version, self._version % 2))
         self._engine.commit(self._version)
@@ -204,7 +205,7 @@ class NativeWithSync(Native):
 
 
 class TransformersGenerate:
-    """The ``generate`` method of transformers; a batch runs until its longest sequence ends."""
+    """The method ``generate`` of transformers, which runs a batch until its longest sequence ends."""
 
     def __init__(self, model_dir: str) -> None:
         """Load the model in ``model_dir`` with transformers."""
@@ -212,8 +213,8 @@ class TransformersGenerate:
 
     @torch.no_grad()
     def do(self, request: Request) -> Answer:
-        """Sample the answers of a request in batches of :data:`BATCH`, each of which runs until its longest answer
-        ends. Return the number of requested tokens: tokens beyond the length of a shorter answer do not count."""
+        """Sample the answers of a request in batches of :data:`BATCH`. Return the number of requested tokens: tokens
+        beyond the length of a shorter answer do not count."""
         tokens = 0
         for start in range(0, len(request["lengths"]), BATCH):
             lengths = request["lengths"][start : start + BATCH]
@@ -229,19 +230,19 @@ class TransformersGenerate:
 
 
 class Continuous:
-    """Continuous batching of transformers, whose manager persists from request to request; all answers of a request
-    must have the same length."""
+    """Continuous batching of transformers, with one manager for all requests; all answers of a request must have the
+    same length."""
 
     def __init__(self, model_dir: str) -> None:
         """Load the model in ``model_dir`` with transformers."""
         self._model = _load_transformers(model_dir)
-        # the default takes nearly all free memory; this is many times what a request needs
+        # by default the cache takes nearly all free memory; a tenth is many times what a request needs
         self._cache = ContinuousBatchingConfig(max_memory_percent=0.1)
 
     @torch.no_grad()
     def do(self, request: Request) -> Answer:
-        """Sample the answers of a request, which all have the length of the first, with transformers' continuous
-        batching; return the number of tokens."""
+        """Sample the answers of a request, which all have the length of the first answer, with transformers' continuous
+        batching. Return the number of tokens."""
         # no token has the id -1, so no sequence ends early
         config = _settings(self._model, request["lengths"][0], eos=-1)
         out = self._model.generate_batch(
@@ -260,6 +261,7 @@ class Continuous:
 SIDES: dict[str, Callable[[str], EngineSide]] = {
     "native": Native, "fed": NativeWithSync, "generate": TransformersGenerate, "continuous": Continuous,
 }  # fmt: skip
+"""The class of each side, by its name. It is called with the directory of a model."""
 
 
 def _load_transformers(model_dir: str) -> PreTrainedModel:
@@ -272,7 +274,8 @@ def _load_transformers(model_dir: str) -> PreTrainedModel:
 
 def _settings(model: PreTrainedModel, max_new_tokens: int, *, eos: int | None) -> GenerationConfig:
     """Return the settings of transformers for plain sampling at temperature 1 of exactly ``max_new_tokens`` tokens.
-    ``eos`` is the id that ends a sequence; ``None``, or an id that no token has, for no end."""
+    ``eos`` is the id of the end-of-sequence token; ``None``, or an id that no token has, so that no sequence ends
+    early."""
     model.generation_config.eos_token_id = eos
     return GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=eos,
@@ -281,7 +284,8 @@ def _settings(model: PreTrainedModel, max_new_tokens: int, *, eos: int | None) -
 
 
 def main(arguments: list[str]) -> None:
-    """Load the side that the first argument (JSON) names, and answer requests on the standard input until it ends."""
+    """Create the side that the first argument (JSON) names, and answer requests on the standard input until the input
+    ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     side = SIDES[spec["side"]](spec["model"])

@@ -1,8 +1,8 @@
 """Several engines as one fleet: the cost of routing, the effect of a slow engine, and the cost of commits and failures.
-A fleet gives each sequence to one of its engines, and moves the sequences of an engine that fails to others.
+A fleet sends each request to one of its engines, and moves the sequences of an engine that fails to other engines.
 
-The time of a routing decision is measured on this machine. Everything else uses engines without a model on the virtual
-clock, so that its figures are exact; :mod:`headrace.wings.bench.fleet_kills` kills real engines.
+The time of a routing decision is measured on this machine. All other measurements use engines without a model and the
+virtual clock, so that their figures are exact; :mod:`headrace.wings.bench.fleet_kills` kills real engines.
 """
 
 from __future__ import annotations
@@ -24,24 +24,30 @@ from headrace.wings.bench.fleet_fakes import TOKEN_S, CountingEngine, commit_wei
 from headrace.wings.bench.fleet_kills import measure_kills
 
 ENGINES, SEQUENCES = 50, 5000
+"""The numbers of engines and of sequences in the measurement of routing."""
 PROMPT_TOKENS, GROUP = 512, 8
+"""The number of tokens of a prompt, and the number of sequences with the same prompt."""
 FLUSH = 64
-"""Number of tokens of a chunk, like ``engine.flush_tokens``."""
+"""The number of tokens of a chunk, like ``engine.flush_tokens``."""
 ROUNDS = 3
 PLACES = 64
-"""Largest number of running sequences of an engine in the measurement with a slow one."""
+"""The largest number of running sequences of an engine in the measurement with a slow engine."""
 SLOWNESS = 20
+"""The factor by which the slow engine is slower than the others."""
 LOADED_S = 120.0
-"""Virtual seconds for which all engines work beside a slow one."""
+"""The time for which all engines work in the measurement with a slow engine, in virtual seconds."""
 COMMITTING = 8
-"""Number of engines of the fleet whose commits are measured."""
+"""The number of engines of the fleet whose commits are measured."""
 COMMIT_S = 1.0
+"""The time for which a commit stops an engine, in virtual seconds."""
 KILLS, KILL_EVERY_S, AWAY_S = 18, 10.0, 5.0
+"""The number of kills, the time between two kills, and the time until the killed engine is replaced, in virtual
+seconds."""
 
 
 def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
-    """Run all measurements and return their report; with ``quick`` those with real engines are left out.
-    ``on_progress`` is called with a line of text before each."""
+    """Run all measurements and return their report; with ``quick`` the measurements with real engines are left out.
+    ``on_progress`` is called with a line of text before each measurement."""
     on_progress(f"routing: {ENGINES} engines, {SEQUENCES} sequences")
     rounds = [_measure_routing() for _ in range(ROUNDS)]
     routed = min(rounds, key=lambda row: float(row["p99_ms"]))
@@ -69,16 +75,17 @@ def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
 
 
 def _measure_routing() -> Row:
-    """Measure how long a request takes to reach an engine while all other sequences are in flight; return a row with
-    percentiles of it in milliseconds, and the time that the fleet adds to a chunk of tokens."""
-    clock, began, latencies_s = RealClock(), dict[int, float](), list[float]()
+    """Measure the time until a request arrives at an engine while all other sequences are in flight. Return a row with
+    percentiles of this time in milliseconds, and the time that the fleet adds to a chunk of tokens in microseconds."""
+    clock, started_s, latencies_s = RealClock(), dict[int, float](), list[float]()
 
     def on_request(seed: int) -> None:
-        """Note how long the request with this seed took to arrive; called by the engine that gets it."""
-        latencies_s.append(clock.now() - began[seed])
+        """Store the time until the request with this seed arrived; called by the engine that receives the request."""
+        latencies_s.append(clock.now() - started_s[seed])
 
-    async def go(engines: Sequence[CountingEngine], serve: Callable[[int], Engine]) -> float:
-        """Sample two answers in every session, all at once, by ``serve(number)``; return the seconds that it takes."""
+    async def sample_all(serve: Callable[[int], Engine]) -> float:
+        """Sample two answers in each of :data:`SEQUENCES` sessions at once, and return the seconds until the last
+        answer has ended. ``serve`` returns the engine, or the fleet, for the session with a given number."""
         rng = np.random.default_rng(0)
         prompts = rng.integers(0, 50_000, (SEQUENCES // GROUP, PROMPT_TOKENS), dtype=np.int32)
         lengths = rng.integers(FLUSH, 8 * FLUSH, (2, SEQUENCES)).tolist()
@@ -90,7 +97,7 @@ def _measure_routing() -> Row:
                 seed = turn * SEQUENCES + number
                 sampling = Sampling(max_new_tokens=lengths[turn][number], seed=seed)
                 stream = serve(number).generate(prompts[number // GROUP], sampling, options)
-                began[seed] = clock.now()
+                started_s[seed] = clock.now()
                 async for _ in stream:
                     pass
 
@@ -99,15 +106,14 @@ def _measure_routing() -> Row:
         return clock.now() - start_s
 
     async def main() -> Row:
-        """Return the row: what the fleet adds to a request (ms) and to a chunk (µs) beside engines that are called
-        directly."""
+        """Return the row of the report, by comparing the fleet with engines that are called directly."""
         engines = [
             CountingEngine(name=f"engine-{place}", flush=FLUSH, on_request=on_request) for place in range(ENGINES)
         ]
-        fleet = await _fleet(engines)
-        alone_s = await go(engines, lambda number: engines[number % ENGINES])
+        fleet = await _create_fleet(engines)
+        alone_s = await sample_all(lambda number: engines[number % ENGINES])
         latencies_s.clear()
-        with_fleet_s = await go(engines, lambda _: fleet)
+        with_fleet_s = await sample_all(lambda _: fleet)
         chunks = sum(engine.sampled for engine in engines) / 2 / FLUSH
         latencies_ms = 1e3 * np.array(latencies_s)
         return {
@@ -123,37 +129,38 @@ def _measure_routing() -> Row:
 
 
 def _measure_slow_engine() -> Row:
-    """Measure whether one slow engine slows the nine others: the tokens that these sample beside a slow engine, divided
-    by those beside one of the usual speed. All have more work than they can do."""
+    """Measure whether one slow engine slows the nine other engines of a fleet. The row contains the number of tokens
+    that these sample beside a slow engine, divided by the number beside an engine of the usual speed. All engines have
+    more work than they can do."""
 
     def sampled(token_s: float) -> int:
-        """Return how many tokens the other nine engines sample in :data:`LOADED_S` seconds beside one that needs
-        ``token_s`` seconds for a token."""
+        """Return the number of tokens that the other nine engines sample in :data:`LOADED_S` seconds beside an engine
+        that needs ``token_s`` seconds for a token."""
         engines = [CountingEngine(name="slow", flush=FLUSH, places=PLACES, token_s=token_s)]
         engines += [CountingEngine(name=f"engine-{place}", flush=FLUSH, places=PLACES) for place in range(9)]
-        run_virtual(_under_load(engines, 10 * 100, lambda _: asyncio.sleep(LOADED_S)))
-        return _sampled(engines[1:])
+        run_virtual(_run_under_load(engines, 10 * 100, lambda _: asyncio.sleep(LOADED_S)))
+        return _count_sampled(engines[1:])
 
     before, beside = sampled(TOKEN_S), sampled(SLOWNESS * TOKEN_S)
     return {"what": f"one of 10 engines {SLOWNESS} times slower", "others_share": beside / before}
 
 
 def _measure_commit(rolling: int) -> Row:
-    """Measure what a commit costs a fleet of which at most ``rolling`` engines commit at once while the others serve:
-    its duration, and the smallest throughput in any fifth of :data:`COMMIT_S` during the commit, as a fraction of the
-    throughput before (``least_share``)."""
+    """Measure the cost of a commit in a fleet in which at most ``rolling`` engines commit at once while the others
+    serve. The row contains the duration of the commit, and the smallest throughput in any fifth of :data:`COMMIT_S`
+    during the commit, as a fraction of the throughput before (``least_share``)."""
     engines = [CountingEngine(name=f"engine-{place}", flush=4, commit_s=COMMIT_S) for place in range(COMMITTING)]
     shares, seconds = list[float](), list[float]()
 
     async def per_second(for_s: float) -> float:
-        """Wait for ``for_s`` seconds; return how many tokens per second all engines sampled meanwhile."""
-        before = _sampled(engines)
+        """Wait for ``for_s`` seconds; return the number of tokens per second that all engines sampled in this time."""
+        before = _count_sampled(engines)
         await asyncio.sleep(for_s)
-        return (_sampled(engines) - before) / for_s
+        return (_count_sampled(engines) - before) / for_s
 
     async def commit(fleet: Fleet) -> None:
-        """Commit version 1 while the fleet serves, one engine or a few at a time; note how long it takes, and the
-        throughput in each part of that time as a fraction of the throughput before."""
+        """Commit version 1 while the fleet serves. Store the duration, and the throughput in each part of this duration
+        as a fraction of the throughput before."""
         before, start_s = await per_second(4 * COMMIT_S), VirtualClock().now()
         async with asyncio.TaskGroup() as group:
             committing = group.create_task(commit_weights(fleet, 1, Interrupt.DRAIN))
@@ -161,7 +168,7 @@ def _measure_commit(rolling: int) -> Row:
                 shares.append(await per_second(COMMIT_S / 5) / before)
         seconds.append(VirtualClock().now() - start_s)
 
-    run_virtual(_under_load(engines, 32 * COMMITTING, commit, rolling=rolling))
+    run_virtual(_run_under_load(engines, 32 * COMMITTING, commit, rolling=rolling))
     return {
         "what": f"a commit that stops each of {COMMITTING} engines for {COMMIT_S:g} s",
         "k": rolling,
@@ -171,13 +178,14 @@ def _measure_commit(rolling: int) -> Row:
 
 
 def _measure_failures() -> Row:
-    """Measure the loss when one of three engines fails repeatedly and is replaced: sequences that never ended, and
-    tokens that had to be sampled again, per sequence that moved to another engine."""
+    """Measure the loss when one of three engines fails repeatedly and is replaced. The row contains the number of
+    sequences that never ended, and the number of tokens that were sampled again, per sequence that moved to another
+    engine."""
     engines = [CountingEngine(name=f"engine-{place}", flush=FLUSH) for place in range(3)]
     all_engines, carried = list(engines), list[int]()
 
     async def kill(fleet: Fleet) -> None:
-        """Kill one engine after the other, and let a new one join in its place each time."""
+        """Kill one engine after the other, and each time let a new engine join the fleet in its place."""
         for number in range(KILLS):
             await asyncio.sleep(KILL_EVERY_S - AWAY_S)
             dying = engines[number % 3]
@@ -189,12 +197,12 @@ def _measure_failures() -> Row:
             fleet.join(dying.name, engines[number % 3])
             await commit_weights(fleet, 0)
 
-    read = run_virtual(_under_load(engines, 96, kill))
-    again = _sampled(all_engines) - read.tokens
+    read = run_virtual(_run_under_load(engines, 96, kill))
+    again = _count_sampled(all_engines) - read.tokens
     return {
         "what": f"{KILLS} deaths among 3 engines with 96 sequences",
-        "sequences": read.begun,
-        "lost": read.begun - read.ended - read.open,
+        "sequences": read.started,
+        "lost": read.started - read.ended - read.open,
         "carried_over": sum(carried),
         "tokens": read.tokens,
         "tokens_again": again,
@@ -204,38 +212,38 @@ def _measure_failures() -> Row:
 
 @dataclass(slots=True, kw_only=True)
 class _ReaderTotals:
-    """Counts of the clients that read from a fleet under constant load, over all of them."""
+    """The counters of all clients that read from a fleet under constant load."""
 
-    begun: int = 0
-    """Number of requests made."""
+    started: int = 0
+    """The number of requests."""
     ended: int = 0
-    """Number of answers that came with all the tokens that were requested."""
+    """The number of answers that arrived with all requested tokens."""
     open: int = 0
-    """Number of sequences in flight when the clients stopped."""
+    """The number of sequences in flight; at the end, the number of sequences that the clients cancelled."""
     tokens: int = 0
-    """Number of tokens received."""
+    """The number of received tokens."""
 
 
-async def _under_load(
+async def _run_under_load(
     engines: Sequence[CountingEngine],
     sequences: int,
     body: Callable[[Fleet], Awaitable[None]],
     *,
     rolling: int | None = None,
 ) -> _ReaderTotals:
-    """Make a fleet of ``engines`` and run ``body`` with it, while ``sequences`` clients read one answer after another.
-    Return the counts of the clients. ``rolling`` is how many engines may commit at once; ``None``: as the fleet
-    chooses."""
-    fleet, read, rng = await _fleet(engines, rolling=rolling), _ReaderTotals(), np.random.default_rng(0)
+    """Create a fleet of ``engines`` and run ``body`` with it, while ``sequences`` clients read one answer after the
+    other. Return the counters of the clients. ``rolling`` is the number of engines that may commit at once; ``None``:
+    the fleet chooses it."""
+    fleet, read, rng = await _create_fleet(engines, rolling=rolling), _ReaderTotals(), np.random.default_rng(0)
 
     async def reader() -> None:
-        """Read one answer after another until this is cancelled, and count requests and tokens."""
+        """Read one answer after the other until the task is cancelled, and count requests and tokens in ``read``."""
         while True:
-            read.begun += 1
+            read.started += 1
             read.open += 1
-            sampling = Sampling(max_new_tokens=int(rng.integers(FLUSH, 8 * FLUSH)), seed=read.begun)
+            sampling = Sampling(max_new_tokens=int(rng.integers(FLUSH, 8 * FLUSH)), seed=read.started)
             tokens = 0
-            async for chunk in fleet.generate(np.array([read.begun], np.int32), sampling):
+            async for chunk in fleet.generate(np.array([read.started], np.int32), sampling):
                 read.tokens += len(chunk.tokens)
                 tokens += len(chunk.tokens)
             read.open -= 1
@@ -249,9 +257,9 @@ async def _under_load(
     return read
 
 
-async def _fleet(engines: Sequence[CountingEngine], *, rolling: int | None = None) -> Fleet:
-    """Return a fleet of the engines, with version 0 committed on all of them. ``rolling`` is how many engines may
-    commit at once; ``None``: as the fleet chooses by the mode of a commit."""
+async def _create_fleet(engines: Sequence[CountingEngine], *, rolling: int | None = None) -> Fleet:
+    """Return a fleet of the engines, with version 0 committed on all of them. ``rolling`` is the number of engines that
+    may commit at once; ``None``: the fleet chooses it by the mode of a commit."""
     fleet = Fleet(VirtualClock(), size=len(engines), rolling=rolling)
     for engine in engines:
         fleet.join(engine.name, engine)
@@ -259,6 +267,6 @@ async def _fleet(engines: Sequence[CountingEngine], *, rolling: int | None = Non
     return fleet
 
 
-def _sampled(engines: Iterable[CountingEngine]) -> int:
-    """Return the number of tokens that ``engines`` have sampled so far, all together."""
+def _count_sampled(engines: Iterable[CountingEngine]) -> int:
+    """Return the total number of tokens that ``engines`` have sampled so far."""
     return sum(engine.sampled for engine in engines)

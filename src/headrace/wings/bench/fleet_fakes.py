@@ -20,44 +20,46 @@ from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.engine.fleet import Fleet
 
 TOKEN_S = 0.01
-"""Seconds for one token of a sequence, unless an engine says otherwise."""
+"""The default time for one token of a sequence, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CountingEngine:
     """An engine without a model, which samples zeros in a fixed time and counts them. It runs up to ``places``
-    sequences at once; further ones wait. It has the methods of :class:`~headrace.engine.Engine` that a fleet calls."""
+    sequences at once; further sequences wait. It has the methods of :class:`~headrace.engine.Engine` that a fleet
+    calls."""
 
     name: str
     flush: int
-    """Number of tokens of a chunk."""
+    """The number of tokens of a chunk."""
     places: int = 1 << 30
-    """Largest number of sequences that run at once."""
+    """The largest number of sequences that run at once."""
     token_s: float = TOKEN_S
-    """Seconds for one token of each sequence, however many run."""
+    """The time for one token of each sequence, in seconds, whatever the number of running sequences."""
     commit_s: float = 0.0
-    """Seconds for which a commit stops the engine."""
+    """The time for which a commit stops the engine, in seconds."""
     on_request: Callable[[int], None] = lambda _: None
-    """Called with the seed of every request as soon as it arrives."""
+    """The callback for each request, called with its seed as soon as the request arrives."""
     sampled: int = 0
-    """Number of sampled tokens, including those lost when the engine was killed."""
+    """The number of sampled tokens, including tokens that were lost when the engine was killed."""
     version: int = NOT_SAMPLED
-    """Version of the weights in use; -1 before the first commit."""
+    """The version of the weights in use; -1 before the first commit."""
     dead: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to kill the engine: running requests then fail."""
+    """An event that kills the engine when it is set: running requests then fail."""
     _resumed: asyncio.Event = field(default_factory=asyncio.Event)
     _slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the places for running sequences, and let the engine run."""
+        """Create the semaphore of the ``places`` for running sequences, and let the engine run."""
         self._slots = asyncio.Semaphore(self.places)
         self._resumed.set()
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Yield an answer of ``sampling.max_new_tokens`` tokens in chunks of ``flush`` tokens, as fast as ``token_s``
-        allows. An answer that another engine had begun (``options.answer_ids_T``) is continued."""
+        """Yield an answer of ``sampling.max_new_tokens`` tokens in chunks of ``flush`` tokens, at the speed that
+        ``token_s`` defines. An answer of which another engine has sampled the first tokens (``options.answer_ids_T``)
+        is continued."""
         self.on_request(sampling.seed)
         done, total = 0 if options.answer_ids_T is None else len(options.answer_ids_T), sampling.max_new_tokens
         async with self._slots:
@@ -70,8 +72,8 @@ class CountingEngine:
                 )
 
     async def _compute(self, size: int) -> None:
-        """Wait as long as ``size`` tokens of a sequence take, and count them. Raises
-        :class:`~headrace.base.errors.ComponentDied` if the engine is killed meanwhile; the tokens until then are
+        """Wait for the time of ``size`` tokens of a sequence, and count these tokens. Raises
+        :class:`~headrace.base.errors.ComponentDied` if the engine is killed during this time; the tokens until then are
         counted."""
         await self._resumed.wait()
         loop = asyncio.get_running_loop()
@@ -86,12 +88,12 @@ class CountingEngine:
         raise ComponentDied(f"{self.name} was killed", remedy="another goes on")
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Return 0 seconds: there are no weights to fetch."""
+        """Return 0 seconds, since there are no weights to load."""
         return 0.0
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Use ``version`` after ``commit_s`` seconds, during which no token is sampled. Return the report of the
-        commit, with that time as its gap."""
+        """Stop sampling for ``commit_s`` seconds, and then use ``version``. Return the report of the commit, with this
+        time as its gap."""
         self._resumed.clear()
         await asyncio.sleep(self.commit_s)
         self._resumed.set()
@@ -99,20 +101,20 @@ class CountingEngine:
         return SwapReport(version=version, gap_s=self.commit_s, carried_over=0, restarted=0, mode=mode)
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        """Return the recorded logprobs: there is no model that could score the tokens."""
+        """Return the recorded logprobs, since there is no model that could score the tokens."""
         return tokens.logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """Return ``num`` made-up entries for each token: there is no model that could score the tokens."""
+        """Return ``num`` zeros for each token, since there is no model that could score the tokens."""
         ids_TK = np.zeros((len(tokens), num), np.int32)
         return TopScores(logprobs_T=tokens.logprobs_T, ids_TK=ids_TK, logs_TK=ids_TK.astype(np.float32))
 
     async def pause(self, *, release: bool = False) -> None:
-        """Sample no token until :meth:`resume`."""
+        """Stop sampling until :meth:`resume` is called."""
         self._resumed.clear()
 
     async def resume(self) -> None:
-        """Sample again after :meth:`pause`."""
+        """Continue sampling after :meth:`pause`."""
         self._resumed.set()
 
     def stats(self) -> EngineStats:
@@ -130,8 +132,8 @@ def _tokens(version: int, size: int) -> Tokens:
 
 
 async def commit_weights(fleet: Fleet, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
-    """Stage and commit weights of ``version``, which hold no tensors, on all engines of the fleet. ``mode`` says what
-    becomes of running sequences."""
+    """Stage and commit weights of ``version``, which contain no tensors, on all engines of the fleet. ``mode`` selects
+    what happens to running sequences."""
     await fleet.stage(
         WeightUpdate(version=version, slot=0, path="", manifest=Manifest(entries=(), total_bytes=0), checksums=())
     )

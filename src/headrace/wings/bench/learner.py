@@ -1,9 +1,9 @@
 """The learner compared with a padded training loop over transformers, alternately, each in its own process.
 
 A step is forward pass, backward pass, clipping and AdamW over one batch; its time is measured inside the process,
-without the construction of the batch. Tokens are those of the samples, with prompts and without padding. A ratio is
-the median over the rounds, each of which measures both sides. Both do the same work: their gradient norms are compared
-every time.
+without the construction of the batch. The tokens of prompts count, and padding does not. A ratio is the median over the
+rounds, each of which measures both sides. The gradient norms of both sides are compared in every round, which shows
+that both do the same work.
 
 Operations of a step, with N tokens of the samples, n of one sample, P of them with loss:
 
@@ -12,8 +12,8 @@ Operations of a step, with N tokens of the samples, n of one sample, P of them w
     + Σ over samples 6 · layers · hidden · n²           scores and values: 2 products of n² / 2 pairs, as above
 
 Recomputation in the backward pass and the cost of padding are not counted (Chowdhery et al. 2022, appendix B). The
-machine's ceiling is the best rate of float32 matrix products, with as many threads, in any round, so that other load
-on the machine can only lower the fraction.
+machine's *ceiling* is the best rate of float32 matrix products in any round, with the same number of threads, so that
+other load on the machine can only lower the fraction of the ceiling.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from headrace.wings.bench.learner_trees import TreeCase, tree_cases
 WORKER = "headrace.wings.bench.learner_worker"
 ROUNDS = 3
 FIXED_MB = 32.0
-"""Memory for log π beyond twice the gradient of the head: tiles, and columns of the tokens."""
+"""The memory for log π that is allowed beyond twice the gradient of the head, in MiB, for tiles and columns of
+tokens."""
 
 PASSES = {"tokens_per_microbatch": 1600}
-"""Settings with which passes of whole samples and of trees are of about the same size."""
+"""Settings with which micro-batches of whole samples and of trees have about the same size."""
 MORE_MEMORY = 1.01
-"""Peak memory of a process by that of another which is as good as equal: pages of freed memory differ that much."""
+"""The largest ratio of two peak memories that counts as equal, since the pages of freed memory differ by this much."""
 
 Request = dict[str, Any]
 Rounds = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -50,25 +51,25 @@ Rounds = list[tuple[dict[str, Any], dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of models and batches in the measurements: one instance for the whole benchmark, and a small one for a
+    """The sizes of models and batches in the measurements: :data:`FULL` for the benchmark, :data:`QUICK` for a
     trial."""
 
     spec: TinySpec
-    """Model of all measurements but that of routing."""
+    """The model of all measurements, except for routing replay."""
     prompt: int
-    """Number of tokens of each prompt."""
+    """The number of tokens of each prompt."""
     answers: tuple[int, ...]
-    """Number of tokens of each answer; eight answers share a prompt."""
+    """The number of tokens of each answer; eight answers share a prompt."""
     long_prompt: int
-    """Number of tokens of each prompt in the measurement of shared prefixes."""
+    """The number of tokens of each prompt in the measurement of shared prefixes."""
     short_answers: tuple[int, ...]
-    """Number of tokens of each answer in that measurement."""
+    """The number of tokens of each answer in the measurements of shared prefixes, adapters and routing replay."""
     tokens: int
-    """Number of tokens in the measurement of a large head."""
+    """The number of tokens in the measurement of a large head."""
     vocab: int
-    """Vocabulary size of that head."""
+    """The vocabulary size of the large head."""
     rounds: int = ROUNDS
-    """Number of rounds of each comparison."""
+    """The number of rounds of each comparison."""
 
 
 FULL = Sizes(
@@ -80,38 +81,39 @@ QUICK = Sizes(
     tokens=256, vocab=4096, rounds=1,
 )  # fmt: skip
 HIDDEN = 64
-"""Hidden size in the measurement of a large head."""
+"""The hidden size in the measurement of a large head."""
 HEADS = ("dense", "chunked", "tiled")
-"""All logits at once; 64 MiB of them at a time, recomputed in the backward pass; and the learner's own
-implementation."""
+"""The implementations of the head: all logits at once; 64 MiB of logits at a time, recomputed in the backward pass; and
+the learner's own implementation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LearnerBench:
-    """The options of one run of this benchmark, with helpers that make models and start processes."""
+    """The options of one run of this benchmark, with methods that create models and start processes."""
 
     directory: Path
-    """Temporary directory of the models and of the processes' logs."""
+    """The temporary directory of the models and of the processes' logs."""
     threads: int
-    """Number of threads of each process."""
+    """The number of threads of each process."""
     sizes: Sizes
     on_progress: Callable[[str], None]
-    """Called with lines of progress."""
+    """The callback for lines of progress."""
 
     def model(self, name: str, spec: TinySpec) -> Path:
-        """Make the model of ``spec``, with random weights, and return its directory, which is called ``name``."""
+        """Create a model of the shape ``spec``, with random weights, in the directory ``name``, and return the path of
+        this directory."""
         return make_tiny(self.directory / name, spec)
 
     def open(self, side: str, model: Path, stack: ExitStack) -> PeerProcess:
-        """Start the process of the implementation ``side`` with the model in the directory ``model``; ``stack`` ends
-        the process."""
+        """Start the process of the implementation ``side`` with the model in the directory ``model``, and return it;
+        ``stack`` ends the process."""
         return stack.enter_context(worker(side, model, self.threads, module=WORKER))
 
 
 def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
-    """Run all measurements and return their report: the learner beside a padded loop, shared prefixes, an adapter,
-    replayed routing, prefix trees, and the memory of log π. ``threads`` is the number per process (unset: all cores);
-    with ``quick`` everything is small and the figures mean nothing."""
+    """Run all measurements and return their report: the learner compared with a padded loop, shared prefixes, an
+    adapter, routing replay, prefix trees, and the memory of log π. ``threads`` is the number of threads of each process
+    (``None``: all cores); with ``quick`` everything is small and the figures mean nothing."""
     found: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _LearnerBench(
@@ -122,12 +124,12 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
         with ExitStack() as stack:
             ours = bench.open("learner", model, stack)
             with ExitStack() as peers:
-                found.append(_against_padded(bench, ours, bench.open("padded", model, peers)))
-            found.append(_shared_prefixes(bench, ours))
-            found.append(_lora(bench, ours))
-            found.append(_replay(bench, ours))
-        found += [_tree(bench, model, case) for case in tree_cases(quick=quick)]
-        found.append(_head(bench, model))
+                found.append(_compare_padded(bench, ours, bench.open("padded", model, peers)))
+            found.append(_compare_shared_prefixes(bench, ours))
+            found.append(_compare_lora(bench, ours))
+            found.append(_compare_replay(bench, ours))
+        found += [_compare_trees(bench, model, case) for case in tree_cases(quick=quick)]
+        found.append(_measure_heads(bench, model))
     rows: list[Row] = [{"what": "threads of each side", "threads": threads or num_cores()}]
     targets: list[Target] = []
     for more_rows, more_targets in found:
@@ -137,15 +139,15 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
 
 
 def make_request(spec: TinySpec, prompt: int, answers: Sequence[int], **more: Any) -> Request:
-    """Return the request for one training step, the JSON object that the workers take: a batch of answers of
-    ``answers`` tokens to prompts of ``prompt`` tokens, for the vocabulary of ``spec``, and the further fields
+    """Return the request for one training step, a JSON object for the worker processes: a batch of answers with the
+    lengths ``answers`` to prompts of ``prompt`` tokens, for the vocabulary of ``spec``, and the further fields
     ``more``."""
     return {"prompt": prompt, "lengths": list(answers), "vocab": len(spec.vocab) + 3, **more}
 
 
 def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
-    """Return the number of floating-point operations of a step, by the formula of this module, for answers of
-    ``answers`` tokens to prompts of ``prompt`` tokens."""
+    """Return the number of floating-point operations of a step, by the formula in the docstring of this module, for
+    answers with the lengths ``answers`` to prompts of ``prompt`` tokens."""
     kv_size = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     attention = spec.hidden_size * (2 * spec.hidden_size + 2 * kv_size)
     matrices = spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
@@ -155,8 +157,8 @@ def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
     return 6 * (sum(lengths) * matrices + sum(answers) * head + spec.num_layers * spec.hidden_size * pairs)
 
 
-def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Measurement:
-    """Compare training steps of the learner (the process ``ours``) with those of a loop that pads its batches
+def _compare_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Measurement:
+    """Compare training steps of the learner (the process ``ours``) with training steps of a loop that pads its batches
     (``theirs``). Return rows with speed, memory and the fraction of the machine's ceiling that the learner uses, and
     two targets."""
     sizes, spec = bench.sizes, bench.sizes.spec
@@ -165,7 +167,7 @@ def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
     ceilings: list[float] = []
 
     def measure_ceiling() -> None:
-        """Note the best rate of float32 matrix products that the learner's process reaches now."""
+        """Store the best rate of float32 matrix products that the learner's process measures now."""
         products = [[1024, 1024, 1024], [2048, spec.hidden_size, spec.intermediate_size]]
         ceilings.append(ours.call({"products": products})["flop_per_s"])
 
@@ -173,7 +175,7 @@ def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
     _assert_same_work(rounds)
     flop = step_flop(spec, sizes.prompt, sizes.answers)
     used = flop / _median_s(rounds, 0) / max(ceilings)
-    ratio = _ratio(rounds)
+    ratio = _speedup(rounds)
     padded = sum(8 * (max(sizes.answers[at : at + 8]) + sizes.prompt) for at in range(0, len(sizes.answers), 8))
     rows: list[Row] = [
         {
@@ -196,22 +198,22 @@ def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
     ]
 
 
-def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
-    """Compare steps of the learner that compute the prompt shared by a group once with steps that compute it for each
-    answer. Return one row, and no target."""
+def _compare_shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
+    """Compare steps of the learner that compute the shared prompt of a group once with steps that compute the prompt
+    for each answer. Return one row, and no target."""
     sizes = bench.sizes
     off = make_request(sizes.spec, sizes.long_prompt, sizes.short_answers)
     on = {**off, "settings": {"share_prefixes": True}}
     what = f"shared prefixes, groups of 8 with prompts of {sizes.long_prompt}"
     rounds = _alternate(bench, what, (ours, on), (ours, off))
     _assert_same_work(rounds)
-    return [_on_off(what, rounds)], []
+    return [_comparison_row(what, rounds)], []
 
 
-def _tree(bench: _LearnerBench, model: Path, case: TreeCase) -> Measurement:
-    """Compare steps over the samples of ``case`` by a learner that shares as it does by default with steps that compute
-    every sample whole, in micro-batches of the same size. Each side has a process of its own, so that its peak memory
-    is its own. Return one row and two targets."""
+def _compare_trees(bench: _LearnerBench, model: Path, case: TreeCase) -> Measurement:
+    """Compare steps on the samples of ``case`` that compute shared prefixes once, as by default, with steps that
+    compute every sample completely, in micro-batches of the same size. Each side has a process of its own, so that its
+    peak memory can be measured. Return one row and two targets."""
     request = make_request(bench.sizes.spec, bench.sizes.prompt, (), tree=case.shape)
     what = f"prefix trees, {case.what}"
     with ExitStack() as stack:
@@ -225,34 +227,34 @@ def _tree(bench: _LearnerBench, model: Path, case: TreeCase) -> Measurement:
     _assert_same_work(rounds)
     peak_mb, whole_mb = (rounds[-1][at]["peak_bytes"] / 2**20 for at in (0, 1))
     memory: Row = {"tokens": rounds[-1][0]["tokens"], "peak_mb": peak_mb, "peak_mb of whole samples": whole_mb}
-    return [{**_on_off(what, rounds), **memory}], [
-        at_least(f"{what}: times faster", _ratio(rounds), case.least, "ratio"),
+    return [{**_comparison_row(what, rounds), **memory}], [
+        at_least(f"{what}: times faster", _speedup(rounds), case.least, "ratio"),
         at_most(f"{what}: peak memory by that of whole samples", peak_mb / whole_mb, MORE_MEMORY, "ratio"),
     ]
 
 
-def _lora(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
+def _compare_lora(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     """Compare steps that train a LoRA adapter of rank 16 with steps that train all weights. Return one row, and no
     target."""
     sizes = bench.sizes
     full = make_request(sizes.spec, sizes.prompt, sizes.short_answers)
     rounds = _alternate(bench, "LoRA of rank 16", (ours, {**full, "lora": {"rank": 16}}), (ours, full))
-    return [_on_off("LoRA of rank 16 instead of all weights", rounds)], []
+    return [_comparison_row("LoRA of rank 16 instead of all weights", rounds)], []
 
 
-def _replay(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
+def _compare_replay(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     """Compare steps of a mixture of experts that replay recorded experts with steps that route tokens themselves.
     Return one row, and no target."""
     experts = bench.model("experts", EXPERTS)
     off = make_request(EXPERTS, bench.sizes.prompt, bench.sizes.short_answers, model=str(experts))
     rounds = _alternate(bench, "routing replay", (ours, {**off, "replay": True}), (ours, off))
-    return [_on_off("routing replay, mixture of experts", rounds)], []
+    return [_comparison_row("routing replay, mixture of experts", rounds)], []
 
 
-def _head(bench: _LearnerBench, model: Path) -> Measurement:
-    """Measure the peak memory of computing log π and its gradient by each implementation of the head, not counting
-    the hidden states and the weights of the head; each runs in a fresh process. Return a row for each, and targets for
-    the learner's own implementation: at most twice the gradient of the head plus :data:`FIXED_MB`."""
+def _measure_heads(bench: _LearnerBench, model: Path) -> Measurement:
+    """Measure the peak memory that each implementation of the head needs to compute log π and its gradient, without the
+    hidden states and the weights of the head; each implementation runs in a new process. Return a row for each, and
+    targets for the learner's own implementation: at most twice the gradient of the head plus :data:`FIXED_MB`."""
     sizes = bench.sizes
     gradient_mb = sizes.vocab * HIDDEN * 4 / 2**20
     limit_mb = 2 * gradient_mb + FIXED_MB
@@ -284,8 +286,8 @@ def _alternate(
     other: tuple[PeerProcess, Request],
     before: Callable[[], None] = lambda: None,
 ) -> Rounds:
-    """Measure a training step of both sides in every round, after a short step that warms them up, and return their
-    answers. A side is a process with the request for its step; both get the same seed in a round. ``before`` is called
+    """Measure a training step of both sides in every round, after a short warm-up step, and return the answers of both.
+    A side is a process with the request for its step; in a round both sides receive the same seed. ``before`` is called
     at the beginning of every round."""
     bench.on_progress(f"{what}: warming up")
     for side, request in (one, other):
@@ -300,24 +302,24 @@ def _alternate(
 
 
 def _assert_same_work(rounds: Rounds) -> None:
-    """Assert that both sides did the same work in every round: their gradient norms agree within 1%, which allows for
-    rounding and for the different steps that they have taken."""
+    """Assert that both sides did the same work in every round: their gradient norms must agree within 1%, which allows
+    for rounding and for small differences of the weights after earlier steps."""
     for one, other in rounds:
         assert abs(one["grad_norm"] / other["grad_norm"] - 1) < 1e-2, (one, other)
 
 
 def _median_s(rounds: Rounds, at: int) -> float:
-    """Return the median seconds of a step of the first (0) or second (1) side."""
+    """Return the median time, in seconds, of a step of the first (``at`` is 0) or second (1) side."""
     return statistics.median(float(answers[at]["seconds"]) for answers in rounds)
 
 
-def _ratio(rounds: Rounds) -> float:
-    """Return how many times faster the first side is than the second: the median over the rounds of the second side's
-    seconds divided by the first's."""
+def _speedup(rounds: Rounds) -> float:
+    """Return how many times faster the first side is than the second: the time of the second side divided by the time
+    of the first, as the median over the rounds."""
     return statistics.median(float(other["seconds"] / one["seconds"]) for one, other in rounds)
 
 
-def _on_off(what: str, rounds: Rounds) -> Row:
+def _comparison_row(what: str, rounds: Rounds) -> Row:
     """Return a row that compares steps with a feature (the first side) with steps without it (the second side): the
-    median seconds of each, and how many times faster the first is."""
-    return {"what": what, "on_s": _median_s(rounds, 0), "off_s": _median_s(rounds, 1), "times faster": _ratio(rounds)}
+    median time of each in seconds, and how many times faster the first side is."""
+    return {"what": what, "on_s": _median_s(rounds, 0), "off_s": _median_s(rounds, 1), "times faster": _speedup(rounds)}

@@ -1,4 +1,5 @@
-"""The batches of the learner benchmark whose samples begin alike, as the paths of prefix trees.
+"""The batches of the learner benchmark in which several samples begin with the same tokens: the samples are the paths
+of prefix trees.
 
 Shape legend: S samples of the batch.
 """
@@ -14,15 +15,15 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 Draw = Callable[[int], Ids]
-"""Returns that many random ids."""
+"""A function that returns the given number of random token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """The samples of a batch."""
+    """The samples of a batch, before they are laid out as a :class:`~headrace.base.types.batch.Batch`."""
 
     ids_S: list[Ids]
-    """The ids of each sample."""
+    """The token ids of each sample."""
     prompts_S: list[int]
     """The number of first tokens of each sample that carry no loss."""
     groups_S: list[int]
@@ -30,8 +31,8 @@ class Paths:
 
 
 def group_paths(draw: Draw, *, prompts: list[list[int]], prompt: int, answer: int) -> Paths:
-    """Return groups of answers of ``answer`` tokens. ``prompts`` names, for each sample of each group, the prompt that
-    it answers, by number; each has ``prompt`` tokens."""
+    """Return groups of samples, each an answer of ``answer`` tokens to a prompt of ``prompt`` tokens. ``prompts`` has
+    the number of the prompt for each sample of each group; samples with the same number have the same prompt."""
     texts = {number: draw(prompt) for number in sorted({number for group in prompts for number in group})}
     members = [(place, number) for place, group in enumerate(prompts) for number in group]
     return Paths(
@@ -42,13 +43,14 @@ def group_paths(draw: Draw, *, prompts: list[list[int]], prompt: int, answer: in
 
 
 def agent_paths(draw: Draw, *, turns: int, forks: int, prompt: int, thought: int, said: int) -> Paths:
-    """Return the turns of one episode of an agent, each a sample: it sees the prompt of ``prompt`` tokens and what was
-    said in earlier turns, ``said`` tokens each, but not its earlier thoughts, and answers with ``thought`` tokens. The
-    second half of its ``turns`` goes on in ``forks`` different ways."""
+    """Return the turns of one episode of an agent, each as one sample. A turn reads the prompt of ``prompt`` tokens and
+    the messages of earlier turns, ``said`` tokens each, but not the thoughts of earlier turns, and answers with
+    ``thought`` tokens. The second half of the ``turns`` is sampled in ``forks`` different ways."""
     found = Paths(ids_S=[], prompts_S=[], groups_S=[])
 
     def walk(history: Ids, count: int) -> Ids:
-        """Add ``count`` turns after ``history``, and return the history after them."""
+        """Add ``count`` turns after ``history``, the tokens that the first of them reads, and return the history after
+        these turns."""
         for _ in range(count):
             found.ids_S.append(np.concatenate([history, draw(thought)]))
             found.prompts_S.append(len(history))
@@ -63,6 +65,7 @@ def agent_paths(draw: Draw, *, turns: int, forks: int, prompt: int, thought: int
 
 
 SHAPES: dict[str, Callable[..., Paths]] = {"groups": group_paths, "agents": agent_paths}
+"""The functions that return the samples of a batch, by the name of the shape."""
 
 
 def paths_of(request: dict[str, Any], draw: Draw) -> Paths:
@@ -72,27 +75,27 @@ def paths_of(request: dict[str, Any], draw: Draw) -> Paths:
 
 
 OTHERWISE = [[0, 0, 0, 1, 0, 0, 0], [2, 2, 2, 3, 2, 2, 2]]
-"""Two groups of seven, in each of which one sample begins otherwise."""
+"""The prompts of two groups of seven samples; in each group one sample has another prompt."""
 BY_ACCIDENT = [[0, 0, 0, 1, 0, 0, 0], [2, 2, 2, 1, 2, 2, 2], [3, 3, 3, 1, 3, 3, 3]]
-"""Three groups of seven, in each of which one sample begins otherwise: all three alike."""
+"""The prompts of three groups of seven samples; in each group one sample has another prompt, the same in all groups."""
 APART = [list(range(14))]
-"""Samples that share nothing."""
+"""The prompts of a group whose samples have no tokens in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeCase:
-    """A batch whose samples begin alike, or not at all, and what is expected of it."""
+    """A batch for the measurement of prefix trees, and its target."""
 
     what: str
-    """What it is, in words."""
+    """The description of the batch, in words."""
     shape: dict[str, Any]
-    """The samples, as :func:`paths_of` takes them."""
+    """The description of the samples for :func:`paths_of`."""
     least: float
-    """How many times faster a step should at least be than one that computes every sample whole."""
+    """The least factor by which a step should be faster than a step that computes every sample completely."""
 
 
 def tree_cases(*, quick: bool) -> list[TreeCase]:
-    """Return the batches of the benchmark; with ``quick``, small ones."""
+    """Return the batches of the benchmark, with their targets; with ``quick``, small batches."""
     prompt, answer = (16, 8) if quick else (256, 128)
     turns, forks, thought, said = (4, 2, 6, 4) if quick else (20, 4, 80, 48)
     groups = {"shape": "groups", "prompt": prompt, "answer": answer}

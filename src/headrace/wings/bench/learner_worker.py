@@ -1,9 +1,9 @@
-"""The worker process of the learner benchmark, which measures one implementation, called a side.
+"""The worker process of the learner benchmark, which measures one implementation, called a *side*.
 
     python -m headrace.wings.bench.learner_worker '{"side": "learner", "model": DIR, "threads": 2}'
 
-The protocol is that of :mod:`headrace.wings.bench.engine_worker`. Each side imports only what it needs, to start with
-little memory.
+Requests and answers have the format of :mod:`headrace.wings.bench.engine_worker`. Each side imports its dependencies
+when it is created, so that the process starts with little memory.
 
 Shape legend: S samples and N tokens of the batch, B samples of a padded batch, L its length, P tokens that carry loss,
 C of them at a time, V vocabulary, D hidden size.
@@ -31,31 +31,31 @@ from headrace.learner.products import product
 from headrace.wings.bench.learner_trees import Draw, Ids, Paths, paths_of
 
 GROUP = 8
-"""Number of samples per prompt, and of rows of a padded batch."""
+"""The number of samples per prompt, and of rows of a padded batch."""
 LR = 1e-6
-"""A learning rate so low that the measurements do not depend on the number of earlier steps."""
+"""The learning rate, so low that the measurements do not depend on the number of earlier steps."""
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
 
 
 class LearnerSide(Protocol):
-    """An implementation that this process measures, one of :data:`SIDES`."""
+    """The contract of an implementation that this process can measure, one of :data:`SIDES`."""
 
     def do(self, request: Request) -> Answer:
-        """Execute a request, for most sides one training step, and return its answer, a JSON object whose ``seconds``
-        is the measured time."""
+        """Execute a request, for most sides one training step, and return the answer to it, a JSON object whose
+        ``seconds`` is the measured time."""
         ...
 
 
 def batch_of(step: int, request: Mapping[str, Any]) -> Batch:
-    """Return a batch for training step ``step``: random answers of ``request["lengths"]`` tokens to prompts of
-    ``request["prompt"]`` tokens, one prompt for each group of 8; with ``request["tree"]``, the samples that it
-    describes. Equal requests give equal samples at any step."""
+    """Return a batch for training step ``step``: random answers with the lengths ``request["lengths"]`` to prompts of
+    ``request["prompt"]`` tokens, one prompt for each group of 8; or the samples that ``request["tree"]`` describes.
+    Equal requests yield equal samples at any step."""
     rng = np.random.default_rng(request["seed"])
 
     def draw(count: int) -> Ids:
-        """Return random ids."""
+        """Return ``count`` random token ids."""
         return rng.integers(3, request["vocab"], count)
 
     paths = paths_of(request["tree"], draw) if request.get("tree") else _answers(request, draw)
@@ -77,7 +77,7 @@ def batch_of(step: int, request: Mapping[str, Any]) -> Batch:
 
 
 def _answers(request: Mapping[str, Any], draw: Draw) -> Paths:
-    """Return answers to prompts, a prompt for each group of 8."""
+    """Return the samples of a request without ``tree``: answers to random prompts, one prompt for each group of 8."""
     groups_S = [place // GROUP for place in range(len(request["lengths"]))]
     prompts = [draw(request["prompt"]) for _ in range(groups_S[-1] + 1)]
     return Paths(
@@ -91,24 +91,25 @@ def _answers(request: Mapping[str, Any], draw: Draw) -> Paths:
 
 
 def memory_bytes(which: str) -> int:
-    """Return the memory of this process in bytes: its peak with ``VmHWM``, its current size with ``VmRSS``.
+    """Return the memory of this process in bytes: its peak if ``which`` is ``VmHWM``, its current size for ``VmRSS``.
 
-    Where ``/proc`` is missing, both give the peak of ``getrusage``.
+    Where ``/proc`` is missing, the result is the peak of ``getrusage`` in both cases.
     """
     status = Path("/proc/self/status")
     if not status.exists():
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
     return int(lines[which].split()[0]) * 1024
 
 
 class OwnLearner:
-    """Headrace's learner with DAPO's loss. One instance is kept for each combination of the model, the learner's
-    settings and the adapter that a request names."""
+    """Headrace's learner with DAPO's loss. A learner is kept for each combination of model, settings and adapter that
+    requests have named."""
 
     def __init__(self, model_dir: str) -> None:
-        """``model_dir`` is the model of all requests that name none; it is loaded by the first of them."""
+        """Create the side without a learner. ``model_dir`` is the model of all requests that name no model; the first
+        of these requests loads it."""
         from headrace.learner.core import LearnerCore
 
         self._model_dir = model_dir
@@ -117,18 +118,18 @@ class OwnLearner:
         self._loaded_bytes = 0
 
     def do(self, request: Request) -> Answer:
-        """Train one step of Headrace's learner on a random batch, or, with ``products``, measure the machine's rate of
-        matrix products; return the figures. Sizes are in bytes: ``loaded_bytes`` after the model was loaded,
-        ``peak_bytes`` the largest so far."""
+        """Train one step of Headrace's learner on a random batch, or for a request with ``products`` measure the
+        machine's rate of matrix products; return the figures. ``loaded_bytes`` is the memory of the process after the
+        model was loaded, ``peak_bytes`` its peak memory so far."""
         if "products" in request:
             return {"flop_per_s": max(self._flop_per_s(*shape) for shape in request["products"])}
         name = json.dumps([request.get(key) for key in ("model", "settings", "lora")])
         if name not in self._cores:
-            self._cores[name] = self._learner(request)
+            self._cores[name] = self._create_learner(request)
         core = self._cores[name]
         batch = batch_of(core.version, request)
         if request.get("replay"):
-            batch = self._routed(batch, request)
+            batch = self._record_routing(batch, request)
         report = core.train(batch)
         return {
             "seconds": report.seconds,
@@ -138,9 +139,9 @@ class OwnLearner:
             "peak_bytes": memory_bytes("VmHWM"),
         }
 
-    def _learner(self, request: Request) -> Any:
-        """Return a learner with the model, the settings and the adapter that the request names; note the memory after
-        loading."""
+    def _create_learner(self, request: Request) -> Any:
+        """Return a learner with the model, the settings and the adapter that the request names, and store the memory of
+        the process after loading the model."""
         from headrace.algo.config import AlgoConfig
         from headrace.algo.objective import Objective
         from headrace.learner.base import LearnerContext
@@ -160,9 +161,9 @@ class OwnLearner:
         self._loaded_bytes = memory_bytes("VmRSS")
         return core
 
-    def _routed(self, batch: Batch, request: Request) -> Batch:
-        """Return the batch with recorded routing: the experts that the untrained model of the request chooses for each
-        token."""
+    def _record_routing(self, batch: Batch, request: Request) -> Batch:
+        """Return a copy of the batch with recorded routing: the experts that the model of the request, before any
+        training, chooses for each token."""
         from headrace.models import ModelConfig, load_model
         from headrace.models.attention import PackedPlan, forward
         from headrace.models.routing import RoutingRecorder, find_routing
@@ -178,8 +179,8 @@ class OwnLearner:
         return msgspec.structs.replace(batch, routing=routing)
 
     def _flop_per_s(self, rows: int, inner: int, columns: int) -> float:
-        """Return the best rate, in operations per second, of the float32 product of a matrix of ``rows`` by ``inner``
-        and one of ``inner`` by ``columns``, over 20 products."""
+        """Return the best rate over 20 products, in operations per second, of the float32 product of a ``rows`` by
+        ``inner`` matrix and an ``inner`` by ``columns`` matrix."""
         left, right = torch.full((rows, inner), 0.5), torch.full((inner, columns), 0.5)
         times_s = []
         for _ in range(20):
@@ -190,12 +191,11 @@ class OwnLearner:
 
 
 class Padded:
-    """A simple trainer to compare with: transformers with eight samples at a time in the order of the request, padded
-    on the right to the longest; log π from the logits of all positions; the gradient of the same loss, and the same
-    AdamW."""
+    """A simple trainer for comparison: transformers on eight samples at a time, in the order of the request, padded on
+    the right to the longest sample; log π from the logits of all positions; the same loss and the same AdamW."""
 
     def __init__(self, model_dir: str) -> None:
-        """Load the model in ``model_dir`` with transformers, and make its optimizer."""
+        """Load the model in ``model_dir`` with transformers, and create its optimizer."""
         from transformers import AutoModelForCausalLM
 
         from headrace.learner.config import LearnerConfig
@@ -231,7 +231,7 @@ class Padded:
     def _backward(self, ids_BL: Tensor, mask_BL: Tensor, advantages_B: Tensor, loss_tokens: int) -> None:
         """Add the gradient of DAPO's loss over one padded batch of B samples. ``loss_tokens`` is the number of tokens
         with loss in the whole step, by which the loss is divided."""
-        present_BL = (ids_BL > 0).long()
+        present_BL = (ids_BL > 0).long()  # the id 0 is padding
         logits_BLV = self._model(input_ids=ids_BL, attention_mask=present_BL, use_cache=False).logits[:, :-1]
         log_pi_BL = logits_BLV.log_softmax(-1).gather(2, ids_BL[:, 1:, None])[..., 0]
         ratio_BL = (log_pi_BL - log_pi_BL.detach()).exp()
@@ -273,8 +273,8 @@ def _chunked(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
 
 
 def _tiled(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
-    """Return log π of each token (P,), computed tile by tile by the learner's own head, which never holds all
-    logits."""
+    """Return log π of each token (P,), computed by the learner's own head in tiles, so that never all logits are in
+    memory."""
     from headrace.learner.head import HeadMatrix, HeadRequest, linear_logprobs
 
     head_request = HeadRequest(ids_P=ids_P, temperature=1.0, kept=None, entropy_gradient=False, keep_logits=False)
@@ -282,24 +282,24 @@ def _tiled(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
 
 
 class HeadAlone:
-    """The computation of log π from hidden states and of its gradients, by one function ``logprobs`` and without a
-    model. Each request needs a fresh process, because the peak memory of a process never falls."""
+    """The measurement of one implementation of the head, without a model: log π from hidden states, and its gradients.
+    Each request needs a new process, because the peak memory of a process never falls."""
 
     def __init__(self, logprobs: Logprobs) -> None:
-        """``logprobs`` computes log π; it is what is measured."""
+        """Create the side that measures the implementation ``logprobs``."""
         self._logprobs = logprobs
         self._clock = RealClock()
 
     def do(self, request: Request) -> Answer:
-        """Compute log π and its gradients for random inputs of the request's sizes; return the seconds and the memory
-        that it took beyond the inputs, in bytes."""
-        self._run(GROUP, GROUP, GROUP)  # lets libraries allocate what they allocate once
+        """Compute log π and its gradients for random inputs of the request's sizes; return the time in seconds, and the
+        memory beyond the inputs in bytes."""
+        self._run(GROUP, GROUP, GROUP)  # a first call, in which libraries allocate memory once
         seconds, extra_bytes = self._run(request["tokens"], request["vocab"], request["hidden"])
         return {"seconds": seconds, "extra_bytes": extra_bytes}
 
     def _run(self, tokens: int, vocab: int, hidden: int) -> tuple[float, int]:
-        """Compute log π of ``tokens`` tokens and its gradients for a head of ``vocab`` by ``hidden``. Return the
-        seconds, and the bytes by which the peak memory of the process is above its memory before."""
+        """Compute log π of ``tokens`` tokens and its gradients for a ``vocab`` by ``hidden`` head. Return the seconds,
+        and the difference in bytes between the peak memory of the process and its memory before."""
         draws = torch.Generator().manual_seed(0)
         hidden_PD = torch.randn(tokens, hidden, generator=draws).requires_grad_()
         weight_VD = torch.randn(vocab, hidden, generator=draws).requires_grad_()
@@ -319,7 +319,8 @@ SIDES: dict[str, Callable[[str], LearnerSide]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """Load the side that the first argument (JSON) names, and answer requests on the standard input until it ends."""
+    """Create the side that the first argument (JSON) names, and answer requests on the standard input until the input
+    ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     side = SIDES[spec["side"]](spec["model"])

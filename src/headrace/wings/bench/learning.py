@@ -1,10 +1,10 @@
 """Learning curves over seeds: held-out reward over trained tokens and over seconds, by staleness and by its settings.
 
-    task × variant × seed ──▶ one run that writes snapshots ──▶ held-out rows answered by each ──▶ curve
-    curve ──▶ area, seconds and tokens to the goal ──▶ compared with the synchronous run of the same seed
+    task × variant × seed ──▶ one run that writes snapshots ──▶ evaluation of each snapshot on held-out rows ──▶ curve
+    curve ──▶ area, seconds and tokens to the goal ──▶ comparison with the synchronous run of the same seed
 
-Snapshots are judged when the run is over: evaluations on the way would take as much of the engine as training does, and
-the ages would be those of another run. Writing the snapshots is part of the seconds.
+Snapshots are evaluated after the run has ended: evaluations during the run would use as much of the engine as training
+does, and would change the ages of tokens. The time for writing the snapshots is part of the seconds.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, re
 from headrace.wings.bench.learning_tasks import TASKS, LearningTask
 
 FIRST = 12
-"""Number of first steps that do not count for the mean age and the speed: without history every group starts at
-once."""
+"""The number of first steps that do not count for the mean age and the speed, since without history every group starts
+at once."""
 MARK = 0.9
-"""The held-out reward that is raced for, as a share of the way from the first evaluation to 1."""
+"""The goal: the held-out reward to reach, as a fraction of the distance from the first evaluation to 1."""
 NUM_RESAMPLED = 2000
-"""Number of resamplings of the seeds from which an interval is read."""
+"""The number of resamplings of the seeds (bootstrap) from which an interval is computed."""
 ROWS = "learning.jsonl"
-"""The file of a directory that holds the figures of every run that has ended."""
+"""The file in ``directory`` with the figures of every run that has ended."""
 PARTS: Mapping[str, Sequence[str]] = {
     "default": (),
     "eager": ("flow.pacing=eager",),
@@ -46,8 +46,9 @@ PARTS: Mapping[str, Sequence[str]] = {
     "sampled": ("algo.old=sampled",),
     "ess": ("learner.damping.kind=ess",),
 }
-"""The variants of an asynchronous run: as it is; without just-in-time pacing, the clip against μ, or both (as the
-defaults were before); with the exact π_old of every token, or a rate that follows the effective sample size."""
+"""The settings of each variant of an asynchronous run, by name: the defaults; without just-in-time pacing, without the
+clip against μ, or without both (the former defaults); with the exact π_old of every token, or with a learning rate that
+depends on the effective sample size."""
 
 
 def measure(
@@ -62,52 +63,52 @@ def measure(
     directory: str = "",
 ) -> Report:
     """Measure the learning curve of every task, age (``flow.max_age``) and part (a variant of the settings, by its name
-    in :data:`PARTS`) over ``seeds``; each of these four is a list separated by commas. Return a row for each run, a row
-    for each comparison with the synchronous runs, and the targets. ``tell`` is called with a line of text before each
-    run.
+    in :data:`PARTS`) over ``seeds``; each of these four options is a list separated by commas. Return a report with a
+    row for each run, a row for each comparison with the synchronous runs, and the targets. ``tell`` is called with a
+    line of text before each run.
 
-    ``steps`` sets the number of steps of every run (0: what the task sets); ``quick`` makes one run of five steps.
-    ``directory`` keeps models, rows and figures: a call that was stopped continues there, and a later one adds runs to
-    those of before (empty: nothing is kept).
+    ``steps`` is the number of steps of every run (0: the number that the task defines); ``quick`` makes one run of five
+    steps. Models, rows and figures are stored in ``directory`` (empty: nothing is stored). Runs whose figures are
+    there are not repeated, so that a call can continue a call that was stopped, and can add runs.
     """
     if quick:
         seeds, ages, tasks, parts, steps = "0", "1", "demo", "default", 5
-    chosen, variants = _listed("tasks", tasks, TASKS), _listed("parts", parts, PARTS)
-    runs = [(age, part) for age in _numbers("ages", ages) for part in variants if age or part == "default"]
+    chosen, variants = _split_names("tasks", tasks, TASKS), _split_names("parts", parts, PARTS)
+    runs = [(age, part) for age in _split_numbers("ages", ages) for part in variants if age or part == "default"]
     kept = Path(directory) if directory else None
     rows: list[Row] = []
-    for task, seed in product(chosen, _numbers("seeds", seeds)):
-        for age, part in runs[:: 1 if seed % 2 else -1]:  # neither is always the first
+    for task, seed in product(chosen, _split_numbers("seeds", seeds)):
+        for age, part in runs[:: 1 if seed % 2 else -1]:  # the order alternates, so that no variant is always first
             key = {"task": task, "seed": seed, "max_age": age, "part": part, "steps": steps or TASKS[task].steps}
-            found = _recorded(kept, key)
+            found = _find_recorded(kept, key)
             if found is None:
                 tell(f"{task}, seed {seed}, max_age {age}, {part}")
-                found = {**key, **_measured(TASKS[task], kept, key)}
+                found = {**key, **_measure_run(TASKS[task], kept, key)}
                 _record(kept, found)
             rows.append(found)
-    compared = _compared(rows)
+    compared = _comparisons(rows)
     return report([*rows, *compared], _targets(rows, compared))
 
 
-def _recorded(directory: Path | None, key: Row) -> Row | None:
+def _find_recorded(directory: Path | None, key: Row) -> Row | None:
     """Return the figures of the run that ``key`` identifies (task, seed, age, part and steps), if an earlier call
-    measured it in ``directory``; ``None`` if none did."""
-    rows = map(json.loads, _whole_lines(directory))
+    stored them in ``directory``; else ``None``."""
+    rows = map(json.loads, _complete_lines(directory))
     return next((row for row in rows if key.items() <= row.items()), None)
 
 
 def _record(directory: Path | None, row: Row) -> None:
-    """Append the figures of a run to the file of ``directory``, which is replaced as a whole; do nothing if
-    ``directory`` is ``None``."""
+    """Append the figures of a run to :data:`ROWS` in ``directory``, by an atomic replacement of this file; do nothing
+    if ``directory`` is ``None``."""
     if directory is None:
         return
     path = directory / ROWS
     fresh = path.with_suffix(".part")
-    fresh.write_text("".join([*_whole_lines(directory), f"{json.dumps(row)}\n"]), encoding="utf-8")
+    fresh.write_text("".join([*_complete_lines(directory), f"{json.dumps(row)}\n"]), encoding="utf-8")
     fresh.replace(path)
 
 
-def _whole_lines(directory: Path | None) -> list[str]:
+def _complete_lines(directory: Path | None) -> list[str]:
     """Return the lines of the file of figures in ``directory``, without a last line that a copy or a full disk has cut;
     an empty list if there is no file or no directory."""
     path = None if directory is None else directory / ROWS
@@ -116,19 +117,19 @@ def _whole_lines(directory: Path | None) -> list[str]:
     return [line for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _built(task: LearningTask, directory: Path, seed: int) -> Path:
-    """Return the path of the run file of a task for a seed. Its model, rows and run file are made in ``directory``,
-    unless they are there from an earlier call."""
+def _build_task(task: LearningTask, directory: Path, seed: int) -> Path:
+    """Create the model, the rows and the run file of a task for a seed in ``directory``, unless an earlier call has
+    created them, and return the path of the run file."""
     made = directory / f"{task.build.__name__.strip('_')}-{seed}"
     if not made.exists():
         fresh = directory / f"{made.name}.part"
         shutil.rmtree(fresh, ignore_errors=True)
         task.build(fresh, seed)
-        fresh.rename(made)  # a call that is stopped leaves no half of a task
+        fresh.rename(made)  # so that a call that is stopped leaves no incomplete task
     return next(made.glob("*.toml"))
 
 
-def _listed(option: str, text: str, known: Mapping[str, object]) -> list[str]:
+def _split_names(option: str, text: str, known: Mapping[str, object]) -> list[str]:
     """Return the names in ``text``, which are separated by commas. Raises :class:`~headrace.base.errors.ConfigError`
     for a name that is not in ``known``; ``option`` is the command-line option, for the message."""
     names = [name.strip() for name in text.split(",")]
@@ -138,7 +139,7 @@ def _listed(option: str, text: str, known: Mapping[str, object]) -> list[str]:
     return names
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def _split_numbers(option: str, text: str) -> list[int]:
     """Return the whole numbers in ``text``, which are separated by commas. Raises
     :class:`~headrace.base.errors.ConfigError` for other text; ``option`` is the command-line option, for the
     message."""
@@ -148,16 +149,16 @@ def _numbers(option: str, text: str) -> list[int]:
         raise ConfigError(f"--{option}={text!r} is not a list such as 0,1,2", remedy=f"--{option} 0,1,2") from None
 
 
-def _measured(task: LearningTask, directory: Path | None, key: Row) -> Row:
-    """Make the run of ``task`` that ``key`` identifies, and return its figures. Its model and rows are made in
+def _measure_run(task: LearningTask, directory: Path | None, key: Row) -> Row:
+    """Train the run of ``task`` that ``key`` identifies, and return its figures. Its model and rows are created in
     ``directory``, or in a temporary directory if that is ``None``."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        run_file = _built(task, directory or Path(scratch), key["seed"])
+        run_file = _build_task(task, directory or Path(scratch), key["seed"])
         run_dir = Path(scratch) / "run"
-        return _figures(task, run_file, run_dir, _trained(task, run_file, run_dir, key))
+        return _figures(task, run_file, run_dir, _train_run(task, run_file, run_dir, key))
 
 
-def _trained(task: LearningTask, run_file: Path, run_dir: Path, key: Row) -> Summary:
+def _train_run(task: LearningTask, run_file: Path, run_dir: Path, key: Row) -> Summary:
     """Train the run of ``task`` that ``key`` identifies (seed, age, part and steps) in ``run_dir``, with a snapshot
     every few steps, and return its summary. Raises :class:`~headrace.base.errors.RunError` if the run does not
     finish."""
@@ -182,34 +183,34 @@ def _trained(task: LearningTask, run_file: Path, run_dir: Path, key: Row) -> Sum
 
 def _figures(task: LearningTask, run_file: Path, run_dir: Path, summary: Summary) -> Row:
     """Return the figures of a run that has ended: ages, speed and idle time after the first steps, and its learning
-    curve with the area under it and the tokens and seconds to the goal. The goal is :data:`MARK` of the way from the
-    first held-out reward to 1; ``None`` where it was not reached."""
+    curve with the area under it. The tokens and the seconds to the goal (:data:`MARK`) are ``None`` where the run did
+    not reach the goal."""
     run = load_run(run_dir)
     late = run.steps[min(FIRST, len(run.steps) // 2) :]
     tokens = sum(sum(step.ages.values()) for step in late)
     first_s = late[0].clock_s - late[0].seconds - late[0].wait_s
     curve = _curve(task, run_file.parent, run_dir, run)
     goal = curve[0][2] + MARK * (1 - curve[0][2])
-    reached = next((point for point in curve if point[2] >= goal), None)
+    at_goal = next((point for point in curve if point[2] >= goal), None)
     return {
         "mean_age": sum(old * count for step in late for old, count in step.ages.items()) / max(1, tokens),
         "tok_s": tokens / max(1e-9, late[-1].clock_s - first_s),
         "learner_waits": sum(step.wait_s for step in late) / max(1e-9, late[-1].clock_s - first_s),
         "engine_idle": summary.engine_idle_frac,
         "seconds": run.steps[-1].clock_s - run.loop[0],
-        "synchronous_s": _of_turns(summary),
+        "synchronous_s": _synchronous_times_s(summary),
         "area": _area(curve),
         "end": curve[-1][2],
         "lowest_late": min(reward for _, _, reward in curve[len(curve) // 2 :]),
-        "goal_tokens": reached and reached[0],
-        "goal_s": reached and reached[1],
+        "goal_tokens": at_goal and at_goal[0],
+        "goal_s": at_goal and at_goal[1],
         "curve": curve,
     }
 
 
-def _of_turns(summary: Summary) -> tuple[float, float] | None:
-    """Return the least and the greatest time in seconds that a synchronous run, in which generation and training take
-    turns, would have taken for the same work, by the run's own account; ``None`` if the account does not say."""
+def _synchronous_times_s(summary: Summary) -> tuple[float, float] | None:
+    """Return the least and the greatest time, in seconds, that a synchronous run, in which generation and training
+    take turns, would have taken for the same work, as the run's own account estimates; ``None`` without an estimate."""
     spent = summary.account
     if spent is None or not spent.turned_s:
         return None
@@ -218,36 +219,36 @@ def _of_turns(summary: Summary) -> tuple[float, float] | None:
 
 
 def _curve(task: LearningTask, directory: Path, run_dir: Path, run: RunData) -> list[tuple[int, float, float]]:
-    """Return the learning curve of a run, one point for the model that it began with and one for every snapshot, in
-    order: trained tokens so far, seconds since the run's loop began, and held-out reward. ``directory`` has the model
-    and the held-out rows of the task."""
+    """Return the learning curve of a run, with one point for its initial model and one for every snapshot, in order. A
+    point is the number of tokens trained so far, the seconds since the training loop began, and the held-out reward.
+    ``directory`` has the model and the held-out rows of the task."""
     ended, total = {0: (0, 0.0)}, 0
     for step in run.steps:
         total += step.trained_tokens
         ended[step.version] = (total, step.clock_s - run.loop[0])
     snapshots = {int(path.name.removeprefix("step-")): path for path in run_dir.glob("checkpoints/step-*")}
-    judged = {0: directory / "model", **snapshots}
-    return [(*ended[version], _judge(task, directory, judged[version])) for version in sorted(judged)]
+    models = {0: directory / "model", **snapshots}
+    return [(*ended[version], _evaluate(task, directory, models[version])) for version in sorted(models)]
 
 
-def _judge(task: LearningTask, directory: Path, model_dir: Path) -> float:
-    """Return the mean reward of the model in ``model_dir`` on the held-out rows in ``directory``: one answer is sampled
-    to each row, from a seed that is always the same."""
+def _evaluate(task: LearningTask, directory: Path, model_dir: Path) -> float:
+    """Return the mean reward of the model in ``model_dir`` on the held-out rows in ``directory``, with one answer to
+    each row, sampled from a fixed seed."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # one for each snapshot says nothing
+    logging.disable_progress_bar()  # there would be a progress bar for each snapshot
     rows = [json.loads(line) for line in (directory / "held_out.jsonl").read_text("utf-8").splitlines()]
     tokenizer: Any = AutoTokenizer.from_pretrained(directory / "model", padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     torch.manual_seed(0)  # noqa: TID251  # transformers samples from the global state alone
     ids = model.generate(
-        input_ids=asked.input_ids, attention_mask=asked.attention_mask, max_new_tokens=task.new_tokens,
+        input_ids=prompts.input_ids, attention_mask=prompts.attention_mask, max_new_tokens=task.new_tokens,
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
     )  # fmt: skip
-    texts = tokenizer.batch_decode(ids[:, asked.input_ids.shape[1] :], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(ids[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
     return statistics.fmean(task.reward(text, row) for text, row in zip(texts, rows, strict=True))
 
 
@@ -263,10 +264,10 @@ def _area(curve: Sequence[tuple[int, float, float]]) -> float:
     return sum(parts) / width if width else curve[0][2]
 
 
-def _compared(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for every variant (task, age and part), which compares its runs with the synchronous runs (age 0) of
-    the same seeds, by the area over tokens and by the seconds to the goal. A run that never reaches the goal counts as
-    infinitely long, and two such runs as equal."""
+def _comparisons(rows: Sequence[Row]) -> list[Row]:
+    """Return a row for every variant (task, age and part) that compares its runs with the synchronous runs (age 0) of
+    the same seeds, by the area under the curve and by the seconds to the goal. A run that does not reach the goal
+    counts as infinitely long, and two such runs as equal."""
     synchronous = {(row["task"], row["seed"], row["steps"]): row for row in rows if not row["max_age"]}
     variants: dict[tuple[str, int, str], list[tuple[Row, Row]]] = {}
     for row in rows:
@@ -293,15 +294,15 @@ def _compared(rows: Sequence[Row]) -> list[Row]:
 
 
 def _ratio(seconds: float | None, of: float | None) -> float:
-    """Return ``seconds`` divided by ``of``, the times of two runs to the goal; ``None`` stands for a run that never
-    reached it. The ratio is then infinite or 0, and 1 if neither run reached it."""
+    """Return ``seconds`` divided by ``of``, the times of two runs to the goal. ``None`` means that a run did not reach
+    the goal: the ratio is then infinite or 0, and 1 if neither run reached it."""
     if seconds is None and of is None:
         return 1.0
     return math.inf if seconds is None else 0.0 if of is None else seconds / of
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% interval of the mean of ``values``, by drawing as many of them again and again (bootstrap).
+    """Return the 95% interval of the mean of ``values``, by resampling them with replacement (bootstrap).
 
     >>> interval([1.0, 1.0])
     (1.0, 1.0)
@@ -312,9 +313,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _targets(rows: Sequence[Row], compared: Sequence[Row]) -> list[Target]:
-    """Return the targets: groups that start just in time halve the mean age of those that start at once (``eager``), at
-    the same speed; and asynchronous runs learn as much per token as synchronous ones. ``rows`` are the runs,
-    ``compared`` their comparisons."""
+    """Return the targets: just-in-time pacing halves the mean age that eager pacing has, at the same speed; and
+    asynchronous runs learn as much per token as synchronous runs. ``rows`` are the runs, and ``compared`` their
+    comparisons with synchronous runs."""
     found: list[Target] = []
     for task in dict.fromkeys(row["task"] for row in rows):
         by = {(row["seed"], row["max_age"], row["part"]): row for row in rows if row["task"] == task}

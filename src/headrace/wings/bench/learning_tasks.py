@@ -1,4 +1,4 @@
-"""The tasks of the benchmark ``learning``: each makes its model, rows and run file in a directory."""
+"""The tasks of the benchmark ``learning``, with the functions that create their models, rows and run files."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from headrace.wings.recipes.demo.task import CHAT_TEMPLATE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningTask:
-    """A task of the benchmark ``learning``, whose held-out reward climbs within minutes on a processor."""
+    """A task of the benchmark ``learning``, whose held-out reward rises within minutes on a CPU."""
 
     build: Callable[[Path, int], Path]
-    """Makes model, rows and run file in a directory, for a seed, and returns the path of the run file."""
+    """The function that creates model, rows and run file in a directory, for a seed, and returns the path of the run
+    file."""
     settings: Sequence[str] = ()
-    """Overrides of the run file, ``section.key=value``; ``{code}`` stands for the path of ``user_code.py``."""
+    """Overrides of the run file, ``section.key=value``; ``{code}`` is replaced by the path of ``user_code.py``."""
     steps: int
-    """Number of steps of a run."""
+    """The number of steps of a run."""
     every: int
-    """Number of steps between two snapshots."""
+    """The number of steps between two snapshots."""
     reward: Callable[[str, Mapping[str, Any]], float]
-    """The reward of an answer to a row, without any delay."""
+    """The function that returns the reward of an answer to a row, without the delay that it has in the run."""
     new_tokens: int
-    """Greatest number of tokens of an answer."""
+    """The largest number of tokens of an answer."""
 
 
 def _demo(directory: Path, seed: int) -> Path:
-    """Make the demo, addition of two-digit numbers, in ``directory`` and return its run file."""
+    """Create the demo, addition of two-digit numbers, in ``directory`` and return its run file."""
     return build_demo(directory, seed=seed).run_file
 
 
 def _long(directory: Path, seed: int) -> Path:
-    """Make the task ``long`` in ``directory`` and return its run file: a model with random weights, whose answers have
-    geometric lengths, and rows whose reward is the share of characters with odd codes."""
+    """Create the task ``long`` in ``directory`` and return its run file: a model with random weights, whose answers
+    have geometric lengths, and rows whose reward is the fraction of characters with odd codes."""
     import numpy as np
 
     from headrace.models.tiny import TinySpec, make_tiny
@@ -65,9 +66,9 @@ def _long(directory: Path, seed: int) -> Path:
 
 
 def _gym(directory: Path, seed: int) -> Path:
-    """Make the task ``gym`` in ``directory`` and return its run file, which names the task ``basic_arithmetic`` of
-    reasoning-gym. The model has learned sums and differences of single digits from a careless teacher, who often reads
-    a minus as a plus."""
+    """Create the task ``gym`` in ``directory`` and return its run file, which names the task ``basic_arithmetic`` of
+    reasoning-gym. The model is first trained on demonstrations of sums and differences of single digits, in many of
+    which a minus is read as a plus."""
     import numpy as np
 
     from headrace.models.tiny import TinySpec, make_tiny
@@ -103,8 +104,8 @@ def _gym(directory: Path, seed: int) -> Path:
 
 
 def _careless(entry: Mapping[str, Any]) -> str:
-    """Return the answer of a careless teacher to an entry of reasoning-gym: every minus in the expression is read as a
-    plus."""
+    """Return the wrong answer of a demonstration for an entry of reasoning-gym: every minus in the expression is read
+    as a plus."""
     return str(sum(int(number) for number in re.findall(r"\d+", entry["metadata"]["expression"])))
 
 
@@ -114,9 +115,10 @@ def _right(completion: str, row: Mapping[str, Any]) -> float:
 
 
 NUM_GYM = 6000
-"""Number of rows of the task of reasoning-gym that are trained."""
+"""The number of rows of the task of reasoning-gym that are trained."""
 NUM_GYM_HELD_OUT = 400
 GYM_WARM_STEPS = 200
+"""The number of training steps on demonstrations before the run."""
 GYM_OPTIONS: Mapping[str, Any] = {
     "min_terms": 2,
     "max_terms": 2,
@@ -182,5 +184,5 @@ TASKS: Mapping[str, LearningTask] = {
         new_tokens=4,
     ),
 }
-"""The tasks: the demo, the demo with rewards that take 300 ms, answers of geometric lengths, and a task of
+"""The tasks, by name: the demo, the demo with rewards that take 300 ms, answers of geometric lengths, and a task of
 reasoning-gym."""

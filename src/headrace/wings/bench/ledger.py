@@ -1,4 +1,5 @@
-"""The throughput of the ledger in transitions and episodes per second, and its share of the demo's time."""
+"""The throughput of the ledger, in transitions and episodes per second, and the time that the ledger adds to the
+demo."""
 
 from __future__ import annotations
 
@@ -24,22 +25,24 @@ from headrace.wings.bench.base import Report, Row, at_least, at_most, report
 from headrace.wings.recipes.demo import build_demo
 
 GROUPS = 2_000
+"""The number of groups whose transitions are recorded."""
 EPISODES = 4_000
+"""The number of episodes that are recorded."""
 TOKENS = 2_000
-"""Number of sampled tokens per episode."""
+"""The number of sampled tokens per episode."""
 TOKEN_BYTES = 12
-"""Bytes of one token: id, log-probability and version."""
+"""The size of one token in bytes: id, log-probability and version."""
 SEQUENCES, PIECE = 64, 256
-"""Number of running turns recorded in one transaction, and number of tokens of each."""
+"""The number of running turns that are recorded in one transaction, and the number of tokens of each."""
 PAIRS = 5
 DEMO_STEPS = 60
 MB = 1e6
 
 
 def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
-    """Measure how fast ledgers on disk and in memory record, one transaction for each operation; then the demo,
-    alternately with its ledger and with one that records nothing. Return rows and targets. ``quick`` reduces the work
-    to a tenth, and to one pair of runs."""
+    """Measure the speed at which ledgers on disk and in memory record operations, one transaction for each; then the
+    time of the demo, alternately with its ledger and with a ledger that records nothing. Return a report with rows and
+    targets. ``quick`` reduces the work to a tenth, and to one pair of runs."""
     rows: list[Row] = []
     part = 10 if quick else 1
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -60,8 +63,9 @@ def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
 
 
 def _throughput(kind: str, directory: Path, part: int) -> Row:
-    """Return a row that says how fast a ledger of this kind (``sqlite`` or ``memory``), made in ``directory``, records
-    transitions of groups, episodes and parts of running turns, per second. The work is divided by ``part``."""
+    """Return a row with the rates per second at which a new ledger of this ``kind`` (``sqlite`` or ``memory``) in
+    ``directory`` records transitions of groups, episodes, and parts of running turns. The work is divided by
+    ``part``."""
     ledger = make_ledger(FlowConfig(ledger=kind), directory)
     transitions = [operation for number in range(GROUPS // part) for operation in _transitions_of(number)]
     transitions_s = _apply_s(ledger, transitions)
@@ -81,7 +85,7 @@ def _throughput(kind: str, directory: Path, part: int) -> Row:
 
 
 class _NullLedger(SqliteLedger):
-    """A ledger that records nothing, in place of the real one in runs that show what recording costs."""
+    """A ledger that records nothing, with which runs are compared to find the cost of recording."""
 
     def apply(self, *operations: Operation) -> None:
         """Discard the operations."""
@@ -89,13 +93,13 @@ class _NullLedger(SqliteLedger):
 
 
 def _null_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Return a ledger that records nothing, as a function that opens the ledger of a run is called."""
+    """Return a ledger that records nothing. The function replaces a function that opens the ledger of a run."""
     return _NullLedger(IN_MEMORY, group_size=config.group_size, groups_per_step=config.groups_per_step)
 
 
 def _demo(scratch: Path, on_progress: Callable[[str], None], pairs: int) -> Row:
-    """Measure the demo's wall time per trained token with its ledger, divided by that without, in ``pairs`` pairs of
-    runs. Return a row with the median, the lowest and the highest ratio."""
+    """Measure the demo's wall time per trained token with its ledger, divided by the same time without a ledger, in
+    ``pairs`` pairs of runs. Return a row with the median, the lowest and the highest ratio."""
     demo = build_demo(scratch / "demo", seed=0)
     ratios: list[float] = []
     for pair in range(pairs):
@@ -117,7 +121,7 @@ def _demo(scratch: Path, on_progress: Callable[[str], None], pairs: int) -> Row:
 
 
 def _apply_s(ledger: Ledger, operations: Iterable[Operation]) -> float:
-    """Return how many seconds the ledger takes to record ``operations``, each in a transaction of its own."""
+    """Return the time, in seconds, in which the ledger records ``operations``, each in a transaction of its own."""
     clock = RealClock()
     start_s = clock.now()
     for operation in operations:
@@ -137,9 +141,9 @@ def _transitions_of(number: int) -> list[Operation]:
     ]
 
 
-def _sampled(count: int) -> Tokens:
-    """Return ``count`` tokens with random ids and logprobs, sampled by weights of version 3; the same ones at every
-    call."""
+def _random_tokens(count: int) -> Tokens:
+    """Return ``count`` tokens with random ids and logprobs, sampled by weights of version 3. Every call with the same
+    ``count`` returns equal tokens."""
     rng = np.random.default_rng(count)
     return Tokens(
         ids_T=rng.integers(0, 150_000, count).astype(np.int32),
@@ -149,15 +153,16 @@ def _sampled(count: int) -> Tokens:
 
 
 def _episode(index: int) -> EpisodeGraph:
-    """Return an episode with one sampled answer of :data:`TOKENS` tokens; eight of them share a group."""
-    answer = Turn(author="policy", tokens=_sampled(TOKENS), stop_reason=StopReason.STOP)
+    """Return the episode number ``index``, with one sampled answer of :data:`TOKENS` tokens; eight successive episodes
+    share a group."""
+    answer = Turn(author="policy", tokens=_random_tokens(TOKENS), stop_reason=StopReason.STOP)
     return EpisodeGraph(key=EpisodeKey(index // 8, index % 8), turns=[answer], status=EpisodeStatus.SCORED, reward=1.0)
 
 
 def _stream(number: int) -> Stream:
-    """Return the operation that stores a piece of :data:`PIECE` tokens of each of :data:`SEQUENCES` running answers;
-    ``number`` makes their keys different from those of other calls."""
-    tokens = _sampled(PIECE)
+    """Return the operation that stores :data:`PIECE` tokens of each of :data:`SEQUENCES` running answers. Operations
+    with different ``number`` belong to different answers."""
+    tokens = _random_tokens(PIECE)
     parts = (
         TokenChunk(key=EpisodeKey(number * 8 + place // 8, place % 8), turn=1, prompt="", tokens=tokens)
         for place in range(SEQUENCES)

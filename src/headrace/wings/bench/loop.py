@@ -1,4 +1,4 @@
-"""The whole loop on the demo: whether it learns, and how much time asynchronous training saves."""
+"""The whole training loop on the demo: whether the model learns, and how much time asynchronous training saves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from headrace.wings.recipes.demo import Demo, build_demo
 
 SEEDS = (0, 1, 2)
 PAIRS = 3
-"""Number of pairs of a synchronous and an asynchronous run."""
+"""The number of pairs of a synchronous and an asynchronous run."""
 PAIR_STEPS = 40
 FROZEN_STEPS = 60
-"""Number of steps of the runs with ``learner.lr=0``, whose weights never change."""
+"""The number of steps of the runs with ``learner.lr=0``, whose weights never change."""
 
 
 def measure(on_progress: Callable[[str], None]) -> Report:
@@ -53,14 +53,14 @@ def measure(on_progress: Callable[[str], None]) -> Report:
                 )
             )
             rows.append(_row("lr=0", frozen[-1], seed=seed))
-        ratios, paired = _paired(demos[0], directory, on_progress)
-        rows += paired
+        ratios, pair_rows = _train_pairs(demos[0], directory, on_progress)
+        rows += pair_rows
         on_progress("import")
         imports_s = [_import_s(clock) for _ in range(5)]
         rows.append({"what": "import headrace", "median_s": statistics.median(imports_s)})
     gap_ms = max(summary.commit_gap_ms.p99 for summary in learned)
     targets = [
-        *_learning(learned, frozen),
+        *_learning_targets(learned, frozen),
         at_most("demo, model building included, slowest seed", max(walls_s), 180, "s"),
         at_most("wall time per trained token, asynchronous / synchronous", statistics.median(ratios), 0.75, "ratio"),
         at_most("commit gap p99, worst run", gap_ms, 5, "ms"),
@@ -72,9 +72,9 @@ def measure(on_progress: Callable[[str], None]) -> Report:
     return report(rows, targets)
 
 
-def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
-    """Return the targets for what was learned: held-out accuracy before and after training of the runs ``learned``, and
-    that it does not move in the runs ``frozen``, whose learning rate is 0."""
+def _learning_targets(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
+    """Return the targets for the held-out accuracy: before and after training in the runs ``learned``, and its change
+    in the runs ``frozen``, whose learning rate is 0."""
     moves = [abs((s.eval_after or 0.0) - (s.eval_before or 0.0)) for s in frozen]
     return [
         at_most("held-out accuracy before, highest seed", max(s.eval_before or 0.0 for s in learned), 0.55, "fraction"),
@@ -83,10 +83,10 @@ def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
     ]
 
 
-def _paired(demo: Demo, directory: Path, on_progress: Callable[[str], None]) -> tuple[list[float], list[Row]]:
-    """Train the demo :data:`PAIRS` times with ``flow.max_age=1`` (asynchronous) and with ``flow.max_age=0``
-    (synchronous), under a slow reward. Return, for each pair, the wall time per trained token at ``max_age=1`` divided
-    by that at ``max_age=0``; and the rows of the report, one for each run."""
+def _train_pairs(demo: Demo, directory: Path, on_progress: Callable[[str], None]) -> tuple[list[float], list[Row]]:
+    """Train the demo with a slow reward :data:`PAIRS` times with ``flow.max_age=1`` (asynchronous) and with
+    ``flow.max_age=0`` (synchronous). Return for each pair the wall time per trained token of the asynchronous run
+    divided by that time of the synchronous run; and the rows of the report, one for each run."""
     ratios: list[float] = []
     rows: list[Row] = []
     with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
@@ -103,7 +103,7 @@ def _paired(demo: Demo, directory: Path, on_progress: Callable[[str], None]) -> 
 
 
 def _run(demo: Demo, run_dir: Path, *settings: str) -> Summary:
-    """Train the demo in ``run_dir`` with further settings, ``section.key=value``, and return the summary."""
+    """Train the demo in ``run_dir`` with the overrides ``settings``, ``section.key=value``, and return the summary."""
     quiet = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}")
     return train(load_config(demo.run_file, [*quiet, *settings]))
 
@@ -128,7 +128,7 @@ def _row(what: str, summary: Summary, **more: float) -> Row:
 
 
 def _import_s(clock: RealClock) -> float:
-    """Return how many seconds a new process takes to start Python and import headrace."""
+    """Return the time, in seconds, that a new process needs to start Python and import headrace."""
     start_s = clock.now()
     subprocess.run([sys.executable, "-c", "import headrace"], check=True)
     return clock.now() - start_s

@@ -1,10 +1,10 @@
-"""The planner, which predicts by simulation how a run performs: how large a run it simulates in a minute, and how well
-it predicts runs on this machine.
+"""The planner, which predicts the performance of a run by simulation: the time to simulate a large run, and the errors
+of its predictions for runs on this machine.
 
-There are two tasks: answers of geometric lengths, and the demo with its answers of three digits. For each, costs are
-calibrated from two runs, and six runs are predicted. Four of these have settings that the calibration runs did not:
-another staleness bound, another batch size, slow rewards. Measurement and simulation both cover the time from the end
-of the third step to the end of the last.
+There are two tasks: answers of geometric lengths, and the demo with its answers of three digits. For each task, the
+costs are calibrated from two runs, and six runs are predicted. Four of these differ from the calibration runs in a
+setting: the staleness bound, the batch size, or a slow reward. Measurement and simulation both cover the time from the
+end of the third step to the end of the last step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from headrace.wings.plan.system import Measured
 from headrace.wings.recipes.demo import build_demo
 
 ENGINES, GROUPS, GROUP_SIZE, BATCH = 8_000, 62_464, 16, 1024
-"""Sizes of the large run: 8,000 accelerators generate, 2,000 train; about a million episodes."""
+"""The sizes of the large run: 8,000 accelerators generate, 2,000 train; about a million episodes."""
 SLOW = "slow reward"
+"""The part of a run's name that marks a run with a slow reward."""
 REWARDS = Path(__file__).with_name("user_code.py")
 ROWS = 2048
 LONG = """
@@ -50,26 +51,26 @@ lr = 1e-6
 [run]
 seed = 0
 """
-"""Run file of the first task; its answers have 62 tokens on average, which training hardly changes."""
+"""The run file of the first task. Its answers have 62 tokens on average, and training hardly changes their length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTask:
-    """A task of this benchmark: six runs of it are made, and predicted by the planner."""
+    """A task of this benchmark, of which six runs are measured and predicted by the planner."""
 
     name: str
     make: Callable[[Path], Path]
-    """Makes model, rows and run file in a directory, and returns the path of the run file."""
+    """The function that creates model, rows and run file in a directory, and returns the path of the run file."""
     slow: str
-    """Name of the slow reward function in ``user_code.py``."""
+    """The name of the slow reward function in ``user_code.py``."""
     groups: int
-    """Number of groups in a step."""
+    """The number of groups in a step."""
     steps: int
-    """Number of steps of each run."""
+    """The number of steps of each run."""
 
     @property
     def runs(self) -> dict[str, tuple[str, ...]]:
-        """Return the settings of each run, ``section.key=value``, by the name of the run. The costs are calibrated from
+        """Return the overrides ``section.key=value`` of each run, by the name of the run. The costs are calibrated from
         the first two runs."""
         return {
             f"{self.name}, max_age 1": ("flow.max_age=1",),
@@ -81,9 +82,9 @@ class PlannedTask:
         }
 
 
-def _long(directory: Path) -> Path:
-    """Make the task of long answers in ``directory``: a model, rows and a run file whose answers have very different
-    lengths. Return the run file."""
+def _create_long_task(directory: Path) -> Path:
+    """Create the task of long answers in ``directory``: rows, and a model whose answers have very different lengths.
+    Return the run file."""
     letters = string.ascii_letters + string.digits
     spec = TinySpec(
         vocab=letters, hidden_size=256, num_layers=4, intermediate_size=512, even_ends=True,
@@ -97,26 +98,26 @@ def _long(directory: Path) -> Path:
     return directory / "run.toml"
 
 
-def _demo(directory: Path) -> Path:
-    """Make the demo in ``directory`` and return its run file."""
+def _create_demo(directory: Path) -> Path:
+    """Create the demo in ``directory`` and return its run file."""
     return build_demo(directory, seed=0).run_file
 
 
 TASKS = (
-    PlannedTask(name="long answers", make=_long, slow="slow_odd", groups=16, steps=30),
-    PlannedTask(name="demo", make=_demo, slow="slow_sum", groups=64, steps=60),
+    PlannedTask(name="long answers", make=_create_long_task, slow="slow_odd", groups=16, steps=30),
+    PlannedTask(name="demo", make=_create_demo, slow="slow_sum", groups=64, steps=60),
 )
 
 
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Measure how long the planner takes to simulate a run of 10,000 accelerators, and how well its predictions fit
-    runs of this machine. Return a row for each run, and the targets. With ``quick`` everything is small and the figures
-    mean nothing."""
+    """Measure the time in which the planner simulates a run of 10,000 accelerators, and the errors of its predictions
+    for runs on this machine. Return a report with a row for each run, and the targets. With ``quick`` everything is
+    small and the figures mean nothing."""
     rows: list[Row] = []
     clock = RealClock()
     on_progress("a million episodes")
     start_s = clock.now()
-    large = _large(quick=quick)
+    large = _simulate_large(quick=quick)
     seconds = clock.now() - start_s
     rows.append({"what": "large run", "seconds": seconds, "episodes": large.num_episodes, "engines": ENGINES,
                  "simulated_s": large.seconds, "trained_tok_s": large.tok_s})  # fmt: skip
@@ -132,13 +133,13 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
                 _run(run_file, directory / name, [*settings, *reward], 14 if quick else task.steps)
             measured = calibrated(*(directory / name for name in list(task.runs)[:2]))
             for name in task.runs:
-                row, more_targets = _compared(name, recording(directory / name), measured)
+                row, more_targets = _compare(name, recording(directory / name), measured)
                 rows.append(row)
                 targets += more_targets
     return report(rows, targets)
 
 
-def _large(*, quick: bool) -> SimulatedOutcome:
+def _simulate_large(*, quick: bool) -> SimulatedOutcome:
     """Simulate a run with about a million episodes on 10,000 accelerators, and return the outcome; with ``quick`` only
     its first step."""
     world = World(
@@ -158,14 +159,14 @@ def _large(*, quick: bool) -> SimulatedOutcome:
 
 
 def _run(run_file: Path, run_dir: Path, settings: list[str], steps: int) -> None:
-    """Train ``steps`` steps of the run file in ``run_dir`` with further settings, ``section.key=value``."""
+    """Train ``steps`` steps of the run file in ``run_dir`` with the overrides ``settings``, ``section.key=value``."""
     quiet = ("observe.view=none", "observe.report=false", "data.eval_path=", f"run.dir={run_dir}", f"run.steps={steps}")
     train(load_config(run_file, [*quiet, *settings]))
 
 
-def _compared(name: str, run: RunRecording, measured: Measured) -> tuple[Row, list[Target]]:
+def _compare(name: str, run: RunRecording, measured: Measured) -> tuple[Row, list[Target]]:
     """Simulate the run ``name``, whose recording is ``run``, with the costs that were ``measured`` in the calibration
-    runs. Return a row that compares throughput and mean age with those of the recording, and targets for both
+    runs. Return a row with throughput and mean age of the simulation and of the recording, and targets for both
     errors."""
     flow = run.config["flow"]
     reward_s = Uniform(low=0.05, high=0.5) if SLOW in name else measured.workload.reward_s
@@ -197,6 +198,7 @@ def _compared(name: str, run: RunRecording, measured: Measured) -> tuple[Row, li
 
 
 def _mean_age(steps: list[dict[int, float]]) -> float:
-    """Return the mean age of all trained tokens, in versions. Each step is given as the number of tokens by age."""
+    """Return the mean age of all trained tokens, in versions. ``steps`` has for each step the number of tokens by
+    age."""
     total = sum(tokens for ages in steps for tokens in ages.values())
     return sum(age * tokens for ages in steps for age, tokens in ages.items()) / max(total, 1e-9)

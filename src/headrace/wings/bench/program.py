@@ -1,4 +1,4 @@
-"""Runs ``headrace train`` as a subprocess, as a user would."""
+"""A context manager that runs ``headrace train`` as a subprocess, as a user would, for benchmarks and fault tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _PROGRAM = "from headrace.run.cli import main; main()"
 
 @asynccontextmanager
 async def training(arguments: Sequence[str], *, resume: bool) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start ``headrace train`` with the command-line ``arguments`` (with ``resume``, to go on with a run), and yield
-    its process, whose output can be read from pipes. The process is killed if it still runs at the end of the body."""
+    """Start ``headrace train`` with the command-line ``arguments`` (and ``--resume`` where ``resume`` is true), and
+    yield its process, whose output can be read from pipes. At the end of the context, a process that still runs is
+    killed."""
     words = ["train", *arguments, *(["--resume"] if resume else [])]
     program = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _PROGRAM, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

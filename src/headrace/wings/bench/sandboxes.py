@@ -1,4 +1,7 @@
-"""Sandbox sessions: how fast they start, run, are copied and continue, and what many of them take at once."""
+"""The speed of sandbox sessions (start, command, snapshot, fork), and the memory and time of many sessions at once.
+
+A *session* is a long-lived sandbox with files and a shell; a *driver* starts sessions in one kind of sandbox.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,25 @@ from headrace.wings.sandboxes.pool import SessionPool
 T = TypeVar("T")
 ROUNDS = 20
 SESSIONS = 32
+"""The number of sessions that run at once."""
 COMMANDS = 4
+"""The number of commands that each of these sessions runs."""
 TREE = "for i in $(seq 200); do mkdir -p d$((i % 20)); head -c 100000 /dev/urandom > d$((i % 20))/$i; done"
-"""A command that makes a tree of 200 files, 20 MB in all."""
+"""A command that creates a tree of 200 files, 20 MB in total."""
 WORK = "python -c 'print(sum(n * n for n in range(100_000)))'; ls -R / 2>/dev/null | head -n 2000 | wc -l"
-"""A command of each of many sessions."""
+"""The command that each session runs in the measurement of many sessions."""
 
 
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Measure the local drivers that this machine has. Return a row for each measurement, and the targets: a session
-    from the warm pool within 30 ms; snapshot and fork of a tree of 20 MB within 20 ms by layers and 200 ms by copies;
-    32 sessions at once in 1 GiB. With ``quick`` fewer rounds. ``on_progress`` is called with lines of progress."""
+    """Measure the local drivers that this machine has. Return a report with a row for each measurement, and the
+    targets: a session from the warm pool within 30 ms; snapshot and fork of a tree of 20 MB within 20 ms by layers or
+    200 ms by copies; 32 sessions at once in 1 GiB. With ``quick`` there are fewer rounds. ``on_progress`` is called
+    with lines of progress."""
     return asyncio.run(_measure(on_progress, 5 if quick else ROUNDS))
 
 
 async def _measure(on_progress: Callable[[str], None], rounds: int) -> Report:
-    """Measure each driver, ``rounds`` times where one time says little."""
+    """Measure each driver, with ``rounds`` rounds of the short operations, and return the report."""
     rows: list[Row] = []
     targets: list[Target] = []
     for kind in ("jail", "bubblewrap"):
@@ -43,8 +49,8 @@ async def _measure(on_progress: Callable[[str], None], rounds: int) -> Report:
             continue
         async with await open_sandboxes(kind) as driver:
             on_progress(f"{kind}: starts, commands, snapshots, forks")
-            times = await _single(driver, rounds)
-            rows += [{"kind": kind, "what": what, **_spread(seconds)} for what, seconds in times.items()]
+            times = await _measure_single(driver, rounds)
+            rows += [{"kind": kind, "what": what, **_time_columns(seconds)} for what, seconds in times.items()]
             limit_ms = 20.0 if kind == "jail" and "overlay" not in driver.missing else 200.0
             both_ms = 1000 * statistics.median(times["snapshot and fork of 20 MB"])
             pool_ms = 1000 * statistics.median(times["start from the warm pool, first command"])
@@ -54,14 +60,15 @@ async def _measure(on_progress: Callable[[str], None], rounds: int) -> Report:
             ]
         async with await open_sandboxes(kind) as driver:
             on_progress(f"{kind}: {SESSIONS} sessions at once")
-            row = await _many(driver)
+            row = await _measure_many(driver)
             rows.append({"kind": kind, **row})
             targets.append(at_most(f"{kind}: memory of {SESSIONS} sessions", row["most_mb"], 1024.0, "MiB"))
     return report(rows, targets)
 
 
-async def _single(driver: SandboxDriver, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each operation, one for each round."""
+async def _measure_single(driver: SandboxDriver, rounds: int) -> dict[str, list[float]]:
+    """Measure the operations on a single session of ``driver``. Return the durations of each operation in seconds, one
+    for each round."""
     names = ("start", "command", "start from the warm pool, first command", "snapshot of 20 MB", "fork of 20 MB",
              "snapshot and fork of 20 MB", "first command after a fork")  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -90,7 +97,8 @@ async def _first_command(pool: SessionPool) -> SandboxSession:
 
 
 async def _snapshot_and_fork(driver: SandboxDriver, session: SandboxSession, times: dict[str, list[float]]) -> None:
-    """Measure one snapshot and one fork of it, and check that the fork has all files."""
+    """Measure one snapshot of ``session`` and one fork of this snapshot, and check that the fork has all files. The
+    durations are appended to the lists in ``times``."""
     snapshot = await _timed(times["snapshot of 20 MB"], session.snapshot())
     fork = await _timed(times["fork of 20 MB"], driver.fork(snapshot))
     times["snapshot and fork of 20 MB"].append(times["snapshot of 20 MB"][-1] + times["fork of 20 MB"][-1])
@@ -100,8 +108,9 @@ async def _snapshot_and_fork(driver: SandboxDriver, session: SandboxSession, tim
     await driver.release(snapshot)
 
 
-async def _many(driver: SandboxDriver) -> Row:
-    """Return what many sessions at once take, each with a program of Python and 2 MB of files."""
+async def _measure_many(driver: SandboxDriver) -> Row:
+    """Run many sessions of ``driver`` at once, each with a Python program and 2 MB of files. Return a row with the
+    durations and the peak memory."""
     clock = RealClock()
     start_s = clock.now()
     sessions = await asyncio.gather(*(driver.start(SandboxSpec()) for _ in range(SESSIONS)))
@@ -125,30 +134,31 @@ async def _many(driver: SandboxDriver) -> Row:
 
 
 async def _work(session: SandboxSession) -> None:
-    """Run one command, and write a file."""
+    """Run :data:`WORK` in a session, and write half a megabyte to a file there."""
     done = await session.run(f"{WORK}; head -c 500000 /dev/urandom >> file")
     assert done.ok, done
 
 
 def _memory_bytes() -> int:
-    """Return the memory of all processes below this one, with shared pages in proportion, and of their files."""
+    """Return the memory in bytes of all descendants of this process, with shared pages in proportion, and of the files
+    that are kept in memory."""
     total = 0
     for process in psutil.Process().children(recursive=True):
         try:
             total += process.memory_full_info().pss
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # the process has just ended
             continue
     return total + _file_bytes()
 
 
 def _file_bytes() -> int:
-    """Return the memory of the files that lie in memory on this machine."""
+    """Return the size in bytes of all files that this machine keeps in memory (``tmpfs``)."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Shmem:"))
 
 
 async def _timed(seconds: list[float], call: Awaitable[T]) -> T:
-    """Await a call, append the seconds that it took, and return its result."""
+    """Await ``call``, append its duration in seconds to ``seconds``, and return its result."""
     clock = RealClock()
     start_s = clock.now()
     result = await call
@@ -156,6 +166,6 @@ async def _timed(seconds: list[float], call: Awaitable[T]) -> T:
     return result
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the median and the longest of some times, in milliseconds."""
+def _time_columns(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the median and the longest of the durations ``seconds``, in milliseconds, as columns of a row."""
     return {"median_ms": 1000 * statistics.median(seconds), "longest_ms": 1000 * max(seconds)}

@@ -1,7 +1,8 @@
-"""The cost of scoring for the learner, with a slow judge and a process reward, and the cost of the sandbox.
+"""The time that the learner waits because of scoring, with a slow judge and a process reward, and the time of the
+sandbox.
 
-The runs of a pair train a small model with a fast verifier alone, and with two more scorers: a judge behind HTTP that
-takes 0.5 to 2.5 s, and a process reward that takes 0.2 s per turn. Both sample and train the same number of tokens
+A pair of runs trains a small model with a fast verifier alone, and with two more scorers: a judge behind HTTP that
+takes 0.5 to 2.5 s, and a process reward that takes 0.2 s per turn. Both runs sample and train the same number of tokens
 under the same staleness bound, so that scoring must overlap with training.
 """
 
@@ -35,14 +36,15 @@ SETTINGS = {
     "launch": {"engine_threads": 1, "learner_threads": 1},
     "observe": {"view": "none", "report": False},
 }
-"""Settings of both runs. The learning rate is 0, so that both runs of a pair sample from the same weights."""
+"""The settings of both runs. The learning rate is 0, so that both runs of a pair sample from the same weights."""
 SANDBOX_RUNS = 20
 
 
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Measure pairs of runs, one with a fast verifier alone and one with all scorers, one run after the other, and the
-    time of the sandbox. Return a row for each run, and the targets: above all, that slow scorers leave the learner
-    hardly more idle. With ``quick`` one short pair. ``on_progress`` is called with a line of text before each run."""
+    """Measure pairs of runs, each a run with a fast verifier alone followed by a run with all scorers, and the time of
+    the sandbox. Return a report with a row for each run, and the targets, of which the main one is that the learner is
+    hardly more idle with slow scorers. With ``quick`` there is one short pair. ``on_progress`` is called with a line of
+    text before each run."""
     pairs, steps = (1, 6) if quick else (PAIRS, STEPS)
     rows: list[Row] = []
     more: list[float] = []
@@ -72,9 +74,8 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 
 
 def _kinds(rewards: Path, url: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the two kinds of runs by name, each as the list of its scorers, in the form of the tables
-    ``[[env.rewards]]`` of a run file. ``rewards`` is the file of the reward functions, ``url`` the address of the
-    judge."""
+    """Return the scorers of the two kinds of runs, by the name of the kind, as the tables ``[[env.rewards]]`` of a run
+    file. ``rewards`` is the file of the reward functions, ``url`` the address of the judge."""
     verifier = {"kind": "function", "ref": f"{rewards}:small_digits"}
     process = {"kind": "function", "ref": f"{rewards}:process", "by_turn": True, "weight": 0.5}
     judge = {"kind": "judge", "base_url": url, "model": "any", "weight": 0.1, "concurrency": 256}
@@ -115,7 +116,7 @@ def _slow_judge() -> Iterator[str]:
 
 
 def _row(what: str, pair: int, summary: Summary) -> Row:
-    """Return the row of the report for run ``what`` of this pair, from its summary."""
+    """Return the row of the report for the run of the kind ``what`` in the pair number ``pair``, from its summary."""
     return {
         "what": what,
         "pair": pair,
@@ -131,7 +132,7 @@ def _row(what: str, pair: int, summary: Summary) -> Row:
 
 
 def _sandbox_s() -> float:
-    """Return the median time in seconds that the sandbox takes for a program that only prints a number."""
+    """Return the median time, in seconds, in which the sandbox runs a program that only prints a number."""
     clock = RealClock()
     seconds = []
     for _ in range(SANDBOX_RUNS):

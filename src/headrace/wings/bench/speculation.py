@@ -1,8 +1,9 @@
-"""Speculation from history in the embedded engine: an engine with it beside one without, on the same requests.
+"""Speculation from history in the embedded engine: an engine with speculation compared with an engine without it, on
+the same requests. Speculation computes *drafts*: tokens that are likely to be sampled next.
 
-Both engines are in this process and take turns of a tenth of a second, so that whatever else the machine does falls on
-both. Each samples answers to the same rows, twice, with other seeds the second time: two *visits*. The answers of both
-engines must be equal. A third model, with random weights, gives drafts that are never drawn: what speculation costs.
+Both engines run in this process and alternate every tenth of a second, so that other load on the machine affects both.
+Each samples answers to the same rows twice, with other seeds the second time: two *visits*. The answers of both engines
+must be equal. With a third model, with random weights, no draft is ever accepted, which shows the cost of speculation.
 """
 
 from __future__ import annotations
@@ -33,31 +34,32 @@ from headrace.wings.bench.engine import LARGE, SMALL
 from headrace.wings.bench.speculation_rows import ANSWER, PROMPT, PhraseBook, train, widen
 
 _TURN_S = 0.1
-"""How long an engine works before the other one has its turn."""
+"""The time for which an engine works before the other engine works, in seconds."""
 ROUNDS = 3
 TEMPERATURE = 0.7
-"""The sampling temperature of the trained model; its tokens then have 0.15 nats on average."""
+"""The sampling temperature of the trained model, at which −log μ of its tokens is 0.15 nats on average."""
 BATCHES = {8: 1.3, 64: 1.15}
-"""The largest numbers of running sequences that are measured, each with the speed of a second visit that is aimed at,
-relative to the same engine without speculation."""
+"""The measured numbers of running sequences, each with the target speed of a second visit, relative to the same engine
+without speculation."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Side:
-    """One of the two engines that are compared, and what it has done in the present visit."""
+    """One of the two engines that are compared, with its working time and its tokens in the present visit."""
 
     engine: NativeEngine
     seconds: float = 0.0
+    """The working time of the engine in the present visit."""
     parts: dict[int, list[Tokens]] = field(default_factory=dict)
-    """The tokens of each request, in the order in which they came."""
+    """The chunks of tokens of each request, in order, by the id of the request."""
 
     def work(self, clock: RealClock) -> None:
-        """Compute passes for a turn, or until nothing is left to do."""
-        begun_s = clock.now()
-        while self.engine.has_work() and clock.now() - begun_s < _TURN_S:
+        """Run steps of the engine for :data:`_TURN_S`, or until it has no more work."""
+        start_s = clock.now()
+        while self.engine.has_work() and clock.now() - start_s < _TURN_S:
             for chunk in self.engine.step():
                 self.parts.setdefault(chunk.request_id, []).append(chunk.tokens)
-        self.seconds += clock.now() - begun_s
+        self.seconds += clock.now() - start_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,19 +67,19 @@ class _Comparison:
     """The measurements of one visit by both engines."""
 
     speed: float
-    """Tokens per second with speculation, relative to those without."""
+    """The tokens per second with speculation, divided by the tokens per second without it."""
     passes_by_token: float
-    """The number of passes of a sequence with speculation by its number of tokens."""
+    """The number of forward passes of a sequence with speculation, divided by its number of tokens."""
     accepted_frac: float
-    """The fraction of the drafted tokens that were drawn; 0 without drafts."""
+    """The fraction of the drafted tokens that were accepted; 0 without drafts."""
     tok_s: float
-    """Tokens per second with speculation."""
+    """The tokens per second with speculation."""
     nats_by_token: float
     """The mean of −log μ over the tokens."""
 
 
 def _engine(model_dir: Path, batch: int, speculation: Literal["off", "history"]) -> NativeEngine:
-    """Return an engine that serves the model in ``model_dir`` to at most ``batch`` sequences at once."""
+    """Return an engine with the model in ``model_dir`` for at most ``batch`` running sequences."""
     config = EngineConfig(max_sequences=batch, max_new_tokens=ANSWER, speculation=speculation)
     engine = NativeEngine(
         load_model(ModelConfig(path=str(model_dir))),
@@ -91,9 +93,10 @@ def _engine(model_dir: Path, batch: int, speculation: Literal["off", "history"])
     return engine
 
 
-def _visit(sides: tuple[_Side, _Side], number: int, num_rows: int, temperature: float) -> _Comparison:
-    """Let both engines, the one without speculation first, answer all rows with the seeds of visit ``number``, and
-    return the measurements. Raises ``RuntimeError`` if their tokens or logprobs differ."""
+def _run_visit(sides: tuple[_Side, _Side], number: int, num_rows: int, temperature: float) -> _Comparison:
+    """Sample an answer to each row with both engines, alternately, with the seeds of visit ``number``, and return the
+    measurements. The first of ``sides`` is the engine without speculation. Raises ``RuntimeError`` if their tokens or
+    logprobs differ."""
     clock, rng, book = RealClock(), np.random.default_rng(0), PhraseBook()
     prompts = [book.text(rng, PROMPT) for _ in range(num_rows)]
     before = sides[1].engine.stats()
@@ -126,26 +129,27 @@ def _visit(sides: tuple[_Side, _Side], number: int, num_rows: int, temperature: 
 def _measure(
     model_dir: Path, batch: int, *, num_rows: int, rounds: int, num_visits: int, temperature: float
 ) -> list[list[_Comparison]]:
-    """Return for each of ``num_visits`` visits the measurements of all rounds; every round begins with engines that
-    have seen nothing."""
+    """Return for each of ``num_visits`` visits the measurements of all rounds. Every round begins with new engines,
+    which have no history."""
     visits: list[list[_Comparison]] = [[] for _ in range(num_visits)]
     for turn in range(rounds):
         sides = _Side(engine=_engine(model_dir, batch, "off")), _Side(engine=_engine(model_dir, batch, "history"))
         for number, found in enumerate(visits):
-            found.append(_visit(sides, num_visits * turn + number, num_rows, temperature))
+            found.append(_run_visit(sides, num_visits * turn + number, num_rows, temperature))
     return visits
 
 
 def _row(what: str, batch: int, visits: list[_Comparison]) -> Row:
-    """Return the row of the report for several measurements of the same visit: medians."""
+    """Return the row of the report for ``visits``, the measurements of the same visit in all rounds: their medians, and
+    the lowest speed."""
     middle = {name: statistics.median(getattr(each, name) for each in visits) for name in _Comparison.__slots__}
     return {"what": what, "batch": batch, **middle, "lowest_speed": min(each.speed for each in visits)}
 
 
 def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
-    """Measure how much faster speculation makes a second visit to the same rows, and what it costs a first one, at
-    batches of 8 and 64. ``threads`` is the number of threads (unset: all cores); with ``quick`` everything is small and
-    the figures mean nothing."""
+    """Measure the speed-up by speculation in a second visit to the same rows, and its cost in a first visit, for 8 and
+    64 running sequences, and return the report. ``threads`` is the number of threads (``None``: all cores); with
+    ``quick`` everything is small and the figures mean nothing."""
     torch.set_num_threads(threads or num_cores())
     rows: list[Row] = []
     targets: list[Target] = []

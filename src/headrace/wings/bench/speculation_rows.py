@@ -1,9 +1,9 @@
 """The rows of the benchmark ``speculation``, and the models that answer them.
 
-A row begins somewhere in a book of phrases. Every phrase has several wordings, and the wording decides which phrase is
-next, so that the answers to one row begin alike, part at some wording, and share phrases afterwards. A careless writer
-also mistypes characters. A small model learns the book from such answers; the same function, computed by a model of
-more layers and wider ones, has the cost of a larger model.
+A row begins at a random phrase of a *book* of phrases. Every phrase has several wordings, and the wording decides on
+the next phrase, so that the answers to one row begin with the same phrases, diverge at some wording, and have phrases
+in common afterwards. The demonstrations, on which a small model is trained, also contain mistyped characters. A larger
+model computes the same function as the small model at the cost of its size.
 """
 
 from __future__ import annotations
@@ -32,29 +32,31 @@ from headrace.models.tiny import make_tiny
 from headrace.wings.bench.engine import LARGE, SMALL
 
 PROMPT, ANSWER = 8, 128
-"""The numbers of tokens of every prompt and of every answer."""
+"""The number of tokens of every prompt, and of every answer."""
 PHRASES, WORDINGS = 60, (0.6, 0.3, 0.1)
-"""The number of phrases, and the probabilities of the wordings of each."""
+"""The number of phrases, and the probabilities of the wordings of each phrase."""
 MISTYPED_FRAC = 0.02
 """The fraction of the characters of demonstrations that are mistyped."""
 STEPS, BATCH = 300, 32
-"""The number of training steps, and of demonstrations in each."""
+"""The number of training steps, and the number of demonstrations in each step."""
 _FIRST = 3
 """The id of the first character."""
 
 
 class PhraseBook:
-    """Phrases of random characters, of the vocabulary of the engine's benchmark. Equal arguments give equal texts."""
+    """A random generator of texts from a fixed set of phrases of random characters, in the vocabulary of the engine
+    benchmark."""
 
     def __init__(self) -> None:
+        """Draw the phrases, and the successor of every wording, from a fixed seed: all books are equal."""
         rng = np.random.default_rng(7)
         self._num = len(SMALL.vocab)
         self._wordings = [[self._characters(rng, int(rng.integers(7, 13))) for _ in WORDINGS] for _ in range(PHRASES)]
         self._next = rng.integers(0, PHRASES, (PHRASES, len(WORDINGS)))
 
     def text(self, rng: np.random.Generator, num_tokens: int, *, mistyped_frac: float = 0.0) -> IntColumn:
-        """Return ``num_tokens`` tokens of the book from a random phrase on; each phrase begins with its own
-        character. ``mistyped_frac`` is the fraction of the other characters that are mistyped."""
+        """Return a text of ``num_tokens`` tokens that begins at a random phrase, drawn with ``rng``. Each phrase begins
+        with a character of its own; ``mistyped_frac`` is the fraction of the other characters that are mistyped."""
         phrase, ids = int(rng.integers(PHRASES)), list[int]()
         while len(ids) < num_tokens:
             wording = int(rng.choice(len(WORDINGS), p=WORDINGS))
@@ -70,8 +72,8 @@ class PhraseBook:
 
 
 def train(directory: Path, on_progress: Callable[[str], None], *, steps: int = STEPS) -> Path:
-    """Train a small model on demonstrations of the book for ``steps`` steps, write it into ``directory``, and return
-    that path. ``on_progress`` is called with lines of progress."""
+    """Train a small model on texts of the book for ``steps`` steps, write the model into ``directory``, and return the
+    path of this directory. ``on_progress`` is called with lines of progress."""
     cold = make_tiny(directory.with_name(f"{directory.name}-untrained"), replace(SMALL, init_std=0.08))
     core = LearnerCore(
         load_model(ModelConfig(path=str(cold))),
@@ -99,8 +101,8 @@ def train(directory: Path, on_progress: Callable[[str], None], *, steps: int = S
 @torch.inference_mode()
 def widen(small_dir: Path, directory: Path) -> Path:
     """Write a model of the size :data:`~headrace.wings.bench.engine.LARGE` into ``directory`` that computes the same
-    function as the model of the size ``SMALL`` in ``small_dir``, and return its path. Zeros fill the wider matrices,
-    and the added layers add nothing; they are computed like any others."""
+    function as the model of the size ``SMALL`` in ``small_dir``, and return its path. The larger matrices are filled up
+    with zeros, and the outputs of the additional layers are zero, but all of them are computed."""
     small = dict(load_model(ModelConfig(path=str(small_dir))).named_parameters())
     model = load_model(ModelConfig(path=str(make_tiny(directory, LARGE))))
     for name, parameter in model.named_parameters():
@@ -112,12 +114,14 @@ def widen(small_dir: Path, directory: Path) -> Path:
 
 
 def _place(name: str, value: Tensor, target: Tensor) -> None:
-    """Write the parameter ``name`` of the small model, ``value``, into that of the large one, which holds zeros. A norm
-    over more numbers divides by a smaller mean square, which its weight makes up for."""
+    """Write ``value``, the parameter ``name`` of the small model, into ``target``, the parameter of the large model,
+    which is filled with zeros. A norm over more numbers, of which the new ones are zero, divides by a smaller root mean
+    square; its weight is scaled down for this."""
     size, large_size = SMALL.hidden_size // SMALL.num_heads, LARGE.hidden_size // LARGE.num_heads
-    spread = torch.arange(0, large_size, large_size // size)  # so that each rotates as fast as in the small model
+    spread = torch.arange(0, large_size, large_size // size)  # dimensions that rotate as fast as in the small model
     kind = name.split(".")[-2]
-    if kind == "q_norm":  # the scale of the scores is that of larger heads
+    # the weights of q_norm and k_norm together undo the norms over larger heads and the smaller scale of scores there
+    if kind == "q_norm":
         target[spread] = value
     elif kind == "k_norm":
         target[spread] = value / (large_size / size) ** 0.5

@@ -1,11 +1,12 @@
-"""The weight sync: every transport with every codec between two processes, and the gap of a commit. A transport is the
-way by which weights travel from the learner to an engine; a codec decides what is sent of a version, such as all
-weights or only their changes.
+"""The weight sync: every transport with every codec between two processes, and the commit gap. A *transport* sends
+weights from the learner to an engine; a *codec* defines what is sent of a version, such as all weights or only their
+changes.
 
-For each transport and codec, several versions are sent, each with one changed weight in thirty. Measured are how long
-the learner stands still (compared with one copy of the same bytes in memory), hashes, encodes and sends; how long the
-engine's side stages; and how long its commit takes. Commit gaps are also measured in engines that decode 32 sequences.
-Broadcasts of one parameter after another are the baseline of broadcasts in buckets.
+For each transport and codec, several versions are sent, in each of which one weight in thirty has changed. Four
+durations are measured: the time for which the learner is blocked (compared with one copy of the same bytes in memory),
+the time in which it then hashes, encodes and sends, the time in which the engine's side stages, and the commit. Commit
+gaps are also measured in engines that decode 32 sequences. Broadcasts in buckets are compared with broadcasts of one
+tensor after the other.
 """
 
 from __future__ import annotations
@@ -45,28 +46,29 @@ HALF_BILLION = TinySpec(
 )  # fmt: skip
 WORKER = "headrace.wings.bench.sync_worker"
 RANK = 8
-"""Rank of the adapters."""
+"""The rank of the adapters."""
 BATCH = 32
+"""The number of sequences that an engine decodes while its commit gaps are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A model size whose weights are sent."""
+    """A model size whose weights are sent, and the numbers of measurements."""
 
     name: str
-    """Number of parameters, for the report."""
+    """The number of parameters, for the report."""
     spec: TinySpec
-    """Shape of the model."""
+    """The shape of the model."""
     rounds: int
-    """Number of versions per transport and codec."""
+    """The number of versions per transport and codec."""
     commits: int
-    """Number of commits in the engine that decodes."""
+    """The number of commits in the engine that decodes."""
     crossed: bool
-    """Whether every transport is combined with every codec. Otherwise each is measured once, with ``full`` or ``shm``,
-    since the cost of a codec does not depend on the transport."""
+    """True where every transport is combined with every codec. Otherwise each transport is measured with the codec
+    ``full`` and each codec with the transport ``shm``, since the cost of a codec does not depend on the transport."""
 
     def combinations(self, codecs: Iterable[str]) -> list[tuple[str, str]]:
-        """Return the pairs (codec, transport) to measure for this size, of ``codecs`` and all transports."""
+        """Return the pairs (codec, transport) to measure for this size, from ``codecs`` and all transports."""
         every = itertools.product(codecs, TRANSPORTS.rows)
         return [
             combination for combination in every if self.crossed or combination[0] == "full" or combination[1] == "shm"
@@ -85,19 +87,19 @@ class _SyncBench:
     """The options of one run of this benchmark."""
 
     directory: Path
-    """Temporary directory of models, plans and shared files."""
+    """The temporary directory of models, plans and shared files."""
     on_progress: Callable[[str], None]
-    """Called with lines of progress."""
+    """The callback for lines of progress."""
     clock: RealClock
     quick: bool
-    """Whether everything is small, as a trial: the figures then mean nothing."""
+    """True for a trial in which everything is small, and whose figures mean nothing."""
     threads: int
-    """Number of threads of each process."""
+    """The number of threads of each process."""
 
     @contextmanager
     def learner(self, plan: SyncPlan) -> Iterator[PeerProcess]:
-        """Start a worker process that plays the learner and publishes the weights that ``plan`` describes, and yield
-        it; the process ends after the body of ``with``."""
+        """Start a worker process in the role of the learner, which publishes the weights that ``plan`` describes, and
+        yield its client; the process ends with the context."""
         path = self.directory / "plan.json"
         path.write_bytes(msgspec.json.encode(plan))
         with worker("learner", path, self.threads, module=WORKER) as opened:
@@ -105,8 +107,8 @@ class _SyncBench:
 
 
 def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
-    """Run all measurements and return their report. ``threads`` is the number per process (unset: one); with ``quick``
-    everything is small and the figures mean nothing."""
+    """Run all measurements and return their report. ``threads`` is the number of threads of each process (``None``:
+    one); with ``quick`` everything is small and the figures mean nothing."""
     rows: list[Row] = []
     targets: list[Target] = []
     torch.set_num_threads(threads or 1)
@@ -115,16 +117,16 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
             directory=Path(scratch), on_progress=on_progress, clock=RealClock(), quick=quick, threads=threads or 1
         )  # fmt: skip
         for size in QUICK if quick else FULL:
-            _all_combinations(bench, size, rows, targets)
-            _decoding(bench, size, rows, targets)
-            _over_groups(bench, size, rows, targets)
-        _broadcasts(bench, rows, targets)
+            _measure_combinations(bench, size, rows, targets)
+            _measure_commit_gaps(bench, size, rows, targets)
+            _measure_groups(bench, size, rows, targets)
+        _measure_broadcasts(bench, rows, targets)
     return report(rows, targets)
 
 
 def plan_of(spec: TinySpec) -> SyncPlan:
-    """Return the plan of weights, the shape of each tensor by name, of a Qwen3 model of the size of ``spec``, in
-    bfloat16."""
+    """Return the plan of the weights of a Qwen3 model of the size ``spec`` in bfloat16: the shape of each tensor by
+    name."""
     kv = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {"embed": (len(spec.vocab) + 3, spec.hidden_size)}
     for layer in range(spec.num_layers):
@@ -137,7 +139,8 @@ def plan_of(spec: TinySpec) -> SyncPlan:
 
 
 def adapters_of(plan: SyncPlan) -> SyncPlan:
-    """Return the plan of the weights of LoRA adapters of rank 8 for all matrices of ``plan`` but the embedding."""
+    """Return the plan of the weights of LoRA adapters of rank :data:`RANK` for all matrices of ``plan``, except the
+    embedding."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in plan.shapes.items():
         if len(shape) == 2 and name != "embed":
@@ -145,32 +148,35 @@ def adapters_of(plan: SyncPlan) -> SyncPlan:
     return SyncPlan(shapes=shapes, dtype=plan.dtype)
 
 
-def _all_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
-    """Measure every combination of transport and codec for a model of this size, with all weights or, for the codec
-    ``adapter``, those of adapters. Append a row of each to ``rows``, and the targets of this size to ``targets``."""
+def _measure_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+    """Measure the combinations of transport and codec for a model of this size, with all weights, or for the codec
+    ``adapter`` with the weights of adapters. Append a row for each combination to ``rows``, and the targets of this
+    size to ``targets``."""
     whole = plan_of(size.spec)
     for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapters_of(whole), ["adapter"])):
         with bench.learner(plan) as learner:
             copied = learner.call({"do": "copy"})
             for codec, transport in size.combinations(codecs):
                 bench.on_progress(f"{size.name}: {transport}, {codec}")
-                row = _one_combination(bench, learner, plan, (transport, codec, size.rounds))
+                row = _measure_combination(bench, learner, plan, (transport, codec, size.rounds))
                 copy_share = row["bytes"] / row["stage_s"] / (copied["bytes"] / copied["copy_s"])
                 row |= {"exposed by copy": row["exposed_s"] / copied["copy_s"], "stage by copy speed": copy_share}
                 rows.append({"what": "way", "model": size.name, **row})
     found = {(row["transport"], row["codec"]): row for row in rows if row.get("model") == size.name}
-    stands, adapter = found["shm", "full"]["exposed by copy"], found["shm", "adapter"]
+    exposed_by_copy, adapter = found["shm", "full"]["exposed by copy"], found["shm", "adapter"]
     adapter_ms = (adapter["stage_s"] + adapter["commit_p50_s"]) * 1e3
     targets += [
-        at_most(f"{size.name}, full: learner stands still, by one copy", stands, 1.3, "ratio"),
+        at_most(f"{size.name}, full: learner stands still, by one copy", exposed_by_copy, 1.3, "ratio"),
         at_most(f"{size.name}, adapter of rank {RANK}: staged and committed", adapter_ms, 1.0, "ms"),
     ]
 
 
-def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, combination: tuple[str, str, int]) -> Row:
+def _measure_combination(
+    bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, combination: tuple[str, str, int]
+) -> Row:
     """Send several versions from ``learner`` to a receiver in this process by one ``combination`` (transport, codec,
-    number of versions). Return a row with the medians in seconds and bytes, without the first two versions, during
-    which memory is allocated."""
+    number of versions). Return a row with the medians in seconds and bytes. Two versions before these, for which memory
+    is allocated, are not counted."""
     transport, codec, rounds = combination
     with ExitStack() as stack:
         places = RunPlaces(
@@ -183,7 +189,7 @@ def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, co
         receiver = make_receiver(route, tensors_of(plan), TOKEN)
         stack.callback(receiver.close)
         learner.call({"do": "open", "route": msgspec.to_builtins(route)})
-        figures = [_version(bench, learner, receiver, version) for version in range(rounds + 2)][2:]
+        figures = [_send_version(bench, learner, receiver, version) for version in range(rounds + 2)][2:]
     row: Row = {"transport": transport, "codec": codec}
     for key in ("exposed_s", "announce_s", "stage_s", "bytes"):
         row[key] = statistics.median(figure[key] for figure in figures)
@@ -191,10 +197,10 @@ def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, co
     return row | {"commit_p50_s": statistics.median(commits_s), "commit_p99_s": float(np.quantile(commits_s, 0.99))}
 
 
-def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
-    """Publish ``version`` by the learner, and stage and commit it in the receiver. Return the seconds of each stage and
-    the bytes that were sent; ``exposed_s`` is how long the learner stands still, and ``announce_s`` how long it then
-    takes to hash, encode and send."""
+def _send_version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
+    """Publish ``version`` by the learner, and stage and commit it in the receiver. Return the seconds of each part and
+    the number of sent bytes. ``exposed_s`` is the time for which the learner is blocked, and ``announce_s`` the time
+    in which it then hashes, encodes and sends."""
     to = [receiver.address] if receiver.address else []
     answer = learner.call({"do": "publish", "version": version, "slot": version % 2, "to": to})
     update = msgspec.convert(answer["update"], WeightUpdate)
@@ -211,7 +217,7 @@ def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, versio
     }
 
 
-def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+def _measure_commit_gaps(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
     """Measure the commit gaps of an engine that decodes :data:`BATCH` sequences while new weights arrive through shared
     memory. Append a row to ``rows`` and a target to ``targets``."""
     bench.on_progress(f"{size.name}: commits while {BATCH} sequences decode")
@@ -228,9 +234,9 @@ def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Targ
     targets.append(at_most(f"{size.name}: commit gap p99 while decoding", p99, 1.0, "ms"))
 
 
-def _over_groups(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
-    """Measure the transport ``group`` between two ranks and two engines. Append its rows to ``rows``, and its targets
-    to ``targets``."""
+def _measure_groups(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+    """Measure the transport ``group`` between two ranks and two engines. Append the rows of this measurement to
+    ``rows``, and its targets to ``targets``."""
     directory = bench.directory / f"group-{size.name}"
     directory.mkdir()
     found = measure_group(
@@ -240,7 +246,7 @@ def _over_groups(bench: _SyncBench, size: Size, rows: list[Row], targets: list[T
     targets += found[1]
 
 
-def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:
+def _measure_broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:
     """Measure broadcasts by torch's Gloo backend between two processes: tensor by tensor, in buckets, and as one tensor
     that was packed beforehand. Append a row for each set of weights to ``rows``, and a target to ``targets``."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -261,23 +267,23 @@ def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> No
 
 
 class _Peer:
-    """The receiving side of the broadcasts, in this process; the worker ``learner`` is the sending side. The two find
-    each other by files in ``directory``."""
+    """The receiving side of the broadcasts, in this process; the worker ``learner`` is the sending side. The two
+    processes exchange their addresses by files in ``directory``."""
 
     def __init__(self, bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, directory: Path) -> None:
-        """``plan`` describes the tensors that are received."""
+        """Create the receiving side, with the tensors that ``plan`` describes."""
         self._bench, self._learner, self._directory = bench, learner, directory
         self._tensors = list(tensors_of(plan).values())
         self._group: ProcessGroup | None = None
 
     def shortest_s(self, how: str) -> float:
         """Return the shortest time, in seconds, of several broadcasts in the manner ``how`` (``each``, ``buckets`` or
-        ``one``), from the start of the receiving side until it has everything."""
+        ``one``), from the start of the receiving side until all tensors have arrived."""
         return min(self._broadcast(how) for _ in range(2 if self._bench.quick else 7))
 
     def _broadcast(self, how: str) -> float:
-        """Receive one broadcast in the manner ``how``, which the worker sends meanwhile; return the seconds that it
-        takes."""
+        """Receive one broadcast in the manner ``how``, which the worker sends at the same time; return its duration in
+        seconds."""
         request = {"do": "broadcast", "how": how, "directory": str(self._directory)}
         sending = threading.Thread(target=self._learner.call, args=(request,))
         sending.start()

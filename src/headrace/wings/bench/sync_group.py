@@ -1,9 +1,9 @@
-"""The weight sync over process groups: two ranks of a learner, which hold half of the weights each, and two engines.
+"""The weight sync over process groups: two ranks of a learner, each with half of the weights, and two engines.
 
-Each version travels twice, in turns: over the transport ``group``, which copies, hashes, sends, puts in place and
-verifies; and as bare bytes over process groups of the same processes. The ratio of both is what the transport adds.
-Before and after each version of a large model, two rates of this machine are measured: of hashing in one thread, and of
-one connection. From these the planner's model predicts the time of the version.
+Each version is sent twice: over the transport ``group``, which copies, hashes, sends, stores and verifies; and as bare
+bytes over process groups of the same processes. The ratio of the two times shows the cost of the transport. Before and
+after each version of a large model, two rates of this machine are measured: of hashing in one thread, and of one
+connection. From these rates the planner predicts the time of the version.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from headrace.wings.plan.publication import GB, EngineUptake, PublicationEstimat
 WORKER = "headrace.wings.bench.sync_group_worker"
 NUM_ENGINES = 2
 PROBE_BYTES = 128 << 20
-"""Number of bytes that are hashed to measure the rate of this machine."""
+"""The number of bytes that are hashed to measure the hash rate of this machine."""
 CARRIED_BYTES = 512 << 20
-"""Number of bytes that all connections carry together to measure their rate: so many that threads and sockets have
-started, and half of what a version of 519M parameters has."""
+"""The number of bytes that all connections together transfer to measure their rate: half the size of a version of 519M
+parameters, so that the start of threads and sockets hardly counts."""
 PREDICTED_ROUNDS = 7
-"""Smallest number of versions whose time is predicted: the median must not depend on one of them."""
+"""The smallest number of versions whose time is predicted, so that the median does not depend on a single version."""
 NO_LIMIT = 1e6
 """A rate that limits nothing, in 10⁹ bytes per second."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupMembers:
-    """The processes of the benchmark, and what they answer to the same request at the same time."""
+    """The processes of the benchmark. Each method sends a request to several processes at the same time, and returns
+    their answers."""
 
     ranks: Sequence[PeerProcess]
     """The ranks of the learner."""
@@ -53,7 +54,7 @@ class GroupMembers:
     """The addresses of the engines."""
 
     def open(self, route: Route) -> None:
-        """Let all processes open their sides of the transport of ``route``."""
+        """Open the transport that ``route`` describes in all processes, and store the addresses of the engines."""
         request = {"do": "open", "route": msgspec.to_builtins(route)}
         shared = self.ranks[0].call(request)["shared"]
         for rank in self.ranks[1:]:
@@ -61,34 +62,36 @@ class GroupMembers:
         self.to = [engine.call(request)["address"] for engine in self.engines]
 
     def take(self, version: int) -> list[float]:
-        """Let the ranks change their weights and copy them for ``version``; return how long each copy takes."""
+        """Change the weights of the ranks, and copy them as ``version``; return the seconds of each rank's copy."""
         request = {"do": "take", "version": version, "slot": version % 2}
         return [answer["exposed_s"] for answer in at_once([(rank, request) for rank in self.ranks])]
 
     def send(self, version: int, *, again: bool = False) -> list[str]:
-        """Let the ranks announce ``version``, or send it ``again``, and the engines stage it. Return the errors of the
-        engines; an error is empty if the version was staged."""
+        """Announce ``version`` in the ranks, or with ``again`` send it again, and stage it in the engines. Return the
+        error of each engine; empty where the version was staged."""
         request = {"do": "announce", "version": version, "slot": version % 2, "to": self.to, "again": again}
         update = at_once([(rank, request) for rank in self.ranks])[0]["update"]
         stage = {"do": "stage", "update": update}
         return [answer["error"] for answer in at_once([(engine, stage) for engine in self.engines])]
 
     def commit(self, version: int) -> None:
-        """Let the engines commit ``version``."""
+        """Commit ``version`` in the engines."""
         at_once([(engine, {"do": "commit", "version": version}) for engine in self.engines])
 
 
 def at_once(calls: Sequence[tuple[PeerProcess, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Make all ``calls`` (a process, and the request to it) at the same time, and return the answers in order."""
     with ThreadPoolExecutor(len(calls)) as threads:
-        return [made.result() for made in [threads.submit(process.call, request) for process, request in calls]]
+        futures = [threads.submit(process.call, request) for process, request in calls]
+        return [future.result() for future in futures]
 
 
 def measure_group(
     directory: Path, plan: SyncPlan, *, name: str, rounds: int, on_progress: Callable[[str], None]
 ) -> tuple[list[Row], list[Target]]:
-    """Send versions of the weights of ``plan``, called ``name``, ``rounds`` times after two that allocate memory, and
-    return the rows and the targets. ``directory`` is empty, and is used for files of the processes."""
+    """Send ``rounds`` versions of the weights of ``plan``, called ``name`` in the report, after two versions for which
+    memory is allocated, and return the rows and the targets. ``directory`` is an empty directory for files of the
+    processes."""
     path = directory / "plan.json"
     path.write_bytes(msgspec.json.encode(plan))
     rows: list[Row] = []
@@ -103,10 +106,10 @@ def measure_group(
         for codec in ("full", "delta"):
             on_progress(f"{name}: group, {codec}, {NUM_RANKS} ranks and {NUM_ENGINES} engines")
             members.open(Route(transport="group", codec=codec, deadline_s=DEADLINE_S))
-            # smaller versions take as long as their messages
+            # the time of smaller versions depends on the latency of messages, which the planner does not predict
             predicts = codec == "full" and sum(sizes) >= CARRIED_BYTES
             count = max(rounds, PREDICTED_ROUNDS) if predicts else rounds
-            found = [_round(members, raw, version, predicts=predicts) for version in range(count + 2)][2:]
+            found = [_measure_round(members, raw, version, predicts=predicts) for version in range(count + 2)][2:]
             row = {key: statistics.median(one[key] for one in found) for key in found[0]}
             copy_s = statistics.median(copied["copy_s"] for copied in copies)
             row |= {"group by gloo": statistics.median(one["group_s"] / one["gloo_s"] for one in found)}
@@ -125,42 +128,44 @@ def measure_group(
 
 
 def _prediction_target(name: str, ratio: float) -> Target:
-    """Return the target for the median ``ratio`` of predicted and measured seconds, of the weights called ``name``."""
+    """Return the target for ``ratio``, the median of the predicted divided by the measured time, of the weights called
+    ``name``."""
     return at_most(f"group {name}: the planner's prediction is off by", abs(ratio - 1.0), 0.15, "fraction")
 
 
-def _round(members: GroupMembers, raw: dict[str, Any], version: int, *, predicts: bool) -> dict[str, float]:
-    """Move one version over the transport, from its announcement until both engines have staged it, and then as many
-    bare bytes; return the seconds of both, and those that a rank stands still for its copy before. With ``predicts``,
-    the seconds are added that the planner predicts from rates of this machine, measured just before and just after."""
+def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, predicts: bool) -> dict[str, float]:
+    """Send one version over the transport, from its announcement until both engines have staged it, and then the same
+    number of bare bytes. Return the seconds of both, and the seconds for which a rank is blocked by its copy. With
+    ``predicts``, add the seconds that the planner predicts from rates of this machine, measured directly before and
+    after the version."""
     clock = RealClock()
     exposed_s = max(members.take(version))
-    hosts = [_measured_host(members, raw)] if predicts else []
+    hosts = [_measure_host(members, raw)] if predicts else []
     start_s = clock.now()
     errors = members.send(version)
     group_s = clock.now() - start_s
     if any(errors):
         raise RuntimeError(f"version {version} was not staged: {errors}")
-    hosts += [_measured_host(members, raw)] if predicts else []
+    hosts += [_measure_host(members, raw)] if predicts else []
     members.commit(version)
     start_s = clock.now()
     at_once([(process, raw) for process in (*members.ranks, *members.engines)])
     gloo_s = clock.now() - start_s
     found = {"group_s": group_s, "gloo_s": gloo_s, "exposed_s": exposed_s}
     if predicts:
-        found["predicted_s"] = statistics.mean(_predicted(host, sum(raw["bytes"])).travel_s for host in hosts)
+        found["predicted_s"] = statistics.mean(_predict(host, sum(raw["bytes"])).travel_s for host in hosts)
         found["hash_gb_s"] = statistics.mean(host.hash_gb_s for host in hosts)
         found["stream_gb_s"] = statistics.mean(host.stream_gb_s for host in hosts)
     return found
 
 
-def _measured_host(members: GroupMembers, raw: dict[str, Any]) -> HostFigures:
-    """Return the rates of this machine that matter to a version between processes of it: of hashing, while both engines
-    hash at once, and of one connection, while all connections are busy."""
+def _measure_host(members: GroupMembers, raw: dict[str, Any]) -> HostFigures:
+    """Return the rates of this machine on which the time of a version between its processes depends: of hashing, while
+    both engines hash at once, and of one connection, while all connections are busy."""
     hashed = at_once([(engine, {"do": "hash", "bytes": PROBE_BYTES}) for engine in members.engines])
     host = HostFigures(
         cores=num_cores(),
-        memory_gb_s=NO_LIMIT, link_gb_s=NO_LIMIT, links=1,  # one machine, whose rates are those of its threads
+        memory_gb_s=NO_LIMIT, link_gb_s=NO_LIMIT, links=1,  # within one machine, the rates of its threads are the limit
         stream_gb_s=1.0,
         hash_gb_s=PROBE_BYTES / statistics.median(each["hash_s"] for each in hashed) / GB,
         copy_gb_s=NO_LIMIT, down_gb_s=NO_LIMIT, up_gb_s=NO_LIMIT, load_gb_s=NO_LIMIT, load_most_gb_s=NO_LIMIT,
@@ -170,12 +175,13 @@ def _measured_host(members: GroupMembers, raw: dict[str, Any]) -> HostFigures:
     start_s = clock.now()
     at_once([(process, probe) for process in (*members.ranks, *members.engines)])
     moved_s = clock.now() - start_s
-    (broadcast,) = (phase for phase in _predicted(host, CARRIED_BYTES).travel if phase.name == "broadcast")
+    # the prediction assumes 1 GB/s for a connection, so that the ratio of the times is the rate in GB/s
+    (broadcast,) = (phase for phase in _predict(host, CARRIED_BYTES).travel if phase.name == "broadcast")
     return msgspec.structs.replace(host, stream_gb_s=broadcast.seconds / moved_s)
 
 
-def _predicted(host: HostFigures, num_bytes: int) -> PublicationEstimate:
-    """Return what the planner predicts for a version of ``num_bytes`` bytes on a machine with the figures of
+def _predict(host: HostFigures, num_bytes: int) -> PublicationEstimate:
+    """Return the planner's prediction for a version of ``num_bytes`` bytes on a machine with the figures of
     ``host``."""
     request = PublicationRequest(
         image_bytes=num_bytes,

@@ -2,9 +2,9 @@
 
     python -m headrace.wings.bench.sync_group_worker '{"side": "rank-0", "model": PLAN, "threads": 1}'
 
-PLAN is a JSON file with a :class:`~headrace.wings.bench.sync_worker.SyncPlan`. Each of two ranks holds half of the rows
-of every tensor, as FSDP2 shards them; an engine holds all. The protocol is that of
-:mod:`headrace.wings.bench.engine_worker`.
+PLAN is a JSON file with a :class:`~headrace.wings.bench.sync_worker.SyncPlan`. Each of two ranks has half of the rows
+of every tensor, as FSDP2 shards them; an engine has all rows. Requests and answers have the format of
+:mod:`headrace.wings.bench.engine_worker`; ``do`` in a request names the method that handles it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ NUM_RANKS = 2
 
 
 class BenchSide(Protocol):
-    """A side of the benchmark, which answers requests."""
+    """The contract of a side of the benchmark, a rank or an engine, which answers requests."""
 
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Execute the request that its field ``do`` names, and return its answer."""
+        """Execute the request, whose field ``do`` names its kind, and return the answer to it."""
         ...
 
 
@@ -50,7 +50,7 @@ class HalfLearner:
     """One of two ranks of a learner, whose weights change a little before every publication."""
 
     def __init__(self, plan: SyncPlan, rank: int) -> None:
-        """Make the half of the weights of ``plan`` that this ``rank`` holds."""
+        """Create the half of the weights of ``plan`` that belongs to this ``rank``, with random values."""
         self._clock, self._rank = RealClock(), rank
         dtype: torch.dtype = torch.__dict__[plan.dtype]
         self._shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in plan.shapes.items()}
@@ -61,8 +61,9 @@ class HalfLearner:
         self._raw = _RawGroups(rank)
 
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
-        """``open`` a publisher, ``take`` a copy of the weights, ``announce`` it as a version, ``copy`` as many bytes in
-        memory, send them ``raw``, or ``hash`` some."""
+        """Execute a request and return the answer to it. The kinds are: ``open`` a publisher, ``take`` a copy of the
+        weights, ``announce`` this copy as a version, ``copy`` the same number of bytes in memory, send them as ``raw``
+        bytes, and ``hash`` some bytes."""
         kinds = {
             "open": self._open,
             "take": self._take,
@@ -74,12 +75,12 @@ class HalfLearner:
         return kinds[request["do"]](request)
 
     def _open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Open the publisher of the request's ``route``. Rank 0 returns as ``shared`` what the other one gets as
-        ``shared``: where the ranks meet."""
+        """Open the publisher that the request's ``route`` describes. Rank 0 returns the address at which the ranks
+        connect as ``shared``, and the other rank receives this address in the request as ``shared``."""
         shared: list[bytes] = [] if self._rank == 0 else [request["shared"].encode()]
 
         def share(message: bytes | None) -> bytes:
-            """Return what rank 0 shares, and keep it for the answer."""
+            """Return the message of rank 0 to the other ranks; ``message`` is this message in rank 0, else ``None``."""
             if message is not None:
                 shared.append(message)
             return shared[0]
@@ -93,8 +94,8 @@ class HalfLearner:
 
     @torch.no_grad()
     def _take(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Change the weights, and copy them into the slot of the request. Return how long the copy takes, during which
-        a learner stands still."""
+        """Change the weights, and copy them into the slot of the request. Return the seconds of the copy, for which a
+        learner would be blocked."""
         assert self._publisher is not None
         for tensor in self._weights.values():
             tensor.view(-1)[request["version"] :: 30] *= 1 + 2**-7
@@ -103,14 +104,15 @@ class HalfLearner:
         return {"exposed_s": self._clock.now() - start_s}
 
     def _announce(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Announce what was copied as the version of the request, or send that version ``again``, whole. Return the
-        announcement; that of rank 0 is the one that engines get."""
+        """Announce the copied weights as the version of the request, or with ``again`` send all weights of this version
+        again. Return the announcement; the benchmark sends the announcement of rank 0 to the engines."""
         assert self._publisher is not None
         announce = self._publisher.resend if request["again"] else self._publisher.announce
         return {"update": msgspec.to_builtins(announce(request["version"], request["slot"], request["to"]))}
 
     def _copy(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the shortest time of several copies of as many bytes as this rank holds, as one block of memory."""
+        """Return the shortest time of several copies, in one block of memory, of as many bytes as the weights of this
+        rank have."""
         source = torch.ones(self._num_bytes, dtype=torch.uint8)
         target = torch.ones_like(source)
         times = []
@@ -121,13 +123,13 @@ class HalfLearner:
         return {"copy_s": min(times), "bytes": self._num_bytes}
 
     def _send_raw(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Broadcast the request's number of bytes of this rank to the engines, in buckets, and nothing else."""
+        """Broadcast bare bytes of this rank to the engines, in buckets; the request has their number."""
         self._raw.move(request, self._rank)
         return {}
 
     @property
     def _num_bytes(self) -> int:
-        """Return the bytes that this rank holds."""
+        """Return the size in bytes of the weights of this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
 
 
@@ -135,7 +137,7 @@ class WholeEngine:
     """An engine that receives versions, without a model."""
 
     def __init__(self, plan: SyncPlan, index: int) -> None:
-        """Hold the tensors of ``plan``; ``index`` is the number of this engine."""
+        """Create the tensors of ``plan``; ``index`` is the number of this engine."""
         self._plan, self._clock = plan, RealClock()
         self._weights: Mapping[str, Tensor] = tensors_of(plan)
         self._receiver: Receiver | None = None
@@ -143,8 +145,9 @@ class WholeEngine:
         self._member = 1 + index
 
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
-        """``open`` a receiver and return its address, ``stage`` an update, ``commit`` a version, return ``sums`` of the
-        weights in use, receive bytes ``raw``, or ``hash`` some."""
+        """Execute a request and return the answer to it. The kinds are: ``open`` a receiver and return its address,
+        ``stage`` an update, ``commit`` a version, return ``sums`` of the weights in use, receive ``raw`` bytes, and
+        ``hash`` some bytes."""
         kinds = {
             "open": self._open,
             "stage": self._stage,
@@ -156,12 +159,12 @@ class WholeEngine:
         return kinds[request["do"]](request)
 
     def _open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Open the receiver of the request's ``route``, and return its address."""
+        """Open the receiver that the request's ``route`` describes, and return its address."""
         self._receiver = make_receiver(msgspec.convert(request["route"], Route), self._weights)
         return {"address": self._receiver.address}
 
     def _stage(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Stage the request's ``update``; return the error, if it is refused."""
+        """Stage the request's ``update``. Return the error as text; empty if the update was staged."""
         assert self._receiver is not None
         try:
             self._receiver.stage(msgspec.convert(request["update"], WeightUpdate))
@@ -182,7 +185,7 @@ class WholeEngine:
         return {"version": self._receiver.committed, "sums": sums}
 
     def _receive_raw(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Receive what all ranks broadcast, from each in a thread, and do nothing with it."""
+        """Receive the bare bytes that all ranks broadcast, in one thread for each rank, and discard them."""
         with ThreadPoolExecutor(NUM_RANKS) as threads:
             for moved in [threads.submit(self._raw.move, request, rank) for rank in range(NUM_RANKS)]:
                 moved.result()
@@ -190,7 +193,7 @@ class WholeEngine:
 
 
 def hash_probe(request: dict[str, Any]) -> dict[str, Any]:
-    """Hash the request's number of ``bytes`` once, and return how long it takes."""
+    """Hash the request's number of ``bytes`` once, and return the seconds of the hash."""
     clock, probe = RealClock(), np.ones(request["bytes"], np.uint8)
     start_s = clock.now()
     xxhash.xxh3_64_intdigest(probe.data)
@@ -198,16 +201,16 @@ def hash_probe(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _RawGroups:
-    """The groups of the comparison: one of each rank with all engines, as the transport has them, for bytes alone."""
+    """The process groups for bare bytes, one group of each rank with all engines, as in the transport ``group``."""
 
     def __init__(self, member: int) -> None:
-        """``member`` is the number of this process among all: ranks first, then engines."""
+        """Start without groups. ``member`` is the number of this process among all: ranks first, then engines."""
         self._member = member
         self._groups: dict[tuple[int, int], tuple[ProcessGroup, memoryview]] = {}
 
     def move(self, request: dict[str, Any], sender: int) -> None:
-        """Send or receive the request's number of bytes in the group of the rank ``sender``, which is joined at the
-        first request of so many."""
+        """Send or receive the request's number of bytes in the group of the rank ``sender``. The first request with
+        this number joins the group."""
         num_bytes = int(request["bytes"][sender])
         if (sender, num_bytes) not in self._groups:
             rank = 0 if self._member == sender else 1 + self._member - NUM_RANKS
@@ -221,7 +224,7 @@ class _RawGroups:
 
 
 def _halves(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Box]:
-    """Return the rows of each tensor that ``rank`` of two holds, as FSDP2 shards them."""
+    """Return the rows of each tensor that belong to ``rank``, one of two ranks, as FSDP2 shards them."""
     boxes = {}
     for name, tensor in tensors.items():
         half = -(-tensor.shape[0] // NUM_RANKS)
@@ -231,7 +234,8 @@ def _halves(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Box]:
 
 
 def main(arguments: list[str]) -> None:
-    """Make the side that the first argument (JSON) names, and answer requests on the standard input until it ends."""
+    """Create the side that the first argument (JSON) names, and answer requests on the standard input until the input
+    ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     plan = msgspec.json.decode(Path(spec["model"]).read_bytes(), type=SyncPlan)

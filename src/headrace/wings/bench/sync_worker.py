@@ -1,8 +1,9 @@
-"""The worker process of the sync benchmark, which plays the learner and publishes weights.
+"""The worker process of the sync benchmark, which has the role of the learner and publishes weights.
 
     python -m headrace.wings.bench.sync_worker '{"side": "learner", "model": PLAN, "threads": 1}'
 
-PLAN is a JSON file with a :class:`SyncPlan`. The protocol is that of :mod:`headrace.wings.bench.engine_worker`.
+PLAN is a JSON file with a :class:`SyncPlan`. Requests and answers have the format of
+:mod:`headrace.wings.bench.engine_worker`.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from headrace.sync.transports import make_publisher
 TOKEN = "benchmark"
 DEADLINE_S = 120.0
 _TIMES = 5
+"""The number of copies in memory, of which the fastest is reported."""
 
 
 class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights that both sides of the sync benchmark hold, without their values."""
+    """The shapes and the type of the weights on both sides of the sync benchmark, without values."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Shape of each weight by name."""
+    """The shape of each weight, by name."""
     dtype: str
-    """Name of the weights' type in torch, such as ``bfloat16``."""
+    """The name of the weights' type in torch, such as ``bfloat16``."""
 
 
 def tensors_of(plan: SyncPlan, *, seed: int | None = None) -> dict[str, Tensor]:
-    """Return the tensors of ``plan`` by name: zeros, or, with ``seed``, normal random numbers with a standard deviation
-    of 0.02."""
+    """Return the tensors of ``plan`` by name. They contain zeros, or with ``seed`` normal random numbers with a
+    standard deviation of 0.02."""
     rng = torch.Generator().manual_seed(seed or 0)
     dtype: torch.dtype = getattr(torch, plan.dtype)
     made = {name: torch.zeros(shape, dtype=dtype) for name, shape in plan.shapes.items()}
@@ -53,7 +55,7 @@ class MovingLearner:
     """A learner whose weights change a little before every publication."""
 
     def __init__(self, path: str) -> None:
-        """Make the weights of the plan that is stored in the JSON file ``path``."""
+        """Create the weights of the plan in the JSON file ``path``, with random values."""
         self._clock = RealClock()
         plan = msgspec.json.decode(Path(path).read_bytes(), type=SyncPlan)
         self._weights = tensors_of(plan, seed=1)
@@ -62,8 +64,8 @@ class MovingLearner:
         self._group: ProcessGroup | None = None
 
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Execute the request that its field ``do`` names, and return its answer: ``open`` a publisher, ``publish`` a
-        version, ``copy`` the weights in memory, or ``broadcast`` them."""
+        """Execute a request, whose field ``do`` names its kind, and return the answer to it. The kinds are: ``open`` a
+        publisher, ``publish`` a version, ``copy`` the weights in memory, and ``broadcast`` them."""
         kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "open": self._open, "publish": self._publish, "copy": self._copy, "broadcast": self._broadcast,
         }  # fmt: skip
@@ -75,8 +77,8 @@ class MovingLearner:
             self._publisher.close()
 
     def _open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Close the publisher of before, open the one that the ``route`` of the request describes, and return the size
-        in bytes of the weights in its buffer."""
+        """Close the present publisher, open the publisher that the ``route`` of the request describes, and return the
+        size in bytes of the weights in its buffer."""
         self.close()
         self._publisher = make_publisher(msgspec.convert(request["route"], Route), self._weights, TOKEN)
         for slot in (0, 1):  # the first copy allocates the pages of a slot
@@ -84,20 +86,20 @@ class MovingLearner:
         return {"image_bytes": self._publisher.manifest.total_bytes}
 
     @torch.no_grad()
-    def _move(self) -> None:
-        """Change one weight in thirty by a factor of 1 + 2^-7, so that it becomes its neighbour in bfloat16, or the
-        next but one."""
+    def _change_weights(self) -> None:
+        """Multiply one weight in thirty by 1 + 2^-7, which changes a bfloat16 number to its next or second next
+        neighbour."""
         for tensor in self._weights.values():
             flat = tensor.view(-1)
             start = int(torch.randint(0, 30, (1,), generator=self._rng))
             flat[start::30] *= 1 + 2**-7
 
     def _publish(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Change the weights a little and publish them as the version and into the slot that the request names. Return
-        how long the copy into the slot takes, during which a learner stands still (``exposed_s``), how long announcing
-        takes (``announce_s``), and the announcement."""
+        """Change the weights a little and publish them, as the version and into the slot that the request names. Return
+        the seconds of the copy into the slot, for which a learner would be blocked (``exposed_s``), the seconds of the
+        announcement (``announce_s``), and the announcement itself (``update``)."""
         assert self._publisher is not None
-        self._move()
+        self._change_weights()
         start_s = self._clock.now()
         self._publisher.copy(request["slot"])
         copied_s = self._clock.now()
@@ -109,32 +111,32 @@ class MovingLearner:
         }
 
     def _copy(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the shortest time in seconds of several copies of all weights as one block of memory, and its bytes:
-        what a publication is compared with. The source is written before, so that its memory pages exist."""
+        """Return the shortest time, in seconds, of several copies of one block of memory with the size of all weights,
+        and this size in bytes. A publication is compared with this copy."""
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
-        source = torch.ones(num_bytes, dtype=torch.uint8)
+        source = torch.ones(num_bytes, dtype=torch.uint8)  # writing ones allocates the pages of the source
         target = torch.ones_like(source)
         return {"copy_s": min(self._timed(lambda: target.copy_(source)) for _ in range(_TIMES)), "bytes": num_bytes}
 
     def _broadcast(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send the weights to the receiving process in the manner that the request's ``how`` names, through a process
-        group, which is joined at the first request."""
+        group. The first request joins this group."""
         if self._group is None:
             self._group = join_local_group(Path(request["directory"]), "bench", (0, 2), DEADLINE_S)
         broadcast(self._group, list(self._weights.values()), request["how"], packs=True)
         return {}
 
     def _timed(self, work: Callable[[], object]) -> float:
-        """Return how many seconds ``work`` takes."""
+        """Return the duration of ``work`` in seconds."""
         start_s = self._clock.now()
         work()
         return self._clock.now() - start_s
 
 
 def broadcast(group: ProcessGroup, tensors: list[Tensor], how: str, *, packs: bool) -> None:
-    """Execute one side of a broadcast of all tensors: tensor by tensor (``how`` is ``each``), packed in ``buckets``, or
-    as ``one`` tensor packed beforehand. The sending side sets ``packs``, so that it packs its tensors; the receiving
-    side leaves the received bytes packed."""
+    """Execute one side of a broadcast of all tensors. ``how`` is ``each`` (tensor by tensor), ``buckets`` (packed into
+    a buffer that is sent in buckets), or ``one`` (a buffer of the same size as a single tensor). The sending side sets
+    ``packs``, so that it packs its tensors; the receiving side does not unpack the received bytes."""
     flat = _block(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     if how == "each":
         for tensor in tensors:
@@ -148,11 +150,12 @@ def broadcast(group: ProcessGroup, tensors: list[Tensor], how: str, *, packs: bo
 
 
 _blocks: dict[int, memoryview] = {}
+"""The blocks of memory that :func:`_block` has returned, by their size in bytes."""
 
 
 def _block(num_bytes: int) -> memoryview:
-    """Return a block of ``num_bytes`` of memory whose pages are allocated; calls with the same size get the same
-    block."""
+    """Return a block of ``num_bytes`` bytes of memory whose pages are allocated. Calls with the same size return the
+    same block."""
     if num_bytes not in _blocks:
         _blocks[num_bytes] = private_memory(num_bytes)
         torch.frombuffer(_blocks[num_bytes], dtype=torch.uint8).fill_(1)
@@ -160,8 +163,8 @@ def _block(num_bytes: int) -> memoryview:
 
 
 def _pack(tensors: list[Tensor], flat: memoryview) -> None:
-    """Copy the values of ``tensors``, one after the other, into the buffer ``flat``, which is as large as all of
-    them."""
+    """Copy the values of ``tensors``, one after the other, into the buffer ``flat``, which has the size of all tensors
+    together."""
     start = 0
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
@@ -171,7 +174,8 @@ def _pack(tensors: list[Tensor], flat: memoryview) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Load the plan that the first argument (JSON) names, and answer requests on the standard input until it ends."""
+    """Create the learner of the plan that the first argument (JSON) names, and answer requests on the standard input
+    until the input ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     side = MovingLearner(spec["model"])

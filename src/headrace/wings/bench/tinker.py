@@ -1,8 +1,9 @@
-"""``headrace tinker`` as its client sees it: start, round trips, and what several adapters cost beside one. ``headrace
-tinker`` is a server of the Tinker protocol, on which each tenant trains an adapter of its own.
+"""``headrace tinker`` measured by its client: the start, round trips, and the throughput of several adapters compared
+with one. ``headrace tinker`` is a server of the Tinker protocol, on which each *tenant* trains an adapter of its own.
 
-The server is a process of its own; the unmodified client of the protocol asks it over HTTP. Rates of one and of several
-adapters are measured in turn, with the same rows in all, and a ratio is the median over the rounds.
+The server is a process of its own; the unmodified client of the protocol sends requests to it over HTTP. The rates of
+one and of several adapters are measured alternately, with the same total number of sequences, and a ratio is the median
+over the rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from headrace.wings.bench.engine import LARGE, SMALL
 NAME = "bench/model"
 RANK = 16
 ADAPTERS = {4: 0.8, 16: 0.6}
-"""How many adapters compute side by side, and which share of the throughput of one is aimed at."""
+"""The measured numbers of adapters that compute at once, each with the target fraction of the throughput of one
+adapter."""
 TENANTS = 32
 CLOCK = RealClock()
 
@@ -40,22 +42,22 @@ class TinkerSizes:
     """The sizes of the measurements."""
 
     models: tuple[tuple[str, TinySpec], ...]
-    """Name and shape of each model that is served."""
+    """The name and the shape of each model that is served."""
     samples: int = 64
-    """The number of sequences that are sampled at once, of all adapters."""
+    """The number of sequences that are sampled at once, of all adapters together."""
     new_tokens: int = 64
     """The number of tokens of each sampled sequence."""
     requests: int = 16
-    """The number of forward_backward requests in flight, of all adapters."""
+    """The number of forward_backward requests in flight, of all adapters together."""
     rounds: int = 7
-    """The number of measurements of a rate; the median counts."""
+    """The number of measurements of a rate, of which the median is reported."""
     trips: int = 30
-    """The number of round trips of a latency."""
+    """The number of round trips in the measurement of a latency."""
     tenants: int = TENANTS
-    """The number of adapters that train at once."""
+    """The number of adapters that train at once in the measurement of many tenants."""
     turns: int = 16
-    """The number of requests of each of these adapters, n. With turns of one request each, the last of n rounds has
-    just begun when the first adapter ends, so that it ends up to 1/n of the whole time before the last one."""
+    """The number of requests of each of these adapters, n. A server that serves one request of each adapter in turn
+    ends the first adapter at the start of the last of n rounds, so up to 1/n of the whole time before the last."""
 
 
 FULL_SIZES = TinkerSizes(models=(("1M", SMALL), ("28M", LARGE)))
@@ -83,19 +85,19 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Server:
-    """A server of the Tinker protocol that has answered its first request, and a client of it."""
+    """A server of the Tinker protocol that has answered its first request, and a client of this server."""
 
     client: Any
     """The ``ServiceClient`` of the package ``tinker``."""
     process: psutil.Process
     """The server's process, whose memory is measured."""
     started_s: float
-    """Seconds from the command to the first answer."""
+    """The time from the start of the command to the first answer, in seconds."""
 
 
-def _exported(process: subprocess.Popen[str]) -> dict[str, str]:
-    """Return the two environment variables, address and key, that the server prints for its clients. Fewer are returned
-    if the server ends before it has printed them."""
+def _read_variables(process: subprocess.Popen[str]) -> dict[str, str]:
+    """Return the two environment variables, address and key, that the server prints for its clients; fewer if the
+    server ends before it has printed them."""
     assert process.stdout is not None
     found: dict[str, str] = {}
     for line in process.stdout:
@@ -109,8 +111,8 @@ def _exported(process: subprocess.Popen[str]) -> dict[str, str]:
 
 @contextmanager
 def _server(model: Path, state: Path) -> Iterator[_Server]:
-    """Start ``headrace tinker`` with the model, and yield it once it has answered a client; it is ended after the body
-    of ``with``. ``state`` is the directory in which the server keeps its adapters. Raises
+    """Start ``headrace tinker`` with the model, and yield the server after it has answered its first request; the
+    server is stopped at the end of the context. ``state`` is the directory for the adapters of the server. Raises
     :class:`~headrace.base.errors.ConfigError` if the client is not installed."""
     try:
         import tinker
@@ -121,10 +123,10 @@ def _server(model: Path, state: Path) -> Iterator[_Server]:
     began_s = CLOCK.now()
     with subprocess.Popen([*command, "--state", str(state)], stdout=subprocess.PIPE, text=True) as process:
         try:
-            found = _exported(process)
+            found = _read_variables(process)
             client = tinker.ServiceClient(base_url=found["TINKER_BASE_URL"], api_key=found["TINKER_API_KEY"])
             sampler = client.create_sampling_client(base_model=NAME).result()
-            _sampled([sampler], 1, 1)
+            _sample([sampler], 1, 1)
             took_s = CLOCK.now() - began_s
             yield _Server(client=client, process=psutil.Process(process.pid), started_s=took_s)
         finally:
@@ -145,34 +147,34 @@ def _datum(length: int, seed: int) -> Any:
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
 
 
-def _sampled(samplers: Sequence[Any], each: int, new_tokens: int) -> float:
-    """Sample ``each`` sequences of ``new_tokens`` tokens from every sampling client at once; return the sampled tokens
-    per second, over all of them."""
+def _sample(samplers: Sequence[Any], each: int, new_tokens: int) -> float:
+    """Sample ``each`` sequences of ``new_tokens`` tokens from every sampling client at once; return the tokens per
+    second of all clients together."""
     from tinker import types
 
     params = types.SamplingParams(max_tokens=new_tokens, stop=[], seed=1)
     prompt, began_s = types.ModelInput.from_ints(_prompt(8)), CLOCK.now()
-    asked = [one.sample(prompt=prompt, num_samples=each, sampling_params=params) for one in samplers]
-    count = sum(len(sequence.tokens) for one in asked for sequence in one.result().sequences)
+    futures = [one.sample(prompt=prompt, num_samples=each, sampling_params=params) for one in samplers]
+    count = sum(len(sequence.tokens) for future in futures for sequence in future.result().sequences)
     return count / (CLOCK.now() - began_s)
 
 
-def _trained(models: Sequence[Any], each: int, length: int = 128) -> tuple[float, list[float]]:
+def _train(models: Sequence[Any], each: int, length: int = 128) -> tuple[float, list[float]]:
     """Send ``each`` requests ``forward_backward``, of four sequences of ``length`` tokens, for every model at once, and
-    then make an optimizer step with each. Return the trained tokens per second, and the seconds until each model had
-    all its results."""
+    then make an optimizer step with each model. Return the trained tokens per second, and the seconds until each model
+    had all its results."""
     data = [_datum(length, place) for place in range(4)]
     began_s = CLOCK.now()
 
-    def wait(promised: Sequence[Any]) -> float:
+    def wait(futures: Sequence[Any]) -> float:
         """Wait for all results of one model; return the seconds since the first request was sent."""
-        for one in promised:
-            one.result()
+        for future in futures:
+            future.result()
         return CLOCK.now() - began_s
 
     with ThreadPoolExecutor(len(models)) as pool:
-        promised = [[model.forward_backward(data, "cross_entropy") for _ in range(each)] for model in models]
-        ended_s = list(pool.map(wait, promised))
+        futures = [[model.forward_backward(data, "cross_entropy") for _ in range(each)] for model in models]
+        ended_s = list(pool.map(wait, futures))
     rate = len(models) * each * 4 * length / max(ended_s)
     for model in models:
         model.optim_step(_adam()).result()
@@ -180,44 +182,44 @@ def _trained(models: Sequence[Any], each: int, length: int = 128) -> tuple[float
 
 
 def _adam() -> Any:
-    """Return the settings of an optimizer step."""
+    """Return the settings of an optimizer step, an object of the protocol."""
     from tinker import types
 
     return types.AdamParams(learning_rate=1e-3)
 
 
 class _TinkerBench:
-    """The measurements of one server; :attr:`rows` and :attr:`targets` are what they have found."""
+    """The measurements of one server, which are added to :attr:`rows` and :attr:`targets`."""
 
     def __init__(self, server: _Server, sizes: TinkerSizes, name: str, tell: Callable[[str], None]) -> None:
-        """``name`` is the size of the served model in the report; ``tell`` is called with lines of progress."""
+        """Prepare the measurements of ``server``. ``name`` is the size of the served model in the report; ``tell`` is
+        called with lines of progress."""
         self._server, self._sizes, self._name, self._tell = server, sizes, name, tell
         self.rows: list[Row] = []
         self.targets: list[Target] = []
 
     def run(self, *, whole: bool) -> None:
-        """Measure the rates of several adapters beside one; with ``whole`` also the start, the round trips and many
-        tenants."""
-        models = self._models(max(ADAPTERS))
+        """Measure the rates of several adapters compared with one; with ``whole`` also the start, the round trips and
+        many tenants."""
+        models = self._create_models(max(ADAPTERS))
         if whole:
             self.targets.append(at_most("command to first answer", self._server.started_s, 10.0, "s"))
-            self._trips(models[0])
+            self._measure_trips(models[0])
         samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
         for count, goal in ADAPTERS.items():
-            self._several(models[:count], samplers[:count], goal)
+            self._measure_several(models[:count], samplers[:count], goal)
         if whole:
-            self._many()
+            self._measure_tenants()
 
-    def _models(self, count: int) -> list[Any]:
-        """Create ``count`` training clients, each of which trains an adapter of its own, and make one step with
-        each."""
+    def _create_models(self, count: int) -> list[Any]:
+        """Return ``count`` new training clients, each with an adapter of its own, after one step with each client."""
         create = self._server.client.create_lora_training_client
-        asked = [create(base_model=NAME, rank=RANK, seed=seed) for seed in range(count)]
-        models = [each.result() for each in asked]
-        _trained(models, 1)
+        futures = [create(base_model=NAME, rank=RANK, seed=seed) for seed in range(count)]
+        models = [future.result() for future in futures]
+        _train(models, 1)
         return models
 
-    def _trips(self, model: Any) -> None:
+    def _measure_trips(self, model: Any) -> None:
         """Measure the time between a small request and its result, for training and for sampling; add rows in
         milliseconds, and targets."""
         self._tell(f"{self._name}: round trips")
@@ -229,7 +231,7 @@ class _TinkerBench:
             found["forward_backward of 64 tokens"].append(CLOCK.now() - began_s)
             model.optim_step(_adam()).result()
             began_s = CLOCK.now()
-            _sampled([sampler], 1, 16)
+            _sample([sampler], 1, 16)
             found["sample of 16 tokens"].append(CLOCK.now() - began_s)
         for (what, times_s), limit_ms in zip(found.items(), (100.0, 150.0), strict=True):
             times_ms = sorted(1000 * each for each in times_s)
@@ -237,18 +239,18 @@ class _TinkerBench:
             self.rows.append({"what": f"{self._name}, {what}", "median_ms": middle, "slowest_ms": times_ms[-1]})
             self.targets.append(at_most(f"{self._name}, {what}", middle, limit_ms, "ms"))
 
-    def _several(self, models: Sequence[Any], samplers: Sequence[Any], goal: float) -> None:
-        """Measure how much of the throughput, in tokens per second, is left when the same work is spread over all
-        ``models`` instead of one, and over their ``samplers``; add a row and a target, the share ``goal``, for sampling
-        and for training."""
+    def _measure_several(self, models: Sequence[Any], samplers: Sequence[Any], goal: float) -> None:
+        """Measure the throughput, in tokens per second, of the same work spread over all ``models`` (for sampling, over
+        their ``samplers``), divided by the throughput with one of them. Add a row and a target, at least ``goal``, for
+        sampling and for training."""
         sizes, count = self._sizes, len(models)
         decode, train = list[tuple[float, float]](), list[tuple[float, float]]()
-        for turn in range(-1, sizes.rounds):  # the first is not counted
+        for turn in range(-1, sizes.rounds):  # the first round is not counted
             self._tell(f"{self._name}: {count} adapters, round {turn + 1}")
-            one = _sampled(samplers[:1], sizes.samples, sizes.new_tokens)
-            decode.append((one, _sampled(samplers, sizes.samples // count, sizes.new_tokens)))
-            one = _trained(models[:1], sizes.requests)[0]
-            train.append((one, _trained(models, sizes.requests // count)[0]))
+            one = _sample(samplers[:1], sizes.samples, sizes.new_tokens)
+            decode.append((one, _sample(samplers, sizes.samples // count, sizes.new_tokens)))
+            one = _train(models[:1], sizes.requests)[0]
+            train.append((one, _train(models, sizes.requests // count)[0]))
         for what, pairs in (("decode", decode[1:]), ("training", train[1:])):
             ones, several = ([pair[place] for pair in pairs] for place in range(2))
             ratio = statistics.median(b / a for a, b in pairs)
@@ -256,22 +258,22 @@ class _TinkerBench:
             self.rows.append({"what": f"{self._name}, {what}, {count} adapters", **row})
             self.targets.append(at_least(f"{self._name}, {what}, {count} adapters by one", ratio, goal, "ratio"))
 
-    def _many(self) -> None:
+    def _measure_tenants(self) -> None:
         """Measure many tenants that train at once: their throughput, how evenly they are served, and the memory of the
-        server. As many again then follow, for which the server moves the first ones to the disk; they should need at
-        most half as much memory. Add a row and targets."""
+        server. Then measure the memory for the same number of further tenants, for which the server moves the first
+        tenants to the disk, so that it should need at most half as much. Add a row and targets."""
         count = self._sizes.tenants
         self._tell(f"{self._name}: {count} tenants")
         before = self._server.process.memory_info().rss
-        models = self._models(count)
-        rate, ended_s = _trained(models, self._sizes.turns)
+        models = self._create_models(count)
+        rate, ended_s = _train(models, self._sizes.turns)
         samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
-        sampled = _sampled(samplers, 1, self._sizes.new_tokens)
+        sampled = _sample(samplers, 1, self._sizes.new_tokens)
         grown = self._server.process.memory_info().rss - before
         self._tell(f"{self._name}: {count} tenants more")
-        others = self._models(count)
-        _trained(others, 4)
-        _sampled([model.save_weights_and_get_sampling_client().result() for model in others], 1, 1)
+        others = self._create_models(count)
+        _train(others, 4)
+        _sample([model.save_weights_and_get_sampling_client().result() for model in others], 1, 1)
         again = self._server.process.memory_info().rss - before - grown
         spread = 1.0 - min(ended_s) / max(ended_s)
         times = {"first_done_s": min(ended_s), "last_done_s": max(ended_s)}

@@ -1,4 +1,4 @@
-"""Reward functions and an environment for benchmarks and fault tests, loaded from this file as a user's code is."""
+"""Reward functions and a rollout for benchmarks and fault tests. Runs load them from this file like a user's code."""
 
 import asyncio
 import zlib
@@ -6,38 +6,38 @@ from typing import Any
 
 
 async def rollout(task: dict[str, Any], policy: Any) -> None:
-    """Sample one answer to the demo's question and leave its grading to the reward function. It is the rollout function
-    of runs whose environment is executed in a worker process."""
+    """Sample one answer to the demo's question, without a reward, which the reward function computes. Runs whose
+    environment is executed in a worker process use this rollout function."""
     await policy.sample(policy.prompt_ids)
 
 
 async def graded(completion: str, answer: int) -> float:
-    """Return, after 0.03 s, the fraction of the sum's digits that are correct and in place, for the demo.
+    """Return, after 0.03 s, the fraction of the sum's digits that are correct and at their positions, for the demo.
 
-    Answers of any length earn different rewards, so that groups keep a learning signal.
+    Answers of any length can have different rewards, so that groups have a learning signal.
     """
     await asyncio.sleep(0.03)
     return sum(map(str.__eq__, completion, f"{answer:03d}"[::-1])) / 3
 
 
 def small_digits(completion: str) -> float:
-    """Return the fraction of digits below 5: a fast verifier."""
+    """Return the fraction of characters that are digits below 5, at once, like a fast verifier."""
     return sum(character in "01234" for character in completion) / max(1, len(completion))
 
 
 async def process(completion: str) -> float:
-    """Return the reward of :func:`small_digits` after 0.2 s, as a small process reward model would take."""
+    """Return the result of :func:`small_digits` after 0.2 s, the time of a small process reward model."""
     await asyncio.sleep(0.2)
     return small_digits(completion)
 
 
 def odd(completion: str) -> float:
-    """Return the fraction of characters with odd codes, a reward that differs from answer to answer."""
+    """Return the fraction of characters with odd codes, which differs from answer to answer."""
     return sum(ord(character) % 2 for character in completion) / max(1, len(completion))
 
 
 async def slow_odd(completion: str, prompt: str) -> float:
-    """Return the reward of :func:`odd` after 50 to 500 ms, a delay that follows from prompt and completion."""
+    """Return the result of :func:`odd` after 50 to 500 ms, a delay that depends on prompt and completion alone."""
     await _wait(completion, prompt)
     return odd(completion)
 
@@ -51,6 +51,6 @@ async def slow_sum(completion: str, prompt: str, answer: int) -> float:
 
 
 async def _wait(completion: str, prompt: str) -> None:
-    """Wait 50 to 500 ms, as long as a tool or a sandbox would take. The delay follows from prompt and completion, so
-    that it is the same in every run."""
+    """Wait 50 to 500 ms, the time of a tool or a sandbox. The delay is computed from prompt and completion, so that it
+    is the same in every run."""
     await asyncio.sleep(0.05 + 0.45 * (zlib.crc32(f"{prompt}{completion}".encode()) / 0xFFFFFFFF))

@@ -1,4 +1,4 @@
-"""The command ``headrace bench``."""
+"""The verb ``headrace bench``: run one benchmark of this machine, and print its report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELP = "\n\n".join(
         *(f"[bold]{name}[/bold]  {what}" for name, what in BENCHMARKS.items()),
     ]
 )
-"""Help text of the command: the name of every benchmark and what it measures."""
+"""The help text of the command: the name of every benchmark and what it measures."""
 
 
 def bench(
@@ -56,7 +56,7 @@ def bench(
     ),
 ) -> None:
     """Run one benchmark on this machine, print its report, and exit with status 1 if a target does not hold. Options
-    that another benchmark reads are refused; :data:`HELP` is the text of ``--help``."""
+    that the benchmark does not have are refused; :data:`HELP` is the text of ``--help``."""
     given = {
         "threads": threads, "quick": quick, "vllm": vllm, "before": before,
         "stages": stages, "budget": budget, "compare": compare, "pretend": pretend, "out": out,

@@ -1,4 +1,4 @@
-"""The messages between the processes of a run, with one file per receiver, and the codec that encodes them.
+"""The messages between the processes of a run, with one module per receiver, and the codec that encodes them.
 
-Messages are msgspec records: typed when decoded, without pickle, with arrays as raw buffers.
+Messages are msgspec records. They are typed when decoded, use no pickle, and contain arrays as raw buffers.
 """

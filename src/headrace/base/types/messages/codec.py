@@ -1,4 +1,4 @@
-"""Encode messages to bytes and decode them. An array becomes one raw buffer; decoding cannot run code."""
+"""The codec of messages between processes. An array is encoded as one raw buffer, and decoding cannot execute code."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ import msgspec
 import numpy as np
 
 _ARRAY = 1
-"""The code of an array among the extension types of MessagePack."""
+"""The code of arrays among the extension types of MessagePack."""
 _DTYPES = frozenset({"|b1", "|u1", "<u2", "<i4", "<i8", "<f4", "<f8"})
-"""The types of array elements that are decoded, in NumPy's notation."""
+"""The element types of arrays that may be decoded, in NumPy's notation."""
 
 
 def _encode_array(value: Any) -> Any:
-    """Return an array as an extension of MessagePack: its header, then its raw bytes. msgspec calls this for a value
-    that it cannot encode itself; any value but an array is an error."""
+    """Return the array ``value`` as a MessagePack extension: its header, then its raw bytes. msgspec calls this
+    function for a value that it cannot encode itself. Raises ``NotImplementedError`` for any value that is not an
+    array."""
     if isinstance(value, np.ndarray):
-        return msgspec.msgpack.Ext(_ARRAY, _head(value.dtype, value.shape) + value.tobytes())
+        return msgspec.msgpack.Ext(_ARRAY, _encode_header(value.dtype, value.shape) + value.tobytes())
     raise NotImplementedError(f"{type(value).__name__} cannot travel between processes")
 
 
 @lru_cache(maxsize=4096)
-def _head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+def _encode_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """Return the header of an encoded array: its dtype and shape, as in ``<f4:2,3|``."""
     return f"{dtype.str}:{','.join(map(str, shape))}|".encode()
 
 
 def _decode_array(code: int, data: memoryview) -> Any:
-    """Return the array that an extension of MessagePack contains; msgspec calls this with the extension's ``code`` and
-    bytes. Any code but that of arrays is refused."""
+    """Return the array in a MessagePack extension; msgspec calls this function with the extension's ``code`` and bytes.
+    Raises ``msgspec.ValidationError`` for any other extension."""
     if code != _ARRAY:
         _refuse(f"unknown extension code {code}")
     return _read_array(bytes(data))
 
 
 def _read_array(data: bytes) -> Any:
-    """Return the array that ``data`` encodes: a header with dtype and shape, then the raw bytes. Invalid data is
-    refused."""
-    end = data.find(b"|", 1)  # the dtype of bytes begins with this sign
+    """Return the array that ``data`` encodes: a header with dtype and shape, then the raw bytes. Raises
+    ``msgspec.ValidationError`` for invalid data."""
+    end = data.find(b"|", 1)  # the search starts at 1, since some dtypes begin with this character: |b1
     if end < 0:
         _refuse("an array with an unknown header")
-    dtype, sizes = _parsed(data[:end])
+    dtype, sizes = _parse_header(data[:end])
     try:
         array = np.frombuffer(data[end + 1 :], dtype)  # a copy, which is aligned
         return array if sizes == array.shape else array.reshape(sizes)
@@ -51,8 +52,9 @@ def _read_array(data: bytes) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _parsed(head: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return the dtype and the shape that a header says. An invalid one is refused."""
+def _parse_header(head: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return the dtype and the shape in the header ``head``. Raises ``msgspec.ValidationError`` for an invalid
+    header."""
     dtype, colon, shape = head.partition(b":")
     if not colon or dtype.decode("ascii", "replace") not in _DTYPES:
         _refuse("an array with an unknown header")
@@ -66,16 +68,16 @@ def _parsed(head: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def _refuse(reason: str) -> Never:
-    """Raise the error for data that is not a valid message; ``reason`` says what is wrong."""
+    """Raise ``msgspec.ValidationError`` for data that is not a valid message. ``reason`` says what is invalid."""
     raise msgspec.ValidationError(reason)
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to end, which every kind of process of a run understands."""
+    """The order to terminate, which every kind of process of a run accepts."""
 
 
 class MessageCodec:
-    """Encodes any message and decodes exactly the messages of one receiver.
+    """A codec that encodes any message, and decodes exactly the messages of one receiver.
 
     >>> import numpy as np
     >>> from headrace.base.types.messages import engine
@@ -85,7 +87,7 @@ class MessageCodec:
     """
 
     def __init__(self, receives: Any) -> None:
-        """Make a codec for one receiver. ``receives`` is the union of the message types that it may decode."""
+        """Create the codec of one receiver. ``receives`` is the union of the message types that it may decode."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
         self._decoder = msgspec.msgpack.Decoder(receives, ext_hook=_decode_array)
 

@@ -1,8 +1,8 @@
-"""The messages that the controller receives, from all parts of a run.
+"""The messages that the controller receives from all parts of a run.
 
 A *part* is a process of the run: an engine, the learner or one of its ranks, a scoring worker, an environment worker, a
-joined machine. ``call`` is the number of the order that a message answers, ``seconds`` the time that carrying it out
-took, and ``spans`` the activities of the part since its last message.
+joined machine. In each message, ``call`` is the number of the order that it answers, ``seconds`` is the time that the
+part took to execute the order, and ``spans`` are the activities of the part since its previous message.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from headrace.base.types.weights import SwapReport, WeightUpdate
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first message of a part: it has started and can be used."""
+    """The first message of a part: the part has started and accepts orders."""
 
     token: str
     """The run's secret token, which proves that the sender belongs to this run."""
     pid: int
     """The id of the process."""
     facts: dict[str, str | int | float]
-    """Facts that the part reports about itself, for people."""
+    """Information about the part, for people to read."""
 
 
 class Working(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The sign of life of a learner, or of one of its ranks, with its present work. A separate thread sends it about
-    once a second, whatever the learner computes."""
+    """The periodic sign of life of a learner, or of one of its ranks, with its present work. A separate thread sends it
+    about once a second, even during a long computation."""
 
     num_units: int
     """The number of units of work that have ended since the part started: micro-batches, updates, copies of the
     weights."""
     what: str
-    """The unit that the part works on; empty while it waits for orders."""
+    """The unit of work in progress; empty while the part waits for orders."""
     since_s: float
-    """How long the part has worked on the present unit, in seconds."""
+    """How long the present unit of work has been in progress, in seconds."""
     usual_s: float
-    """The longest time that recent units of this kind have taken, in seconds; 0 if there was none."""
+    """The longest duration of recent units of this kind, in seconds; 0 if there were none."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message that a part could not carry out an order."""
+    """The message that a part could not execute an order."""
 
     call: int | None
     """The number of the order; ``None`` if the part cannot continue at all."""
@@ -65,12 +65,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The counters of an engine since it started, and its state at the time of the message."""
 
     version: int = -1
-    """The version of the weights in use; −1 before the first."""
+    """The version of the weights in use; −1 before any weights are in use."""
     busy_s: float = 0.0
-    """The time in which the engine worked, in seconds: its steps and, in a process of its own, reading and sending
-    messages."""
+    """The time in which the engine was busy, in seconds: running steps and, if it runs in its own process, reading and
+    sending messages."""
     prefill_s: float = 0.0
-    """The part of the steps' time that went into prompts, in seconds. The time of a step is divided in proportion to
+    """The part of the steps' time that was spent on prompts, in seconds. The time of a step is divided in proportion to
     its tokens."""
     steps: int = 0
     """The number of steps: passes over the batch of running sequences."""
@@ -83,31 +83,33 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     """The number of requests that have not joined the batch."""
     restarted: int = 0
-    """The number of sequences that began again because of a weight update."""
+    """The number of sequences that were restarted because of a weight update."""
     preempted: int = 0
-    """How often a sequence left the batch because the cache was full; it continued later."""
+    """The number of times that a sequence left the batch because the cache was full. Such a sequence continues
+    later."""
     cached_tokens: int = 0
-    """The number of prompt tokens that the prefix cache served."""
+    """The number of prompt tokens that were read from the prefix cache."""
     cache_blocks: int = 0
     """The number of blocks of the key-value cache."""
     cache_blocks_used: int = 0
-    """The number of those blocks that running sequences hold."""
+    """The number of cache blocks that running sequences use."""
     cache_bytes: int = 0
-    """The memory of the key-value cache."""
+    """The memory of the key-value cache, in bytes."""
     routing_bytes: int = 0
-    """The memory of the recorded experts beside the cache."""
+    """The memory of the recorded experts, in addition to the cache, in bytes."""
     pinned_bytes: int = 0
-    """The memory of former weights that are kept for sequences which must end under the weights they began with."""
+    """The memory of former weights, in bytes. They are kept for sequences that must end under the weights with which
+    they began."""
     wasted_tokens: int = 0
     """The number of sampled tokens that a weight update discarded."""
     drafted_tokens: int = 0
-    """The number of tokens that speculation drafted."""
+    """The number of draft tokens that speculative decoding computed."""
     accepted_tokens: int = 0
-    """The number of those that were drawn as drafted; each spared its sequence a pass."""
+    """The number of accepted draft tokens, each of which saved its sequence one forward pass."""
 
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The tokens that an engine sampled since its last message, with its counters."""
+    """The tokens that an engine sampled since its previous message, with its counters."""
 
     chunks: tuple[TokenChunk, ...]
     stats: EngineStats
@@ -115,7 +117,7 @@ class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Stage``: the update is next to the engine and its checksums are verified."""
+    """The answer to ``Stage``: the update is loaded next to the engine and its checksums are verified."""
 
     call: int
     version: int
@@ -123,27 +125,27 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StageOutcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The result of staging a version that the learner announced to the engine itself."""
+    """The result of staging a version that the learner, and not the controller, announced to the engine."""
 
     version: int
     seconds: float
     """How long the staging took, in seconds."""
     failure: Failure | None = None
-    """Why the engine refused the version; ``None`` if it is staged."""
+    """The reason why the engine refused the version; ``None`` if it is staged."""
     commits: bool = False
-    """Whether the engine commits the version without a further order."""
+    """Whether the engine will commit the version without a further order."""
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Commit``: the version is in use. The report gives the costs of the commit."""
+    """The answer to ``Commit``: the version is in use. The report contains the costs of the commit."""
 
     call: int
     report: SwapReport
 
 
 class ScoresReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``ScoreTokens``, from an engine: the log-probability of each of the T tokens. That of the first
-    token is 0."""
+    """The answer of an engine to ``ScoreTokens``: the log-probability of each of the T tokens, which is 0 for the first
+    token."""
 
     call: int
     logprobs_T: FloatColumn
@@ -154,7 +156,7 @@ class ScoresReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer of an engine to ``Pause`` and to ``Resume``: it has paused, or continues."""
+    """The answer of an engine to ``Pause`` and ``Resume``: it has paused, or it has resumed."""
 
     call: int
 
@@ -173,18 +175,18 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     log_pi_N: FloatColumn
     """log π of each token of the batch under the weights before the step; NaN for tokens that carried no loss."""
     seconds: float
-    """How long forward pass, backward pass and update took, in seconds."""
+    """The total duration of forward pass, backward pass and update, in seconds."""
     teacher_scores_N: TeacherScores | None = None
     """The log-probabilities that a teacher in the learner's process gives to the N tokens; ``None`` if it scored no
     sampled token."""
     updates: int = 1
     """The number of updates of the weights that were made from the batch."""
     problems: tuple[str, ...] = ()
-    """What went wrong in the step without ending it, each in words."""
+    """Problems during the step that did not end it, each described in words."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Train``: one optimizer step is done."""
+    """The answer to ``Train``: one optimizer step is complete."""
 
     call: int
     report: StepReport
@@ -200,8 +202,8 @@ class LogprobsReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first answer to ``Publish`` and to ``Save``: the weights are copied into the buffer, or what the checkpoint
-    holds is copied or already written, and the learner can continue to train."""
+    """The first answer to ``Publish`` and to ``Save``. After ``Publish``, the weights are copied into the buffer. After
+    ``Save``, the content of the checkpoint is copied or already written. The learner can continue to train."""
 
     call: int
     seconds: float
@@ -209,14 +211,14 @@ class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The second answer to ``Publish``: the copied weights are hashed, and engines can stage them."""
+    """The second answer to ``Publish``: the copied weights are hashed, so that engines can stage them."""
 
     call: int
     update: WeightUpdate
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The second answer to ``Save``: the checkpoint is complete on disk, and flushed."""
+    """The second answer to ``Save``: the checkpoint is completely written to disk and flushed."""
 
     call: int
     seconds: float
@@ -224,43 +226,46 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message that a scoring worker has begun with a call: its time limit runs from now on."""
+    """The message that a scoring worker has started a call, so that the call's time limit begins now."""
 
     call: int
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``ScoreCompletions``: one reward per completion. ``None`` leaves that completion out."""
+    """The answer to ``ScoreCompletions``: one reward per completion."""
 
     call: int
     rewards: tuple[float | None, ...]
-    """The reward of each completion, in the order of the request; ``None`` for one without a reward."""
+    """The reward of each completion, in the order of the request; ``None`` for a completion without a reward, which is
+    left out."""
     error: str = ""
-    """Why there are no rewards, with the file and line that raised; empty if there are."""
+    """The error because of which there are no rewards, with the file and line that raised it; empty if there are
+    rewards."""
     metrics: dict[str, tuple[float, ...]] = {}
     """The values that the reward function passed to ``log_metric``, by name."""
     extra: tuple[dict[str, Any], ...] = ()
     """The values that the reward function passed to ``log_extra``: one dictionary of columns for each completion; empty
     if it passed none."""
     errors: tuple[str, ...] = ()
-    """Where the completions were scored one by one: for each, why it has no reward, or an empty text; empty if all have
-    been scored, or were scored at once."""
+    """The error of each completion, if completions are scored one by one: why it has no reward, or an empty text. Empty
+    if all completions have been scored, or were scored in one call."""
     mean_s: float = math.inf
-    """Mean seconds of a call of the reward function in this worker; infinite if they are not measured."""
+    """The mean duration of a call of the reward function in this worker, in seconds; infinite if it is not measured."""
 
 
 class ModelQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request of an environment worker for a reply of the model: an episode that runs there needs one."""
+    """The request of an environment worker for a reply of the model, on behalf of an episode that runs in the
+    worker."""
 
     episode: int
     """The number of the call that runs the episode in the worker."""
     ask: int
-    """The worker's own number of this request, which the reply repeats."""
+    """The worker's own number of this request. The reply repeats it."""
     messages: tuple[chat.Message, ...] = ()
     tools: tuple[chat.Tool, ...] = ()
     options: chat.ChatOptions = chat.ChatOptions()
     prompt_ids_T: IntColumn | None = None
-    """All tokens that the model is to read, instead of messages; ``None`` if messages are given."""
+    """The tokens of the complete prompt, instead of messages; ``None`` if messages are given."""
 
 
 class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -268,16 +273,16 @@ class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     call: int
     reward: float | None = None
-    """The reward of the episode; ``None`` if the environment did not give one."""
+    """The reward of the episode; ``None`` if the environment returned none."""
     turn_rewards: dict[int, float] = {}
     """The parts of the reward that were earned in single turns, by the index of the turn."""
     agent_rewards: dict[str, float] = {}
-    """The reward of each agent; empty if all agents share the episode's."""
+    """The reward of each agent; empty if all agents share the episode's reward."""
     trained: tuple[int, ...] | None = None
     """The indices of the sampled turns that carry loss; ``None`` for all of them."""
     turn_extra: dict[int, dict[str, str | float]] = {}
-    """The columns that the environment has recorded about single turns, by the index of the turn; by -1, about the last
-    answer."""
+    """The columns that the environment has recorded for single turns, by the index of the turn. The index −1 refers to
+    the last answer."""
     reason: str = ""
     """The short name under which the run counts the failure; empty if the episode did not fail."""
     problem: str = ""
@@ -288,11 +293,11 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The periodic sign of life of an environment worker, or of a machine that has joined."""
 
     blocked_by: int = -1
-    """The call of the episode whose code has blocked the worker's event loop for too long; −1 if none has."""
+    """The number of the call whose episode has blocked the worker's event loop for too long; −1 if there is none."""
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Do``: a supervisor, which manages one process on a machine that has joined, has done its task."""
+    """The answer to ``Do``: a supervisor, which manages one process on a joined machine, has executed a call."""
 
     call: int
     answer: bytes | int | float
@@ -300,30 +305,32 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message that a machine that has joined wants to leave the run: its present work may end, and it gets no
-    more."""
+    """The message that a joined machine wants to leave the run: its present work may end, and it receives no further
+    work."""
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message with which a machine that has joined confirms that it has left the run."""
+    """The message with which a joined machine confirms that it has left the run."""
 
 
 class EpisodesEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The report of a rollout shard on episodes that have ended together; it answers ``StartEpisodes`` in parts."""
+    """The report of a rollout shard on episodes that have ended. Several reports together answer one
+    ``StartEpisodes``."""
 
     call: int
-    """The number of that order."""
+    """The number of the order ``StartEpisodes``."""
     episodes: tuple[EpisodeGraph, ...]
 
 
 class TurnsGrown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The tokens of running turns that a rollout shard wants to be recorded, so that a crash does not lose them."""
+    """The new tokens of running turns, which a rollout shard sends so that they are recorded and a crash does not lose
+    them."""
 
     parts: tuple[TokenChunk, ...]
 
 
 class Noted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A note of a rollout shard on something that is unusual but not an error."""
+    """A note of a rollout shard about an unusual event that is not an error."""
 
     text: str
 
@@ -345,7 +352,7 @@ Answer = (
 )
 """Every message that answers an order, matched by its ``call``."""
 Timed = Chunks | Trained | SnapshotTaken | Saved
-"""Every message whose ``spans`` say what the part was busy with."""
+"""Every message that contains ``spans``, the activities of the part."""
 Message = (
     Ready
     | Working

@@ -1,4 +1,4 @@
-"""The messages that an engine receives. ``call`` is the number of an order, which its answer repeats."""
+"""The messages that an engine receives. ``call`` is the number of an order; the engine's answer repeats it."""
 
 from __future__ import annotations
 
@@ -14,52 +14,54 @@ from headrace.base.types.weights import Interrupt, WeightUpdate
 
 
 class StaleFork(enum.StrEnum):
-    """What happens to a fork whose parent's key-value cache was computed by other weights than those in use, at the
-    request or when the fork joins the batch. Its tokens show what happened: they carry the version that computed them,
-    as its parent's do."""
+    """The treatment of a fork whose parent's key-value cache was computed by other weights than those in use. The
+    weights are compared when the fork is requested and when it joins the batch. The versions of the fork's tokens show
+    which weights computed them."""
 
     REFUSE = "refuse"
-    """The request fails with an error, also if the weights change while it waits."""
+    """The request fails with an error, even if the weights change only while it waits."""
     RECOMPUTE = "recompute"
-    """The prefix is computed again under the weights in use."""
+    """The cache of the prefix is computed again under the weights in use."""
     REUSE = "reuse"
-    """The prefix's cache is shared unchanged while the parent runs. If the parent no longer holds a part of it (it has
-    ended, waits, or was restarted), that part is computed under the weights in use."""
+    """The fork shares the parent's cache unchanged while the parent runs. Parts of the cache that the parent no longer
+    has, because it has ended, waits or was restarted, are computed under the weights in use."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request for a fork: a sequence that continues another one, its parent, after the parent's prompt and first
-    sampled tokens."""
+    """The request for a fork: a sequence that continues another sequence, its parent, after the parent's prompt and its
+    first sampled tokens."""
 
     parent: int
-    """The ``request_id`` of the sequence to continue, running or ended."""
+    """The ``request_id`` of the parent sequence, which may be running or ended."""
     at: int
-    """The number of the parent's sampled tokens to keep."""
+    """The number of sampled tokens of the parent after which the fork continues."""
     stale: StaleFork = StaleFork.REFUSE
-    """What to do if the weights have changed since the parent's cache was computed."""
+    """The treatment of the fork if the weights have changed since the parent's cache was computed."""
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The options of a generation request, beside its prompt and its sampling parameters. They reach the engine as the
-    caller gave them: a new option needs a field here and its use in the engine."""
+    """The options of a generation request, apart from its prompt and its sampling parameters. They are passed from the
+    caller to the engine unchanged: a new option needs a field here and its use in the engine."""
 
     priority: int = 0
     """Requests of a higher priority join the batch first and are preempted last."""
     deadline_s: float | None = None
-    """Seconds after arrival at which the sequence ends with the tokens it has; ``None`` for no deadline."""
+    """The number of seconds after arrival at which the sequence ends with the tokens sampled so far; ``None`` for no
+    deadline."""
     fork: ForkRequest | None = None
-    """The sequence to continue, instead of a prompt, which is then empty; ``None`` to begin from a prompt."""
+    """The sequence to continue. The prompt of the request is then empty. ``None`` to begin from the prompt."""
     pinned: bool = False
-    """Whether the sequence keeps the weights that it begins with, whatever version is committed meanwhile."""
+    """Whether the sequence uses the weights with which it begins until its end, whatever versions are committed."""
     answer_ids_T: IntColumn | None = None
-    """Tokens of the answer that were sampled before, by this or another engine, and that the caller already has: the
-    sequence continues after them, with the draws, penalties and limits it would have had. ``None`` for a new
-    request."""
+    """Tokens of the answer that this or another engine has sampled before and that the caller already has. The sequence
+    continues after them with the same random draws, penalties and limits as if it had not been interrupted. ``None``
+    for a new request."""
     session: str = ""
-    """A name that related requests share: among several engines, the one that served the last of them gets the next."""
+    """A name that related requests share. The engine that served the latest request of the session also serves the
+    next."""
     agent: str = ""
-    """The agent whose adapter samples the sequence, if several are trained (``model.lora.agents``); empty for the
-    policy's."""
+    """The agent whose adapter samples the sequence, if several adapters are trained (``model.lora.agents``); empty for
+    the policy's adapter."""
 
 
 PLAIN = RequestOptions()
@@ -71,16 +73,16 @@ class GenerateRequest(RequestOptions, frozen=True, kw_only=True, omit_defaults=T
     parameters, with the caller's options."""
 
     request_id: int
-    """The number by which the sender knows the request; chunks of its tokens repeat it."""
+    """The sender's number of the request. The chunks of its tokens repeat it."""
     prompt_ids_T: IntColumn
-    """The prompt; empty for a fork, whose prompt the engine has."""
+    """The prompt; empty for a fork, whose prompt the engine already has."""
     sampling: Sampling
 
     @classmethod
     def of(
         cls, request_id: int, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions
     ) -> GenerateRequest:
-        """Return the request with the number ``request_id``, this prompt and these parameters, and with every field of
+        """Return the request with the number ``request_id``, this prompt, these sampling parameters and every field of
         ``options``."""
         given = msgspec.structs.asdict(options)
         return cls(request_id=request_id, prompt_ids_T=prompt_ids_T, sampling=sampling, **given)
@@ -91,25 +93,26 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     requests: tuple[GenerateRequest, ...]
     answers_to: str = ""
-    """The address of the process of this machine that reads the chunks of these requests; empty for the controller.
-    Counters and spans go to the controller in any case."""
+    """The address of the process on this machine that receives the chunks of these requests; empty for the controller.
+    The controller receives counters and spans in both cases."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to withdraw requests. The tokens of each that were sampled so far are sent as its last chunk."""
+    """The order to withdraw requests. The engine sends the tokens of each request that were sampled so far as its last
+    chunk."""
 
     request_ids: tuple[int, ...]
 
 
 class AbortAllOf(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to withdraw all requests of a process that has died. Nothing more is sent of them."""
+    """The order to withdraw all requests of a process that has died. The engine sends no further chunks for them."""
 
     answers_to: str
     """The address to which their chunks were sent."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to stage a published version: to bring its weights next to the engine and verify them, while decoding
+    """The order to stage a published version: to load its weights next to the engine and verify them, while decoding
     continues."""
 
     call: int
@@ -117,7 +120,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ANNOUNCED = -1
-"""The ``call`` of a commit that the engine makes because of the learner's announcement, without an order of the
+"""The ``call`` of a commit that an engine executes because of the learner's announcement, without an order of the
 controller."""
 
 
@@ -128,12 +131,12 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     update: WeightUpdate
     commit: Interrupt | None = None
-    """The mode in which the engine commits the version as soon as it is staged; it reports that commit under the call
-    :data:`ANNOUNCED`. ``None``: the controller orders the commit."""
+    """The mode in which the engine commits the version as soon as it is staged; it reports the commit with the call
+    number :data:`ANNOUNCED`. ``None``: the engine waits for the controller's order to commit."""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to use a staged version from now on. ``mode`` says when, and what happens to running sequences."""
+    """The order to use a staged version from now on."""
 
     call: int
     version: int
@@ -141,8 +144,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to compute the log-probability of each of the T tokens but the first, given those before it, under the
-    weights in use (the policy's, if there are several adapters). Nothing is sampled."""
+    """The order to compute the log-probability of each of the T tokens but the first, given the tokens before it, under
+    the weights in use (with the policy's adapter, if there are several). Nothing is sampled."""
 
     call: int
     ids_T: IntColumn
@@ -152,11 +155,11 @@ class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kept: KeptSets | None = None
     """The kept-sets that restrict the distribution of each token; ``None`` for the whole vocabulary."""
     routing: Routing | None = None
-    """The experts that compute each token; ``None`` to route by the weights in use."""
+    """The experts that compute each token; ``None`` to let the router choose them."""
     top_k: int = 0
-    """The number of likeliest vocabulary entries to return at the position of each token; 0 for none."""
+    """The number of likeliest vocabulary entries to return for the position of each token; 0 for none."""
     top_below: int = 0
-    """Only entries with ids below this one are returned; 0 for all."""
+    """The exclusive upper limit of the ids of those entries; 0 for no limit."""
 
     @classmethod
     def of(cls, call: int, tokens: Tokens, temperature: float, *, top_k: int = 0, top_below: int = 0) -> ScoreTokens:
@@ -174,11 +177,12 @@ class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to stop after the engine's present step; requests wait in its queue. With ``release``, the engine also
-    frees the memory of its key-value cache, and running sequences continue later from their tokens."""
+    """The order to stop after the engine's present step; later requests wait in the engine's queue."""
 
     call: int
     release: bool = False
+    """Whether the engine also frees the memory of its key-value cache. Running sequences then continue later from their
+    tokens."""
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):

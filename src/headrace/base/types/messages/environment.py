@@ -1,5 +1,5 @@
-"""The messages that an environment worker receives: a process that runs the environment's code. ``call`` is the number
-of an order, which its answer repeats."""
+"""The messages that an environment worker receives. An environment worker is a process that executes the code of an
+environment. ``call`` is the number of an order; the worker's answer repeats it."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ class RunEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     row: dict[str, Any]
     """The row of the dataset."""
     prompt_ids_T: IntColumn
-    """The prompt as the model reads it; empty if the rows have none."""
+    """The token ids of the prompt; empty if the rows have no prompt."""
     seed: int
-    """The seed of the environment's own random draws."""
+    """The seed of the random numbers that the environment draws."""
     attempt_kind: AttemptKind = AttemptKind.ALONE
-    """Whether branches may leave the episode, or it is one."""
+    """Whether branches may be created from the episode, or whether it is a branch itself."""
     variables: dict[str, str] = {}
-    """Environment variables for programs that the episode starts."""
+    """Environment variables for the programs that the episode starts."""
 
 
 class Replied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model's reply to a ``ModelQuery``, the request of an episode in this worker."""
+    """The model's reply to a ``ModelQuery`` of an episode in this worker."""
 
     ask: int
-    """The worker's own number of the request that this answers."""
+    """The worker's own number of the answered ``ModelQuery``."""
     reply: Reply
 
 
 class AnswerRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The refusal of a ``ModelQuery``, the request of an episode in this worker for a reply of the model. The episode
-    gets it as an error."""
+    """The refusal of a ``ModelQuery`` of an episode in this worker. The worker raises it as an error in the code of the
+    episode."""
 
     ask: int
-    """The worker's own number of the request that is refused."""
+    """The worker's own number of the refused ``ModelQuery``."""
     reason: str
-    """The short name under which the failure of the episode is counted, if its code does not catch the error."""
+    """The short name under which the run counts the failure, if the code of the episode does not catch the error."""
     spent: bool
     """Whether the episode has used up its budget of turns, tokens, tool calls or context."""
     problem: str
@@ -54,7 +54,7 @@ class AnswerRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to stop the episode of the order number ``call``, whose result is no longer needed."""
+    """The order to stop the episode with the order number ``call``, whose result is no longer needed."""
 
     call: int
 

@@ -1,7 +1,7 @@
-"""The messages that a learner receives. ``call`` is the number of an order, which its answer repeats.
+"""The messages that a learner receives. ``call`` is the number of an order; the learner's answer repeats it.
 
-The learner has several buffers for published weights; a *slot* is the index of one. An *address* is where an engine
-receives weights or orders.
+The learner has several buffers for published weights; a *slot* is the index of a buffer. An *address* is the address at
+which an engine receives weights or orders.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from headrace.base.types.weights import Interrupt
 
 
 class BatchPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Some samples of the batch of the order ``call``, which follows: no message grows with the batch."""
+    """Some of the samples of the batch of the order ``call``, which follows later. A batch is sent in several messages,
+    so that the size of a message is bounded."""
 
     call: int
     batch: Batch
@@ -25,9 +26,9 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     call: int
     batch: Batch
-    """The last samples of the batch, or all of them."""
+    """The last part of the batch, or the whole batch."""
     num_parts: int = 0
-    """The number of messages with the samples before them."""
+    """The number of ``BatchPart`` messages that were sent before with the other samples."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -36,9 +37,9 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     call: int
     batch: Batch
-    """The last samples of the batch, or all of them."""
+    """The last part of the batch, or the whole batch."""
     num_parts: int = 0
-    """The number of messages with the samples before them."""
+    """The number of ``BatchPart`` messages that were sent before with the other samples."""
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -49,13 +50,13 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
     slot: int
     to: tuple[str, ...] = ()
-    """The addresses of the engines, for transports that send the weights to each receiver."""
+    """The addresses of the engines, for transports that send the weights to each receiver separately."""
     announce_to: dict[str, str] = {}
-    """The engines to which the learner itself announces the version: each engine's address for orders, mapped to its
-    address in ``to``, which is empty for transports that do not send to each receiver."""
+    """The engines to which the learner itself announces the version: the address of each engine for orders, mapped to
+    its address in ``to``, which is empty for transports that do not send to each receiver separately."""
     commit: Interrupt | None = None
-    """The mode in which those engines commit the version as soon as it is staged; ``None``: the controller orders
-    it."""
+    """The mode in which those engines commit the version as soon as it is staged; ``None``: the controller orders the
+    commit."""
 
 
 class Resend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -66,11 +67,12 @@ class Resend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
     slot: int
     to: tuple[str, ...] = ()
-    """The addresses of the engines that lack the version, for transports that send to each receiver."""
+    """The addresses of the engines that lack the version, for transports that send to each receiver separately."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to write a checkpoint (model, optimizer, schedule and random state) into this new directory."""
+    """The order to write a checkpoint (model, optimizer, schedule and random state) into the new directory
+    ``directory``."""
 
     call: int
     directory: str

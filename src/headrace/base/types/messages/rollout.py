@@ -1,4 +1,4 @@
-"""The messages that a rollout shard receives: a process that runs episodes beside the controller."""
+"""The messages that a rollout shard receives. A rollout shard is a process that runs episodes beside the controller."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from headrace.base.types.versions import NOT_SAMPLED
 
 
 class EngineSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of an engine of the run, as the controller's fleet sees it. The first record of a name says that the
-    engine may be asked."""
+    """The state of an engine of the run in the controller's fleet. The first record with a name announces a new engine,
+    to which the shard may send requests."""
 
     name: str
     orders: str = ""
     """The address at which the engine receives orders on this machine."""
     first_request: int = 0
-    """The number of the first request to a new engine. The 2³² numbers from there on belong to this shard."""
+    """The number of the first request to a new engine. The 2³² numbers from this number on belong to this shard."""
     state: str = ""
-    """The name of its :class:`~headrace.engine.fleet.router.EngineState`; empty: it has left the run, and its sequences
-    continue on other engines."""
+    """The name of the engine's :class:`~headrace.engine.fleet.router.EngineState`. Empty: the engine has left the run,
+    and its sequences continue on other engines."""
     version: int = NOT_SAMPLED
-    """The version of the weights that it uses."""
+    """The version of the weights that the engine uses."""
     paused: bool = False
-    """Whether it is paused, so that it need not send anything."""
+    """Whether the engine is paused, so that it may send nothing for a while."""
 
 
 class EnginesSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message about engines whose state has changed."""
+    """The message that the state of some engines has changed."""
 
     engines: tuple[EngineSeen, ...]
 
 
 class StartEpisodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to run episodes of one group. Every episode is reported once, when it has ended."""
+    """The order to run episodes of one group. The shard reports every episode once, after it has ended."""
 
     call: int
     """The number of the order, which the reports repeat."""
@@ -44,25 +44,26 @@ class StartEpisodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     places: tuple[int, ...]
     """The indices of the episodes in the group."""
     task: Task
-    """The task that they attempt."""
+    """The task that the episodes attempt."""
     begun: tuple[TokenChunk, ...] = ()
-    """The recorded tokens of turns that were sampled before the run was interrupted or another shard died."""
+    """The recorded tokens of turns that were sampled before the run was interrupted or another shard died, from which
+    the episodes continue."""
     together: bool = False
-    """Whether these are all episodes of the group, of which nothing is recorded and none will be withdrawn."""
+    """Whether the order starts all episodes of a group without recorded tokens, none of which will be withdrawn."""
 
 
 class WithdrawEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to end an episode, which keeps its tokens. It is reported like any other."""
+    """The order to end an episode early. It keeps its tokens and is reported as usual."""
 
     key: EpisodeKey
     reason: str
 
 
 class EndCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to cancel the episodes of an order to start some. They are not reported."""
+    """The order to cancel all episodes of a ``StartEpisodes``, which are then not reported."""
 
     call: int
-    """The number of that order."""
+    """The number of the order ``StartEpisodes``."""
 
 
 Message = EnginesSeen | StartEpisodes | WithdrawEpisode | EndCall | Shutdown

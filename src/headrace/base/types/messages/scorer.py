@@ -1,5 +1,5 @@
-"""The messages that a scoring worker receives: a process that runs reward functions. ``call`` is the number of an
-order, which its answer repeats."""
+"""The messages that a scoring worker receives. A scoring worker is a process that executes reward functions. ``call``
+is the number of an order; the worker's answer repeats it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from headrace.base.types.tokens import IntColumn
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the run for a reward function that has an argument ``trainer_state``, with the names and the
-    meanings of ``transformers.TrainerState``."""
+    """The state of the run that a reward function with a parameter ``trainer_state`` receives. Names and meanings are
+    those of ``transformers.TrainerState``."""
 
     global_step: int = 0
-    """The number of optimizer steps that made the weights under which the group was begun."""
+    """The number of optimizer steps after which the group was started; also the version of the weights at that time."""
     max_steps: int = 0
-    """The optimizer steps of the whole run: ``run.steps``."""
+    """The number of optimizer steps of the whole run: ``run.steps``."""
     epoch: float = 0.0
-    """``global_step`` as a number of passes over the rows."""
+    """The number of passes over the rows that correspond to ``global_step``."""
     num_train_epochs: int = 0
     """The number of passes over the rows in the whole run, rounded up."""
     save_steps: int = 0
@@ -42,23 +42,24 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreCompletions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to score completions of one row: at once by a reward function that takes lists, else one by one."""
+    """The order to score completions of one row: in one call if the reward function accepts lists, otherwise one by
+    one."""
 
     call: int
     prompt: Any
-    """The prompt as the row holds it: a string or a list of chat messages."""
+    """The prompt of the row: a string or a list of chat messages."""
     completions: tuple[str, ...]
     """The texts to score."""
     row: dict[str, Any]
     """The row of the dataset, prompt included."""
     history: str = ""
-    """The text that the model had read before the turn, if a single turn is scored."""
+    """The text that precedes the turn, if a single turn is scored; otherwise empty."""
     turn: int = -1
     """The index of the scored turn in its episode, from 0; −1 if whole completions are scored."""
     completion_ids: tuple[IntColumn, ...] = ()
     """The sampled tokens of each completion, a stop token included; empty unless the reward function uses them."""
     trainer: TrainerState = TrainerState()
-    """The state of the run; the default unless the reward function uses it."""
+    """The state of the run; the default if the reward function does not use it."""
 
     def single(self, index: int) -> ScoreCompletions:
         """Return the order to score only the completion at ``index``."""

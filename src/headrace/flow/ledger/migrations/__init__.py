@@ -1,2 +1,2 @@
-"""The schema of the SQLite ledger, as a list of migrations: ``NNNN_name.sql``, each one transaction, never changed once
-released. A new ledger gets all of them, an older one those that it lacks."""
+"""The schema of the SQLite ledger, as a list of migrations ``NNNN_name.sql``. Each migration is one transaction, and is
+never changed after its release. A new ledger applies all migrations, an older ledger only the missing ones."""

@@ -1,4 +1,4 @@
-"""A sandbox for untrusted code: a fresh process for each sample, without network, under limits."""
+"""A sandbox for untrusted code: each run is a new process without network access and with resource limits."""
 
 from headrace.rollout.scoring.sandbox.base import Finished, Reason, SandboxLimits
 from headrace.rollout.scoring.sandbox.run import run, run_python

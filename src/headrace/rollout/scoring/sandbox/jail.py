@@ -1,7 +1,8 @@
-"""The isolation of a jailed command: a file system of its own, another user, limits. Standard library only.
+"""The isolation of a jailed command: a root file system of its own, another user, and resource limits. Standard library
+only.
 
-An order is the description of a run as plain JSON: the command, its files and input, its limits. A guard is one measure
-of the isolation; the kernel may refuse it.
+An *order* is the description of a run as plain JSON: the command, its files and input, and its limits. A *guard* is one
+measure of the isolation; the kernel may refuse to install it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import kernel
-else:  # a part of the program in its own folder
+else:  # the launcher is a program without packages: its modules are in one folder
     import kernel
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
+"""The device files that exist in the sandbox."""
 Order = dict[str, Any]
 
 
 def guard(missing: dict[str, str], name: str, put_up: Callable[[], None]) -> None:
-    """Install the guard ``name`` by calling ``put_up``. If the kernel refuses it, record it in ``missing`` with the
-    cause."""
+    """Install the guard ``name`` by calling ``put_up``. If the kernel refuses it, store the cause in ``missing``."""
     try:
         put_up()
     except OSError as error:
@@ -34,18 +35,19 @@ def guard(missing: dict[str, str], name: str, put_up: Callable[[], None]) -> Non
 
 
 class Jail:
-    """The isolation that the init process and the command of a jailed order apply to themselves."""
+    """The isolation of one jailed order. The init process calls :meth:`enter`, and the command's process calls
+    :meth:`lock`."""
 
     def __init__(self, order: Order, user: int) -> None:
-        """Prepare the isolation that ``order`` describes, for a command that will run as the user number ``user``."""
+        """Create the isolation that ``order`` describes, for a command that will run with the user id ``user``."""
         self.order = order
         self.user = user
         self.missing: dict[str, str] = {}
         """The guards that the kernel refused, each with the cause."""
 
     def enter(self) -> None:
-        """Set up, in the init process, a root with only the readable paths and a small /tmp. If the kernel refuses, use
-        the scratch directory instead."""
+        """Replace the root directory, in the init process, by one that contains only the readable paths and a small
+        /tmp. If the kernel refuses, make the scratch directory the working directory instead."""
         os.setsid()
         guard(self.missing, "files", self._change_root)
         if "files" in self.missing:
@@ -57,28 +59,29 @@ class Jail:
     def _change_root(self) -> None:
         """Build a file system with /tmp, /dev, /proc and the readable paths, and make it the root, read-only."""
         root, disk = self.order["scratch"], self.order["limits"]["disk_bytes"]
-        plain = kernel.NO_SUID | kernel.NO_DEVICES
+        no_privileges = kernel.NO_SUID | kernel.NO_DEVICES
         own_mounts()
-        kernel.mount("tmpfs", root, "tmpfs", plain, "size=1m,mode=755")
+        kernel.mount("tmpfs", root, "tmpfs", no_privileges, "size=1m,mode=755")
         os.makedirs(f"{root}/tmp")
         options = f"size={disk},nr_inodes={max(64, disk >> 14)},mode=1777"
-        kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", plain, options)
-        for path in self.order["readable"]:  # some may lie in /tmp
-            self._show(path, root + path)
+        kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", no_privileges, options)
+        for path in self.order["readable"]:  # after /tmp is mounted, because a path may be below /tmp
+            self._bind_readable(path, root + path)
         os.makedirs(f"{root}/dev", exist_ok=True)
         for name in DEVICES:
             bind(f"/dev/{name}", f"{root}/dev/{name}")
         os.makedirs(f"{root}/proc", exist_ok=True)
-        with contextlib.suppress(OSError):  # where /proc is masked, as in some containers, there is none
+        with contextlib.suppress(OSError):  # in some containers /proc is masked: then the sandbox has no /proc
             mount_proc(f"{root}/proc")
         os.symlink("/tmp", f"{root}/dev/shm")
         self._write_files(f"{root}/tmp")
-        kernel.mount("", root, flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | plain)
+        kernel.mount("", root, flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | no_privileges)
         kernel.change_root(root)
         os.chdir("/tmp")
 
-    def _show(self, path: str, target: str) -> None:
-        """Make a path of the machine visible in the sandbox at ``target``, for reading only; a link stays a link."""
+    def _bind_readable(self, path: str, target: str) -> None:
+        """Make a path of the machine visible in the sandbox at ``target``, read-only. A symbolic link is copied as a
+        link."""
         if os.path.islink(path):
             os.makedirs(os.path.dirname(target), exist_ok=True)
             os.symlink(os.readlink(path), target)
@@ -87,7 +90,7 @@ class Jail:
             kernel.make_read_only(target)
 
     def _write_files(self, directory: str) -> None:
-        """Write the files that the order contains into a directory of the sandbox."""
+        """Write the files of the order into a directory of the sandbox."""
         for name, content in self.order["files"].items():
             path = os.path.join(directory, name)
             with open(path, "wb") as file:
@@ -95,14 +98,14 @@ class Jail:
             os.chmod(path, 0o644)
 
     def lock(self) -> None:
-        """Drop, in the command's process and before the command is executed, all rights that the command must not have:
-        its user, its resource limits, its privileges and system calls."""
+        """Drop all rights that the command must not have: its user, its resource limits, its privileges and system
+        calls. The command's process calls this before it executes the command."""
         if self.user != os.getuid():
             os.setgroups([])
             os.setresgid(self.user, self.user, self.user)
             os.setresuid(self.user, self.user, self.user)
         limits = self.order["limits"]
-        bounds = {
+        limits_by_resource = {
             resource.RLIMIT_CPU: (limits["cpu_s"], limits["cpu_s"] + 1),
             resource.RLIMIT_AS: (limits["address_bytes"] or limits["memory_bytes"],) * 2,
             resource.RLIMIT_FSIZE: (limits["file_bytes"],) * 2,
@@ -110,9 +113,9 @@ class Jail:
             resource.RLIMIT_CORE: (0, 0),
         }
         if self.user != 0 and "namespaces" not in self.order["missing"]:  # else all of the user's processes count
-            bounds[resource.RLIMIT_NPROC] = (limits["processes"] + 1,) * 2
-        for bound, values in bounds.items():
-            resource.setrlimit(bound, values)
+            limits_by_resource[resource.RLIMIT_NPROC] = (limits["processes"] + 1,) * 2
+        for resource_id, values in limits_by_resource.items():
+            resource.setrlimit(resource_id, values)
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores some of them
             signal.signal(number, signal.SIG_DFL)
         guard(self.missing, "privileges", kernel.forbid_new_privileges)
@@ -120,18 +123,18 @@ class Jail:
 
 
 def own_mounts() -> None:
-    """Enter a mount namespace with the same mounts; changes in it are not visible outside."""
+    """Enter a new mount namespace with the same mounts. Changes in it are not visible outside."""
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
 
 
 def mount_proc(target: str) -> None:
-    """Mount a file system at ``target`` that shows the processes of this PID namespace, as /proc does."""
+    """Mount a proc file system at ``target`` that shows the processes of this PID namespace."""
     kernel.mount("proc", target, "proc", kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC)
 
 
 def bind(path: str, target: str) -> None:
-    """Make the file or folder ``path`` visible at ``target`` too, by a bind mount; ``target`` is created."""
+    """Make the file or folder ``path`` also visible at ``target``, by a bind mount. ``target`` is created."""
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
     else:
@@ -142,7 +145,7 @@ def bind(path: str, target: str) -> None:
 
 
 def give_input(data: bytes) -> None:
-    """Make ``data`` the standard input of this process, and so of the command that it executes."""
+    """Make ``data`` the standard input of this process. A command that it executes inherits the input."""
     descriptor = os.memfd_create("stdin")
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)

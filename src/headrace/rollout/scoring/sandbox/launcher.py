@@ -1,17 +1,21 @@
-"""A launcher that starts one command, watches it, and ends it with all processes that it has started.
+"""The launcher: a program that starts one command, watches it, and finally kills all processes that the command has
+started.
 
-It is a program of its own, standard library only: ``python -I -S -B launcher.py [ORDER]``.
+It is started as ``python -I -S -B launcher.py [ORDER]`` and uses only the standard library. An *order* is the
+description of a run as JSON.
 
     the caller ── launcher ── init of a PID namespace ── the command ── its child processes
-     holds the    watches     reaps orphans; when it ends, the kernel ends all below it
+     holds the    watches     reaps orphans; when it ends, the kernel kills all of its namespace
      lifeline
 
-*Jailed* (no ORDER: it comes on standard input, its length first): the command has no network, another user, limits, and
-a file system of its own. Standard input stays open as the lifeline: when its other end is closed, everything ends. The
-result of the command is written to ``report`` as one line of JSON.
+*Jailed* (no ORDER argument; the order is read from standard input, after its length): the command runs without network,
+as another user, with resource limits, and in a file system of its own. Standard input stays open as the lifeline: when
+the caller closes its end, all processes are killed. The result of the command is written to ``report`` as one line of
+JSON.
 
-*Kept* (ORDER is given): the command runs as it would by itself, but its processes and memory are watched, its log is
-bounded, and none of its processes outlives it. The launcher ends as the command did.
+*Kept* (with an ORDER argument): the command runs with the rights of the caller, but its processes and memory are
+watched, its log is bounded, and none of its processes outlives it. The launcher ends with the exit status of the
+command.
 """
 
 from __future__ import annotations
@@ -31,48 +35,49 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.rollout.scoring.sandbox import jail, kernel, processes
-else:  # its own folder, and nothing else of headrace: it starts in milliseconds
+else:  # only the modules in this folder are imported, so that the launcher starts in milliseconds
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import jail
     import kernel
     import processes
 
 POLL_MS = {True: 20, False: 50}
-"""The interval at which a command is checked, for a jailed and for a kept one."""
+"""The interval in milliseconds at which limits are checked, for a jailed (``True``) and for a kept command."""
 FIRST_USER, USERS = 40_000, 20_000
-"""Users of jailed commands: ids that no person has, one per launcher as far as they go."""
+"""The first user id of jailed commands, and the number of ids. No person uses these ids; launchers choose different ids
+as long as there are enough."""
 PIPE_BYTES = 1 << 16
 THREADS_EACH = 8
-"""The average number of threads of a kept command's processes: the kernel's own limits count threads."""
+"""The assumed average number of threads per process of a kept command. The kernel's own limits count threads."""
 Order = dict[str, Any]
 
 
 def write_record(descriptor: int, record: Order) -> None:
-    """Write a record as one line of JSON to a file descriptor, such as the pipe to the launcher or the caller's
-    report."""
+    """Write ``record`` as one line of JSON to a file descriptor: the pipe to the launcher, or the caller's report."""
     os.write(descriptor, json.dumps(record).encode() + b"\n")
 
 
 class CommandSupervisor:
-    """A supervisor of one command, from its start to the end of the last process that it started. The launcher makes
-    one from its order, and calls :meth:`prepare`, :meth:`start` and :meth:`watch`, one after the other."""
+    """A supervisor of one command, from its start to the end of the last process that it has started. The launcher
+    creates one per order, and calls :meth:`prepare`, :meth:`start` and :meth:`watch`, one after the other."""
 
     def __init__(self, order: Order) -> None:
-        """Prepare to run the command of ``order``, the description of a run as plain JSON; the pipe is for records of
-        its processes."""
+        """Create a supervisor for the command of ``order``. Its processes send records to the launcher through a
+        pipe."""
         self.order = order
         self.jailed = bool(order["jailed"])
         self.report: Order = {"reason": "", "missing": {}}
-        """What became of the command: the limit that ended it, if one did, its status, and the missing guards."""
+        """The result of the command: ``reason``, the limit that ended it, if any; its exit status; and the missing
+        guards."""
         self.has_pids = False
-        """Whether the command has a PID namespace of its own."""
+        """Whether the command runs in a PID namespace of its own."""
         self._unread = b""
         self._group = f"{processes.GROUP}{os.getpid()}"
         self._read, self._write = os.pipe()
 
     def prepare(self) -> None:
-        """Create the namespaces that the command will run in; those that the kernel refuses are recorded as missing
-        guards."""
+        """Create the namespaces that the command will run in. A namespace that the kernel refuses is recorded as a
+        missing guard."""
         missing: dict[str, str] = self.report["missing"]
         if self.jailed or processes.succeeds(_check_own_proc):
             if os.getuid() != 0:
@@ -90,7 +95,8 @@ class CommandSupervisor:
         self.order["missing"] = missing
 
     def start(self) -> int:
-        """Fork the init process, which starts the command, and return its process id; the child never returns."""
+        """Fork the init process, which starts the command, and return its process id. The child process never returns
+        from this method."""
         user = FIRST_USER + os.getpid() % USERS if self.jailed and os.getuid() == 0 else os.getuid()
         init_pid = os.fork()
         if init_pid:
@@ -101,25 +107,25 @@ class CommandSupervisor:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             with contextlib.suppress(OSError):
                 kernel.die_with_parent()
-            self._be_init(jail.Jail(self.order, user))
+            self._run_as_init(jail.Jail(self.order, user))
         except BaseException as error:  # noqa: BLE001 - the edge of a process
             write_record(self._write, {"error": f"{type(error).__name__}: {error}"})
         finally:
             os._exit(0)
 
-    def _be_init(self, isolation: jail.Jail) -> None:
-        """Start the command and reap processes as init of the PID namespace; send the exit status of the command to the
-        launcher. ``isolation`` is applied to a jailed command."""
+    def _run_as_init(self, isolation: jail.Jail) -> None:
+        """Start the command and reap processes, as the init process of the PID namespace. Send the exit status of the
+        command to the launcher, then return. ``isolation`` is applied to a jailed command."""
         if self.jailed:
             isolation.enter()
         elif self.has_pids:
-            jail.own_mounts()  # as they were, but for /proc
+            jail.own_mounts()  # the same mounts as before, except for /proc
             jail.mount_proc("/proc")
             self._bound_processes()
         command = os.fork()
         if not command:
-            self._become_command(isolation)
-        while True:  # orphans come here too
+            self._execute_command(isolation)
+        while True:  # orphaned processes become children of init and are reaped too
             pid, status, usage = os.wait4(-1, 0)
             if pid == command:
                 cpu_s = usage.ru_utime + usage.ru_stime
@@ -127,16 +133,16 @@ class CommandSupervisor:
                 return
 
     def _bound_processes(self) -> None:
-        """Set the kernel's own limits, against commands that fork faster than they are counted."""
+        """Set limits that the kernel enforces, against commands that fork faster than the launcher can count."""
         limit = THREADS_EACH * self.order["limits"]["processes"]
         processes.bound_numbers(limit)
         processes.join_group(self._group, limit)
-        if os.getuid() != 0:  # for root there is no such limit
+        if os.getuid() != 0:  # the kernel does not apply this limit to root
             resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
 
-    def _become_command(self, isolation: jail.Jail) -> None:
-        """Execute the command in place of this process, after locking it in if it is jailed. The child's end of the
-        pipe closes when the command begins."""
+    def _execute_command(self, isolation: jail.Jail) -> None:
+        """Replace this process by the command. A jailed command is first deprived of its rights. The process's end of
+        the pipe closes when the command begins."""
         argv = self.order["argv"]
         try:
             if self.jailed:
@@ -151,8 +157,9 @@ class CommandSupervisor:
             os._exit(127)
 
     def watch(self, init_pid: int, others: dict[int, Callable[[], bool]]) -> None:
-        """Watch the command until the init process has ended, and end all its processes. ``others`` maps file
-        descriptors to functions that are called when one is ready, and return whether to continue."""
+        """Watch the command until the init process has ended or a limit is exceeded, then kill all remaining processes.
+        ``others`` maps file descriptors to functions. A function is called when its descriptor is readable, and returns
+        whether to continue."""
         processes.watch_ahead()
         try:
             self._watch(init_pid, others)
@@ -162,8 +169,8 @@ class CommandSupervisor:
         self._read_records()
 
     def _watch(self, init_pid: int, others: dict[int, Callable[[], bool]]) -> None:
-        """Wait until the init process ends, a limit is exceeded, or the caller asks for the end, and note the
-        reason."""
+        """Wait until the init process ends, a limit is exceeded, or a function of ``others`` returns ``False``. Record
+        the reason in the report."""
         ended = os.pidfd_open(init_pid)
         poll = select.poll()
         for descriptor in (ended, *others):
@@ -181,8 +188,8 @@ class CommandSupervisor:
                 return
 
     def _read_records(self) -> None:
-        """Read the records that the init process and the command have sent, such as the exit status, into the
-        report."""
+        """Read the records that the init process and the command have sent, such as the exit status, and store them in
+        the report."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._read, PIPE_BYTES):
                 self._unread += data
@@ -193,10 +200,10 @@ class CommandSupervisor:
             self.report.update(record)
 
     def _exceeded_limit(self, init_pid: int) -> str:
-        """Return the limit that all processes below the init process together exceed, as a value of ``Reason``; empty
-        for none."""
+        """Return the limit that all descendants of the init process together exceed, as a value of ``Reason``; empty if
+        none."""
         limits = self.order["limits"]
-        pids = list(islice(processes.descendants(init_pid), limits["processes"] + 1))  # there may be more every moment
+        pids = list(islice(processes.descendants(init_pid), limits["processes"] + 1))  # stop counting beyond the limit
         if len(pids) > limits["processes"]:
             return "processes"
         resident = {pid: processes.resident_bytes(pid) for pid in pids}
@@ -210,7 +217,8 @@ class CommandSupervisor:
 
 
 def _check_own_proc() -> None:
-    """Check that a command can have a PID namespace and its own /proc: some containers allow only the first."""
+    """Raise ``OSError`` if a command cannot have a PID namespace together with its own /proc. Some containers allow
+    only the namespace. This runs in a forked process."""
     if os.getuid() != 0:
         _enter_user_namespace()
     jail.own_mounts()
@@ -220,7 +228,7 @@ def _check_own_proc() -> None:
 
 
 def _enter_user_namespace() -> None:
-    """Enter a user namespace of its own, in which this user and group keep their ids."""
+    """Enter a new user namespace in which this user and its group keep their ids."""
     user, group = os.getuid(), os.getgid()
     kernel.unshare(kernel.NEW_USER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -229,8 +237,8 @@ def _enter_user_namespace() -> None:
 
 
 def jailed() -> None:
-    """Run one jailed command: read its order from standard input, watch it to its end, and write the result to the
-    order's ``report``."""
+    """Run one jailed command: read the order from standard input, watch the command until it ends, and write the result
+    to the file descriptor ``report`` of the order."""
     size = int.from_bytes(os.read(0, 8), "big")
     data = bytearray()
     while len(data) < size:
@@ -241,24 +249,23 @@ def jailed() -> None:
     supervisor.prepare()
     init_pid = supervisor.start()
     null = os.open(os.devnull, os.O_RDWR)
-    for output in (1, 2):  # only the command holds its outputs, so that they end with it
+    for output in (1, 2):  # the outputs are closed when the command ends, because no other process keeps them open
         os.dup2(null, output)
-    supervisor.watch(init_pid, {0: lambda: False})  # any input, or its end, means: end the command
-    with contextlib.suppress(
-        OSError
-    ):  # the caller may be gone; the directory is not empty where the jail had no root of its own
+    supervisor.watch(init_pid, {0: lambda: False})  # input, or its end, means: kill the command
+    # the caller may be gone, and the directory is not empty if the jail had no root of its own
+    with contextlib.suppress(OSError):
         os.rmdir(order["scratch"])
     write_record(order["report"], supervisor.report)
 
 
 def _exit_without_caller() -> bytes:
-    """End this program, because the caller has closed the input before the whole order was read."""
+    """End this program, because the caller has closed the input before the complete order was read."""
     raise SystemExit("the caller is gone")
 
 
 def kept(order: Order) -> None:
-    """Run the order's command in place of this program: its output is passed on up to a limit, and its exit status
-    becomes that of this process."""
+    """Run the order's command in place of this program. Its output is copied to the log up to a limit, and its exit
+    status becomes the exit status of this process."""
     die_with_line(order["line"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     output, write_end = os.pipe()
@@ -269,13 +276,12 @@ def kept(order: Order) -> None:
         os.dup2(write_end, descriptor)
     os.close(write_end)
     init_pid = supervisor.start()
-    for descriptor in (1, 2):  # the command alone holds the pipe now
+    for descriptor in (1, 2):  # from here on only the command keeps the pipe open
         os.dup2(log, descriptor)
     bytes_left = order["limits"]["log_bytes"]
 
-    def pass_on() -> bool:
-        """Copy output of the program to the log, up to the limit in bytes; return ``True``, so that the watch goes
-        on."""
+    def copy_output() -> bool:
+        """Copy output of the command to the log, up to the limit. Return ``True``, so that the watch continues."""
         nonlocal bytes_left
         data = os.read(output, PIPE_BYTES)
         write_all(log, data[: max(0, bytes_left)])
@@ -285,7 +291,7 @@ def kept(order: Order) -> None:
         return True
 
     os.set_blocking(output, False)
-    supervisor.watch(init_pid, {output: pass_on})
+    supervisor.watch(init_pid, {output: copy_output})
     with contextlib.suppress(BlockingIOError):
         while select.select([output], [], [], 0)[0] and (data := os.read(output, PIPE_BYTES)):
             write_all(log, data[: max(0, bytes_left)])
@@ -297,25 +303,25 @@ def kept(order: Order) -> None:
 
 
 def die_with_line(line: int) -> None:
-    """Let the kernel kill this process group when the other end of the pipe ``line`` is closed."""
+    """Make the kernel kill this process group when the other end of the pipe ``line`` is closed."""
     fcntl.fcntl(line, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all data to a file descriptor; a full disk loses it."""
+    """Write all data to a file descriptor. If the disk is full, the data is lost without an error."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]
 
 
 def end_as(status: int) -> None:
-    """End this process as the command ended: with the exit code ``status``, or by the signal ``-status`` if it is
-    negative."""
+    """End this process with the status of the command: with the exit code ``status``, or by the signal ``-status`` if
+    it is negative."""
     if status >= 0:
         os._exit(status)
-    with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to take away
+    with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler that could be reset
         signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
     signal.pause()

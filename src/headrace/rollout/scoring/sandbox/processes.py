@@ -1,4 +1,4 @@
-"""Processes of Linux: counted, limited and ended by means of /proc and control groups. Standard library only."""
+"""Functions that count, limit and kill Linux processes, through /proc and control groups. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 
 PIDS_V1, PIDS_V2 = "/sys/fs/cgroup/pids", "/sys/fs/cgroup"
 GROUP = "headrace-"
-"""The beginning of the names of control groups; the number of the process that made one follows."""
+"""The prefix of the names of control groups. The id of the process that created the group follows."""
 RESERVED_PIDS = 300
-"""The lowest process numbers, which a namespace does not use again."""
+"""The number of lowest process ids. A PID namespace does not use them again."""
 
 
 def bound_numbers(most: int) -> None:
-    """Limit the processes and threads of the PID namespace whose /proc is mounted to about ``most``. Before Linux 6.14
-    the limit would apply to the whole machine: then nothing is done."""
+    """Limit the processes and threads of the current PID namespace, whose /proc must be mounted, to about ``most``.
+    Before Linux 6.14 the limit would apply to the whole machine, so nothing is done."""
     release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in os.uname().release.split(".")[:2])
     if release >= (6, 14):
         with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max", "w", encoding="ascii") as file:
@@ -25,8 +25,8 @@ def bound_numbers(most: int) -> None:
 
 
 def join_group(name: str, most: int) -> None:
-    """Put this process, and all that it will start, into a control group of at most ``most`` processes and threads, if
-    one can be created."""
+    """Move this process, and with it all processes that it will start, into a control group of at most ``most``
+    processes and threads. Nothing happens if no control group can be created."""
     for group in _groups(name):
         with contextlib.suppress(OSError):
             os.makedirs(group, exist_ok=True)
@@ -36,19 +36,20 @@ def join_group(name: str, most: int) -> None:
 
 
 def leave_group(name: str) -> None:
-    """Remove the control group of that name, which has no processes any more, and those that killed processes of this
-    library have left."""
+    """Remove the control group ``name``, whose processes have ended, and control groups that were left behind when the
+    process that created them was killed."""
     for group in _groups(name):
         folder = os.path.dirname(group)
-        left = [other for other in os.listdir(folder) if other.startswith(GROUP)]
-        for other in [name, *(other for other in left if not os.path.exists(f"/proc/{other[len(GROUP) :]}"))]:
+        names = [other for other in os.listdir(folder) if other.startswith(GROUP)]
+        for other in [name, *(other for other in names if not os.path.exists(f"/proc/{other[len(GROUP) :]}"))]:
             with contextlib.suppress(OSError):  # the kernel keeps groups that still have processes
                 os.rmdir(f"{folder}/{other}")
 
 
 def _groups(name: str) -> list[str]:
-    """Return the paths at which a control group called ``name`` could be: below this process's own in version 1 of
-    control groups; beside it in version 2, where a group with processes cannot have subgroups."""
+    """Return the paths at which a control group called ``name`` could be created. In version 1 of control groups, the
+    path is below this process's own group. In version 2 it is next to it, because a group with processes cannot have
+    subgroups."""
     below = _cgroup_path(PIDS_V1, ":pids:")
     beside = os.path.dirname(_cgroup_path(PIDS_V2, "0::"))
     return [f"{folder}/{name}" for folder in (below, beside) if os.path.exists(f"{folder}/cgroup.procs")]
@@ -56,7 +57,7 @@ def _groups(name: str) -> list[str]:
 
 def _cgroup_path(root: str, mark: str) -> str:
     """Return the folder of this process's control group. ``root`` is the mount point of the hierarchy, and ``mark``
-    tells its line in /proc/self/cgroup."""
+    identifies its line in /proc/self/cgroup."""
     try:
         with open("/proc/self/cgroup", encoding="ascii") as file:
             path = next((line.partition(mark)[2].strip() for line in file if mark in line), "")
@@ -66,7 +67,7 @@ def _cgroup_path(root: str, mark: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    """Write text to an existing file, in one call."""
+    """Write ``text`` to an existing file with a single system call."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())
@@ -75,15 +76,15 @@ def _write(path: str, text: str) -> None:
 
 
 def watch_ahead() -> None:
-    """Give this process priority over the processes that it watches, which do not inherit it, as far as the system
-    allows."""
+    """Give this process a higher scheduling priority than the processes that it watches, if the system allows it. Child
+    processes do not inherit the priority."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
 def succeeds(attempt: Callable[[], None]) -> bool:
-    """Return whether ``attempt`` ends without an ``OSError`` in a forked process, so that it changes nothing in this
-    one."""
+    """Return whether ``attempt`` runs without an ``OSError``. It runs in a forked process, so that it changes nothing
+    in this process."""
     pid = os.fork()
     if not pid:
         try:
@@ -95,10 +96,10 @@ def succeeds(attempt: Callable[[], None]) -> bool:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield the process ids of all present descendants of the process ``pid``."""
+    """Yield the process ids of all current descendants of the process ``pid``."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return
     for thread in threads:
         try:
@@ -112,17 +113,17 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the memory of a process in use, in bytes, shared pages included; 0 if it has ended."""
+    """Return the resident memory of a process in bytes, including shared pages; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
-    except (OSError, IndexError):  # it has just ended
+    except (OSError, IndexError):  # the process has just ended
         return 0
 
 
 def proportional_bytes(pid: int, most: int) -> int:
-    """Return the memory of a process in use, in bytes, with a proportional part of shared pages; ``most`` if that
-    cannot be read."""
+    """Return the memory of a process in bytes, in which each shared page is divided by the number of its users (PSS);
+    ``most`` if it cannot be read."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
             return next((int(line.split()[1]) << 10 for line in file if line.startswith("Pss:")), most)
@@ -131,7 +132,7 @@ def proportional_bytes(pid: int, most: int) -> int:
 
 
 def disk_bytes(directory: str) -> int:
-    """Return the disk space that the files below a directory take, in bytes."""
+    """Return the disk space that the files below a directory use, in bytes."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -141,8 +142,8 @@ def disk_bytes(directory: str) -> int:
 
 
 def end_all(first: int) -> None:
-    """Kill the init process, whose number is ``first``, and wait for it: with it end all processes of its namespace.
-    Without a namespace, its descendants become children of this process, and are killed until none is left."""
+    """Kill the init process, whose process id is ``first``, and wait for it; all processes of its PID namespace end
+    with it. Without a namespace, its descendants become children of this process, and are killed until none is left."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(first, signal.SIGKILL)
     while True:

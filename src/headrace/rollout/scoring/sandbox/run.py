@@ -1,5 +1,5 @@
-"""The running of untrusted programs: a fresh process for each, without network, in a file system of its own, under
-limits."""
+"""The functions that run untrusted programs in the sandbox: each in a new process without network, in a file system of
+its own, with resource limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from headrace.rollout.scoring.sandbox.base import Finished, Reason, SandboxLimit
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+"""System folders that can be read in the sandbox."""
 DETAILS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+"""Further files and folders that can be read in the sandbox."""
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -33,9 +35,11 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
+"""The environment variables of a command in the sandbox."""
 LAUNCH_S = 10.0
-"""The longest time that the launcher may take beyond the run itself."""
+"""How long to wait for the launcher's report after the run, in seconds."""
 CHUNK_BYTES = 1 << 16
+"""The largest number of bytes per read."""
 
 
 def run(
@@ -46,26 +50,26 @@ def run(
     limits: SandboxLimits | None = None,
     readable: Sequence[str] = (),
 ) -> Finished:
-    """Run ``argv`` to its end, with all processes that it starts. The call blocks: in asynchronous code, use
-    ``asyncio.to_thread``.
+    """Run the command ``argv`` and wait until it and all processes that it has started have ended. The call blocks; in
+    asynchronous code, use ``asyncio.to_thread``.
 
-    ``argv[0]`` is the full path of a program. ``files`` (plain names to contents) are in the working directory, the
-    only one that can be written. System folders, this Python and ``readable`` can be read, and nothing else. The
-    environment has no variables of this process. Raises :class:`~headrace.base.errors.ConfigError` for invalid
-    arguments; whatever the program does is in the result.
+    ``argv[0]`` is the absolute path of a program. ``files`` maps plain names to contents; the files are written into
+    the working directory, which is the only writable directory. Only system folders, this Python and the paths in
+    ``readable`` can be read. The command inherits no environment variables of this process. Raises
+    :class:`~headrace.base.errors.ConfigError` for invalid arguments. Failures of the program are part of the result.
 
     >>> run(["/bin/sh", "-c", "cat note; echo $HOME"], files={"note": "hi "}).stdout
     'hi /tmp\\n'
     """
     limits = limits or SandboxLimits()
-    _refuse(argv, files or {}, limits)
+    _refuse_invalid(argv, files or {}, limits)
     with tempfile.TemporaryDirectory(prefix="headrace-jail-", ignore_cleanup_errors=True) as scratch:
         order = {
             "jailed": True,
             "argv": list(argv),
             "env": ENVIRONMENT,
-            "stdin": _encoded(stdin),
-            "files": {name: _encoded(content) for name, content in (files or {}).items()},
+            "stdin": _encode_base64(stdin),
+            "files": {name: _encode_base64(content) for name, content in (files or {}).items()},
             "readable": readable_paths(readable),
             "scratch": scratch,
             "limits": {name: getattr(limits, name) for name in SandboxLimits.__slots__},
@@ -80,8 +84,8 @@ def run_python(
     files: Mapping[str, str | bytes] | None = None,
     limits: SandboxLimits | None = None,
 ) -> Finished:
-    """Run ``code`` as a program of this Python, in isolated mode, and return the result; installed packages can be
-    imported. The other arguments are those of :func:`run`.
+    """Run ``code`` as a Python program with this interpreter, in isolated mode, and return the result. Installed
+    packages can be imported. For the other arguments see :func:`run`.
 
     >>> run_python("print(6 * 7)").stdout
     '42\\n'
@@ -96,8 +100,8 @@ def run_python(
     )
 
 
-def _refuse(argv: Sequence[str], files: Mapping[str, str | bytes], limits: SandboxLimits) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a command, names of files or limits that cannot be used."""
+def _refuse_invalid(argv: Sequence[str], files: Mapping[str, str | bytes], limits: SandboxLimits) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a command, a file name or a limit that cannot be used."""
     if isinstance(argv, str) or not argv or not os.path.isabs(argv[0]):
         raise ConfigError(f"argv={argv!r} does not begin with the path of a program", remedy="give the whole path")
     for name in files:
@@ -106,29 +110,28 @@ def _refuse(argv: Sequence[str], files: Mapping[str, str | bytes], limits: Sandb
     limits.refuse_empty()
 
 
-def _encoded(content: str | bytes) -> str:
-    """Return content as base64 text, which an order in JSON can hold."""
+def _encode_base64(content: str | bytes) -> str:
+    """Return ``content`` as base64 text, which can be part of an order in JSON."""
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     return base64.b64encode(data).decode()
 
 
 def readable_paths(more: Sequence[str]) -> list[str]:
-    """Return the folders and files that a sandbox shows: those of the system and of this Python, and ``more``; none
-    lies within another."""
+    """Return the folders and files that can be read in a sandbox: the paths of the system and of this Python, and
+    ``more``. No path in the list is below another path in it."""
     python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent))
-    shown: list[str] = []
+    paths: list[str] = []
     for path in map(os.path.normpath, (*SYSTEM, *DETAILS, *python, *more)):
-        if os.path.lexists(path) and not any(path == other or path.startswith(f"{other}/") for other in shown):
-            shown.append(path)
-    return shown
+        if os.path.lexists(path) and not any(path == other or path.startswith(f"{other}/") for other in paths):
+            paths.append(path)
+    return paths
 
 
 class _RunningLauncher:
-    """The launcher of one run, a process of its own that starts and watches the command, and the command's output so
-    far."""
+    """The launcher process of one run, which starts and watches the command, and the command's output so far."""
 
     def __init__(self, order: dict[str, Any], limits: SandboxLimits) -> None:
-        """Start the launcher and send it ``order``, the description of the run."""
+        """Start the launcher process and send it ``order``, the description of the run."""
         self._limits = limits
         report, write_end = os.pipe()
         try:
@@ -150,18 +153,18 @@ class _RunningLauncher:
         self._send(json.dumps(order).encode())
 
     def _send(self, data: bytes) -> None:
-        """Send data to the launcher, after its length."""
+        """Send ``data`` to the launcher, after its length in 8 bytes."""
         assert self._launcher.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it could not even start: the report is missing, and says so
+        with contextlib.suppress(BrokenPipeError):  # the launcher did not start: then its report is missing
             self._launcher.stdin.write(len(data).to_bytes(8, "big") + data)
             self._launcher.stdin.flush()
 
     def finish(self) -> Finished:
-        """Read the output until the command ends, or end it at a limit, and return the result."""
+        """Read the output until the command ends or a limit is exceeded, end the launcher, and return the result."""
         try:
-            stop_reason = self._read()
+            stop_reason = self._read_until_end()
             assert self._launcher.stdin is not None
-            self._launcher.stdin.close()  # the line of life
+            self._launcher.stdin.close()  # the launcher then kills all processes of the run
             report = self._read_report()
         finally:
             self._launcher.kill()
@@ -169,11 +172,11 @@ class _RunningLauncher:
             for stream in (self._report, self._launcher.stdin, *self._output):
                 assert stream is not None
                 _close(stream)
-        return self._finished(stop_reason, report)
+        return self._build_result(stop_reason, report)
 
-    def _read(self) -> Reason | None:
-        """Read until the command and all its processes have ended, or a limit is exceeded. Return the limit for which
-        the run must be ended; ``None`` if it has ended by itself."""
+    def _read_until_end(self) -> Reason | None:
+        """Read the output until the command and all its processes have ended, or a limit is exceeded. Return the limit
+        for which the run must be killed, or ``None`` if it has ended by itself."""
         clock = RealClock()
         until_s = clock.now() + self._limits.wall_s
         with selectors.DefaultSelector() as selector:
@@ -184,21 +187,21 @@ class _RunningLauncher:
                 if left_s <= 0:
                     return Reason.WALL_TIME
                 ready: list[Any] = [key.fileobj for key, _ in selector.select(left_s)]
-                if self._report in ready:  # it is over, and every process of it
+                if self._report in ready:  # the command and all its processes have ended
                     return self._read_rest()
                 if any(self._read_available(stream, selector) for stream in ready):
                     return Reason.OUTPUT
 
     def _read_available(self, stream: Any, selector: selectors.BaseSelector) -> bool:
-        """Read the data that are available in one output, ``stream``, and return whether the output exceeds the limit.
-        A stream at its end is not watched any more."""
+        """Read the available data of the output ``stream``, and return whether the output exceeds the limit. A stream
+        at its end is removed from ``selector``."""
         data = os.read(stream.fileno(), CHUNK_BYTES)
         if not data:
             selector.unregister(stream)
         return self._exceeds_limit(stream, data)
 
     def _read_rest(self) -> Reason | None:
-        """Read the output that was written before the end. Return the reason ``OUTPUT`` if it exceeds the limit, else
+        """Read the output that was written before the end. Return ``Reason.OUTPUT`` if it exceeds the limit, else
         ``None``."""
         for stream in self._output:
             while data := os.read(stream.fileno(), CHUNK_BYTES):
@@ -207,24 +210,24 @@ class _RunningLauncher:
         return None
 
     def _exceeds_limit(self, stream: Any, data: bytes) -> bool:
-        """Append ``data`` to the output of ``stream``, up to the limit, and return whether there was more."""
-        kept = self._output[stream]
-        remaining = self._limits.output_bytes - len(kept)
-        kept += data[:remaining]
+        """Append ``data`` to the output of ``stream``, up to the limit, and return whether the limit was exceeded."""
+        output = self._output[stream]
+        remaining = self._limits.output_bytes - len(output)
+        output += data[:remaining]
         return len(data) > remaining
 
     def _read_report(self) -> dict[str, Any]:
-        """Return the launcher's report. Stop waiting for it after ``LAUNCH_S``."""
+        """Return the launcher's report, or a report of an error if it does not arrive within ``LAUNCH_S`` seconds."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._report, selectors.EVENT_READ)
             line = self._report.readline() if selector.select(LAUNCH_S) else b""
         report: dict[str, Any] = json.loads(line) if line else {"error": "the launcher has ended without a word"}
         return report
 
-    def _finished(self, stop_reason: Reason | None, report: dict[str, Any]) -> Finished:
-        """Return how the command ended, from the launcher's report and the output. ``stop_reason`` is the limit for
-        which this process ended the run; ``None`` if it did not."""
-        stdout, stderr = (bytes(kept).decode("utf-8", "replace") for kept in self._output.values())
+    def _build_result(self, stop_reason: Reason | None, report: dict[str, Any]) -> Finished:
+        """Return the result of the run, from the launcher's report and the output. ``stop_reason`` is the limit for
+        which this process ended the run, or ``None``."""
+        stdout, stderr = (bytes(output).decode("utf-8", "replace") for output in self._output.values())
         status, excess = report.get("status"), report.get("reason", "")
         finished = Finished(
             reason=Reason.EXITED,
@@ -233,6 +236,7 @@ class _RunningLauncher:
             cpu_s=report.get("cpu_s", 0.0),
             missing=report.get("missing", {}),
         )
+        # a limit is the reason even if the command also ended by itself at that moment
         change: dict[str, Any]
         if "error" in report:
             change = {"reason": Reason.NOT_STARTED, "detail": report["error"]}
@@ -250,14 +254,14 @@ class _RunningLauncher:
 
 
 def by_signal(number: int, cpu_s: float, limits: SandboxLimits) -> Reason:
-    """Return the reason of an end by signal ``number``, which is also how the kernel reports that the processor time is
-    used up."""
+    """Return the reason for a run that ended by signal ``number``. The kernel also uses a signal to enforce the limit
+    of processor time."""
     if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= limits.cpu_s):
         return Reason.CPU_TIME
     return Reason.SIGNALLED
 
 
 def _close(stream: Any) -> None:
-    """Close a stream; data that the ended launcher cannot receive any more are lost."""
-    with contextlib.suppress(BrokenPipeError):  # what could not be sent is lost with it
+    """Close a stream. Data that the launcher has not received is lost if the launcher has ended."""
+    with contextlib.suppress(BrokenPipeError):
         stream.close()

@@ -1,12 +1,13 @@
-"""Run a command in a user namespace of its own: ``python -I -S -B user_namespace.py COMMAND ...``.
+"""A program that runs a command in a new user namespace: ``python -I -S -B user_namespace.py COMMAND ...``.
 
-It needs the standard library only.
+It uses only the standard library.
 
-The command is the same user with the same rights to files, and keeps its process, its group and its environment. But it
-has no access to processes of other user namespaces, even those of the same user: it cannot read their environment or
-their memory, nor trace them (ptrace(2), "Ptrace access mode checking": PTRACE_MODE_READ requires the same namespace or
-CAP_SYS_PTRACE in the other one). If the kernel refuses such namespaces, the command runs without one. Without a COMMAND
-it prints the reason of that refusal, or nothing.
+The command runs as the same user, with the same rights to files, and keeps the process id, the process group and the
+environment. It has no access to processes in other user namespaces, even if they belong to the same user: it cannot
+read their environment or their memory, and cannot trace them (ptrace(2), "Ptrace access mode checking":
+PTRACE_MODE_READ requires the same namespace, or CAP_SYS_PTRACE in the namespace of the other process). If the kernel
+refuses a new namespace, the command runs without it. If no COMMAND is given, the program prints why the kernel refuses
+a namespace, or nothing if it does not.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.rollout.scoring.sandbox import kernel, processes
-else:  # its own folder, and nothing else of headrace: it starts in milliseconds
+else:  # only the modules in this folder are imported, so that the program starts in milliseconds
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import kernel
     import processes
 
 
 def enter(number: int | None = None) -> None:
-    """Enter a new user namespace in which every user and group has its outer number; with ``number``, this user and its
-    group are the only ones, and have that number. Raises ``OSError`` if the kernel refuses. Only root may map more
-    users than itself, and has to do so from outside, in a helper process."""
+    """Enter a new user namespace in which every user and group has the same number as outside. With ``number``, the
+    current user and its group are the only ones, and have that number inside. Raises ``OSError`` if the kernel refuses.
+    Only root may map other users than itself; the kernel requires that another process, a helper outside of the
+    namespace, writes the map."""
     if os.getuid() != 0 or number is not None:
         user, group = os.getuid(), os.getgid()
         inner_user, inner_group = (user, group) if number is None else (number, number)
@@ -41,7 +43,7 @@ def enter(number: int | None = None) -> None:
         os.close(write_end)
         code = 1
         try:
-            if os.read(read_end, 1):  # the namespace is there
+            if os.read(read_end, 1):  # the namespace was created
                 _write(str(own_pid), maps)
                 code = 0
         finally:
@@ -58,22 +60,22 @@ def enter(number: int | None = None) -> None:
 
 
 def _same_numbers(name: str) -> str:
-    """Return the content of the kernel's map ``name`` of user or group numbers, in which every number that this process
-    can see stands for itself."""
+    """Return the content for the kernel's file ``name``, ``uid_map`` or ``gid_map``, that maps every number that this
+    process can see to itself."""
     with open(f"/proc/self/{name}", encoding="ascii") as file:
         rows = [line.split() for line in file]
     return "".join(f"{first} {first} {count}\n" for first, _, count in rows)
 
 
 def _write(process: str, texts: dict[str, str]) -> None:
-    """Write each text into the file of its name in ``/proc`` of the process."""
+    """Write each text into the file of its name in ``/proc/PROCESS``."""
     for name, text in texts.items():
         with open(f"/proc/{process}/{name}", "w", encoding="ascii") as file:
             file.write(text)
 
 
 def _print_refusal() -> None:
-    """Print why the kernel refuses a user namespace, if it does."""
+    """Print why the kernel refuses a user namespace; print nothing if it allows one."""
     try:
         enter()
     except OSError as error:
@@ -81,7 +83,8 @@ def _print_refusal() -> None:
 
 
 def main(command: list[str]) -> None:
-    """Replace this process by ``command``; without one, print why the kernel refuses a namespace, if it does."""
+    """Replace this process by ``command``, in a new user namespace if the kernel allows it. Without a command, print
+    why the kernel refuses a namespace, if it does."""
     if not command:
         _print_refusal()
         return

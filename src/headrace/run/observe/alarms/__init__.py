@@ -1,5 +1,5 @@
-"""Alarms: each is a small state machine over the steps or over the present state of a run, with advice. An observer
-runs them."""
+"""Alarms, which warn the user of a problem in a run, or stop the run: their contract, their settings, the alarms of
+Headrace, and the observer that checks them."""
 
 from headrace.run.observe.alarms.base import Alarm, AlarmsConfig, Raised
 from headrace.run.observe.alarms.rows import ALARMS, AlarmWatch

@@ -1,7 +1,7 @@
-"""The contract of an alarm, the parts that alarms are made of, and their settings.
+"""The contract of an alarm, classes from which alarms are built, and the settings of alarms.
 
-An *alarm* watches the metrics of each optimizer step, or the present state of the run, for one problem, such as a
-collapse of the entropy. It *goes off* when the problem begins: the user is warned, and the run may stop.
+An *alarm* checks the metrics of each optimizer step, or the present state of the run, for one problem, such as a
+collapse of the entropy. The alarm *goes off* when the problem begins: the user is warned, and the run may stop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Raised:
     name: str
     """The name of the alarm, such as ``entropy``."""
     words: str
-    """The problem, with its numbers."""
+    """The problem in words, with its numbers."""
     advice: str
     """The advice to the user."""
 
@@ -40,17 +40,17 @@ class Raised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The present state of a run, as alarms read it once a second."""
+    """The present state of a run, which alarms receive once a second."""
 
     state: LiveState
-    """What the terminal view shows too: steps, times, and what each loop waits for."""
+    """The state that the terminal view shows too: steps, times, and what each loop waits for."""
     free_bytes: int
     """The free space on the disk of the run directory."""
 
 
 class Alarm(Protocol):
     """The contract of an alarm: a state machine that goes off once when a problem begins, and again only after the
-    problem has gone. Both methods return the problem in words when it goes off, and an empty string otherwise."""
+    problem has ended. Both methods return the problem in words when the alarm goes off, else an empty string."""
 
     def step(self, numbers: Numbers) -> str:
         """Check the metrics of an optimizer step that has ended, by name. Return the problem in words if the alarm goes
@@ -73,18 +73,18 @@ class Lasting:
     """
 
     def __init__(self, problem_in: Callable[[Numbers], str], *, patience: int) -> None:
-        """Create the alarm. ``problem_in`` returns the problem in the metrics of a step, in words; an empty string
-        where there is none. ``patience`` is a number of steps, at least 1."""
+        """Create the alarm. ``problem_in`` returns the problem in the metrics of a step, in words; an empty string for
+        a step without the problem. ``patience`` is a number of steps, at least 1."""
         self._problem_in = problem_in
         self._patience = patience
-        self._times = 0
+        self._num_in_row = 0
 
     def step(self, numbers: Numbers) -> str:
-        """Return the problem in the metrics of this step if it is the ``patience``-th step in a row that has one, else
-        an empty string."""
+        """Return the problem in the metrics of this step if it is the ``patience``-th step in a row with the problem,
+        else an empty string."""
         words = self._problem_in(numbers)
-        self._times = self._times + 1 if words else 0
-        return words if self._times == self._patience else ""
+        self._num_in_row = self._num_in_row + 1 if words else 0
+        return words if self._num_in_row == self._patience else ""
 
     def moment(self, now: Moment) -> str:
         """Return an empty string: this alarm goes off at the end of steps alone."""
@@ -92,32 +92,32 @@ class Lasting:
 
 
 class Now:
-    """An alarm on the present state of the run. It goes off at once when there is a problem, and again only after a
-    state without the problem."""
+    """An alarm on the present state of the run. It goes off at once when a state has the problem, and again only after
+    a state without the problem."""
 
     def __init__(self, problem_in: Callable[[Moment], str]) -> None:
-        """Create the alarm. ``problem_in`` returns the problem in the present state, in words; an empty string where
-        there is none."""
+        """Create the alarm. ``problem_in`` returns the problem in the present state, in words; an empty string for a
+        state without the problem."""
         self._problem_in = problem_in
-        self._raised = False
+        self._had_problem = False
 
     def step(self, numbers: Numbers) -> str:
         """Return an empty string: this alarm does not read the metrics of steps."""
         return ""
 
     def moment(self, now: Moment) -> str:
-        """Return the problem in the present state if the state before had none, else an empty string."""
-        words, before = self._problem_in(now), self._raised
-        self._raised = bool(words)
-        return "" if before else words
+        """Return the problem in the present state if the state before did not have it, else an empty string."""
+        words, had_problem = self._problem_in(now), self._had_problem
+        self._had_problem = bool(words)
+        return "" if had_problem else words
 
 
 class Baseline:
-    """The normal value of one metric, for alarms that compare later steps with it: the median over the first ``num``
-    steps that have the metric. It is called with the metrics of every step in order."""
+    """The normal value of one metric, with which alarms compare later steps: the median over the first ``num`` steps
+    that have the metric. The alarm calls the object with the metrics of every step, in order."""
 
     def __init__(self, name: str, num: int) -> None:
-        """Measure the metric ``name`` over its first ``num`` steps."""
+        """Start without a baseline for the metric ``name``; its first ``num`` values will make it."""
         self._name = name
         self._num = num
         self._first: list[float] = []
@@ -137,7 +137,7 @@ class Baseline:
 OWN = ("entropy", "zero_variance", "rewards", "kl", "mismatch", "length", "repetition", "stall", "disk")
 """The names of Headrace's own alarms."""
 OFFERED = Registry[Any](group="headrace.alarms", setting="the alarm")
-"""The alarms of installed packages: each is an :class:`~headrace.run.observe.alarms.rows.AlarmRow`."""
+"""The registry of the alarms of installed packages, each an :class:`~headrace.run.observe.alarms.rows.AlarmRow`."""
 AlarmName = Annotated[str, NameOf(OFFERED, also=OWN)]
 """The name of one of Headrace's alarms, or of an installed package's."""
 
@@ -150,7 +150,8 @@ class AlarmsConfig(Section):
     on: tuple[Annotated[str, NameOf(OFFERED)], ...] = ()
     """The alarms of installed packages that are switched on, beside those of Headrace."""
     stop_on: tuple[AlarmName, ...] = ()
-    """The alarms that end the run, after the steps that are ordered, with a checkpoint, as Ctrl-C does."""
+    """The alarms that end the run as Ctrl-C does: with a checkpoint, after the steps that the learner has already
+    received."""
     patience: int = Field(default=3, ge=1)
     """The number of steps in a row for which a problem must last before its alarm goes off."""
     baseline_steps: int = Field(default=10, ge=1)

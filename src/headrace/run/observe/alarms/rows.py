@@ -1,10 +1,9 @@
-"""The alarms, one row each (the function that makes the alarm, and the advice when it goes off), and the observer that
-runs them.
+"""The table of Headrace's alarms (:data:`ALARMS`), and the observer that checks them (:class:`AlarmWatch`).
 
-An *alarm* goes off when a problem begins. It is made from a function ``problem``, which returns the problem in the
-metrics of a step (``Numbers``: value by name) or in the present state (``Moment``) as a sentence, or an empty string.
-``Lasting`` makes an alarm that waits for ``patience`` such steps in a row, ``Now`` one that goes off at once, and
-``Baseline`` measures the normal value of a metric over the first steps.
+An *alarm* goes off when a problem begins. Each is built from a function ``problem``, which returns a sentence about the
+problem in the metrics of a step (``Numbers``: value by name) or in the present state of the run (``Moment``), or an
+empty string. A ``Lasting`` alarm goes off after ``patience`` such steps in a row, a ``Now`` alarm at once; ``Baseline``
+measures the normal value of a metric over the first steps.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from headrace.run.observe.words import duration, number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmRow:
-    """One kind of alarm, as Headrace or an installed package offers it: a function that makes the alarm, and the
-    advice to the user."""
+    """One kind of alarm, of Headrace or of an installed package: a function that creates the alarm, and the advice to
+    the user."""
 
     make: Callable[[AlarmsConfig], Alarm]
-    """The function that makes the alarm from the settings."""
+    """The function that creates the alarm for one run, from the settings."""
     advice: str
     """The advice to the user when the alarm goes off."""
 
 
-def _entropy(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``entropy``: it goes off when the policy's entropy stays below a fraction of its baseline, for
-    then the policy explores no longer."""
+def _entropy_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``entropy``, which goes off when the policy's entropy stays below a fraction of its baseline:
+    such a policy explores no longer."""
     baseline = Baseline("entropy", config.baseline_steps)
 
     def problem(numbers: Numbers) -> str:
-        """Return a sentence if the entropy is less than a fraction of that of the first steps, else an empty
-        string."""
+        """Return a sentence if the entropy is less than the configured fraction of the entropy in the first steps, else
+        an empty string."""
         values = baseline(numbers)
         if values is None or values[0] >= config.entropy_frac * values[1]:
             return ""
@@ -61,15 +60,15 @@ def _entropy(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _zero_variance(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``zero_variance``: it goes off when too many groups have equal rewards for all their episodes,
-    so that their advantages are 0 and nothing is learned from them."""
+def _zero_variance_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``zero_variance``, which goes off when too many groups have equal rewards for all their
+    episodes: their advantages are 0, and nothing is learned from them."""
 
     lowest = math.inf
 
     def problem(numbers: Numbers) -> str:
-        """Return a sentence if too many groups have equal rewards, unless that is because nearly all tasks are solved:
-        at least nine in ten episodes then have the greatest reward, and some have had a lower one, now or before."""
+        """Return a sentence if too many groups have equal rewards, unless nearly all tasks are solved: at least nine in
+        ten episodes have the greatest reward, and an episode of this or an earlier step had a lower reward."""
         nonlocal lowest
         share = numbers.get("zero_variance_frac", 0.0)
         least, tenth, most = (numbers.get(f"reward_{name}") for name in ("min", "p10", "max"))
@@ -82,14 +81,14 @@ def _zero_variance(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _rewards(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``rewards``: it goes off when the calls of a reward component fail too often, as the metrics
-    ``reward_failed/COMPONENT`` say."""
+def _rewards_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``rewards``, which goes off when the calls of a reward component fail too often. The metric
+    ``reward_failed/COMPONENT`` is the fraction of failed calls."""
     prefix = "reward_failed/"
 
     def problem(numbers: Numbers) -> str:
-        """Return the reward components that fail for too large a share of their calls, with the share; an empty string
-        without any."""
+        """Return in words the reward components that fail for too large a share of their calls, with the share; an
+        empty string if there is no such component."""
         shares = {name.removeprefix(prefix): share for name, share in numbers.items() if name.startswith(prefix)}
         failing = {name: share for name, share in shares.items() if share > config.max_reward_failed}
         return "; ".join(f"the reward {name!r} fails for {share:.0%} of its calls" for name, share in failing.items())
@@ -97,9 +96,9 @@ def _rewards(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _kl(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``kl``: it goes off when the trained policy π is far from μ, the policy that sampled its tokens,
-    or from the reference π_ref, by the KL divergence in nats per token."""
+def _kl_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``kl``, which goes off when the KL divergence, in nats per token, of the trained policy π from
+    μ, the distribution that sampled its tokens, or from the reference π_ref is large."""
 
     def problem(numbers: Numbers) -> str:
         """Return the larger of the two divergences in words if it is above the limit, else an empty string."""
@@ -110,9 +109,9 @@ def _kl(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _mismatch(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``mismatch``: it goes off when engine and learner compute different logprobs for fresh tokens,
-    which were sampled with the weights that the learner holds."""
+def _mismatch_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``mismatch``, which goes off when engine and learner compute different logprobs for fresh
+    tokens, which the learner's present weights have sampled."""
 
     def problem(numbers: Numbers) -> str:
         """Return a sentence if the KL divergence between engine and learner is above the limit, else an empty
@@ -125,8 +124,8 @@ def _mismatch(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _length(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``length``: it goes off when episodes have many times as many sampled tokens as at the
+def _length_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``length``, which goes off when episodes have many times as many sampled tokens as at the
     beginning of the run."""
     baseline = Baseline("length_mean", config.baseline_steps)
 
@@ -141,13 +140,13 @@ def _length(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _repetition(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``repetition``: it goes off when too many 4-grams (four tokens in a row) of an episode have
+def _repetition_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``repetition``, which goes off when too many 4-grams (four tokens in a row) of an episode have
     occurred earlier in the same episode."""
     baseline = Baseline("repetition", config.baseline_steps)
 
     def problem(numbers: Numbers) -> str:
-        """Return a sentence if episodes repeat themselves at least as much as the limit and twice as much as in the
+        """Return a sentence if the share of repeated 4-grams is at least the limit and at least twice its value in the
         first steps, else an empty string."""
         values = baseline(numbers)
         if values is None or values[0] < config.max_repetition or values[0] < 2 * values[1]:
@@ -157,15 +156,15 @@ def _repetition(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _stall(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``stall``: it goes off when the run is training and no step has ended for a long time."""
-    ends_s: list[float] = []
+def _stall_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``stall``, which goes off when the run is training and no step has ended for a long time."""
+    ends_s: list[float] = []  # the times at which the last steps ended, in seconds since the start of the run
     steps = 0
 
     def problem(now: Moment) -> str:
-        """Return a sentence if no step has ended for ``stall_s`` seconds and for five times as long as steps usually
-        take, with what the learner waits for; else an empty string. It is called once a second and remembers when the
-        last steps ended."""
+        """Return a sentence, with what the learner waits for, if no step has ended for ``stall_s`` seconds and for five
+        times as long as steps usually take; else an empty string. The function is called once a second and remembers
+        when the last steps ended."""
         nonlocal steps
         state = now.state
         if state.phase != "training":
@@ -185,11 +184,11 @@ def _stall(config: AlarmsConfig) -> Alarm:
     return Now(problem)
 
 
-def _disk(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``disk``: it goes off when the disk of the run directory is nearly full."""
+def _disk_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``disk``, which goes off when the disk of the run directory is nearly full."""
 
     def problem(now: Moment) -> str:
-        """Return a sentence if fewer gigabytes are free than the settings ask for, else an empty string."""
+        """Return a sentence if fewer gigabytes are free than ``min_free_gb``, else an empty string."""
         free_gb = now.free_bytes / 1e9
         return f"{free_gb:.2f} GB are left on the disk of the run" if free_gb < config.min_free_gb else ""
 
@@ -198,44 +197,44 @@ def _disk(config: AlarmsConfig) -> Alarm:
 
 ALARMS: Mapping[str, AlarmRow] = {
     "entropy": AlarmRow(
-        make=_entropy,
+        make=_entropy_alarm,
         advice="The policy has stopped exploring: raise algo.loss.clip_high or engine.temperature, lower learner.lr, "
         "or add a penalty (algo.loss.kl_coef).",
     ),
     "zero_variance": AlarmRow(
-        make=_zero_variance,
+        make=_zero_variance_alarm,
         advice="There is nothing to prefer: take easier or harder tasks (data.curriculum), raise flow.group_size, or "
         "leave such groups out (flow.filters, kind = 'dynamic_sampling').",
     ),
     "rewards": AlarmRow(
-        make=_rewards,
+        make=_rewards_alarm,
         advice="Answers are credited with its default, or lost: headrace status RUN says why it fails; fix what it "
         "calls, or raise its retries or timeout_s.",
     ),
     "kl": AlarmRow(
-        make=_kl,
+        make=_kl_alarm,
         advice="The policy moves far from what sampled its tokens: lower learner.lr or flow.max_age, or clip harder.",
     ),
     "mismatch": AlarmRow(
-        make=_mismatch,
+        make=_mismatch_alarm,
         advice="Compare the numbers of engine and learner: model.dtype, engine.kernels, learner.keep_routing and "
         "learner.keep_sampling_mask; a correction (algo.correction) hides it, and does not heal it.",
     ),
     "length": AlarmRow(
-        make=_length,
+        make=_length_alarm,
         advice="Read some completions: a reward may pay for length. Add a length penalty, or lower "
         "engine.max_new_tokens.",
     ),
     "repetition": AlarmRow(
-        make=_repetition,
+        make=_repetition_alarm,
         advice="Read some completions: a reward may pay for loops. Lower learner.lr, or add a penalty to the reward.",
     ),
     "stall": AlarmRow(
-        make=_stall,
+        make=_stall_alarm,
         advice="headrace status says who waits for whom; the logs of the parts are in logs/ of the run directory.",
     ),
     "disk": AlarmRow(
-        make=_disk,
+        make=_disk_alarm,
         advice="Make room, or keep fewer checkpoints (run.keep_checkpoints, run.checkpoint_every).",
     ),
 }
@@ -243,12 +242,13 @@ ALARMS: Mapping[str, AlarmRow] = {
 
 
 class AlarmWatch:
-    """An observer that checks every alarm that is on, after each step and once a second, and reports each that goes
-    off."""
+    """An observer that checks every alarm that is switched on, after each step and once a second, and reports the
+    alarms that go off."""
 
     def __init__(self, config: AlarmsConfig, run_dir: Path, on_alarm: Callable[[Raised, bool], None]) -> None:
-        """Make the alarms that ``config`` switches on. ``on_alarm`` is called with each alarm that goes off, and with
-        whether the run is to stop because of it. ``run_dir`` is the directory on whose disk free space is measured."""
+        """Create the alarms that ``config`` switches on. ``on_alarm`` is called for each alarm that goes off, with its
+        message and with whether the run must stop. ``run_dir`` is the run directory, on whose disk the free space is
+        measured."""
         self._stop_on = config.stop_on
         self._run_dir = run_dir
         self._on_alarm = on_alarm
@@ -257,7 +257,7 @@ class AlarmWatch:
         self._alarms = {name: row.make(config) for name, row in self._rows.items()}
 
     def step(self, record: StepRecord) -> None:
-        """Check the alarms on the metrics of a step that has ended, and report those that go off."""
+        """Check the alarms on the metrics of a step that has ended, and report the alarms that go off."""
         numbers = flat(record)
         for name, alarm in self._alarms.items():
             self._report(name, alarm.step(numbers))
@@ -269,14 +269,14 @@ class AlarmWatch:
         """Do nothing: alarms do not read the event trace."""
 
     def update(self, state: LiveState) -> None:
-        """Check the alarms on the present state of the run and on the free space of its disk, and report those that go
-        off."""
+        """Check the alarms on the present state of the run and on the free space of its disk, and report the alarms
+        that go off."""
         now = Moment(state=state, free_bytes=shutil.disk_usage(self._run_dir).free)
         for name, alarm in self._alarms.items():
             self._report(name, alarm.moment(now))
 
     def _report(self, name: str, words: str) -> None:
-        """Call ``on_alarm`` for the alarm ``name`` if it went off. ``words`` is its problem; empty if it did not go
-        off."""
+        """Call ``on_alarm`` for the alarm ``name`` if the alarm went off. ``words`` is its problem; empty if the alarm
+        did not go off."""
         if words:
             self._on_alarm(Raised(name=name, words=words, advice=self._rows[name].advice), name in self._stop_on)

@@ -1,6 +1,6 @@
-"""The pages of an evaluation: one self-contained HTML file for each episode, and an index.
+"""The pages that ``headrace eval`` writes: one self-contained HTML file for each episode, and an index.
 
-Every text is escaped. The pages load nothing and run no script.
+Every text is escaped. The pages load no other files and run no script.
 """
 
 from headrace.run.observe.pages.book import PageInputs, PageWriter

@@ -1,5 +1,5 @@
-"""The directory of an evaluation: a line and a page for each episode while it runs, and an index at its end. An
-evaluation makes several attempts at each task; an attempt is one episode.
+"""The writer of the directory of an evaluation, which makes several *attempts* (episodes) at each task. It writes a
+line and a page for each episode that ends, and an index at the end of the evaluation.
 
 DIRECTORY/index.html               the figures, and every attempt
           episodes/3-1.html        the second attempt at the fourth task
@@ -28,7 +28,7 @@ PAGES, LINES, INDEX = "episodes", "episodes.jsonl", "index.html"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageInputs:
-    """The facts about an evaluation that its pages need besides the episodes."""
+    """The facts about an evaluation that its pages show or need, in addition to the episodes."""
 
     rows: Sequence[Mapping[str, Any]]
     """The row of each task, by the task's number."""
@@ -37,41 +37,41 @@ class PageInputs:
     decode: Decode
     """The function from token ids to text, special tokens included."""
     max_pages: int
-    """The largest number of episodes that get a page: the first attempts at all tasks, then the second ones, and so
-    on."""
+    """The largest number of episodes that get a page: the first attempts at all tasks come first, then the second
+    attempts, and so on."""
 
 
 class PageWriter:
-    """The writer of the directory of one evaluation, for ``headrace eval``: it writes each episode as it ends, and the
-    index at the end. It is used from one event loop; :meth:`keep` writes in a thread.
+    """The writer of the directory of one evaluation: it writes each episode when the episode has ended, and the index
+    at the end. All methods are called from one event loop; :meth:`keep` writes in a thread.
 
     Every method raises :class:`~headrace.base.errors.RunError` where the directory cannot be written. The constructor
     raises :class:`~headrace.base.errors.ConfigError` for a directory that holds an evaluation already.
     """
 
     def __init__(self, directory: Path, shown: PageInputs) -> None:
-        """Create ``directory``, where it is missing, with an empty file of lines. ``shown`` has the tasks and says how
-        many episodes get a page."""
+        """Create ``directory``, where it is missing, with an empty file of lines. ``shown`` contains the tasks and the
+        number of episodes that get a page."""
         self._directory = directory
         self._shown = shown
         self._attempts: dict[tuple[int, int], AttemptSummary] = {}
         if (directory / LINES).exists():
             raise ConfigError(f"{directory} holds an evaluation already", remedy="choose another directory")
-        self._write(lambda: (directory / PAGES).mkdir(parents=True, exist_ok=True))
-        self._write(lambda: (directory / LINES).write_bytes(b""))
+        self._write_or_raise(lambda: (directory / PAGES).mkdir(parents=True, exist_ok=True))
+        self._write_or_raise(lambda: (directory / LINES).write_bytes(b""))
 
     async def keep(self, episode: EpisodeGraph) -> None:
-        """Write the line of an episode that has ended and, if it is among the first ``max_pages``, its page; also
-        remember its reward for the index. The disk is written in a thread, so that other episodes go on."""
+        """Write the line of an episode that has ended and, if the episode is among the first ``max_pages``, its page;
+        also store its reward for the index. The files are written in a thread, so that other episodes continue."""
         task, attempt = episode.key
         order = attempt * len(self._shown.rows) + task
         page = f"{PAGES}/{task}-{attempt}.html" if order < self._shown.max_pages else ""
         self._attempts[task, attempt] = AttemptSummary(reward=episode.reward, cause=episode.cause, page=page)
-        await off_loop(partial(self._write, partial(self._add, episode, page)))
+        await off_loop(partial(self._write_or_raise, partial(self._write_episode, episode, page)))
 
     def finish(self, title: str, figures: Sequence[Figure], notes: Sequence[str]) -> Path:
         """Write the index page at the end of the evaluation, and return its path. ``title`` is its heading, ``figures``
-        are the results, and ``notes`` are the warnings of the evaluation, which stand above them."""
+        are the results, and ``notes`` are the warnings of the evaluation, shown above the results."""
         tasks = [
             [
                 self._attempts[task, place]
@@ -81,12 +81,12 @@ class PageWriter:
             for task in range(len(self._shown.rows))
         ]
         index = self._directory / INDEX
-        self._write(lambda: index.write_text(index_page(title, figures, notes, tasks), encoding="utf-8"))
+        self._write_or_raise(lambda: index.write_text(index_page(title, figures, notes, tasks), encoding="utf-8"))
         return index
 
-    def _add(self, episode: EpisodeGraph, page: str) -> None:
+    def _write_episode(self, episode: EpisodeGraph, page: str) -> None:
         """Append the line of an episode to ``episodes.jsonl``, and write its page to the path ``page`` in the
-        directory; an empty ``page`` means that it gets none."""
+        directory. Where ``page`` is empty, no page is written."""
         line = {
             "task": episode.key.group,
             "attempt": episode.key.place,
@@ -105,8 +105,8 @@ class PageWriter:
             row = dict(self._shown.rows[episode.key.group])
             (self._directory / page).write_text(episode_page(episode, row, self._shown.decode), encoding="utf-8")
 
-    def _write(self, write: Callable[[], object]) -> None:
-        """Call ``write``, which writes to the disk, and raise :class:`~headrace.base.errors.RunError` if it fails with
+    def _write_or_raise(self, write: Callable[[], object]) -> None:
+        """Call ``write``, which writes to the disk. Raises :class:`~headrace.base.errors.RunError` if ``write`` raises
         an ``OSError``."""
         try:
             write()

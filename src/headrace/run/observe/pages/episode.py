@@ -1,7 +1,7 @@
 """The page of one episode: its rewards, the graph of its turns, and every token with its logprob.
 
 An *episode* is one attempt at a task: a tree of *turns*, each of contiguous tokens by one author. A turn is *sampled*
-if the policy wrote it, otherwise given. Functions return HTML text. Shape legend: T tokens of one turn.
+if the policy wrote it, otherwise *given*. The functions return HTML text. Shape legend: T tokens of one turn.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from headrace.run.observe.words import plural
 MAX_TOKENS = 50_000
 """The number of tokens of an episode that are shown one by one. Later turns are shown as plain text."""
 _LONGEST_CHARACTER = 8
-"""The largest number of tokens over which one character may be spread."""
+"""The largest number of tokens that may encode one character together."""
 _LEVELS = ((0.9, ""), (0.5, "l1"), (0.1, "l2"), (0.01, "l3"))
-"""The least probability of a token and the style class of its colour, from likely (no colour) to unlikely."""
+"""The style class of a token's colour for each least probability, from likely (no colour) to unlikely."""
 _STEP, _COLUMN = 26, 22
 """The distances in pixels between two turns of the graph, and between two columns."""
 
@@ -31,7 +31,7 @@ Decode = Callable[[Sequence[int]], str]
 
 def episode_page(episode: EpisodeGraph, row: dict[str, Any], decode: Decode) -> str:
     """Return the whole HTML page of an episode of an evaluation: its figures, the row of its task, the graph of its
-    turns, and each turn. ``decode`` turns token ids into text."""
+    turns, and the text of each turn. ``decode`` converts token ids to text."""
     key = f"task {episode.key.group + 1}, attempt {episode.key.place + 1}"
     tokens_left = MAX_TOKENS
     turns: list[str] = []
@@ -51,7 +51,7 @@ def episode_page(episode: EpisodeGraph, row: dict[str, Any], decode: Decode) -> 
 
 
 def _as_json(row: dict[str, Any]) -> str:
-    """Return ``row``, the data of a task, as indented JSON; where a value has no JSON form, as Python prints it."""
+    """Return ``row``, the data of a task, as indented JSON; where a value has no JSON form, return ``str(row)``."""
     try:
         return msgspec.json.format(msgspec.json.encode(row), indent=2).decode()
     except (TypeError, ValueError, OverflowError):
@@ -80,8 +80,8 @@ def _cards(episode: EpisodeGraph) -> str:
 
 
 def _columns(turns: Sequence[Turn]) -> list[int]:
-    """Return for each turn the column of the graph in which it is drawn, from 0. The first turn that continues another
-    stays in that turn's column; every other turn opens a new column, as branches do."""
+    """Return for each turn the column of the graph in which it is drawn, from 0. The first turn that continues a parent
+    stays in the column of its parent; every other turn, such as a branch, opens a new column."""
     columns: list[int] = []
     continued: set[int] = set()
     num_columns = 0
@@ -122,8 +122,8 @@ def _graph(episode: EpisodeGraph) -> str:
 
 
 def _turn(index: int, turn: Turn, decode: Decode, *, single: bool) -> str:
-    """Return the HTML section of the turn with number ``index``: its author, facts about it, and its text. With
-    ``single``, a sampled turn shows each token in the colour of its probability; else the text is plain."""
+    """Return the HTML section of the turn with number ``index``: its author, facts about the turn, and its text. With
+    ``single``, a sampled turn shows each token in the colour of its probability; else the text has no colours."""
     facts = [plural(len(turn.tokens), "token")]
     facts += [f"continues {turn.parent}"] if turn.parent is not None else []
     facts += [f"ended by {turn.stop_reason}"] if turn.stop_reason is not None else []
@@ -142,20 +142,21 @@ def _turn(index: int, turn: Turn, decode: Decode, *, single: bool) -> str:
 
 def _tokens(turn: Turn, decode: Decode) -> Iterator[str]:
     """Yield the tokens of a sampled turn as HTML elements, coloured by probability, each with its id, logprob and
-    version as a tooltip. Tokens that form one character only together are one element, in the colour of the least
-    likely of them."""
+    version as a tooltip. Several tokens that encode one character together are one element, with the colour of the
+    least likely token."""
     ids, tokens = turn.tokens.ids_T.tolist(), turn.tokens
     start = 0
     for end in range(1, len(ids) + 1):
-        spelled = decode(ids[start:end])
-        if "\ufffd" in spelled and end - start < _LONGEST_CHARACTER and end < len(ids):
+        decoded = decode(ids[start:end])
+        # the replacement character means that the bytes of a character are not complete: add the next token
+        if "\ufffd" in decoded and end - start < _LONGEST_CHARACTER and end < len(ids):
             continue
         worst = float(tokens.logprobs_T[start:end].min())
         details = ", ".join(
             f"{ids[place]}: logprob {float(tokens.logprobs_T[place]):.4g}, version {int(tokens.versions_T[place])}"
             for place in range(start, end)
         )
-        yield f"<span class='{_level(worst)}' title='{text(details)}'>{text(spelled)}</span>"
+        yield f"<span class='{_level(worst)}' title='{text(details)}'>{text(decoded)}</span>"
         start = end
 
 

@@ -1,4 +1,4 @@
-"""The parts that all pages share: escaped text, figures, and the frame of a page."""
+"""Functions that all pages of an evaluation use: escaped text, figures, and the frame of an HTML page."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ LONGEST = 200_000
 
 
 def text(value: object, limit: int = LONGEST) -> str:
-    """Return ``value`` as escaped text for an HTML page, cut after ``limit`` characters. Line breaks stay; other
-    control characters are spelled out.
+    """Return ``value`` as escaped text for an HTML page, cut after ``limit`` characters. Line breaks are kept; other
+    control characters are replaced by visible escape sequences.
 
     >>> text("<b>\\x1b[31m\\n")
     '&lt;b&gt;\\\\x1b[31m\\n'
     """
-    whole = str(value)
-    shown = "\n".join(visible(line, limit) for line in whole[:limit].split("\n"))
-    return html.escape(shown + ("…" if len(whole) > limit else ""), quote=True)
+    full_text = str(value)
+    visible_text = "\n".join(visible(line, limit) for line in full_text[:limit].split("\n"))
+    return html.escape(visible_text + ("…" if len(full_text) > limit else ""), quote=True)
 
 
 def figure(value: float | None) -> str:
@@ -35,7 +35,7 @@ def figure(value: float | None) -> str:
 
 def page(title: str, body: str) -> str:
     """Return a whole HTML document with the plain text ``title`` and with ``body``, which is HTML and must be escaped
-    already. No script can run in the document, and it loads nothing.
+    already. The document cannot run a script or load other files.
 
     >>> page("a run", "<h1>a run</h1>").count("<h1>")
     1

@@ -1,4 +1,4 @@
-"""The index page of an evaluation: its figures, and all attempts at each task, with links to their pages. Functions
+"""The index page of an evaluation: its figures, and all attempts at each task, with links to their pages. The functions
 return HTML text."""
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from headrace.run.observe.pages.html import figure, page, text
 
 MAX_TASKS = 5000
-"""The number of tasks that are listed."""
+"""The largest number of tasks that the index page lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of an evaluation's result, with its 95 % confidence interval, where it has one."""
+    """One figure of an evaluation's result, with its 95 % confidence interval, where one is known."""
 
     name: str
     """The name of the figure, as the page shows it."""
     value: float
     """The value, which has no unit."""
     low: float | None = None
-    """The lower end of the interval; ``None`` where there is none."""
+    """The lower end of the interval; ``None`` without an interval."""
     high: float | None = None
-    """The upper end of the interval; ``None`` where there is none."""
+    """The upper end of the interval; ``None`` without an interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,31 +33,31 @@ class AttemptSummary:
     reward: float | None
     """The reward; ``None`` where the attempt failed."""
     cause: str
-    """The cause of the failure; empty where there is none."""
+    """The cause of the failure; empty where the attempt did not fail."""
     page: str
-    """The path of its page; empty where it has none."""
+    """The path of the attempt's page; empty where it has no page."""
 
 
 def index_page(
     title: str, figures: Sequence[Figure], notes: Sequence[str], tasks: Sequence[Sequence[AttemptSummary]]
 ) -> str:
     """Return the whole HTML index page of an evaluation. ``title`` is its heading, ``figures`` are the results, and
-    ``notes`` are warnings above them. ``tasks`` holds, for each task in order, its attempts; at most
-    :data:`MAX_TASKS` are listed."""
-    listed = tasks[:MAX_TASKS]
+    ``notes`` are warnings, shown above the results. ``tasks`` has the attempts at each task, in order; at most
+    :data:`MAX_TASKS` tasks are listed."""
+    shown_tasks = tasks[:MAX_TASKS]
     rows = "".join(
         f"<tr><td>{number + 1}</td><td>{figure(_mean(attempts))}</td>"
         f"<td class='left'>{' '.join(map(_attempt, attempts))}</td></tr>"
-        for number, attempts in enumerate(listed)
+        for number, attempts in enumerate(shown_tasks)
     )
-    more = f"<p class='faint'>{len(tasks) - len(listed)} more tasks are in episodes.jsonl.</p>"
+    more = f"<p class='faint'>{len(tasks) - len(shown_tasks)} more tasks are in episodes.jsonl.</p>"
     body = [
         f"<p class='brand'>headrace eval</p><h1>{text(title, 500)}</h1>",
         *(f"<p class='bad'>{text(note, 2000)}</p>" for note in notes),
         f"<dl class='cards'>{''.join(map(_card, figures))}</dl>",
         "<section><h2>Attempts</h2><div class='wide'><table><thead><tr><th>task</th><th>mean reward</th>"
         f"<th class='left'>attempts</th></tr></thead><tbody>{rows}</tbody></table></div>",
-        more if len(tasks) > len(listed) else "",
+        more if len(tasks) > len(shown_tasks) else "",
         "</section>",
     ]
     return page(f"{title} · headrace eval", "\n".join(filter(None, body)))
@@ -71,8 +71,8 @@ def _card(shown: Figure) -> str:
 
 
 def _attempt(attempt: AttemptSummary) -> str:
-    """Return an attempt as HTML: its reward, or ``failed`` with the cause as a tooltip, and a link to its page where it
-    has one."""
+    """Return an attempt as HTML: its reward, or ``failed`` with the cause as a tooltip, as a link to its page where it
+    has a page."""
     kind = "bad" if attempt.reward is None else "good" if attempt.reward > 0 else ""
     words = "failed" if attempt.reward is None else figure(attempt.reward)
     label = f"<span class='{kind}' title='{text(attempt.cause, 500)}'>{words}</span>"
@@ -80,5 +80,5 @@ def _attempt(attempt: AttemptSummary) -> str:
 
 
 def _mean(attempts: Sequence[AttemptSummary]) -> float:
-    """Return the mean reward of the attempts at one task; a failed attempt counts as 0. It is 0 without attempts."""
+    """Return the mean reward of the attempts at one task; a failed attempt counts as 0. Return 0 without attempts."""
     return sum(attempt.reward or 0.0 for attempt in attempts) / len(attempts) if attempts else 0.0

@@ -1,5 +1,5 @@
-"""Writers of metrics to other programs: TensorBoard, Weights & Biases, trackio, MLflow, Prometheus. Each is one
-file."""
+"""Writers, which copy the metrics of a run to other programs (TensorBoard, Weights & Biases, trackio, MLflow,
+Prometheus), and the registry of their kinds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headrace.run.observe.writers.wandb import Wandb
 
 AnyWriter = TensorBoard | Wandb | Trackio | Mlflow | Prometheus
 WRITERS = Kinds(AnyWriter, group="headrace.writers", setting="observe.writers", contract=WriterSection)
-"""Every kind of writer, those of installed packages included."""
+"""The registry of all kinds of writers, including kinds of installed packages."""
 WriterConfig = Annotated[AnyWriter, WRITERS]
-"""The settings of any writer. A kind is a file, a row here and an extra; ``metrics.jsonl`` is always written."""
+"""The settings of any writer, as one entry of ``observe.writers``. ``metrics.jsonl`` is written without a writer."""
 
 __all__ = ["MetricWriter", "QueuedWriter", "RunFacts", "WriterConfig"]

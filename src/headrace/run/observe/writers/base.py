@@ -19,7 +19,7 @@ from headrace.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The facts about a run that a writer of metrics needs to open its own record of it."""
+    """The facts about a run with which a writer of metrics opens its record of the run in the other program."""
 
     run_dir: Path
     """The directory of the run."""
@@ -33,14 +33,14 @@ class RunFacts:
 
     @property
     def key(self) -> str:
-        """Return an identifier of the run, 16 hexadecimal digits that are made from the path of its directory. A
-        resumed run has the same one, so that a writer continues its old record instead of a new one."""
+        """Return an identifier of the run: 16 hexadecimal digits, a hash of the path of its directory. A resumed run
+        has the same identifier, by which a writer finds and continues the record of the run's earlier life."""
         return hashlib.blake2b(str(self.run_dir.resolve()).encode(), digest_size=8).hexdigest()
 
 
 class MetricWriter(Protocol):
-    """A writer that passes the metrics of each step to another program. It runs in a thread of its own, where it may
-    block and raise any error; the run goes on without it."""
+    """The contract of a writer, which passes the metrics of each step to another program. Its methods run in a thread
+    of their own, where they may block and raise any error; the run continues without the writer."""
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         """Write the metrics of the optimizer step ``step``, counted from 0: each value by the name of its metric. All
@@ -48,23 +48,23 @@ class MetricWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is buffered and end the connection or the files. Called once, after the last step."""
+        """Write the buffered metrics and close the connection or the files. Called once, after the last step."""
         ...
 
 
 class WriterSection(Section):
     """The settings of one kind of writer, one entry of ``observe.writers``. Each kind is a subclass, whose :meth:`open`
-    makes the writer."""
+    creates the writer."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return a new writer for ``run``, ready to write. Raises :class:`~headrace.base.errors.ConfigError` where it
-        cannot work, for example because its package is not installed. Each subclass implements it."""
+        """Return a new writer for ``run``, ready to write. Raises :class:`~headrace.base.errors.ConfigError` where the
+        writer cannot work, for example because its package is not installed. Each subclass implements this method."""
         raise NotImplementedError
 
 
 def missing_package(package: str, extra: str) -> ConfigError:
     """Return the error, for the caller to raise, about a writer whose Python package ``package`` is not installed.
-    ``extra`` is the extra of Headrace that installs it, which is also the writer's kind."""
+    ``extra`` is the extra of Headrace that installs the package, which is also the writer's kind."""
     return ConfigError(
         f"observe.writers asks for {extra}, and the package {package} is not installed",
         remedy=f"pip install 'headrace[{extra}]'",

@@ -28,9 +28,9 @@ class Mlflow(WriterSection):
     """The name of the experiment, which is created where there is none."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``, after its MLflow run is created with the settings as parameters, or, for a
-        resumed run, found by its tag and opened again. Raises :class:`~headrace.base.errors.ConfigError` where the
-        package is not installed."""
+        """Create the MLflow run of ``run``, with the settings as parameters, and return the writer that logs to it. For
+        a resumed run, open the MLflow run with its tag again. Raises :class:`~headrace.base.errors.ConfigError` where
+        the package is not installed."""
         try:
             from mlflow import MlflowClient
         except ImportError:
@@ -42,26 +42,28 @@ class Mlflow(WriterSection):
         if known:
             client.update_run(known[0].info.run_id, status="RUNNING")
             return _MlflowWriter(client, known[0].info.run_id)
-        begun = client.create_run(experiment, run_name=run.name, tags={"headrace_run": run.key})
-        for name, value in islice(_params(run.config), 500):
-            client.log_param(begun.info.run_id, name, value[:500])
-        return _MlflowWriter(client, begun.info.run_id)
+        created = client.create_run(experiment, run_name=run.name, tags={"headrace_run": run.key})
+        for name, value in islice(_flatten_params(run.config), 500):
+            client.log_param(created.info.run_id, name, value[:500])
+        return _MlflowWriter(client, created.info.run_id)
 
 
-def _params(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return the values of the nested settings ``tree`` as text, each with its dotted name such as ``learner.lr``, for
-    MLflow's parameters. ``prefix`` stands before each name; it is empty except in the recursion."""
+def _flatten_params(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return the nested settings ``tree`` as MLflow's parameters: pairs of a dotted name, such as ``learner.lr``, and
+    the value as text. ``prefix`` is put before each name; only the recursion sets it."""
     flat: list[tuple[str, str]] = []
     for key, value in tree.items():
-        flat += _params(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", str(value))]
+        flat += (
+            _flatten_params(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", str(value))]
+        )
     return flat
 
 
 class _MlflowWriter:
-    """The open writer, which :meth:`Mlflow.open` returns: it logs each step to one MLflow run."""
+    """The writer that :meth:`Mlflow.open` returns: it logs each step to one MLflow run."""
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
-        """Write to the MLflow run with the id ``run_id`` through ``client``."""
+        """Create a writer to the MLflow run with the id ``run_id``, which it reaches through ``client``."""
         self._client = client
         self._run_id = run_id
 
@@ -70,7 +72,7 @@ class _MlflowWriter:
         in seconds since 1970."""
         from mlflow.entities import Metric
 
-        metrics = [Metric(_key(name), value, int(unix_s * 1000), step) for name, value in values.items()]
+        metrics = [Metric(_metric_name(name), value, int(unix_s * 1000), step) for name, value in values.items()]
         for first in range(0, len(metrics), AT_ONCE):
             self._client.log_batch(self._run_id, metrics=metrics[first : first + AT_ONCE])
 
@@ -79,7 +81,7 @@ class _MlflowWriter:
         self._client.set_terminated(self._run_id)
 
 
-def _key(name: str) -> str:
+def _metric_name(name: str) -> str:
     """Return the name of a metric for MLflow: ``name`` with ``_`` in place of each character that MLflow does not
     accept."""
     return "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)

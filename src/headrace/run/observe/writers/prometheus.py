@@ -1,5 +1,5 @@
-"""The writer of metrics for Prometheus: the newest step at ``http://HOST:PORT/metrics``. A request must have the
-token in the run directory."""
+"""The writer of metrics for Prometheus: an HTTP endpoint at ``http://HOST:PORT/metrics`` that serves the metrics of the
+newest step. A request must have the token in the run directory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 TOKEN_FILE = "metrics.token"
-"""The file of the token in the run directory, which only this user can read. A resumed run keeps it. Prometheus' own
-settings name it: ``authorization: {credentials_file: RUN/metrics.token}``."""
+"""The file in the run directory with the token, which only this user can read. A resumed run uses the same token.
+The settings of Prometheus must name this file: ``authorization: {credentials_file: RUN/metrics.token}``."""
 IDLE_TIMEOUT_S = 10
 """The time after which a connection without a request is closed, in seconds."""
 MAX_CONNECTIONS = 64
@@ -38,7 +38,7 @@ class Prometheus(WriterSection):
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: int = Field(default=9464, ge=1, le=65535)
-    """The port to listen on. A resumed run uses it again."""
+    """The port to listen on."""
     tls_certificate: str = ""
     """The PEM file with the certificate of the endpoint; unset: no TLS."""
     tls_key: str = ""
@@ -51,9 +51,9 @@ class Prometheus(WriterSection):
         return self
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Start the HTTP endpoint in a thread, and return the writer of ``run``, whose newest step the endpoint serves
-        and whose ``close`` stops it. Raises :class:`~headrace.base.errors.ConfigError` where the port cannot be
-        bound."""
+        """Start the HTTP endpoint in a thread, and return the writer of ``run``. The endpoint serves the newest step of
+        this writer; ``close`` stops the endpoint. Raises :class:`~headrace.base.errors.ConfigError` where the port
+        cannot be bound."""
         from prometheus_client import CollectorRegistry, make_asgi_app
 
         from headrace.base.net.auth import TokenAuth
@@ -62,7 +62,7 @@ class Prometheus(WriterSection):
         newest = _NewestStep(run.name)
         registry = CollectorRegistry()
         registry.register(newest)
-        app = TokenAuth(make_asgi_app(registry), token=_token(run.run_dir / TOKEN_FILE))
+        app = TokenAuth(make_asgi_app(registry), token=_read_or_create_token(run.run_dir / TOKEN_FILE))
         if self.tls_certificate:
             server_context(self.tls_certificate, self.tls_key)
         server = HttpServer(
@@ -84,9 +84,9 @@ class Prometheus(WriterSection):
         return newest
 
 
-def _token(file: Path) -> str:
-    """Return the token in ``file``, which a request to the endpoint must have. A missing file is created with a new
-    random token, readable for this user alone."""
+def _read_or_create_token(file: Path) -> str:
+    """Return the token in ``file``, which a request to the endpoint must contain. Where the file is missing, create it
+    with a new random token, readable for this user alone."""
     if not file.exists():
         file.touch(0o600)
         file.write_text(secrets.token_urlsafe(24), encoding="utf-8")
@@ -94,18 +94,19 @@ def _token(file: Path) -> str:
 
 
 class _NewestStep:
-    """The writer of Prometheus, which keeps the metrics of the newest step alone. It is also the collector that the
-    Prometheus client asks for them: each metric is a gauge; environment, agent, reason and the like are its labels."""
+    """The writer for Prometheus, which stores the metrics of the newest step alone. It is also the collector that the
+    Prometheus client calls for each request: each metric is a gauge, whose labels are the run and an environment, an
+    agent, a reason or the like."""
 
     def __init__(self, run: str) -> None:
         """Start without values. ``run`` is the name of the run, the label ``run`` of every gauge."""
         self._run = run
         self._values: Mapping[str, float] = {}
-        self._ends: tuple[Callable[[], object], ...] = ()
+        self._stop_calls: tuple[Callable[[], object], ...] = ()
 
-    def on_close(self, *ends: Callable[[], object]) -> None:
-        """Call ``ends`` in their order when the writer is closed: the calls that stop the HTTP server."""
-        self._ends = ends
+    def on_close(self, *stop_calls: Callable[[], object]) -> None:
+        """Register ``stop_calls``, which stop the HTTP server: :meth:`close` calls them in their order."""
+        self._stop_calls = stop_calls
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         """Replace the served values by the metrics of the optimizer step ``step``, which ended at ``unix_s`` (seconds
@@ -114,12 +115,12 @@ class _NewestStep:
 
     def close(self) -> None:
         """Stop the HTTP server and wait for its thread."""
-        for end in self._ends:
-            end()
+        for stop in self._stop_calls:
+            stop()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the newest step as gauges, one family for each metric, with the run and the metric's own
-        label. The Prometheus client calls it for every request."""
+        label. The Prometheus client calls this method for every request."""
         from prometheus_client.core import GaugeMetricFamily
 
         families: dict[str, GaugeMetricFamily] = {}

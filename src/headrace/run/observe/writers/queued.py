@@ -20,37 +20,38 @@ from headrace.run.observe.metrics import flat
 from headrace.run.observe.writers.base import MetricWriter
 
 MAX_QUEUED = 256
-"""The largest number of steps that wait to be written."""
+"""The largest number of steps in the queue of a writer."""
 CLOSE_TIMEOUT_S = 30.0
-"""The longest wait for a writer at the end of a run, in seconds."""
+"""The longest wait at the end of a run, in seconds: once for room in the queue, and once for the writer's thread."""
 
 _Post = tuple[int, float, dict[str, float]]
-"""The number, the time and the metrics of a step."""
+"""An entry of the queue: the number of a step, its end in seconds since 1970, and its metrics by name."""
 
 
 class QueuedWriter:
     """An observer that passes the metrics of each step to one writer, through a queue and a thread of its own.
 
-    Steps that cannot be written are counted, and reported as a warning; ``metrics.jsonl`` has them. Use it as a context
-    manager: its end writes the steps that wait in the queue, for at most a minute.
+    Steps that cannot be written are counted, and reported as a warning; ``metrics.jsonl`` contains them. Use the object
+    as a context manager: at its end it waits, for at most a minute, until the queued steps are written.
     """
 
     def __init__(self, kind: str, writer: MetricWriter, warn: Callable[[str], None]) -> None:
-        """Pass metrics to ``writer``. ``kind`` is its name in warnings, such as ``wandb``; ``warn`` records a warning
-        of the run and is called in the thread of the caller, never in the writer's."""
+        """Create the observer of ``writer``; the thread starts when the context is entered. ``kind`` names the writer
+        in warnings, such as ``wandb``; ``warn`` records a warning of the run and is called in the thread of the caller,
+        never in the writer's."""
         self._kind = kind
         self._writer = writer
         self._warn = warn
         self._posts: queue.Queue[_Post | None] = queue.Queue(maxsize=MAX_QUEUED)
-        self._num, self._written = 0, 0
-        self._problem, self._warned = "", False
+        self._num_steps, self._num_written = 0, 0
+        self._problem, self._has_warned = "", False
         self._thread = threading.Thread(target=self._run, name=f"writer {kind}", daemon=True)
 
     def step(self, record: StepRecord) -> None:
         """Queue the metrics of an optimizer step for the writer, without waiting: where the queue is full, the step is
         lost to the writer. Values that are not finite are left out, since these systems do not accept them."""
         values = {name: value for name, value in flat(record).items() if math.isfinite(value)}
-        self._num += 1
+        self._num_steps += 1
         try:
             self._posts.put_nowait((record.step, record.unix_s, values))
         except queue.Full:
@@ -64,25 +65,25 @@ class QueuedWriter:
         """Do nothing: writers receive metrics of steps alone."""
 
     def update(self, state: LiveState) -> None:
-        """Warn if the writer has failed since the last call. The present state itself is not written."""
+        """Warn if the writer has failed and no warning was recorded yet. The present state itself is not written."""
         self._warn_once()
 
     def _warn_once(self) -> None:
-        """Report the writer's first problem as a warning of the run, if there is one; later ones are only counted."""
-        if self._problem and not self._warned:
-            self._warned = True
+        """Report the writer's first problem as a warning of the run, if there is one; do nothing for later problems."""
+        if self._problem and not self._has_warned:
+            self._has_warned = True
             self._warn(f"the writer {self._kind} fails, the run continues: {self._problem}")
 
     def _run(self) -> None:
-        """Write the queued steps, and close the writer at the end of the queue, which is a ``None``. This is the work
-        of the thread."""
+        """Write the queued steps until the entry ``None``, which ends the queue, and then close the writer. This is the
+        body of the thread."""
         while (post := self._posts.get()) is not None:
-            self._written += self._attempt(partial(self._writer.write, *post))
+            self._num_written += self._attempt(partial(self._writer.write, *post))
         self._attempt(self._writer.close)
 
     def _attempt(self, work: Callable[[], None]) -> bool:
-        """Run ``work``, a call of the writer, and return whether it raised no error. The first error of the writer is
-        kept for the warning."""
+        """Run ``work``, a call of the writer, and return whether it succeeded. The first error is stored for the
+        warning."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the error becomes a warning of the run
@@ -96,13 +97,14 @@ class QueuedWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Wait until the queued steps are written and the writer is closed, for :data:`CLOSE_TIMEOUT_S` each to end the
-        queue and to end the thread, and warn of the steps that are lost."""
+        """Wait until the queued steps are written and the writer is closed, and warn of the steps that are lost. The
+        wait for room in the queue and the wait for the thread take at most :data:`CLOSE_TIMEOUT_S` each."""
         try:
             self._posts.put(None, timeout=CLOSE_TIMEOUT_S)
         except queue.Full:
             self._problem = self._problem or "it takes nothing any more"
         self._thread.join(CLOSE_TIMEOUT_S)
         self._warn_once()
-        if lost := self._num - self._written:
-            self._warn(f"the writer {self._kind} has lost {lost} of {self._num} steps; metrics.jsonl has them all")
+        if lost := self._num_steps - self._num_written:
+            num = self._num_steps
+            self._warn(f"the writer {self._kind} has lost {lost} of {num} steps; metrics.jsonl has them all")

@@ -19,7 +19,7 @@ class TensorBoard(WriterSection):
     kind: Literal["tensorboard"] = "tensorboard"
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``, which writes into ``tensorboard/`` of its directory. Raises
+        """Return the writer of ``run``, which writes into ``tensorboard/`` of the run directory. Raises
         :class:`~headrace.base.errors.ConfigError` where the package ``tensorboardX`` is not installed."""
         try:
             from tensorboardX import SummaryWriter
@@ -31,10 +31,10 @@ class TensorBoard(WriterSection):
 
 
 class _TensorboardWriter:
-    """The open writer, which :meth:`TensorBoard.open` returns: it adds each metric of each step to the event files."""
+    """The writer that :meth:`TensorBoard.open` returns: it adds each metric of each step to the event files."""
 
     def __init__(self, files: SummaryWriter) -> None:
-        """Write to ``files``, the event files of TensorBoard."""
+        """Create a writer to ``files``, the event files of TensorBoard."""
         self._files = files
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
@@ -46,5 +46,5 @@ class _TensorboardWriter:
             self._files.add_scalar(name, value, step, walltime=unix_s, summary_description=words)
 
     def close(self) -> None:
-        """Write what is buffered and close the event files."""
+        """Write the buffered metrics and close the event files."""
         self._files.close()

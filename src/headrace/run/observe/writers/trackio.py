@@ -22,13 +22,13 @@ class Trackio(WriterSection):
     """The Hugging Face Space that shows the metrics; unset: this machine alone."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``, after its trackio run is begun or, for a resumed run, continued. Raises
-        :class:`~headrace.base.errors.ConfigError` where the package is not installed."""
+        """Start the trackio run of ``run``, or continue it where ``run`` was resumed, and return the writer that logs
+        to it. Raises :class:`~headrace.base.errors.ConfigError` where the package is not installed."""
         try:
             import trackio
         except ImportError:
             raise missing_package("trackio", "trackio") from None
-        begun = trackio.init(
+        started = trackio.init(
             project=self.project,
             name=f"{run.name}-{run.key[:6]}",
             space_id=self.space_id,
@@ -36,14 +36,14 @@ class Trackio(WriterSection):
             resume="allow",
             embed=False,
         )
-        return _TrackioWriter(begun)
+        return _TrackioWriter(started)
 
 
 class _TrackioWriter:
-    """The open writer, which :meth:`Trackio.open` returns: it logs each step to one run of trackio."""
+    """The writer that :meth:`Trackio.open` returns: it logs each step to one run of trackio."""
 
     def __init__(self, run: Run) -> None:
-        """Write to ``run``, trackio's own object for the run."""
+        """Create a writer to ``run``, trackio's own object for the run."""
         self._run = run
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:

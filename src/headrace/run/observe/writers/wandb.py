@@ -1,4 +1,4 @@
-"""The writer of metrics for Weights & Biases."""
+"""The writer of metrics for Weights & Biases, an experiment tracker (package ``wandb``)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Wandb(WriterSection):
-    """The settings of the writer ``wandb``: the metrics of the run become a run of a Weights & Biases project. The API
-    key is the one that ``wandb login`` has stored."""
+    """The settings of the writer ``wandb``: the metrics of the run become a run of a Weights & Biases project. The
+    package ``wandb`` uses the API key that ``wandb login`` has stored."""
 
     kind: Literal["wandb"] = "wandb"
     project: str = "headrace"
@@ -24,13 +24,13 @@ class Wandb(WriterSection):
     """``offline`` writes files into the run directory, for ``wandb sync``."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``, after its Weights & Biases run is begun or, for a resumed run, continued.
-        Raises :class:`~headrace.base.errors.ConfigError` where the package is not installed."""
+        """Start the Weights & Biases run of ``run``, or continue it where ``run`` was resumed, and return the writer
+        that logs to it. Raises :class:`~headrace.base.errors.ConfigError` where the package is not installed."""
         try:
             import wandb
         except ImportError:
             raise missing_package("wandb", "wandb") from None
-        begun = wandb.init(
+        started = wandb.init(
             project=self.project,
             entity=self.entity,
             mode=self.mode,
@@ -41,14 +41,14 @@ class Wandb(WriterSection):
             config=dict(run.config),
             settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True),
         )
-        return _WandbWriter(begun)
+        return _WandbWriter(started)
 
 
 class _WandbWriter:
-    """The open writer, which :meth:`Wandb.open` returns: it logs each step to one run of Weights & Biases."""
+    """The writer that :meth:`Wandb.open` returns: it logs each step to one run of Weights & Biases."""
 
     def __init__(self, run: Run) -> None:
-        """Write to ``run``, the object of the package ``wandb`` for the run."""
+        """Create a writer to ``run``, the object of the package ``wandb`` for the run."""
         self._run = run
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
@@ -56,5 +56,5 @@ class _WandbWriter:
         self._run.log({**values, "_timestamp": unix_s}, step=step)
 
     def close(self) -> None:
-        """Send or store what is buffered, and end the run of Weights & Biases."""
+        """Send or store the buffered metrics, and end the run of Weights & Biases."""
         self._run.finish()

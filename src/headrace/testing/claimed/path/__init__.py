@@ -1,1 +1,1 @@
-"""Goes on the path of a process with a claimed device: see :mod:`.sitecustomize`."""
+"""The folder that is added to the Python path of a process with a claimed device: see :mod:`.sitecustomize`."""

@@ -1,6 +1,6 @@
-"""A module on the path of a process that is to have a device that only claims to be one: it waits until torch is
-imported. The compiled device must be there before torch looks for one, and the rest can only follow torch. It also
-changes two modules of headrace after their import: the device needs no driver, and it cannot run kernels in Triton."""
+"""The start-up module of a process with a claimed device (a simulated GPU). It installs the device when torch is
+imported: the compiled library must be loaded before torch looks for GPUs, and the Python part after torch. It also
+changes two modules of headrace after their import, because the device needs no driver and cannot run Triton kernels."""
 
 import ctypes
 import importlib.abc
@@ -10,30 +10,30 @@ import sys
 from typing import Any
 
 LIBRARY = "HEADRACE_CLAIMED_DEVICE"
-"""The name of the environment variable with the path of the device's library. :mod:`headrace.testing.claimed` has it as
-well, but cannot be imported before torch."""
+"""The name of the environment variable with the path of the device's library. It equals the constant of
+:mod:`headrace.testing.claimed`, which cannot be imported before torch."""
 TORCH, DEVICES, PAGED = "torch", "headrace.models.devices", "headrace.models.paged"
 
 
 class WithDevice(importlib.abc.MetaPathFinder):
-    """An import hook that loads the claimed device around the import of torch: its compiled part before, the rest
-    after. It also lets headrace find the device without a driver, and choose no kernels in Triton for it."""
+    """An import hook that loads the compiled library of the claimed device before torch and the Python part after
+    torch. It also makes headrace find the device without a driver, and not choose Triton kernels for it."""
 
     def __init__(self) -> None:
-        """Wait for the modules that are changed, each once."""
-        self._awaited = {TORCH, DEVICES, PAGED}
+        """Create the hook for the modules that have to be changed. Each module is changed once."""
+        self._pending = {TORCH, DEVICES, PAGED}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the import spec of a module that is changed after its import; ``None`` for all other modules, which
-        Python then imports as usual."""
-        if name not in self._awaited:
+        """Return the import spec of a module that has to be changed; ``None`` for all other modules, which Python
+        imports as usual."""
+        if name not in self._pending:
             return None
-        self._awaited.remove(name)
+        self._pending.remove(name)
         spec: Any = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
         def loaded(module: Any) -> None:
-            """Import the module, and do what belongs before it and after it."""
+            """Execute the module, with the changes before and after."""
             if name == TORCH:
                 ctypes.CDLL(os.environ[LIBRARY])  # noqa: TID251 - before anything of headrace is imported
             load(module)

@@ -1,1 +1,1 @@
-"""Goes on the path of a server: see :mod:`.sitecustomize`."""
+"""The folder that is added to the Python path of a vLLM server with interpreted kernels: see :mod:`.sitecustomize`."""

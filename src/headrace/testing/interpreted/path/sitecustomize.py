@@ -1,5 +1,6 @@
-"""A module on the path of a vLLM whose kernels are interpreted. Triton's interpreter cannot run one of them (the
-counter of a ``tl.range`` is a plain number there), so vLLM's version of it in torch is used."""
+"""The start-up module of a vLLM server whose kernels run in Triton's interpreter. The interpreter cannot run one of
+vLLM's kernels, because the counter of a ``tl.range`` is a plain number in it. So vLLM's alternative in torch is used
+for this kernel."""
 
 import importlib.abc
 import importlib.util
@@ -14,7 +15,7 @@ class WithoutTriton(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """Return the import spec of the module ``name`` if it is :data:`TOP_K`, changed so that its ``HAS_TRITON`` is
-        false once it is loaded; ``None`` for all others, which Python then imports as usual."""
+        false after it is loaded; ``None`` for all other modules, which Python imports as usual."""
         if name != TOP_K:
             return None
         sys.meta_path.remove(self)
@@ -22,7 +23,7 @@ class WithoutTriton(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
 
         def loaded(module: Any) -> None:
-            """Load the module, and mark Triton as missing in it."""
+            """Execute the module, and then set its ``HAS_TRITON`` to false."""
             load(module)
             module.HAS_TRITON = False
 

@@ -1,11 +1,11 @@
-"""The benchmark of a GPU, ``headrace bench gpu``: one command for the day on which a GPU is there.
+"""The benchmark of a GPU, ``headrace bench gpu``: all measurements of a GPU in one command.
 
-    options ──▶ refusals ──▶ driver ──▶ a process for each stage ──▶ one JSON file, flushed after each ──▶ report
+    options ──▶ refusals ──▶ driver ──▶ a process for each stage ──▶ one JSON file, written after each ──▶ report
                    ▲                       facts, kernels, exact, engine, vllm, learner, sync, sharing, demo, soak
-                   └── probe: a process that asks torch about the GPU
+                   └── probe: a process that reads the facts about the GPU from torch
 
-With ``--pretend`` all stages run on a device that only claims to be a GPU (:mod:`headrace.testing.claimed`), on tiny
-models, so that no minute of a rented GPU is lost to an error in the program.
+With ``--pretend`` all stages run on tiny models and on a *claimed device*, a CPU device that claims to be a GPU
+(:mod:`headrace.testing.claimed`). Errors of the program are thereby found without a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.wings.bench.gpu.stages import chosen
 
 BUDGET_S = 600.0
 CLAIMED, CLAIMED_STAGE = "headrace.testing.claimed", "headrace.testing.claimed.stage"
-"""The program that compiles the claimed device, and the one that runs a stage on it."""
+"""The module that compiles the claimed device, and the module that runs a stage on it."""
 
 
 def measure(
@@ -43,12 +43,12 @@ def measure(
     vllm: str = "",
     out: str = "",
 ) -> Report:
-    """Run the stages that ``stages`` names (a list with commas; empty: all), within ``budget`` seconds, and return
-    their report; the file ``out`` holds all of it, and is written after each stage.
+    """Run the stages in ``stages`` (names separated by commas; empty: all), within ``budget`` seconds, and return their
+    report. The outcomes are also written to the file ``out``, after each stage.
 
-    ``compare`` is a file of another day, ``vllm`` an interpreter that has vLLM, and with ``pretend`` the device only
-    claims to be a GPU. Raises :class:`~headrace.base.errors.ConfigError` before anything starts where an option or the
-    GPU cannot be used.
+    ``compare`` is such a file of an earlier measurement, ``vllm`` an interpreter that has vLLM, and with ``pretend``
+    the stages run on the claimed device. Raises :class:`~headrace.base.errors.ConfigError` before any stage starts
+    where an option or the GPU cannot be used.
     """
     clock = RealClock()
     names = chosen(stages)
@@ -78,16 +78,16 @@ def measure(
 
 
 def _usable_card(stages: Sequence[str]) -> str:
-    """Return the name of this machine's GPU. Raises :class:`~headrace.base.errors.ConfigError` where it has none with
-    which the ``stages`` can run."""
+    """Return the name of this machine's GPU. Raises :class:`~headrace.base.errors.ConfigError` where the machine has no
+    GPU on which the ``stages`` can run."""
     card = ask_card()
     refuse_card(card, stages)
     return card.name
 
 
 def _on_claimed_device(plan: StagesPlan, scratch: Path) -> StagesPlan:
-    """Return the plan with the programs and the environment of a claimed device. Raises
-    :class:`~headrace.base.errors.ConfigError` where it cannot be made."""
+    """Compile the claimed device in ``scratch``, and return a copy of the plan with its program and its environment
+    variables. Raises :class:`~headrace.base.errors.ConfigError` where the device cannot be compiled."""
     device = scratch / "claimed"
     device.mkdir()
     done = subprocess.run(
@@ -111,8 +111,8 @@ def _on_claimed_device(plan: StagesPlan, scratch: Path) -> StagesPlan:
 
 
 def _report(outcomes: Sequence[GpuStageOutcome], before: GpuFile | None) -> Report:
-    """Return the report: a row of each stage, all of their rows and targets, and the comparison with the file
-    ``before``. A stage that failed or was killed is a target that does not hold."""
+    """Return the report: a row for each stage, the rows and targets of all stages, and the comparison with the file
+    ``before``, if there is one. A target does not hold if a stage failed or was killed."""
     rows: list[Row] = []
     targets: list[Target] = []
     for outcome in outcomes:

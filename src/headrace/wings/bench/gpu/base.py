@@ -1,5 +1,5 @@
-"""What the command and the processes of its stages share: the order to a stage, the lines that a stage writes while it
-measures, and what became of it. Importing this module does not import torch."""
+"""The records that the command ``headrace bench gpu`` and the processes of its stages exchange: the request to a stage,
+the lines that a stage writes, and the outcome; and the context of a stage. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,121 +18,125 @@ GIB = 2**30
 
 
 class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The order to the process of one stage, which reads it from a file."""
+    """The request to the process of one stage, which reads it from a JSON file."""
 
     stage: str
-    """Name of the stage."""
+    """The name of the stage."""
     module: str
-    """Python module whose function ``run`` is the stage."""
+    """The Python module whose function ``run`` is the stage."""
     device: str
-    """Device that the stage computes on: ``cuda``."""
+    """The device of the stage's computations: ``cuda``."""
     pretend: bool
-    """Whether the device only claims to be a GPU, so that everything is tiny and no figure means anything."""
+    """True where the device only claims to be a GPU: all sizes are tiny, and figures mean nothing."""
     directory: str
-    """Empty directory for the files of the stage."""
+    """An empty directory for the files of the stage."""
     models: str
-    """Directory of the models, which all stages share: each is written by the first that needs it."""
+    """The directory of the models, which all stages use: each model is written by the first stage that needs it."""
     seconds: float
-    """Seconds after which the process is killed. The stage leaves measurements out that would end later."""
+    """The time after which the process is killed, in seconds. The stage leaves out measurements that would end
+    later."""
     lines: str
-    """File to which the stage appends its lines."""
+    """The file to which the stage appends its lines."""
     ceilings: dict[str, float]
-    """Figures of the stages before, by name; the rates of :mod:`.facts` are what other rates are divided by."""
+    """The figures of earlier stages, by name, among them the highest rates of the GPU, measured by :mod:`.facts`, to
+    which other rates are compared."""
     vllm: str = ""
-    """Path of an interpreter that has vLLM; empty: none was given."""
+    """The path of an interpreter that has vLLM; empty: vLLM is not measured."""
 
 
 class StageLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of a stage, which is flushed when it is written, so that a stage that is killed loses nothing. Each line
-    has one of the three."""
+    """One line in the file of a stage. It is written at once, so that a stage that is killed loses no line. Each line
+    has one of the three fields."""
 
     row: Row | None = None
-    """One measurement."""
+    """One measurement; ``None`` in other lines."""
     target: Target | None = None
-    """One figure with its limit."""
+    """One figure with its limit; ``None`` in other lines."""
     figures: dict[str, float] | None = None
-    """Numbers for later stages, for the comparison with another file, and for ``headrace plan``, by name."""
+    """Numbers by name for later stages, for the comparison with another file, and for ``headrace plan``; ``None`` in
+    other lines."""
 
 
 class GpuStageOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one stage."""
+    """The outcome of one stage: how it ended, and the lines that it wrote."""
 
     name: str
     state: str
     """``done``; ``failed``: its process ended with an error; ``out of time``: it was killed; ``left out``: it was not
     started."""
     why: str = ""
-    """The last lines of its process, or why it was left out; empty for ``done``."""
+    """The last lines of its process, or the reason why it was left out; empty for ``done``."""
     seconds: float = 0.0
-    """Seconds from its start to its end."""
+    """The time from its start to its end, in seconds."""
     processor_s: float = 0.0
-    """Processor time of the process and of all that it started, in seconds."""
+    """The processor time of its process and of all child processes, in seconds."""
     limit_s: float = 0.0
-    """Seconds that it was given."""
+    """The time limit of the stage, in seconds."""
     rows: list[Row] = []
     targets: list[Target] = []
     figures: dict[str, float] = {}
-    """Numbers for later stages, for comparisons and for ``headrace plan``, by name."""
+    """Numbers by name for later stages, for comparisons and for ``headrace plan``."""
 
 
 class WorkCounter(Protocol):
-    """Counts what a device has to do for a piece of work."""
+    """The contract of a counter of a device's work: kernel launches, copies and waits."""
 
     def count(self, act: Callable[[], object]) -> Mapping[str, int]:
-        """Do ``act``, and return the number of kernel launches (``launch``), copies to the device (``upload``) and from
-        it (``download``), and times that the program waited for it (``wait``)."""
+        """Call ``act``, and return the number of kernel launches (``launch``), of copies to the device (``upload``) and
+        from the device (``download``), and of waits of the program for the device (``wait``)."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class StageContext:
-    """The order to a stage, and where it puts what it finds; the argument of every stage's function ``run``."""
+    """The argument of every stage's function ``run``: the request to the stage, and the methods with which the stage
+    measures and records its results."""
 
     request: StageRequest
     clock: Clock
     work: WorkCounter
-    """Counts the work of the device, which is real or only claimed."""
+    """The counter of the device's work."""
     wait: Callable[[], None]
-    """Wait until the device has done all that it was ordered to do."""
+    """The function that waits until the device has finished all its work."""
     release: Callable[[], None]
-    """Give memory back that nothing uses any more."""
+    """The function that frees cached memory that is no longer used."""
     started_s: float = field(init=False)
-    """Time of the clock at which the stage began."""
+    """The time of the clock at which the stage began."""
 
     def __post_init__(self) -> None:
-        """Note the time."""
+        """Store the present time as the beginning of the stage."""
         self.started_s = self.clock.now()
 
     @property
     def directory(self) -> Path:
-        """Directory for the files of the stage."""
+        """The directory for the files of the stage."""
         return Path(self.request.directory)
 
     @property
     def models(self) -> Path:
-        """Directory of the models, which all stages share."""
+        """The directory of the models, which all stages use."""
         return Path(self.request.models)
 
     @property
     def pretend(self) -> bool:
-        """Whether everything is tiny and no figure means anything."""
+        """True where the device only claims to be a GPU: all sizes are tiny, and figures mean nothing."""
         return self.request.pretend
 
     def left_s(self) -> float:
-        """Return how many seconds are left until the process is killed."""
+        """Return the time until the process is killed, in seconds."""
         return self.request.seconds - (self.clock.now() - self.started_s)
 
     def fits(self, what: str, needs_s: float) -> bool:
-        """Return whether ``needs_s`` seconds are left for the measurement ``what``; if not, say in a row that it is
-        left out."""
+        """Return whether ``needs_s`` seconds are left for the measurement ``what``; if not, record in a row that the
+        measurement is left out."""
         left_s = self.left_s()
         if left_s < needs_s:
             self.row(what=what, left_out=f"{left_s:.0f} s are left, and it takes about {needs_s:g}; raise --budget")
         return left_s >= needs_s
 
     def attempt(self, what: str, act: Callable[[], object], *, needs_s: float = 0.0) -> None:
-        """Do the measurement ``act``, called ``what``, if ``needs_s`` seconds are left, and give its memory back. One
-        that fails is recorded as a target that does not hold, and the others go on."""
+        """Call ``act``, the measurement ``what``, if ``needs_s`` seconds are left, and free its memory. A measurement
+        that raises an error is recorded as a target that does not hold, and the stage continues."""
         if not self.fits(what, 0.0 if self.pretend else needs_s):
             return
         try:
@@ -144,21 +148,21 @@ class StageContext:
         self.release()
 
     def row(self, **columns: Any) -> None:
-        """Record one measurement."""
+        """Record one measurement, whose ``columns`` are values by name."""
         self._write(StageLine(row=columns))
 
     def target(self, target: Target, *, measured: bool = False) -> None:
-        """Record a figure with its limit. One that is ``measured`` on the clock means nothing on a device that only
-        claims to be one, and is left out there."""
+        """Record a figure with its limit. A target that is ``measured`` in time is left out with ``--pretend``, where
+        times mean nothing."""
         if not (measured and self.pretend):
             self._write(StageLine(target=target))
 
     def figures(self, **numbers: float) -> None:
-        """Record numbers for later stages, for the comparison with another file, and for ``headrace plan``."""
+        """Record numbers by name for later stages, for the comparison with another file, and for ``headrace plan``."""
         self._write(StageLine(figures=numbers))
 
     def timed(self, act: Callable[[], object]) -> float:
-        """Do ``act``, and return the seconds until the device has done it."""
+        """Call ``act``, and return the seconds until the device has finished its work."""
         self.wait()
         start_s = self.clock.now()
         act()
@@ -166,19 +170,19 @@ class StageContext:
         return self.clock.now() - start_s
 
     def shortest_s(self, act: Callable[[], object], times: int = 5) -> float:
-        """Do ``act`` once in advance and then ``times`` times, and return the seconds of the shortest time."""
+        """Call ``act`` once as a warm-up and then ``times`` times, and return the shortest duration in seconds."""
         act()
         return min(self.timed(act) for _ in range(times))
 
     def _write(self, line: StageLine) -> None:
-        """Append a line to the file of the stage; it is in the file when this returns."""
+        """Append a line to the file of the stage, without buffering."""
         with Path(self.request.lines).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
 
 
 def read_lines(path: Path) -> list[StageLine]:
-    """Return the lines that a stage has written into the file ``path``; none where there is no file. A last line that a
-    killed process has not finished is ignored."""
+    """Return the lines that a stage has written into the file ``path``; an empty list where there is no file. A torn
+    last line of a killed process is ignored."""
     if not path.exists():
         return []
     *whole, _ = path.read_bytes().split(b"\n")

@@ -1,5 +1,5 @@
-"""The stage ``demo``: the demo's run, with engine and learner on the device in processes of their own. It learns, its
-engine is killed and replaced, its learner is killed, and it is resumed."""
+"""The stage ``demo``: the demo's run, with engine and learner on the device in processes of their own. The stage kills
+the engine, which the run replaces, and then the learner, and resumes the run; the model must learn all the same."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from headrace.wings.bench.program import training
 from headrace.wings.recipes.demo import build_demo, lay_out, write_untrained
 
 ACCURACY = 0.9
-"""The held-out accuracy after the run that is aimed at."""
+"""The target for the held-out accuracy after the run."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DemoRun:
-    """What is seen of a run while it goes on."""
+    """The observations of a run, over all its lives."""
 
     kills: dict[str, int] = field(default_factory=dict)
-    """Process that was killed by the part that it was."""
+    """The pid of each process that was killed, by its role."""
     summary: dict[str, Any] = field(default_factory=dict)
-    """The summary that the run prints at its end."""
+    """The summary that the run prints at its end; empty before."""
     errors: str = ""
-    """The last of what it wrote on its standard error."""
+    """The standard error of the last life."""
 
 
 def run(stage: StageContext) -> None:
-    """Train the demo with kills, and resume it if that ends it."""
+    """Train the demo while its parts are killed, and resume it if a kill ends it; with ``--vllm`` also train it with
+    vLLM as its engine."""
     folder = stage.directory / "demo"
     if stage.pretend:
         run_file = lay_out(folder, seed=0)
@@ -49,24 +50,24 @@ def run(stage: StageContext) -> None:
             f"run.dir={folder / 'run'}", "observe.report=false",
             f"engine.device={stage.request.device}", f"learner.device={stage.request.device}",
         ]  # fmt: skip
-        if stage.pretend:  # an untrained model solves nothing, and would have no reward to prefer
+        if stage.pretend:  # an untrained model solves no task, so that all rewards of the demo would be equal
             settings += [
                 "run.checkpoint_every=2",
                 "run.steps=30", "data.eval_path=", "flow.groups_per_step=4", f"env.reward={user_code}:odd"
             ]  # fmt: skip
         else:
             settings += ["run.checkpoint_every=20"]
-        asyncio.run(_lives(stage, run_file, settings, folder / "run"))
+        asyncio.run(_run_lives(stage, run_file, settings, folder / "run"))
         if stage.request.vllm and not stage.pretend:
-            asyncio.run(_with_vllm(stage, run_file, folder, settings))
+            asyncio.run(_run_with_vllm(stage, run_file, folder, settings))
 
 
-async def _lives(stage: StageContext, run_file: Path, settings: Sequence[str], run_dir: Path) -> None:
-    """Run until the learner is killed, resume, and record what became of it."""
+async def _run_lives(stage: StageContext, run_file: Path, settings: Sequence[str], run_dir: Path) -> None:
+    """Run the demo until the learner is killed, resume it, and record the figures of the run."""
     arguments = [str(run_file), *(word for each in settings for word in ("--set", each)), "--json"]
     seen = DemoRun()
     for life, victims in enumerate((["engine", "learner"], [])):
-        await _life(stage, arguments, run_dir, seen, victims, resume=life > 0)
+        await _run_life(stage, arguments, run_dir, seen, victims, resume=life > 0)
         if seen.summary:
             break
     accuracy, done = seen.summary.get("eval_after"), seen.summary.get("steps", 0)
@@ -80,11 +81,11 @@ async def _lives(stage: StageContext, run_file: Path, settings: Sequence[str], r
         stage.target(at_least("demo, held-out accuracy after", accuracy or 0.0, ACCURACY, "fraction"))
 
 
-async def _life(
+async def _run_life(
     stage: StageContext, arguments: Sequence[str], run_dir: Path, seen: DemoRun, victims: list[str], *, resume: bool
 ) -> None:
-    """Run the program until it ends by itself or after the last of its ``victims`` was killed, one after each further
-    snapshot."""
+    """Run one life of ``headrace train`` with ``arguments`` until it ends, and add the observations to ``seen``.
+    Meanwhile kill the processes with the roles ``victims``, one after the other."""
     async with training(arguments, resume=resume) as program, asyncio.TaskGroup() as group:
         assert program.stdout is not None
         assert program.stderr is not None
@@ -99,7 +100,8 @@ async def _life(
 
 
 async def _kill(run_dir: Path, seen: DemoRun, victims: list[str]) -> None:
-    """Kill one part after the other, each when the run has made two more steps since the last kill."""
+    """Kill a process of each role in ``victims``, in order, each when the run has made two more steps since the last
+    kill, and add the kills to ``seen``."""
     for number, role in enumerate(victims):
         while role not in seen.kills:
             status = read_status(run_dir)
@@ -111,22 +113,22 @@ async def _kill(run_dir: Path, seen: DemoRun, victims: list[str]) -> None:
 
 
 def _kill_ready(pids: Sequence[int], role: str, seen: DemoRun) -> None:
-    """Kill the processes ``pids``, which are parts of that role, and note it in ``seen``."""
+    """Kill the processes ``pids``, which have this ``role``, and add the kills to ``seen``."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
             seen.kills[role] = pid
 
 
-async def _with_vllm(stage: StageContext, run_file: Path, folder: Path, settings: Sequence[str]) -> None:
-    """Run the demo once more with vLLM as its engine, without kills."""
+async def _run_with_vllm(stage: StageContext, run_file: Path, folder: Path, settings: Sequence[str]) -> None:
+    """Run the demo once more with vLLM as its engine, without kills, and record its accuracy."""
     if not stage.fits("the demo with vLLM", 60):
         return
     own = [f"run.dir={folder / 'vllm'}", "engine.kind=vllm", f"engine.server.python={stage.request.vllm}"]
     chosen = [each for each in settings if not each.startswith("run.dir")] + own
     arguments = [str(run_file), *(word for each in chosen for word in ("--set", each)), "--json"]
     seen = DemoRun()
-    await _life(stage, arguments, folder / "vllm", seen, [], resume=False)
+    await _run_life(stage, arguments, folder / "vllm", seen, [], resume=False)
     accuracy = seen.summary.get("eval_after") or 0.0
     stage.row(what="demo with vLLM", eval_after=accuracy, errors=seen.errors[-300:])
     stage.target(at_least("demo with vLLM, held-out accuracy after", accuracy, ACCURACY, "fraction"))

@@ -1,11 +1,12 @@
-"""Runs the stages, each in a process of its own with a time limit, one after the other.
+"""The driver of ``headrace bench gpu``, which runs the stages one after the other, each in a process of its own with a
+time limit.
 
-    order ──▶ process of a stage ──▶ its lines ──▶ outcome ──▶ file, flushed ──▶ next stage
-                    │                                 ▲
-                    └── fails, or is killed at its limit: what it has written so far counts
+    request ──▶ process of a stage ──▶ its lines ──▶ outcome ──▶ JSON file ──▶ next stage
+                    │                                   ▲
+                    └── fails, or is killed at its limit: the lines that it has written are used
 
-A stage gets its share of the time that is left, so that a stage which ends early leaves the rest to the others. A stage
-whose share would be less than it needs is left out.
+The limit of a stage is its share of the remaining time, so that later stages can use the time that an earlier stage
+did not need. A stage whose share is too short for it is left out.
 """
 
 from __future__ import annotations
@@ -29,30 +30,32 @@ from headrace.wings.bench.gpu.stages import STAGES, StageKind
 
 STAGE_PROGRAM = "headrace.wings.bench.gpu.stage"
 LOOK_S = 0.2
-"""Seconds between two looks at the processes of a stage, whose processor time is added up."""
+"""The interval, in seconds, at which the processor time of a stage's processes is read."""
 _LAST_LINES = 12
+"""The number of last lines of a stage's output that its outcome contains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesPlan:
-    """What is run, and how."""
+    """The stages to run, with their time budget, their directory and their environment."""
 
     names: Sequence[str]
-    """Names of the stages, in their order."""
+    """The names of the stages, in their order."""
     budget_s: float
-    """Seconds that all of them may take together."""
+    """The time limit of all stages together, in seconds."""
     directory: Path
-    """Directory for the files of all stages."""
+    """The directory for the files of all stages."""
     pretend: bool = False
     vllm: str = ""
     device: str = "cuda"
     program: str = STAGE_PROGRAM
-    """Python module that runs one stage."""
+    """The Python module that runs one stage."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the stages."""
+    """The environment variables of the stages."""
     host_variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, with ``pretend``, of stages that the claimed device is of no use to."""
+    """The environment variables, with ``pretend``, of stages that do not run on the claimed device."""
     kinds: Mapping[str, StageKind] = field(default_factory=lambda: STAGES)
+    """The stages by name."""
 
 
 def run_stages(
@@ -61,7 +64,7 @@ def run_stages(
     flush: Callable[[Sequence[GpuStageOutcome]], None],
     on_progress: Callable[[str], None],
 ) -> list[GpuStageOutcome]:
-    """Run all stages of ``plan``, and return what became of each. ``flush`` is called after every stage with the
+    """Run all stages of ``plan``, and return the outcome of each. ``flush`` is called after every stage with the
     outcomes so far, and ``on_progress`` with lines of progress."""
     outcomes: list[GpuStageOutcome] = []
     end_s = clock.now() + plan.budget_s
@@ -85,8 +88,8 @@ def run_stages(
 def _run_stage(
     plan: StagesPlan, name: str, limit_s: float, figures: Mapping[str, float], clock: Clock
 ) -> GpuStageOutcome:
-    """Run one stage, kill it after ``limit_s`` seconds, and return what became of it. ``figures`` are those of the
-    stages before."""
+    """Run one stage, kill it after ``limit_s`` seconds, and return its outcome. ``figures`` are the figures of earlier
+    stages."""
     kind, directory = plan.kinds[name], plan.directory / name
     directory.mkdir()
     models = plan.directory / "models"
@@ -123,8 +126,8 @@ def _run_stage(
 
 
 def _wait(process: subprocess.Popen[bytes], end_s: float, clock: Clock) -> float:
-    """Wait until the process has ended, but not beyond the time ``end_s``. Return the processor time of it and of all
-    that it has started, as far as was seen."""
+    """Wait until the process has ended, at most until the time ``end_s``. Return the processor time of the process and
+    of all its descendants in seconds, as far as it was read before they ended."""
     used: dict[int, float] = {}
     while process.poll() is None and clock.now() < end_s:
         with suppress(*PROCESS_GONE):
@@ -137,7 +140,7 @@ def _wait(process: subprocess.Popen[bytes], end_s: float, clock: Clock) -> float
 
 
 def _processor_s(process: psutil.Process, former_s: float) -> float:
-    """Return the processor time of a process in seconds; ``former_s``, what was seen last, if it has ended."""
+    """Return the processor time of a process in seconds; ``former_s``, the value read before, if it has ended."""
     try:
         times = process.cpu_times()
     except PROCESS_GONE:
@@ -146,7 +149,7 @@ def _processor_s(process: psutil.Process, former_s: float) -> float:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the process and of all that it has started, whatever group that is in."""
+    """Kill the process and all its descendants that still run, also descendants in other process groups."""
     started: list[psutil.Process] = []
     with suppress(*PROCESS_GONE):
         started = psutil.Process(process.pid).children(recursive=True)
@@ -161,5 +164,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_words(log: Path) -> str:
-    """Return the last lines of a stage's output."""
+    """Return the last lines of ``log``, the file with the output of a stage's process."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])

@@ -1,5 +1,5 @@
-"""The stage ``engine``: how fast the native engine decodes beside the limits of memory and products, what a step asks
-of the device, and how its memory compares with the planner's reckoning."""
+"""The stage ``engine``: the decoding speed of the native engine compared with the limits of memory and matrix products
+(the *roofline*), the work of the device in a step, and the memory compared with the planner's estimate."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from headrace.wings.bench.gpu.engines import Load, decode, floor_s, open_engine
 from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, SMALL, model_of, write_model
 
 ROOFLINE = 0.6
-"""The share of the roofline that is aimed at, for the models of :data:`~.shapes.MEASURED`."""
+"""The target fraction of the roofline, for the models of :data:`~.shapes.MEASURED`."""
 DTYPE = "bfloat16"
 BATCH = 256
+"""The number of sequences of a full batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCase:
-    """One measurement of the engine."""
+    """One measurement of the engine: a model and a batch of requests."""
 
     model: str
     load: Load
     needs_s: float
-    """Seconds that it takes on a fast card, its model included."""
+    """The duration of the measurement on a fast GPU, with the creation of the model, in seconds."""
     aimed: bool = False
-    """Whether its share of the roofline is a target."""
+    """True where the fraction of the roofline has a target."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of the sampling parameters that differ from their defaults."""
 
 
 CASES = (
@@ -47,33 +49,33 @@ CASES = (
     EngineCase(model=SMALL, load=Load(sequences=16, prompt=8_000, new=32), needs_s=10),
     EngineCase(model=SMALL, load=Load(sequences=4, prompt=32_000, new=32), needs_s=15),
 )
-"""The measurements, in the order of their importance."""
+"""The measurements, the most important first."""
 TINY = (
     EngineCase(model=MEASURED[0], load=Load(sequences=1, prompt=20, new=3), needs_s=0),
     EngineCase(model=MEASURED[0], load=Load(sequences=4, prompt=20, new=3), needs_s=0, aimed=True),
     EngineCase(model=SMALL, load=Load(sequences=2, prompt=40, new=3), needs_s=0, sampling={"top_p": 0.95}),
 )
-"""What ``--pretend`` measures."""
+"""The measurements with ``--pretend``."""
 
 
 def run(stage: StageContext) -> None:
-    """Measure all cases for which there is time. What a step of one sequence takes beyond its floor is the time that a
-    step takes beside reading and computing, which the planner counts apart."""
-    beside: dict[str, float] = {}
+    """Measure all cases for which there is time. The first case, a step of one sequence, also yields the overhead of a
+    step, its time beyond the lower limit, which is a figure of its own for the planner."""
+    overhead: dict[str, float] = {}
     for case in TINY if stage.pretend else CASES:
         name = _name(case)
-        stage.attempt(name, partial(_measure, stage, case, name, beside), needs_s=case.needs_s)
+        stage.attempt(name, partial(_measure, stage, case, name, overhead), needs_s=case.needs_s)
 
 
 def _name(case: EngineCase) -> str:
-    """Return the name of a measurement."""
+    """Return the name of a measurement: model, batch, and sampling options."""
     options = "".join(f", {key} {value}" for key, value in case.sampling.items())
     return f"{case.model}, {case.load.sequences} x {case.load.prompt}{options}"
 
 
-def _measure(stage: StageContext, case: EngineCase, name: str, beside: dict[str, float]) -> None:
-    """Open an engine, decode, and record the figures of one case. ``beside`` has the time that a step takes beside
-    reading and computing, which the first case puts there."""
+def _measure(stage: StageContext, case: EngineCase, name: str, overhead: dict[str, float]) -> None:
+    """Open an engine, decode, and record the figures of one case. The first case stores the overhead of a step in
+    ``overhead``, and later cases read it there."""
     sizes = model_of(case.model, pretend=stage.pretend).sizes
     folder = write_model(stage.models, case.model, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend
     )  # fmt: skip
@@ -91,15 +93,16 @@ def _measure(stage: StageContext, case: EngineCase, name: str, beside: dict[str,
     if case.aimed and least_s:
         target = at_least(f"engine, {name}: floor of a step by the step", share, ROOFLINE, "fraction")
         stage.target(target, measured=True)
-        alone = least_s / max(least_s, figures.step_s - beside.get("overhead_s", 0.0))
-        stage.figures(**{f"engine {case.model}": tok_s, "decode_share": alone})
-    if not beside and least_s:
-        beside["overhead_s"] = max(0.0, figures.step_s - least_s)
-        stage.figures(**beside)
+        share_without_overhead = least_s / max(least_s, figures.step_s - overhead.get("overhead_s", 0.0))
+        stage.figures(**{f"engine {case.model}": tok_s, "decode_share": share_without_overhead})
+    if not overhead and least_s:
+        overhead["overhead_s"] = max(0.0, figures.step_s - least_s)
+        stage.figures(**overhead)
 
 
 def _memory(engine: NativeEngine, params: int) -> dict[str, float]:
-    """Return the peak of the device's memory beside what is planned: one copy of the weights, and the cache."""
+    """Return columns with the peak of the device's memory, also divided by the planned memory: one copy of the weights,
+    and the cache."""
     peak, cache = torch.cuda.max_memory_allocated(), engine.stats().cache_bytes
     planned = 2 * params + cache
     return {"peak_gib": peak / GIB, "cache_gib": cache / GIB, "peak_by_plan": peak / planned}

@@ -1,4 +1,5 @@
-"""An engine on the device, opened as a run opens it but in this process, and the measurement of its decoding."""
+"""Functions of the stages that measure engines: open a native engine on the device, in this process, measure its
+decoding, and compute the lower limit of a step."""
 
 from __future__ import annotations
 
@@ -21,56 +22,57 @@ from headrace.wings.plan.catalogue.shape import ModelShape
 from headrace.wings.plan.costs import Roofline
 
 STEP_TOKENS = 8192
-"""Most tokens of one step of the engine."""
+"""The largest number of tokens in one step of the engine."""
 WARM_STEPS = 4
-"""Steps of decoding that are not measured, since kernels are compiled and memory is allocated in them."""
+"""The number of decoding steps before the measurement, in which kernels are compiled and memory is allocated."""
 PROFILED_STEPS = 4
-"""Steps of which the work of the device is counted."""
+"""The number of steps in which the work of the device is counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A batch of equal requests."""
+    """A batch of requests of equal size."""
 
     sequences: int
-    """Number of requests, which all run at once."""
+    """The number of requests, which all run at once."""
     prompt: int
-    """Tokens of each prompt."""
+    """The number of tokens of each prompt."""
     new: int
-    """Tokens that are decoded in measured steps, at most."""
+    """The largest number of tokens of a sequence that are decoded in measured steps."""
 
     @property
     def more(self) -> int:
-        """Tokens of a sequence beside its prompt, at most: those of steps in which other prompts are still read, of the
-        warm, the measured and the counted steps."""
+        """The largest number of sampled tokens of a sequence: in steps that still read other prompts, and in the warm,
+        the measured and the counted steps."""
         reading = -(-self.sequences * self.prompt // (STEP_TOKENS - self.sequences))
         return reading + WARM_STEPS + self.new + PROFILED_STEPS + 4
 
     @property
     def context(self) -> int:
-        """Most tokens of a sequence."""
+        """The largest number of tokens of a sequence."""
         return self.prompt + self.more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFigures:
-    """What was measured of a batch."""
+    """The measured figures of a batch."""
 
     prefill_tok_s: float
-    """Prompt tokens per second, until every sequence has its first token."""
+    """The prompt tokens per second, until every sequence has its first token."""
     step_s: float
-    """Median seconds of a step in which every sequence decodes one token."""
+    """The median duration of a step in which every sequence decodes one token, in seconds."""
     context: float
-    """Mean number of cached tokens of a sequence in these steps."""
+    """The mean number of cached tokens of a sequence in these steps."""
     work: dict[str, float]
-    """Launches, waits and copies of one step."""
+    """The numbers of launches, waits and copies of one step, by name."""
 
 
 def open_engine(
     stage: StageContext, model_dir: Path, dtype: str, load: Load, *, receiver: WeightReceiver | None = None, **more: Any
 ) -> NativeEngine:
-    """Load the model in ``model_dir`` onto the device, and return an engine with room for ``load``, whose first weights
-    are committed unless a ``receiver`` is to bring them. ``more`` are further settings of the engine."""
+    """Load the model in ``model_dir`` onto the device, and return an engine with room for ``load``. Its loaded weights
+    are committed as the first version, unless there is a ``receiver``, from which the engine then receives its weights.
+    ``more`` are further settings of the engine."""
     device = use("engine.device", stage.request.device)
     model = load_model(ModelConfig.model_validate({"path": str(model_dir), "dtype": dtype}), str(device))
     settings = {"max_sequences": load.sequences, "max_step_tokens": STEP_TOKENS, "cache_share": 0.6, **more}
@@ -85,15 +87,16 @@ def open_engine(
 
 
 def decode(stage: StageContext, engine: NativeEngine, load: Load, vocab: int, **sampling: Any) -> DecodeFigures:
-    """Run ``load`` on the engine, whose vocabulary is ``vocab``, until every sequence decodes, and measure steps from
-    then on; the requests are withdrawn at the end. ``sampling`` has fields of the sampling parameters."""
+    """Run ``load`` on the engine until every sequence decodes, measure the steps after that, and return the figures;
+    the requests are aborted at the end. ``vocab`` is the vocabulary size of the model, and ``sampling`` has fields of
+    the sampling parameters."""
     rng, before = np.random.default_rng(load.sequences), engine.stats().generated_tokens
     ids = list(range(load.sequences))
     start_s = stage.clock.now()
     for number in ids:
         prompt_ids_T = rng.integers(3, vocab, load.prompt).astype(np.int32)
-        wanted = Sampling(max_new_tokens=load.more, seed=number, stop_ids=(), **sampling)
-        engine.add(GenerateRequest(request_id=number, prompt_ids_T=prompt_ids_T, sampling=wanted))
+        parameters = Sampling(max_new_tokens=load.more, seed=number, stop_ids=(), **sampling)
+        engine.add(GenerateRequest(request_id=number, prompt_ids_T=prompt_ids_T, sampling=parameters))
     while _tokens_of_step(engine) < load.sequences:
         assert engine.has_work(), "the sequences have ended before all of them decoded"
     stage.wait()
@@ -113,17 +116,17 @@ def decode(stage: StageContext, engine: NativeEngine, load: Load, vocab: int, **
 
 
 def _tokens_of_step(engine: NativeEngine) -> int:
-    """Make a step of the engine, and return how many tokens it has sampled: one for each sequence whose prompt has been
-    read."""
+    """Run a step of the engine, and return the number of tokens that it sampled: one for each sequence whose prompt has
+    been read."""
     before = engine.stats().generated_tokens
     engine.step()
     return engine.stats().generated_tokens - before
 
 
 def floor_s(sizes: ModelShape, figures: DecodeFigures, load: Load, ceilings: dict[str, float], itemsize: int) -> float:
-    """Return the least seconds of a step: the longer of the times to read all weights and the cache at the measured
-    rate of copies within the device, and to compute at the measured rate of products. 0 where these were not
-    measured."""
+    """Return the lower limit of the duration of a step, in seconds: the time to read all weights and the cache at the
+    measured rate of copies within the device, or the time to compute at the measured rate of products, whichever is
+    longer. Return 0 where these rates were not measured."""
     bandwidth, flops = ceilings.get("copy_device_gb_s", 0.0) * 1e9, ceilings.get("product_bfloat16_tflops", 0.0) * 1e12
     if not bandwidth or not flops:
         return 0.0

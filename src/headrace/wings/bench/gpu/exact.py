@@ -1,8 +1,8 @@
-"""The stage ``exact``: whether the engine computes what the learner computes, at equal weights, and keeps the contract
-of engines on the device.
+"""The stage ``exact``: whether engine and learner compute equal logprobs at equal weights, and whether the engine
+fulfils the contract of engines on the device.
 
-The same prompts are sampled in small pieces, with shared beginnings, in groups, and with a cache that is too small for
-all sequences at once; the learner's log π of every sampled token is compared with the engine's log μ.
+The prompts are read in small pieces, have common beginnings, are sampled in groups, and need a larger cache than there
+is for all sequences at once. The learner's log π of every sampled token is compared with the engine's log μ.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from headrace.wings.bench.gpu.shapes import MIXTURE, SINKS, SMALL, model_of, wri
 CONTRACT = "headrace.testing.engine_on_device"
 """The program that checks the contract of engines on one device."""
 CLOSE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Largest mean of |log π − log μ| over the tokens, in nats, by number format."""
+"""The largest acceptable mean of |log π − log μ| over the tokens, in nats, by number format."""
 CONTRACT_SHARE = 0.5
-"""Share of the time that is left for the contract."""
+"""The fraction of the stage's time that is reserved for the contract."""
 
 
 def run(stage: StageContext) -> None:
@@ -37,19 +37,19 @@ def run(stage: StageContext) -> None:
     for model in (SMALL, SINKS, MIXTURE):
         for dtype in ("float32", "bfloat16"):
             if model != SMALL and (dtype == "float32") != stage.pretend:
-                continue  # one format each: in float32 the large models would fill a card
+                continue  # only one format for the large models, which in float32 would not fit on a GPU
             what = f"engine against learner, {model}, {dtype}"
-            stage.attempt(what, partial(_compared, stage, model, dtype), needs_s=contract_s + 8)
-    _contract(stage)
+            stage.attempt(what, partial(_compare, stage, model, dtype), needs_s=contract_s + 8)
+    _check_contract(stage)
 
 
-def _compared(stage: StageContext, model: str, dtype: str) -> None:
-    """Compare engine and learner on one model in one number format."""
-    asyncio.run(_compare(stage, model, dtype))
+def _compare(stage: StageContext, model: str, dtype: str) -> None:
+    """Compare engine and learner on the model with the key ``model`` in one number format."""
+    asyncio.run(_sample_and_train(stage, model, dtype))
 
 
-async def _compare(stage: StageContext, model: str, dtype: str) -> None:
-    """Sample groups of answers and train on them, and record how far log π and log μ are apart."""
+async def _sample_and_train(stage: StageContext, model: str, dtype: str) -> None:
+    """Sample groups of answers and train on them, and record the mean difference of log π and log μ."""
     folder = write_model(stage.models, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
     long, new, room = (24, 12, 96) if stage.pretend else (700, 48, 6_000)
     vocab = model_of(model, pretend=stage.pretend).settings["vocab_size"]
@@ -65,22 +65,23 @@ async def _compare(stage: StageContext, model: str, dtype: str) -> None:
         groups = await policy.sample(prompts, n=4, max_new_tokens=new, seed=1)
         metrics = policy.forward_backward(groups, [[1.0, -1.0, 0.5, -0.5]] * len(prompts)).metrics
         facts, stats = policy.facts, policy.engine.stats()
-    apart = metrics["mismatch_abs"]
+    difference = metrics["mismatch_abs"]
     stage.row(
-        what=f"engine against learner, {model}, {dtype}", mean_apart=apart, kl=metrics["mismatch_kl"],
+        what=f"engine against learner, {model}, {dtype}", mean_apart=difference, kl=metrics["mismatch_kl"],
         attention=facts["attention"], cache_tokens=room, preempted=stats.preempted, cached=stats.cached_tokens,
     )  # fmt: skip
     name = f"engine against learner, {model}, {dtype}: mean |Δ logprob|"
-    stage.target(at_most(name, apart, CLOSE[dtype], "nats"))
+    stage.target(at_most(name, difference, CLOSE[dtype], "nats"))
 
 
-def _contract(stage: StageContext) -> None:
-    """Check the contract in a process of its own, for as long as there is time, and record what came of each clause."""
+def _check_contract(stage: StageContext) -> None:
+    """Check the contract of engines in a process of its own, for as long as there is time, and record the result of
+    each clause."""
     left_s = max(1.0, stage.left_s() - 4.0)
     command = [sys.executable, "-m", CONTRACT, stage.request.device, f"{0.7 * left_s:g}"]
     if stage.pretend:
         command.append("--few")
-    variables = {"OMP_NUM_THREADS": "1"} if stage.pretend else {}  # threads would wait for one another there
+    variables = {"OMP_NUM_THREADS": "1"} if stage.pretend else {}  # on the claimed device several threads are slower
     process = subprocess.Popen(command, env=program_environment(variables), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     alarm = threading.Timer(left_s, process.kill)
@@ -101,5 +102,5 @@ def _contract(stage: StageContext) -> None:
 
 
 def _short(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a clause's row."""
+    """Return the columns of a clause's row: its result and its duration."""
     return {"result": found["result"], "s": found["s"]}

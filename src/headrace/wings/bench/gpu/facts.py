@@ -1,4 +1,5 @@
-"""The stage ``facts``: what the machine is, and the rates that all others are divided by."""
+"""The stage ``facts``: facts about the machine, and its *ceilings*, the highest rates of copies and products, to which
+the rates of other stages are compared."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from headrace.wings.bench.gpu.base import GIB, StageContext
 from headrace.wings.bench.gpu.probe import probe
 
 QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.width.current", "clocks.max.sm", "power.limit")
-"""What ``nvidia-smi`` is asked for."""
+"""The properties of the GPU that ``nvidia-smi`` is asked for."""
 
 
 def run(stage: StageContext) -> None:
@@ -28,18 +29,19 @@ def run(stage: StageContext) -> None:
     )
     names = VisibleGpus.of_this_process().names
     stage.row(what="GPUs", visible=visible_gpus(), torch_sees=found.count, driver_names=list(names or ()))
-    stage.row(what="links", **_driver_says())
+    stage.row(what="links", **_query_driver())
     if stage.pretend:
         copied, side = 1 << 16, 32
     else:
         copied, side = 1 << 30, 8192
-    _copies(stage, copied)
+    _measure_copies(stage, copied)
     for dtype in (torch.bfloat16, torch.float32):
-        _products(stage, side if dtype == torch.bfloat16 else side // 2, dtype)
+        _measure_products(stage, side if dtype == torch.bfloat16 else side // 2, dtype)
 
 
-def _driver_says() -> Mapping[str, str]:
-    """Return what ``nvidia-smi`` says of the first GPU; what is missing where there is no such program."""
+def _query_driver() -> Mapping[str, str]:
+    """Return the properties :data:`QUERY` of the first GPU, which ``nvidia-smi`` prints; where the program is missing
+    or fails, return the reason as ``left_out``."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"left_out": "nvidia-smi is not installed"}
@@ -51,9 +53,9 @@ def _driver_says() -> Mapping[str, str]:
     return dict(zip(QUERY, values, strict=False))
 
 
-def _copies(stage: StageContext, num_bytes: int) -> None:
-    """Measure copies of ``num_bytes`` bytes: to the device and back, from pinned and from pageable memory, and within
-    the device, where reading and writing count both."""
+def _measure_copies(stage: StageContext, num_bytes: int) -> None:
+    """Measure and record the rates of copies of ``num_bytes`` bytes: to the device and back, with pinned and with
+    pageable memory, and within the device, where bytes read and bytes written both count."""
     device = torch.device(stage.request.device)
     there = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     other = torch.empty_like(there)
@@ -72,8 +74,8 @@ def _copies(stage: StageContext, num_bytes: int) -> None:
     stage.figures(**rates)
 
 
-def _products(stage: StageContext, side: int, dtype: torch.dtype) -> None:
-    """Measure the rate of products of square matrices with ``side`` rows."""
+def _measure_products(stage: StageContext, side: int, dtype: torch.dtype) -> None:
+    """Measure and record the rate of products of square matrices with ``side`` rows in the number format ``dtype``."""
     name = str(dtype).removeprefix("torch.")
     left, right = (torch.full((side, side), 0.5, dtype=dtype, device=stage.request.device) for _ in range(2))
     seconds = stage.shortest_s(lambda: left @ right, times=10)

@@ -1,5 +1,5 @@
-"""The file of ``headrace bench gpu``: one JSON object, which is written anew after each stage, compared with that of
-another day, and read by ``headrace plan --calibrate``."""
+"""The file of ``headrace bench gpu``: one JSON object, which is replaced after each stage, can be compared with the
+file of another measurement, and is read by ``headrace plan --calibrate``."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from headrace.wings.bench.gpu.base import GpuStageOutcome
 from headrace.wings.plan.card import FORMAT, CardRates
 
 SLOWER = 0.95
-"""A figure of less than this share of the former one is reported as slower."""
+"""The ratio of a figure to its former value below which the figure is reported as slower."""
 _LESS_IS_BETTER = ("overhead_s", "gap_s")
+"""The figures of which a smaller value is better."""
 _RATES = tuple(name for name in CardRates.__struct_fields__ if name != "card")
-"""The figures that the planner reads."""
+"""The names of the figures that the planner reads."""
 
 
 class GpuFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the file."""
+    """The content of the file of one measurement."""
 
     format: int = FORMAT
-    """Number of the format."""
+    """The number of the file's format."""
     made: str
-    """Time of the beginning, for people to read."""
+    """The date and time of the start, as text."""
     pretend: bool
-    """Whether the device only claimed to be a GPU, so that no figure means anything."""
+    """True where the device only claimed to be a GPU: figures mean nothing."""
     card: str
-    """Name of the GPU; ``claimed`` for one that only claims to be one."""
+    """The name of the GPU; ``claimed`` for the claimed device."""
     budget_s: float
     rates: CardRates
-    """What ``headrace plan --calibrate`` reads; a rate is ``None`` until it has been measured."""
+    """The rates that ``headrace plan --calibrate`` reads; a rate is ``None`` until it has been measured."""
     stages: list[GpuStageOutcome]
 
 
 def rates_of(card: str, outcomes: Sequence[GpuStageOutcome]) -> CardRates:
-    """Return what the planner needs, as far as the stages so far have measured it."""
+    """Return the rates of the GPU ``card`` for the planner; a rate that no stage has measured yet is ``None``."""
     figures = figures_of(outcomes)
     return CardRates(card=card, **{name: figures.get(name) for name in _RATES})
 
@@ -49,14 +50,15 @@ def figures_of(outcomes: Sequence[GpuStageOutcome]) -> dict[str, float]:
 
 
 def write_file(path: Path, content: GpuFile) -> None:
-    """Write the file anew, so that at each moment it is whole: the former one, or this one."""
+    """Replace the file ``path`` atomically: a reader finds the whole former or the whole new content."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     partial.replace(path)
 
 
 def read_file(path: Path) -> GpuFile:
-    """Return the content of the file ``path``. Raises :class:`~headrace.base.errors.DataError` if it is none."""
+    """Return the content of the file ``path``. Raises :class:`~headrace.base.errors.DataError` if it cannot be read, or
+    is not a file of ``headrace bench gpu`` in this format."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=GpuFile)
     except (OSError, msgspec.MsgspecError) as error:
@@ -71,7 +73,8 @@ def read_file(path: Path) -> GpuFile:
 
 
 def compared(now: Mapping[str, float], before: Mapping[str, float]) -> list[Row]:
-    """Return a row for each figure that both have, with their ratio and whether the new one is slower."""
+    """Return a row for each figure that is in both ``now`` and ``before``, with their ratio and whether the new figure
+    is slower."""
     rows: list[Row] = []
     for name in sorted(now.keys() & before.keys()):
         if not before[name] or not now[name]:

@@ -1,5 +1,5 @@
-"""The stage ``kernels``: every Triton kernel, in each number format and for each size of heads, against its definition
-in float64 on the device; microseconds, and the share of the device's bandwidth.
+"""The stage ``kernels``: every Triton kernel, in each number format and for each size of heads, compared with its
+definition in float64 on the device; its time in microseconds, and the used fraction of the device's bandwidth.
 
 With ``--pretend`` Triton's interpreter runs the kernels on small inputs, where Triton is installed.
 
@@ -30,8 +30,9 @@ SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 RULES: Mapping[str, Mapping[str, Any]] = {
     "plain": {}, "window": {"window": True}, "softcap": {"softcap": 30.0}, "sinks": {"sinks": True},
 }  # fmt: skip
+"""The kinds of attention that are checked, by name: without or with a sliding window, a soft cap, or sinks."""
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest difference from float64 by number format, by the largest number."""
+"""The largest acceptable difference from float64, relative to the largest number, by number format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +40,17 @@ class DecodeCase:
     """One call of the decoding kernel: a batch, and the heads of a layer."""
 
     rows: int
-    """Number of sequences, each of which decodes one token."""
+    """The number of sequences, each of which decodes one token."""
     context: int
-    """Longest context; the rows have contexts from half of it up."""
+    """The longest context, in tokens; the rows have random contexts between half of this and this length."""
     kv_heads: int
-    """Number of key-value heads."""
+    """The number of key-value heads."""
     group: int
-    """Number of query heads for each key-value head."""
+    """The number of query heads for each key-value head."""
 
 
 def run(stage: StageContext) -> None:
-    """Try all kernels, and measure them on a real device."""
+    """Check all kernels, and on a real device also measure them."""
     if not probe().triton:
         stage.row(what="kernels", left_out="Triton is not installed: pip install 'headrace[cuda]'")
         return
@@ -60,15 +61,17 @@ def run(stage: StageContext) -> None:
     for sizes in SIZES[:2] if stage.pretend else SIZES:
         for dtype in CLOSE:
             if stage.pretend and dtype == torch.bfloat16:
-                continue  # the interpreter takes the bits of a bfloat16 matrix for integers
+                continue  # the interpreter reads the bits of a bfloat16 matrix as integers
             for rule in RULES if sizes in ((64, 64), (128, 128)) else ("plain",):
                 name = f"{str(dtype).removeprefix('torch.')}, heads of {sizes[0]} and {sizes[1]}, {rule}"
-                stage.attempt(name, partial(_try, stage, name, case, (sizes, dtype, rule)))
+                stage.attempt(name, partial(_check_kernel, stage, name, case, (sizes, dtype, rule)))
 
 
-def _try(stage: StageContext, name: str, case: DecodeCase, kind: tuple[tuple[int, int], torch.dtype, str]) -> None:
-    """Compare one kernel with its definition, and record how long it takes. ``kind`` are the sizes of keys and values,
-    the number format and the rule."""
+def _check_kernel(
+    stage: StageContext, name: str, case: DecodeCase, kind: tuple[tuple[int, int], torch.dtype, str]
+) -> None:
+    """Compare one kernel with its definition, and record its time. ``kind`` contains the sizes of keys and values, the
+    number format and the rule of attention, one of :data:`RULES`."""
     sizes, dtype, rule = kind
     from headrace.models.paged.triton import TritonAttention, columns
 
@@ -82,19 +85,21 @@ def _try(stage: StageContext, name: str, case: DecodeCase, kind: tuple[tuple[int
     sinks = torch.linspace(-1, 1, heads, device=device, dtype=dtype) if given.pop("sinks", False) else None
     given |= {"window": case.context // 8} if given.pop("window", False) else {}
     limits: dict[str, Any] = {"window": None, "softcap": None, "chunk": None, **given}
-    asked = Rule(layer=0, scale=sizes[0] ** -0.5, sinks_H=sinks, **limits)
+    attention_rule = Rule(layer=0, scale=sizes[0] ** -0.5, sinks_H=sinks, **limits)
     attention = TritonAttention(geometry, device)
     with torch.inference_mode():
-        got = attention.attend(qkv, cache.layers[0], asked)
-        wanted = defined(geometry, qkv[0], cache.layers[0], asked)
-    stage.target(at_most(f"write, {name}: numbers that differ", _unwritten(geometry, qkv, cache), 0, "numbers"))
-    worst = float((got.double() - wanted).abs().max() / wanted.abs().max())
+        computed = attention.attend(qkv, cache.layers[0], attention_rule)
+        expected = defined(geometry, qkv[0], cache.layers[0], attention_rule)
+    num_wrong = _count_wrong_writes(geometry, qkv, cache)
+    stage.target(at_most(f"write, {name}: numbers that differ", num_wrong, 0, "numbers"))
+    worst = float((computed.double() - expected).abs().max() / expected.abs().max())
     stage.target(at_most(f"decode, {name}: largest difference from float64", worst, CLOSE[dtype], "of largest"))
     if stage.pretend:
         stage.row(what=f"decode, {name}", interpreted=True, worst=worst)
         return
     with torch.inference_mode():
-        seconds = stage.shortest_s(lambda: [attention.attend(qkv, cache.layers[0], asked) for _ in range(20)]) / 20
+        calls_s = stage.shortest_s(lambda: [attention.attend(qkv, cache.layers[0], attention_rule) for _ in range(20)])
+        seconds = calls_s / 20
     window = given.get("window") or case.context
     read = int(np.minimum(geometry.starts_R + 1, window).sum()) * case.kv_heads * sum(sizes) * dtype.itemsize
     stage.row(
@@ -106,8 +111,8 @@ def _try(stage: StageContext, name: str, case: DecodeCase, kind: tuple[tuple[int
 def _inputs(
     case: DecodeCase, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Geometry, tuple[Tensor, Tensor, Tensor], PagedCache]:
-    """Return the geometry of a pass in which every row decodes one token, random queries, keys and values of its
-    tokens, and a cache of random numbers."""
+    """Return the geometry of a pass in which every row decodes one token, random queries, keys and values of these
+    tokens, and a cache that is filled with random numbers."""
     rng = np.random.default_rng(0)
     width = -(-case.context // BLOCK)
     tables_RB = rng.permutation(case.rows * width).reshape(case.rows, width).astype(np.int32)
@@ -126,8 +131,8 @@ def _inputs(
     return geometry, (query, keys, values), cache
 
 
-def _unwritten(geometry: Geometry, qkv: tuple[Tensor, Tensor, Tensor], cache: PagedCache) -> int:
-    """Return how many numbers of the new keys and values differ from what their blocks of the cache hold after the
+def _count_wrong_writes(geometry: Geometry, qkv: tuple[Tensor, Tensor, Tensor], cache: PagedCache) -> int:
+    """Return how many numbers of the new keys and values differ from the content of their blocks of the cache after the
     pass."""
     rows = np.arange(len(geometry.starts_R))
     device = qkv[0].device
@@ -138,8 +143,8 @@ def _unwritten(geometry: Geometry, qkv: tuple[Tensor, Tensor, Tensor], cache: Pa
 
 
 def defined(geometry: Geometry, query_RHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-    """Return the attention ``[R, H, V]`` of one decoded token for each row by its definition, in float64, over pools
-    that hold the new keys and values already."""
+    """Return the attention output ``[R, H, V]`` of one decoded token for each row, computed by the definition of
+    attention in float64. The pools of ``layer`` must already contain the new keys and values."""
     outputs = []
     for row, start in enumerate(geometry.starts_R):
         first = 0 if rule.window is None else max(0, int(start) - rule.window + 1)

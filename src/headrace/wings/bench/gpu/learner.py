@@ -1,5 +1,5 @@
-"""The stage ``learner``: the speed of training steps beside the rate of products, packed samples beside samples alone,
-gradients beside float32, and memory beside the planner's reckoning.
+"""The stage ``learner``: the speed of training steps compared with the rate of matrix products, packed samples compared
+with single samples, gradients compared with float32, and memory compared with the planner's estimate.
 
     share of products (MFU) = operations of a step (2 forward and 4 backward for each active parameter and token, and
                               attention; costs.TrainingFlops) / seconds / measured rate of bfloat16 products
@@ -26,29 +26,32 @@ from headrace.wings.plan.catalogue.shape import ModelShape
 from headrace.wings.plan.costs import TrainingFlops
 
 MFU = 0.4
-"""The share of the rate of products that is aimed at."""
+"""The target for the share of the rate of products."""
 DTYPE = "bfloat16"
 PACKED = lognormal(32, 896, 3840)
-"""The answers of a step: about 32 thousand tokens with their prompts, of very different lengths."""
+"""The lengths of the answers of a step: very different, and about 32 thousand tokens together with their prompts."""
 PROMPT = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerCase:
-    """One measurement of the learner."""
+    """One measurement of the learner: a model, a batch, and settings."""
 
     what: str
+    """The description of the case, for the report."""
     model: str
     needs_s: float
+    """The duration of the measurement on a fast GPU, with the creation of the model, in seconds."""
     answers: tuple[int, ...] = PACKED
-    """Number of tokens of each answer of the batch."""
+    """The number of tokens of each answer of the batch."""
     prompt: int = PROMPT
-    """Number of tokens of each prompt."""
+    """The number of tokens of each prompt."""
     settings: Mapping[str, Any] = field(default_factory=lambda: {"tokens_per_microbatch": 4096})
+    """The settings of the section ``[learner]``."""
     rank: int = 0
-    """Rank of the adapter that is trained; 0: all weights are."""
+    """The rank of the adapter that is trained; 0: all weights are trained."""
     aimed: bool = False
-    """Whether its share of the rate of products is a target."""
+    """True where the share of the rate of products has a target."""
 
 
 CASES = (
@@ -65,7 +68,7 @@ CASES = (
     ),
     LearnerCase(what="4K packed", model=MIXTURE, needs_s=30),
 )  # fmt: skip
-"""The measurements, in the order of their importance."""
+"""The measurements, the most important first."""
 _SMALL = {"tokens_per_microbatch": 64}
 TINY = (
     LearnerCase(
@@ -79,61 +82,63 @@ TINY = (
     LearnerCase(what="sinks", model=SINKS, needs_s=0, answers=(40,), prompt=4, settings=_SMALL),
     LearnerCase(what="mixture", model=MIXTURE, needs_s=0, answers=(5, 9), prompt=4, settings=_SMALL),
 )  # fmt: skip
-"""What ``--pretend`` measures."""
+"""The measurements with ``--pretend``."""
 
 
 def run(stage: StageContext) -> None:
-    """Measure the step that a target is set for, check that packing changes nothing and that gradients are those of
-    float32, then measure the other steps."""
+    """Measure the step with the target, check that packing does not change logprobs and that gradients agree with
+    float32, and then measure the other steps."""
     for case in TINY if stage.pretend else CASES:
         name = f"{case.model}, {case.what}"
         stage.attempt(name, partial(_measure, stage, case, name), needs_s=case.needs_s)
         if case.aimed:
-            stage.attempt("packed against alone", partial(_packed_is_alone, stage))
-            stage.attempt("gradients", partial(_gradients, stage))
+            stage.attempt("packed against alone", partial(_compare_packing, stage))
+            stage.attempt("gradients", partial(_compare_gradients, stage))
 
 
 def _open(stage: StageContext, model: str, dtype: str, settings: Mapping[str, Any], rank: int = 0) -> LearnerCore:
-    """Return a learner of the model of that name."""
+    """Return a learner of the model with the name ``model``, which is written to disk if it is not there yet."""
     folder = write_model(stage.models, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
     return open_learner(stage, folder, dtype, settings, rank=rank)
 
 
 def _batch(stage: StageContext, core: LearnerCore, model: str, prompt: int, answers: tuple[int, ...]) -> Batch:
-    """Return the next batch of a learner of the model of that name."""
+    """Return a random batch for the next step of ``core``, a learner of the model with the name ``model``."""
     vocab = model_of(model, pretend=stage.pretend).settings["vocab_size"]
     return random_batch(core.version, prompt=prompt, answers=answers, vocab=vocab)
 
 
-def _packed_is_alone(stage: StageContext) -> None:
-    """Compare log π of samples that are packed into one pass with that of each sample in a pass of its own, in
-    float32."""
+def _compare_packing(stage: StageContext) -> None:
+    """Compare log π of samples that are packed into one pass with log π of each sample in a pass of its own, in
+    float32, and record the largest difference."""
     answers = (5, 30, 12, 21) if stage.pretend else (40, 700, 333, 90)
     together, alone = (
         _open(stage, SMALL, "float32", {"lr": 0.0, "tokens_per_microbatch": tokens})
         for tokens in (4096, max(answers) + 8)
     )
-    found, wanted = (core.train(_batch(stage, core, SMALL, 8, answers)).log_pi_N for core in (together, alone))
-    worst = float(np.nanmax(np.abs(found - wanted)))
-    stage.row(what="packed against alone, float32", tokens=len(found), worst=worst)
+    packed_N, alone_N = (core.train(_batch(stage, core, SMALL, 8, answers)).log_pi_N for core in (together, alone))
+    worst = float(np.nanmax(np.abs(packed_N - alone_N)))
+    stage.row(what="packed against alone, float32", tokens=len(packed_N), worst=worst)
     stage.target(at_most("learner, packed samples by samples alone: largest |Δ log π|", worst, 2e-3, "nats"))
 
 
-def _gradients(stage: StageContext) -> None:
-    """Compare the norm of a gradient in bfloat16 with that in float32 of the same weights."""
+def _compare_gradients(stage: StageContext) -> None:
+    """Compare the norm of a gradient in bfloat16 with its norm in float32, at the same weights, and record the relative
+    difference."""
     answers = (5, 30, 12, 21) if stage.pretend else (40, 700, 333, 90)
     folder = write_model(stage.models, SMALL, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend)
     norms = []
     for dtype in ("float32", DTYPE):
         core = open_learner(stage, folder, dtype, {"tokens_per_microbatch": 4096})
         norms.append(core.train(_batch(stage, core, SMALL, 8, answers)).metrics["grad_norm"])
-    apart = abs(norms[1] / norms[0] - 1)
-    stage.row(what="gradient in bfloat16 against float32", float32=norms[0], bfloat16=norms[1], apart=apart)
-    stage.target(at_most("learner, norm of the gradient in bfloat16 by float32's: apart", apart, 0.05, "fraction"))
+    error = abs(norms[1] / norms[0] - 1)
+    stage.row(what="gradient in bfloat16 against float32", float32=norms[0], bfloat16=norms[1], apart=error)
+    stage.target(at_most("learner, norm of the gradient in bfloat16 by float32's: apart", error, 0.05, "fraction"))
 
 
 def _measure(stage: StageContext, case: LearnerCase, name: str) -> None:
-    """Make two steps in advance and three that are measured, and record the figures of one case."""
+    """Train one step as a warm-up and three measured steps, count the work of a further step, and record the figures of
+    one case."""
     torch.cuda.reset_peak_memory_stats()
     core = _open(stage, case.model, DTYPE, case.settings, case.rank)
     times_s = [core.train(_batch(stage, core, case.model, case.prompt, case.answers)).seconds for _ in range(4)]
@@ -142,28 +147,30 @@ def _measure(stage: StageContext, case: LearnerCase, name: str) -> None:
     lengths = np.array(case.answers, np.float64) + case.prompt
     rate = stage.request.ceilings.get("product_bfloat16_tflops", float("inf")) * 1e12
     share = (
-        _cost(sizes, rate, adapter=bool(case.rank)).step_s(float(lengths.sum()), float((lengths**2).sum())) / seconds
+        _cost_model(sizes, rate, adapter=bool(case.rank)).step_s(float(lengths.sum()), float((lengths**2).sum()))
+        / seconds
     )
     counted = stage.work.count(lambda: core.train(_batch(stage, core, case.model, case.prompt, case.answers)))
     stage.row(
         what=name, tok_s=float(lengths.sum()) / seconds, step_s=seconds, mfu=share, first_step_s=times_s[0],
-        peak_gib=torch.cuda.max_memory_allocated() / GIB, planned_gib=_planned(sizes, case) / GIB, **counted,
+        peak_gib=torch.cuda.max_memory_allocated() / GIB, planned_gib=_planned_bytes(sizes, case) / GIB, **counted,
     )  # fmt: skip
     if case.aimed and share:
         stage.target(at_least(f"learner, {name}: operations by products", share, MFU, "fraction"), measured=True)
         stage.figures(**{f"learner {case.model}": float(lengths.sum()) / seconds, "train_share": share})
 
 
-def _cost(sizes: ModelShape, rate: float, *, adapter: bool) -> TrainingFlops:
-    """Return the planner's model of a training step at that rate of products, in operations per second."""
+def _cost_model(sizes: ModelShape, rate: float, *, adapter: bool) -> TrainingFlops:
+    """Return the planner's cost model of a training step, where ``rate`` is the rate of products in operations per
+    second. With ``adapter``, gradients of the base's weights are not computed."""
     each = 4.0 if adapter else 6.0
     return TrainingFlops(flop_per_token=each * sizes.active, flop_per_square=sizes.flop_per_square, flops=rate)
 
 
-def _planned(sizes: ModelShape, case: LearnerCase) -> float:
-    """Return the bytes of weights, gradients and optimizer state on the device, without activations: 2, 2 and 12 for
-    each parameter in bfloat16 with master weights, of which 12 are in host memory with ``offload_optimizer``; of an
-    adapter's base the weights alone."""
+def _planned_bytes(sizes: ModelShape, case: LearnerCase) -> float:
+    """Return the estimated memory of weights, gradients and optimizer state on the device in bytes, without
+    activations. For each parameter in bfloat16 with master weights these are 2, 2 and 12 bytes, of which the 12 are in
+    host memory with ``offload_optimizer``. With an adapter, only the weights of its base count."""
     if case.rank:
         return 2.0 * sizes.params
     return (4.0 if case.settings.get("memory", {}).get("offload_optimizer") else 16.0) * sizes.params

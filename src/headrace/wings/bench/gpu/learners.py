@@ -1,4 +1,5 @@
-"""A learner on the device, and batches for it."""
+"""Functions of the stages that measure learners: open a learner on the device, in this process, and make random batches
+for it."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from headrace.wings.bench.learner_worker import batch_of
 def open_learner(
     stage: StageContext, model_dir: Path, dtype: str, settings: Mapping[str, Any], *, rank: int = 0
 ) -> LearnerCore:
-    """Load the model in ``model_dir`` onto the device, and return its learner, with DAPO's loss. ``settings`` are those
-    of the section ``[learner]``; with ``rank``, an adapter of that rank is trained."""
+    """Load the model in ``model_dir`` onto the device, and return its learner, with DAPO's loss. ``settings`` are the
+    settings of the section ``[learner]``. With a ``rank`` above 0, the learner trains an adapter of this rank."""
     device = use("learner.device", stage.request.device)
     lora = LoraConfig(rank=rank) if rank else None
     config = ModelConfig.model_validate({"path": str(model_dir), "dtype": dtype, "lora": lora})
@@ -36,6 +37,6 @@ def open_learner(
 
 
 def random_batch(step: int, *, prompt: int, answers: tuple[int, ...], vocab: int, seed: int = 0) -> Batch:
-    """Return a batch for training step ``step``: random answers of these lengths to random prompts of ``prompt``
-    tokens. Equal arguments give equal samples at any step."""
+    """Return a batch for training step ``step``: random answers with the lengths ``answers`` to random prompts of
+    ``prompt`` tokens. Equal arguments yield equal samples at any step."""
     return batch_of(step, {"prompt": prompt, "lengths": list(answers), "vocab": vocab, "seed": seed})

@@ -1,5 +1,5 @@
-"""What a process finds out about the GPU, for the refusals before the first stage and for the stage ``facts``:
-``python -m headrace.wings.bench.gpu.probe`` prints it as JSON. torch is imported in that process only."""
+"""The facts about the GPU that torch reports, for the checks before the first stage and for the stage ``facts``.
+``python -m headrace.wings.bench.gpu.probe`` prints them as JSON, so that the command itself does not import torch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ class CardFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about torch, the driver and the first GPU."""
 
     torch: str
-    """Version of torch."""
+    """The version of torch."""
     cuda: str
-    """Version of CUDA that torch was built for; empty for a build without."""
+    """The version of CUDA that torch was built for; empty for a build without CUDA."""
     triton: str
-    """Version of Triton; empty where it is not installed."""
+    """The version of Triton; empty where it is not installed."""
     count: int = 0
-    """Number of GPUs that torch can use."""
+    """The number of GPUs that torch can use."""
     error: str = ""
-    """What torch says when it cannot use the driver; empty if it can."""
+    """The error of torch where it cannot use the driver; empty if it can."""
     name: str = ""
     capability: tuple[int, int] = (0, 0)
-    """Compute capability, such as (9, 0)."""
+    """The compute capability, such as (9, 0)."""
     total: int = 0
-    """Memory of the GPU, in bytes."""
+    """The memory of the GPU, in bytes."""
     free: int = 0
-    """Memory that no process holds, beside what this one needs to ask, in bytes."""
+    """The free memory of the GPU, in bytes; the memory that this process itself needs for CUDA does not count as
+    free."""
 
 
 def probe() -> CardFacts:
-    """Return the facts about the first GPU that this process sees."""
+    """Return the facts about the first GPU that is visible to this process. torch is imported here."""
     import torch
 
     triton = metadata.version("triton") if importlib.util.find_spec("triton") else ""

@@ -1,6 +1,6 @@
-"""What is refused before the first stage: an option that cannot work, and a GPU that cannot be measured.
+"""The checks of ``headrace bench gpu`` before its first stage, which refuse unusable options and unusable GPUs.
 
-The facts about the GPU come from a process of its own (:mod:`.probe`), since torch is not imported in the command.
+The facts about the GPU come from another process (:mod:`.probe`), since torch is not imported in the command.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ LEAST_CAPABILITY = (8, 0)
 C_COMPILERS = ("gcc", "clang", "cc")
 """The compilers that Triton tries for the program with which it launches kernels; ``CC`` names another."""
 OTHERS_BYTES = 2 * GIB
-"""Memory of the GPU that may be taken when the command starts: that of the driver and of a desktop."""
+"""The memory of the GPU that other processes may use when the command starts, such as the driver and a desktop."""
 MODELS_BYTES = 50 * GIB
-"""Room that the random models of all stages need."""
+"""The disk space that the random models of all stages need."""
 WITH_TRITON = frozenset({"kernels", "engine", "exact"})
 """The stages that need Triton."""
 ACTIVATION_BYTES = 6 * GIB
-"""Memory for activations and the cache beside what the largest model of a stage needs."""
+"""The memory that a stage needs for activations and the cache, in addition to :data:`BYTES_A_PARAMETER`."""
 BYTES_A_PARAMETER = {"engine": 2.0, "vllm": 2.0, "learner": 16.0, "sync": 20.0}
-"""Memory that these stages need for each parameter of the largest model whose figures are targets: weights; weights,
-gradients and AdamW with master weights, and in ``sync`` an engine with two copies beside it."""
+"""The memory that these stages need for each parameter of the largest model with targets, in bytes: in engines the
+weights; in ``learner`` weights, gradients and AdamW with master weights; in ``sync`` also two copies in an engine."""
 LEVER = {
     "learner": "in a run of your own learner.memory.offload_optimizer = true keeps 12 of 16 bytes in host memory",
     "sync": "in a run of your own a card for the engine alone, or learner.memory.offload_optimizer = true",
 }
+"""The advice, for the remedy, with which a run would fit on a smaller GPU, by stage."""
 
 
 def refuse_options(*, budget: float, vllm: str, out: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for options that cannot work."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for values of the options that cannot be used."""
     if budget <= 0:
         raise ConfigError(f"--budget {budget:g} is no time", remedy="give a number of seconds, such as 600")
     if vllm and not (Path(vllm).is_file() and os.access(vllm, os.X_OK)):
@@ -63,8 +64,9 @@ def refuse_options(*, budget: float, vllm: str, out: Path) -> None:
 
 
 def folder_of_models() -> Path:
-    """Return the folder for the random models of all stages: shared memory, or the usual one for temporary files where
-    that has no room. Raises :class:`~headrace.base.errors.ConfigError` where neither has."""
+    """Return the folder for the random models of all stages: shared memory, or the usual folder for temporary files
+    where shared memory has too little room. Raises :class:`~headrace.base.errors.ConfigError` where both have too
+    little room."""
     folders = (shared_memory_root(), Path(tempfile.gettempdir()))
     free = {folder: shutil.disk_usage(folder).free for folder in folders}
     for folder in folders:
@@ -78,8 +80,8 @@ def folder_of_models() -> Path:
 
 
 def ask_card() -> CardFacts:
-    """Return the facts about the GPU, which another process finds out. Raises
-    :class:`~headrace.base.errors.ConfigError` where there is no driver, and where that process fails."""
+    """Return the facts about the GPU, which another process (:mod:`.probe`) reads. Raises
+    :class:`~headrace.base.errors.ConfigError` where there is no driver, and where this process fails."""
     if not has_gpu_driver():
         raise ConfigError(
             "there is no driver for a GPU on this machine",
@@ -97,8 +99,8 @@ def ask_card() -> CardFacts:
 
 
 def refuse_card(card: CardFacts, stages: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a GPU, or an installation, with which the ``stages`` would
-    fail."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a GPU, or an installation, on which one of the ``stages``
+    would fail."""
     _refuse_driver(card)
     if card.capability < LEAST_CAPABILITY:
         raise ConfigError(
@@ -114,7 +116,8 @@ def refuse_card(card: CardFacts, stages: Sequence[str]) -> None:
 
 
 def _refuse_driver(card: CardFacts) -> None:
-    """Refuse a build of torch without CUDA, and a driver that it cannot use."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a build of torch without CUDA, and for a driver that torch
+    cannot use."""
     if not card.cuda:
         raise ConfigError(
             f"torch {card.torch} is built without CUDA",
@@ -129,7 +132,8 @@ def _refuse_driver(card: CardFacts) -> None:
 
 
 def _refuse_taken(card: CardFacts) -> None:
-    """Refuse a GPU of which other processes hold memory: they would slow all figures."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where other processes use memory of the GPU, since they would
+    distort all figures."""
     taken = card.total - card.free
     if taken > OTHERS_BYTES:
         raise ConfigError(
@@ -139,7 +143,8 @@ def _refuse_taken(card: CardFacts) -> None:
 
 
 def _refuse_little_memory(card: CardFacts, stage: str, stages: Sequence[str]) -> None:
-    """Refuse a stage whose targets are for a model that does not fit the GPU."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where the largest model with targets does not fit on the GPU in
+    ``stage``. The remedy names the other stages of ``stages`` that need less memory."""
     if stage not in BYTES_A_PARAMETER:
         return
     largest = max((MODELS[name].sizes for name in MEASURED), key=lambda sizes: sizes.params)
@@ -154,7 +159,8 @@ def _refuse_little_memory(card: CardFacts, stage: str, stages: Sequence[str]) ->
 
 
 def _refuse_without_triton(card: CardFacts) -> None:
-    """Refuse an installation that cannot run kernels in Triton."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for an installation that cannot compile and run Triton
+    kernels."""
     if not card.triton:
         raise ConfigError("Triton is not installed, which the kernels need", remedy="pip install 'headrace[cuda]'")
     named = secret("CC")

@@ -1,6 +1,6 @@
-"""The models that the stages measure: random weights in the shapes of published ones, so that no network is needed.
+"""The models that the stages measure: random weights in the shapes of published models, so that no network is needed.
 
-The sizes are those of the ``config.json`` of each model; of large mixtures only some layers are kept.
+The sizes are copied from the ``config.json`` of each published model; large mixtures have only some of their layers.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from headrace.wings.plan.catalogue.shape import ModelShape, shape_of
 
 _QWEN: Mapping[str, Any] = {"vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-*/=.,:;!? "
-"""Characters of the tokenizer that every model gets; the rest of a vocabulary stands for nothing."""
+"""The characters of the tokenizer that every model receives; all other ids of its vocabulary have no text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomModel:
-    """A model of random weights: its kind, and its settings."""
+    """The description of a model with random weights: its kind and its settings."""
 
     name: str
     kind: str
-    """The ``model_type``."""
+    """The ``model_type`` of transformers."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings of its ``config.json``."""
 
     @property
     def sizes(self) -> ModelShape:
-        """The numbers of parameters and of cached values, as the planner counts them."""
+        """The numbers of parameters and of cached values of the model, computed by the planner."""
         return shape_of(self.name, {"model_type": self.kind, **self.settings})
 
     def tiny(self) -> RandomModel:
-        """Return a model of the same kind that any processor computes in no time, for ``--pretend``."""
+        """Return a tiny model of the same kind, which a CPU computes at once, for ``--pretend``."""
         small = {
             "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
             "head_dim": 16, "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 512,
@@ -46,7 +46,8 @@ class RandomModel:
 
 
 def _qwen3(name: str, hidden: int, inner: int, **more: Any) -> RandomModel:
-    """Return a dense Qwen3 of this hidden size and inner size of its feed-forward parts."""
+    """Return a dense Qwen3 model with the hidden size ``hidden``, the feed-forward size ``inner``, and the further
+    settings ``more``."""
     settings = {
         **_QWEN, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 28, "head_dim": 128,
         "num_attention_heads": 16, "num_key_value_heads": 8, **more,
@@ -87,20 +88,22 @@ _MODELS = (
 MODELS: Mapping[str, RandomModel] = {model.name: model for model in _MODELS}
 """All models by name."""
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"
+"""The names of three dense models of different sizes."""
 MEASURED = ("qwen2.5-0.5b", "qwen2.5-1.5b")
-"""The models that targets are set for."""
+"""The names of the models with targets."""
 MIXTURE, SINKS = "qwen3-30b-a3b, 8 layers", "gpt-oss-20b, 4 layers"
+"""The name of the mixture of experts, and of the model whose attention has sinks."""
 
 
 def model_of(name: str, *, pretend: bool) -> RandomModel:
-    """Return the model of that name; with ``pretend`` a tiny one of its kind."""
+    """Return the model ``name`` of :data:`MODELS`; with ``pretend`` a tiny model of its kind."""
     return MODELS[name].tiny() if pretend else MODELS[name]
 
 
 def write_model(folder: Path, name: str, *, dtype: str, device: str, pretend: bool) -> Path:
-    """Write the model of that name with random weights, in the number format ``dtype``, and a tokenizer into a
-    directory below ``folder``, unless it is there, and return the directory. The numbers are drawn on ``device``, which
-    is much faster than on a processor; with ``pretend`` on the processor."""
+    """Write the model ``name`` with random weights, in the number format ``dtype``, and a tokenizer into a directory
+    below ``folder``, unless this directory exists, and return it. The weights are drawn on ``device``, which is much
+    faster than on a CPU; with ``pretend`` on the CPU."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -111,7 +114,7 @@ def write_model(folder: Path, name: str, *, dtype: str, device: str, pretend: bo
     directory = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{dtype}"
     if directory.exists():
         return directory
-    partial = directory.with_suffix(".partial")  # which a stage that was killed may have left
+    partial = directory.with_suffix(".partial")  # a stage that was killed may have left this directory
     shutil.rmtree(partial, ignore_errors=True)
     chosen = model_of(name, pretend=pretend)
     tokenizer = char_tokenizer(_CHARACTERS)

@@ -1,5 +1,5 @@
-"""The stage ``sharing``: engine and learner take turns on one GPU ten times, and memory comes back each time; a step
-that does not fit names a setting with which it fits."""
+"""The stage ``sharing``: engine and learner work alternately on one GPU, ten times, and each must free its memory for
+the other; the error of a step that does not fit into memory must name a setting with which the step fits."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from headrace.wings.bench.gpu.shapes import SMALL, model_of, write_model
 
 ROUNDS = 10
 GROWTH = 1.02
-"""The memory after the last round by that after the second, at most; the first allocates what stays."""
+"""The largest ratio of the memory after the last round to the memory after the second round. The first round allocates
+permanent memory."""
 SETTINGS = {"lr": 1e-6, "attention": "padded", "share_prefixes": False}
 
 
 def run(stage: StageContext) -> None:
-    """Let both take turns, then provoke a lack of memory."""
-    stage.attempt("turns", lambda: asyncio.run(_turns(stage)))
+    """Run the turns of engine and learner, then cause a lack of memory."""
+    stage.attempt("turns", lambda: asyncio.run(_take_turns(stage)))
     if stage.pretend:
         stage.row(what="lack of memory", left_out="the claimed device has as much memory as the machine")
     else:
-        stage.attempt("lack of memory", lambda: _lack(stage))
+        stage.attempt("lack of memory", lambda: _exceed_memory(stage))
 
 
-async def _turns(stage: StageContext) -> None:
-    """Sample with the engine, put it to sleep, train, publish, and wake it with the new weights, ten times."""
+async def _take_turns(stage: StageContext) -> None:
+    """Sample with the engine, release its memory, train, publish, and wake the engine with the new weights, ten times;
+    record the memory in each state."""
     folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
     new = 4 if stage.pretend else 128
     policy = Policy.load(
@@ -60,11 +62,12 @@ async def _turns(stage: StageContext) -> None:
     stage.target(at_least("sharing, turns", len(awake), ROUNDS, "turns"))
 
 
-def _lack(stage: StageContext) -> None:
-    """Allow this process little memory, let a step fail, and repeat it with the smaller passes that the error names."""
+def _exceed_memory(stage: StageContext) -> None:
+    """Limit the memory of this process, let a step fail, and repeat it with the smaller micro-batches that the error
+    names, until a step succeeds; record the result."""
     folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=False)
     vocab = model_of(SMALL, pretend=False).settings["vocab_size"]
-    tokens, said = 65_536, ""
+    tokens, message = 65_536, ""
     batch: dict[str, Any] = {"prompt": 16, "answers": (2032,) * 32, "vocab": vocab}
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, 28 * GIB / total))
@@ -74,12 +77,12 @@ def _lack(stage: StageContext) -> None:
             core.train(random_batch(core.version, **batch))
             break
         except RunError as error:
-            said = str(error)
-            found = re.search(r"learner\.tokens_per_microbatch = (\d+)", said)
+            message = str(error)
+            found = re.search(r"learner\.tokens_per_microbatch = (\d+)", message)
             tokens = int(found[1]) if found else 0
         del core
         stage.release()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    stage.row(what="lack of memory", allowed_gib=28, said=said[:500], fits_with=tokens)
-    works = bool(said) and tokens >= 2048
+    stage.row(what="lack of memory", allowed_gib=28, said=message[:500], fits_with=tokens)
+    works = bool(message) and tokens >= 2048
     stage.target(at_least("sharing, lack of memory: named setting works", float(works), 1, "settings"))

@@ -1,4 +1,5 @@
-"""The stage ``soak``: a loop samples, trains and publishes for as long as there is time, and memory stays flat."""
+"""The stage ``soak``: a loop that samples, trains and publishes for as long as there is time, during which memory must
+not grow."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ from headrace.wings.bench.learner_worker import memory_bytes
 GROWTH = 1.02
 """The largest ratio of the device's memory at the end to its memory after a third of the rounds."""
 HOST_GROWTH = 1.10
-"""The largest such ratio of the host's memory. It is larger, since the heap of Python grows and shrinks."""
+"""The largest such ratio for the host's memory. It is larger, since the heap of Python grows and shrinks."""
 LEAST = 6
-"""The smallest number of rounds, however long they take."""
+"""The smallest number of rounds, whatever their duration."""
 
 
 def run(stage: StageContext) -> None:
-    """Run the loop."""
+    """Run the stage, a loop in an event loop of its own."""
     asyncio.run(_loop(stage))
 
 
 async def _loop(stage: StageContext) -> None:
-    """Make rounds until a fifth of the time is left, and record the memory after each."""
+    """Sample, train and publish until a fifth of the time is left, and record the growth of memory over the rounds."""
     folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
     new = 4 if stage.pretend else 64
     policy = Policy.load(

@@ -22,14 +22,14 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "upload": ("Memcpy HtoD",),
     "download": ("Memcpy DtoH",),
 }
-"""The beginnings of the names under which torch's profiler lists each kind of work."""
+"""For each kind of work, the prefixes of its names in torch's profiler."""
 
 
 class ProfiledWork:
-    """Counts the work of a real GPU with torch's profiler."""
+    """A counter of the work of a real GPU, which uses torch's profiler."""
 
     def count(self, act: Callable[[], object]) -> Mapping[str, int]:
-        """Do ``act`` under the profiler, and return how often each kind of work occurs."""
+        """Call ``act`` under the profiler, and return the number of events of each kind of work."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
@@ -42,9 +42,9 @@ class ProfiledWork:
 
 
 def main(arguments: list[str], work: WorkCounter | None = None) -> None:
-    """Measure the stage of the request in the file that the first argument names. ``work`` counts the work of the
-    device; by default with torch's profiler. The process and all of its group end with the command, which holds the
-    other end of its standard input."""
+    """Run the stage that the request describes; the first argument is the path of the request's file. ``work`` counts
+    the work of the device, by default with torch's profiler. This process and its group end when the command ends,
+    which has the other end of the standard input."""
     die_with_starter(sys.stdin.fileno())
     request = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=StageRequest)
     context = StageContext(
@@ -58,14 +58,14 @@ def main(arguments: list[str], work: WorkCounter | None = None) -> None:
 
 
 def _wait(device: str) -> None:
-    """Wait until the GPU ``device`` has nothing left to do."""
+    """Wait until the GPU ``device`` has finished all its work."""
     import torch
 
     torch.cuda.synchronize(device)
 
 
 def _release() -> None:
-    """Give memory of the GPU back that nothing uses any more."""
+    """Free GPU memory that torch has cached and no tensor uses."""
     import torch
 
     gc.collect()

@@ -1,4 +1,4 @@
-"""The stages of ``headrace bench gpu``, in their order."""
+"""The table of the stages of ``headrace bench gpu``, in their order, and the choice of stages by the user."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ PACKAGE = "headrace.wings.bench.gpu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageKind:
-    """One stage: the module that measures, and its share of the time."""
+    """One stage: the module that measures, and its share of the time budget."""
 
     module: str
-    """Python module with the function ``run``."""
+    """The Python module with the function ``run``."""
     what: str
-    """What the stage verifies and records, in words."""
+    """The description of the stage's measurements, in words."""
     share_s: float
-    """Its share of the budget, as seconds of a budget of ten minutes."""
+    """The share of the stage, in seconds of a budget of ten minutes."""
     least_s: float = 8.0
-    """Seconds below which it cannot measure anything, and is left out."""
+    """The time limit, in seconds, below which the stage is left out, since it could not measure anything."""
     on_host: bool = False
-    """Whether a device that only claims to be a GPU is of no use to the stage: with ``--pretend`` its kernels are run
-    by Triton's interpreter."""
+    """True where the stage does not use the claimed device: with ``--pretend`` Triton's interpreter runs its kernels on
+    the CPU."""
 
 
 STAGES: Mapping[str, StageKind] = {
@@ -51,17 +51,17 @@ STAGES: Mapping[str, StageKind] = {
 
 
 def chosen(names: str, known: Mapping[str, StageKind] = STAGES) -> Sequence[str]:
-    """Return the stages that ``names``, a list with commas, chooses, in their usual order; all of them if it is empty.
-    The first is always among them, since the rates of the others are divided by what it measures.
+    """Return the stages in ``names``, which are separated by commas, in the usual order; all stages if ``names`` is
+    empty. The first stage is always included, since the rates of other stages are compared with its measurements.
 
     Raises :class:`~headrace.base.errors.ConfigError` for an unknown name.
 
     >>> list(chosen("engine"))
     ['facts', 'engine']
     """
-    asked = [name.strip() for name in names.split(",") if name.strip()]
-    for name in asked:
+    requested = [name.strip() for name in names.split(",") if name.strip()]
+    for name in requested:
         if name not in known:
             raise ConfigError(f"--stages names {name!r}, and there is no such stage", remedy=nearest(name, known))
     first = next(iter(known))
-    return [name for name in known if name in asked or name == first or not asked]
+    return [name for name in known if name in requested or name == first or not requested]

@@ -1,7 +1,9 @@
-"""The stage ``sync``: versions of real training steps travel from a learner on the device to an engine that decodes on
-it, whole and as differences; damaged bytes are refused; how long both sides stand still.
+"""The stage ``sync``: versions from real training steps are sent from a learner on the device to an engine that decodes
+on the same device, as whole weights and as differences. The stage measures for how long both are blocked, and checks
+that damaged bytes are refused.
 
-Both are in one process here, and meet in shared memory, as the two processes of a run do (the stage ``demo``).
+Learner and engine are in one process here, and exchange weights through shared memory, like the two processes of a run
+(which the stage ``demo`` measures).
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from headrace.wings.bench.gpu.learners import open_learner, random_batch
 from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, model_of, write_model
 
 VERSIONS = 6
-"""Versions of each codec after the first two, in which memory is allocated."""
+"""The number of measured versions of each codec; two versions before these allocate memory."""
 GAP_MS = 5.0
-"""Longest median commit gap that is aimed at."""
+"""The target for the median commit gap, in milliseconds."""
 
 
 def run(stage: StageContext) -> None:
-    """Measure both codecs, and say which ways are left out."""
+    """Measure both codecs, and record in rows which transports are left out."""
     stage.row(what="CUDA IPC", left_out="there is no transport within one GPU's memory: versions pass host memory")
     stage.row(what="group", left_out="sends through host memory: headrace bench sync measures it")
     for name in (SMALL,) if stage.pretend else MEASURED:
@@ -47,7 +49,8 @@ def run(stage: StageContext) -> None:
 
 
 def _measure(stage: StageContext, name: str, codec: str) -> None:
-    """Bring versions of real steps to an engine that decodes, and record the medians."""
+    """Send versions from real steps of the model ``name`` to an engine that decodes, with ``codec``, and record the
+    medians of the durations."""
     folder = write_model(stage.models, name, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
     load = Load(sequences=4, prompt=8, new=200) if stage.pretend else Load(sequences=64, prompt=256, new=512)
     core = open_learner(stage, folder, "bfloat16", {"tokens_per_microbatch": 4096, "lr": 1e-5})
@@ -55,41 +58,42 @@ def _measure(stage: StageContext, name: str, codec: str) -> None:
     route = Route(address=str(path), codec=codec)
     with closing(make_publisher(route, weight_tensors(core.model))) as publisher:
         engine = _engine(stage, folder, load, codec, core)
-        way = _VersionTransfer(
+        transfer = _VersionTransfer(
             stage, core, publisher, engine, model_of(name, pretend=stage.pretend).settings["vocab_size"]
         )
-        found = [way.version() for _ in range(VERSIONS + 2)][2:]
+        found = [transfer.send_version() for _ in range(VERSIONS + 2)][2:]
         row: Row = {key: statistics.median(each[key] for each in found) for key in found[0]}
         seconds = row["exposed_s"] + row["announce_s"] + row["stage_s"]
-        stage.row(what=f"versions of {name}, {codec}", **row, gb_s=way.whole_bytes / seconds / 1e9)
+        stage.row(what=f"versions of {name}, {codec}", **row, gb_s=transfer.whole_bytes / seconds / 1e9)
         stage.target(
             at_most(f"sync, {name}, {codec}: median commit gap", row["gap_s"] * 1e3, GAP_MS, "ms"), measured=True
         )
         if codec == "full":
-            way.refuse_damage(path, name)
-            stage.figures(sync_gb_s=way.whole_bytes / seconds / 1e9, gap_s=row["gap_s"])
+            transfer.check_damage(path, name)
+            stage.figures(sync_gb_s=transfer.whole_bytes / seconds / 1e9, gap_s=row["gap_s"])
 
 
 def _engine(stage: StageContext, folder: Path, load: Load, codec: str, core: LearnerCore) -> NativeEngine:
-    """Return an engine that has no weights yet and receives those of the learner."""
+    """Return an engine without weights, which will receive the weights of the learner ``core``."""
     receiver = make_receiver(Route(codec=codec), weight_tensors(core.model))
     return open_engine(stage, folder, "bfloat16", load, receiver=receiver)
 
 
 class _VersionTransfer:
-    """The way of the weights from a learner to an engine."""
+    """The transfer of weights, version by version, from a learner to an engine in this process."""
 
     def __init__(
         self, stage: StageContext, core: LearnerCore, publisher: Publisher, engine: NativeEngine, vocab: int
     ) -> None:
-        """Begin before the first version. ``vocab`` is the size of the model's vocabulary."""
+        """Prepare the transfer; no version is sent yet. ``vocab`` is the size of the model's vocabulary."""
         self._stage, self._core, self._publisher, self._engine, self._vocab = stage, core, publisher, engine, vocab
         self._version, self._requests = -1, 0
         self.whole_bytes = publisher.manifest.total_bytes
-        """Bytes of one version as a whole."""
+        """The size of all weights of one version, in bytes."""
 
-    def version(self) -> dict[str, float]:
-        """Train a step, bring its weights to the engine while that decodes, and return the seconds of each stage."""
+    def send_version(self) -> dict[str, float]:
+        """Train a step, send its weights to the engine while the engine decodes, and commit them. Return the seconds of
+        each part, and the number of sent bytes."""
         if self._version >= 0:
             self._core.train(
                 random_batch(self._core.version, prompt=4, answers=(9, 12, 7, 5), vocab=self._vocab, seed=self._version)
@@ -105,9 +109,9 @@ class _VersionTransfer:
             "bytes": float(update.num_bytes),
         }  # fmt: skip
 
-    def refuse_damage(self, path: Path, name: str) -> None:
-        """Change one bit of the next version in shared memory, and check that the engine refuses it and takes the
-        version after it."""
+    def check_damage(self, path: Path, name: str) -> None:
+        """Change one bit of the next version in shared memory, and check that the engine refuses this version and
+        accepts the version after it."""
         update, _, _ = self._publish()
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             memory[update.slot * self.whole_bytes + self.whole_bytes // 2] ^= 1
@@ -118,11 +122,11 @@ class _VersionTransfer:
             refused = error.problem
         self._stage.row(what=f"one bit of {name} changed on the way", refused=refused[:200])
         self._stage.target(at_least(f"sync, {name}: damaged versions refused", float(bool(refused)), 1, "versions"))
-        self.version()
+        self.send_version()
 
     def _publish(self) -> tuple[WeightUpdate, float, float]:
-        """Copy the learner's weights out and announce them as the next version; return the announcement, and the
-        seconds of both."""
+        """Copy the learner's weights into shared memory and announce them as the next version. Return the announcement,
+        the seconds of the copy, and the seconds of the announcement."""
         self._version += 1
         slot = self._version % 2
         exposed_s = self._stage.timed(lambda: self._publisher.copy(slot))
@@ -131,11 +135,11 @@ class _VersionTransfer:
         return update, exposed_s, self._stage.clock.now() - start_s
 
     def _decode(self, steps: int) -> None:
-        """Let the engine make that many steps, with new requests where it has none."""
+        """Run ``steps`` steps of the engine, and add a new request where it has none, after its first version."""
         for _ in range(steps):
             if self._version > 0 and not self._engine.has_work():
                 self._requests += 1
                 ids_T = np.arange(3, 11, dtype=np.int32)
-                wanted = Sampling(max_new_tokens=40, seed=self._requests)
-                self._engine.add(GenerateRequest(request_id=self._requests, prompt_ids_T=ids_T, sampling=wanted))
+                sampling = Sampling(max_new_tokens=40, seed=self._requests)
+                self._engine.add(GenerateRequest(request_id=self._requests, prompt_ids_T=ids_T, sampling=sampling))
             self._engine.step()

@@ -1,5 +1,5 @@
-"""The stage ``vllm``: the same weights and requests in the native engine and in vLLM, one after the other. vLLM is run
-by the interpreter that ``--vllm`` names, which needs no Headrace."""
+"""The stage ``vllm``: the native engine compared with vLLM, with the same weights and requests, one after the other.
+The interpreter that ``--vllm`` names runs vLLM, and needs no Headrace."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, model_of, write_mod
 
 PROGRAM = Path(__file__).with_name("vllm_side.py")
 LOAD = Load(sequences=256, prompt=896, new=256)
+"""The requests of the comparison."""
 TINY = Load(sequences=3, prompt=12, new=4)
+"""The requests with ``--pretend``."""
 NEEDS_S = 45.0
-"""Seconds that a model takes on a fast card, vLLM's start included."""
+"""The duration of the measurement of one model on a fast GPU, with vLLM's start, in seconds."""
 FAIR = 1.0
-"""The least ratio of our tokens per second to vLLM's that is aimed at."""
+"""The target ratio of our tokens per second to vLLM's."""
 
 
 def run(stage: StageContext) -> None:
-    """Compare the two engines on one model after the other."""
+    """Compare the two engines on each model of :data:`~.shapes.MEASURED`."""
     if not stage.request.vllm:
         stage.row(what="vLLM beside it", left_out="no interpreter with vLLM was given: --vllm PYTHON")
         return
@@ -40,30 +42,31 @@ def run(stage: StageContext) -> None:
 
 
 def _compare(stage: StageContext, name: str, load: Load) -> None:
-    """Send the same requests to both, and record tokens per second of whole requests."""
+    """Send the same requests to both engines with the model ``name``, and record the tokens per second of whole
+    requests."""
     dtype = "float32" if stage.pretend else "bfloat16"
     folder = write_model(stage.models, name, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
     vocab = model_of(name, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, vocab, (load.sequences, load.prompt)).tolist()
-    ours = _ours(stage, folder, dtype, load, prompts)
+    ours = _measure_native(stage, folder, dtype, load, prompts)
     stage.release()
-    theirs = _theirs(stage, folder, dtype, load, prompts)
+    theirs = _measure_vllm(stage, folder, dtype, load, prompts)
     stage.row(what=f"{name}, {load.sequences} x {load.prompt} + {load.new}", ours_tok_s=ours, **theirs)
     ratio = ours / theirs["tok_s"]
     stage.target(at_least(f"engine, {name}: tok/s by vLLM's", ratio, FAIR, "ratio"), measured=True)
 
 
-def _ours(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]) -> float:
-    """Return the tokens per second of the native engine, after the same requests in advance."""
+def _measure_native(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]) -> float:
+    """Return the tokens per second of the native engine for ``prompts``, after answering them once as a warm-up."""
     engine = open_engine(stage, folder, dtype, load)
 
     def answer(first: int) -> None:
         """Sample the answers to all prompts; the requests are numbered from ``first``."""
         for number, prompt in enumerate(prompts):
-            wanted = Sampling(max_new_tokens=load.new, seed=number)
+            sampling = Sampling(max_new_tokens=load.new, seed=number)
             ids_T = np.array(prompt, np.int32)
-            engine.add(GenerateRequest(request_id=first + number, prompt_ids_T=ids_T, sampling=wanted))
+            engine.add(GenerateRequest(request_id=first + number, prompt_ids_T=ids_T, sampling=sampling))
         while engine.has_work():
             engine.step()
 
@@ -71,15 +74,18 @@ def _ours(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: li
     return load.sequences * load.new / stage.timed(lambda: answer(load.sequences))
 
 
-def _theirs(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]) -> dict[str, Any]:
-    """Return the figures of vLLM. Raises :class:`~headrace.base.errors.ComponentDied` if it fails."""
+def _measure_vllm(
+    stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]
+) -> dict[str, Any]:
+    """Return the figures of vLLM for ``prompts``: tokens per second and its version. Raises
+    :class:`~headrace.base.errors.ComponentDied` if vLLM fails."""
     spec = {
         "model": str(folder), "dtype": dtype, "context": load.context, "sequences": load.sequences, "new": load.new,
         "prompts": prompts,
     }  # fmt: skip
     file = stage.directory / "vllm.json"
     file.write_text(json.dumps(spec), encoding="utf-8")
-    # an interpreter of its own, without the path of a claimed device
+    # another interpreter, which must not load the claimed device from PYTHONPATH
     variables = {"PYTHONPATH": "", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [stage.request.vllm, "-P", str(PROGRAM), str(file)], env=program_environment(variables), capture_output=True,

@@ -1,5 +1,5 @@
-"""The vLLM side of ``headrace bench gpu``, executed by an interpreter that has vLLM and no Headrace. It prints its
-figures as one JSON object on a line of its own."""
+"""The program that measures vLLM for ``headrace bench gpu``. An interpreter that has vLLM, and needs no Headrace, runs
+it; it prints its figures as one JSON object on a line of its own."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Answer the prompts of ``spec`` twice with vLLM, and print the tokens per second of the second time."""
+    """Sample answers to the prompts of ``spec`` twice with vLLM, and print the tokens per second of the second time."""
     import vllm  # type: ignore[import-not-found]
 
     model = vllm.LLM(
