@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.run.session.killed_runs import SLOW_REWARD
 from tests.run.session.runs import Running, make_run, tiny_model, verb
 from tests.run.session.serial import same_learner
 from tests.venvs import ROOT, python_with_ray
@@ -177,7 +178,8 @@ def test_engine_is_added_in_the_free_resources_of_the_cluster_and_removed_and_on
     nodes: Nodes, tmp_path: Path, model_dir: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    path = run_file(tmp_path, model_dir, run={"dir": "run", "steps": 100_000})
+    slow = SLOW_REWARD.replace("0.03", "0.1")  # nobody reads its lines meanwhile, and a pipe holds some hundreds
+    path = run_file(tmp_path, model_dir, reward=slow, run={"dir": "run", "steps": 100_000})
     with under_way(nodes, path) as process:
         refused = nodes.headrace("engines", run_dir, "add", "50")
         assert refused.returncode == 1
