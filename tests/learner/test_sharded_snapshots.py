@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -19,8 +20,10 @@ from headrace.base.environ import RankPlace, child_environment, rank_environment
 from headrace.base.errors import CheckpointError
 from headrace.learner.checkpoint import SnapshotState, begin, commit, latest, read_state, sweep
 from headrace.learner.core import LearnerCore
+from headrace.learner.disk import verify
 from headrace.learner.parallel.parts import Part, SavedParts, write_parts
 from headrace.models import ModelConfig, load_model
+from headrace.models.heads import HEADS_FILE
 from headrace.models.weights import weight_tensors
 from tests.learner.builders import Setup, random_batch, tiny
 from tests.learner.rank_snapshot_cases import LAYOUTS, same_bits
@@ -38,12 +41,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+PREDICTING = {"mtp.fc.weight": torch.arange(6.0).view(2, 3)}
+"""The tensors of a prediction head, which the model does not have."""
+
+
 @pytest.fixture(scope="module")
 def by_one(place: Path) -> Path:
     return once(place, "by one", lambda: saved_by_one(place))
 
 
 def saved_by_one(place: Path) -> Path:
+    save_file(PREDICTING, place / "dense" / "model-mtp.safetensors")
     learner = Setup(model_dir=place / "dense", config=CONFIG).learner()
     for step in range(2):
         learner.train(random_batch(step=step, num_samples=7))
@@ -115,6 +123,17 @@ def test_a_snapshot_of_ranks_is_an_ordinary_model_directory(two: Found, place: P
     found = weight_tensors(load_model(ModelConfig(path=str(place / "shards_by_two"), dtype="bfloat16")))
     assert found
     assert all(same_bits(tensor.detach(), expected[name]) for name, tensor in found.items())
+
+
+def test_ranks_and_one_process_keep_the_prediction_heads_of_the_checkpoint(two: Found, place: Path, by_one: Path):
+    answer(two, "shards_by_two")
+    for snapshot in (by_one, place / "shards_by_two"):
+        found = load_file(snapshot / HEADS_FILE)
+        assert found.keys() == PREDICTING.keys()
+        assert torch.equal(found["mtp.fc.weight"], PREDICTING["mtp.fc.weight"])
+        index = json.loads((snapshot / "model.safetensors.index.json").read_text())["weight_map"]
+        assert index["mtp.fc.weight"] == HEADS_FILE
+        verify(snapshot)
 
 
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(two: Found):

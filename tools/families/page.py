@@ -101,6 +101,13 @@ def limits(path: str, facts: Mapping[str, str]) -> str:
 
 
 MIXTURES = """
+## Prediction heads
+
+Layers behind a model's own that predict later tokens (multi-token prediction) are not trained. Snapshots and exports of
+text models contain them as they are in the checkpoint. The embedded engine drafts from those of `deepseek_v3`,
+`glm4_moe` and `qwen2` (MiMo) with `engine.speculation = "heads"`; see [engines.md](engines.md#prediction-heads). Every
+other family runs without them.
+
 ## Mixtures of experts
 
 The experts that computed a token in the engine are recorded and replayed where the table does not say otherwise

@@ -201,10 +201,11 @@ class EngineConfig(Section):
     """The number of steps over which the commit mode ``stream`` spreads the exchange of the parameters."""
     kernels: Literal["auto", "off"] = "auto"
     """``auto``: parts of the model run as fused kernels where this machine has them. ``off``: none does."""
-    speculation: Literal["off", "history"] = "off"
+    speculation: Literal["off", "history", "heads"] = "off"
     """``history``: draft tokens from earlier answers to the same prompt and from a sequence's own text, and check all
-    of a draft in one pass. Tokens, logprobs and all records are the same as with ``off``. ``off``: one token of a
-    sequence in a pass."""
+    of a draft in one pass. ``heads``: where the history has no likely draft, also from the prediction head of the
+    checkpoint (multi-token prediction), for the kinds of models that docs/engines.md lists. Tokens, logprobs and all
+    records are the same as with ``off``. ``off``: one token of a sequence in a pass."""
     draft_tokens: int = Field(default=8, ge=1, le=64)
     """The most tokens of a sequence that are drafted for one pass. How many are drafted depends on their chances."""
     history_tokens: int = Field(default=1_000_000, ge=1024, le=2**28)

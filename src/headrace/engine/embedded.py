@@ -32,6 +32,7 @@ def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
     """
     from headrace.engine.native.engine import NativeEngine
     from headrace.models.devices import use
+    from headrace.models.heads import wanted_head
     from headrace.models.load import load_model
     from headrace.models.weights import weight_tensors
 
@@ -48,6 +49,7 @@ def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
             receiver=receiver,
             clock=RealClock(),
             history=setup.history,
+            head=wanted_head(config.speculation, setup.model, model),
             **_tokenizer_arguments(setup.model.path, model),
         )
     except MemoryError as error:

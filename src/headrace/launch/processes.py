@@ -197,7 +197,7 @@ class Processes:
             devices = Devices(engines=(devices.engines[place],), learner=())
         config = order.engine.for_engine(0 if order.launch.remote else place, devices)
         if name in teachers:  # a teacher samples nothing and reads one sequence at a time
-            config = config.model_copy(update={"max_sequences": 1, "cache_tokens": None})
+            config = config.model_copy(update={"max_sequences": 1, "cache_tokens": None, "speculation": "off"})
         num_threads = order.launch.threads("engine", num_engines, num_cores())
         start = EngineStart(
             model=model.model_dump(mode="json"),

@@ -23,6 +23,7 @@ from headrace.base.errors import CheckpointError, ModelError
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, seal, whole_or_nothing
 from headrace.models import ModelConfig, load_model
 from headrace.models.config import AGENTS
+from headrace.models.heads import copy_later, later_bytes
 from headrace.models.weights import is_adapted, weight_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -53,7 +54,7 @@ class Extras:
     step: int
     """The number of steps before the snapshot."""
     model_dir: Path
-    """The directory from which the tokenizer's files are copied."""
+    """The directory from which the tokenizer's files and the prediction heads, which are not trained, are copied."""
     beside: Beside
     """The files with the tensors of the auxiliary models."""
     numbers: Mapping[str, int] = field(default_factory=dict)
@@ -66,8 +67,10 @@ def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor],
 
     Raises :class:`~headrace.base.errors.CheckpointError` on failure; the directory is then removed.
     """
-    with whole_or_nothing(directory, num_bytes(model, moments, extras.beside)):
-        if is_adapted(model):
+    adapted = is_adapted(model)
+    more_bytes = 0 if adapted else later_bytes(extras.model_dir)
+    with whole_or_nothing(directory, num_bytes(model, moments, extras.beside) + more_bytes):
+        if adapted:
             from headrace.models import lora
 
             for agent in lora.Switch(model).agents:
@@ -76,6 +79,7 @@ def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor],
                 lora.save_adapter(model, where, agent)
         else:
             model.save_pretrained(directory)
+            copy_later(extras.model_dir, directory)
         for pattern in TOKENIZER_FILES:
             for path in extras.model_dir.glob(pattern):
                 shutil.copyfile(path, directory / path.name)

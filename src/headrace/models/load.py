@@ -29,6 +29,7 @@ from headrace.models.settings import (
     REMEDY,
     by_layer,
     model_directory,
+    num_later_layers,
     read_config,
     read_whole_config,
     spare_torch,
@@ -435,7 +436,7 @@ def refuse_superfluous(path: str, model: PreTrainedModel, info: dict[str, Any]) 
     computed = [name for name, each in model.named_modules() if each is head or (name and each is model.base_model)]
     inside = tuple(f"{name}." for name in layers)
     known = {name for name, _ in model.named_buffers()}
-    later = range(model.config.num_hidden_layers, model.config.num_hidden_layers + _num_later_layers(model.config))
+    later = range(model.config.num_hidden_layers, model.config.num_hidden_layers + num_later_layers(model.config))
     after = tuple(
         place
         for place in (f"{name}.{number}." for name in layers for number in later)
@@ -455,11 +456,6 @@ def refuse_superfluous(path: str, model: PreTrainedModel, info: dict[str, Any]) 
             f"the files of model.path={path!r} hold weights that config.json does not ask for: {shown}",
             remedy="make config.json fit the weights, or remove from the files what the model does not compute",
         )
-
-
-def _num_later_layers(config: PreTrainedConfig) -> int:
-    """Return the number of layers after the model's own layers that predict later tokens, from the model's settings."""
-    return int(getattr(config, "num_nextn_predict_layers", None) or 0)
 
 
 def refuse_other_size(path: str, whole: PreTrainedConfig, read: PreTrainedConfig) -> None:

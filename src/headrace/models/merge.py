@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from headrace.models.config import ModelConfig
+from headrace.models.heads import copy_later
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.lora import config_of, wrapped_layers
 from headrace.models.text_part import whole_checkpoint, write_whole
@@ -33,8 +34,8 @@ class Merged:
 
 def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Merged:
     """Add the adapter in ``adapter`` to the model in ``base``, in float32, and write an ordinary Hugging Face model
-    with its tokenizer into the new directory ``out``. If ``base`` is a multimodal checkpoint, ``out`` is one, too, with
-    the base's other weights.
+    with its tokenizer and the prediction heads of the base into the new directory ``out``. If ``base`` is a multimodal
+    checkpoint, ``out`` is one, too, with the base's other weights.
 
     Raises :class:`~headrace.base.errors.ModelError` for an adapter of another base.
     """
@@ -58,5 +59,6 @@ def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32"
     else:
         out.mkdir(parents=True)
         model.save_pretrained(out)
+        copy_later(base, out)
         load_tokenizer(str(base)).save_pretrained(out)
     return Merged(changed=changed, lost=lost)

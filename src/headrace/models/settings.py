@@ -120,6 +120,12 @@ def by_layer(config: PreTrainedConfig, name: str) -> list[Any]:
     return [value for place, value in enumerate(flat) if value is not None and value not in flat[:place]]
 
 
+def num_later_layers(config: PreTrainedConfig) -> int:
+    """Return the number of prediction heads of a checkpoint with these settings: layers behind the model's own that
+    predict later tokens."""
+    return int(getattr(config, "num_nextn_predict_layers", None) or 0)
+
+
 def limit_of(path: str) -> ContextLimit:
     """Return the longest context with which the model in the directory ``path`` can be used, and the reason for the
     limit.

@@ -37,6 +37,7 @@ from headrace.learner.work import Gradient, StepWork
 from headrace.models import context_length, load_model, load_tokenizer
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
+from headrace.models.heads import wanted_head
 from headrace.models.hub import pinned, with_models
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.paged.base import BLOCK
@@ -85,7 +86,7 @@ class Policy:
         self.tokenizer = tokenizer = load_tokenizer(path)
         self._clock = RealClock()
         self._objective = ReplaceableObjective(Objective.build(algo_of(config.algo)))
-        model = load_model(config.model, where)
+        model, engine_model = load_model(config.model, where), load_model(config.model, where)
         self._learner = LearnerCore(
             model,
             config.learner,
@@ -99,7 +100,6 @@ class Policy:
         )
         self._entropy_gradient = "entropy" in self._objective.columns
         self._max_context = config.engine.max_context or context_length(path)
-        engine_model = load_model(config.model, where)
         self._slots = Slots(weight_tensors(model), weight_tensors(engine_model))
         self._core = NativeEngine(
             engine_model,
@@ -108,6 +108,7 @@ class Policy:
             receiver=self._slots,
             clock=self._clock,
             decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+            head=wanted_head(config.engine.speculation, config.model, engine_model),
         )
         if "fallback" in (facts := self._core.facts()):
             warnings.warn(str(facts["fallback"]), RuntimeWarning, stacklevel=3)

@@ -17,6 +17,7 @@ from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.sampler import seed_key, uniforms
 from headrace.models import ModelConfig, load_model
+from headrace.models.heads import wanted_head
 from headrace.models.weights import weight_tensors
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
@@ -65,18 +66,20 @@ def make_engine(
     clock: Clock | None = None,
     decode: Callable[[list[int]], str] | None = None,
     history: Path | None = None,
+    headless: bool = False,
     **settings: object,
 ) -> NativeEngine:
-    """An engine that has seen no weights yet."""
-    model = load_model(config)
+    """An engine that has seen no weights yet; ``headless``: it is not given the head that its settings ask for."""
+    model, engine = load_model(config), EngineConfig(**settings)
     return NativeEngine(
         model,
-        EngineConfig(**settings),
+        engine,
         max_context=MAX_CONTEXT,
         receiver=make_receiver(Route(), weight_tensors(model)),
         clock=clock or RealClock(),
         decode=decode,
         history=history,
+        head=None if headless else wanted_head(engine.speculation, config, model),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -125,7 +126,9 @@ class Compared(Life):
         return self.known[key]
 
 
-def compared(directory: Path, buffer: Path, seed: int) -> Compared:
+def compared(
+    directory: Path, buffer: Path, seed: int, speculation: str = "history", peaked: float = PEAKED
+) -> Compared:
     """Small in every way, so that sequences are preempted, and drafts find no room."""
     config = ModelConfig(path=str(directory), deterministic=True)
     rng, clock = np.random.default_rng(seed), ManualClock()
@@ -138,12 +141,12 @@ def compared(directory: Path, buffer: Path, seed: int) -> Compared:
         flush_tokens=int(rng.integers(1, 8)),
         cache_tokens=96,
         stream_steps=int(rng.integers(1, 5)),
-        speculation="history",
+        speculation=speculation,
         draft_tokens=int(rng.integers(1, 20)),
         history_tokens=1024,
     )
     weights = Weights(config, buffer)
-    weights.scale(PEAKED)
+    weights.scale(peaked)
     weights.send(engine, 0)
     twin = make_engine(config, decode=decode, max_sequences=2)
     weights.stage(twin, 0)
@@ -151,9 +154,9 @@ def compared(directory: Path, buffer: Path, seed: int) -> Compared:
     return Compared(engine=engine, weights=weights, reference=weights.model, clock=clock, twin=twin, rng=rng)
 
 
-def many(directory: Path, buffer: Path, seed: int, num_lives: int) -> None:
+def many(directory: Path, buffer: Path, seed: int, num_lives: int, **settings: Any) -> None:
     """So many random schedules on one engine, before some of which its index is damaged."""
-    world = compared(directory, buffer, seed)
+    world = compared(directory, buffer, seed, **settings)
     for number in range(num_lives):
         rng = np.random.default_rng([seed, number])
         if rng.random() < 0.2:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from headrace.models.heads import HEADS_FILE
 from headrace.run.session.directory import FACTS_FILE, read_sealed
+from headrace.wings.bench.speculation_heads import add_head
 from tests.engine.native.test_speculation import needs_kernels
 from tests.run.session.runs import make_run, tiny_model, verb
 
@@ -54,3 +56,15 @@ def test_whole_run_has_the_weights_of_one_without_drafts(tmp_path: Path) -> None
     assert resumed["weights"] == again["weights"]
     assert resumed["engine"]["history_tokens_found"] > 500
     assert resumed["engine"]["history_entries_damaged"] == 0
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_whole_run_with_a_prediction_head_has_the_weights_of_one_without(tmp_path: Path) -> None:
+    model = add_head(tiny_model(tmp_path / "model", kind="qwen2"))
+    without, drafted = (trained(tmp_path / kind, model, kind) for kind in ("off", "heads"))
+    assert drafted["weights"] == without["weights"]
+    assert len(drafted["weights"]) > 3
+    assert drafted["engine"]["head_weights"] > 0
+    newest = max((tmp_path / "heads" / "run" / "checkpoints").iterdir())
+    assert load_file(next(newest.rglob(HEADS_FILE))).keys() == load_file(model / HEADS_FILE).keys()

@@ -22,10 +22,12 @@ from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
+from headrace.models.heads import HEADS_FILE, load_head
 from headrace.run.cli import main
 from headrace.run.session import exporting
 from headrace.run.session.directory import CONFIG_FILE, run_file_of, write_sealed
 from headrace.run.session.exporting import export
+from headrace.wings.bench.speculation_heads import add_head
 from tests.learner.builders import random_batch, tiny
 
 
@@ -87,6 +89,21 @@ def test_an_adapter_is_merged_or_written_by_itself(base: Path, tmp_path: Path) -
     for model in (whole, beside):
         torch.testing.assert_close(plain_logits(model), logits_of(learner), rtol=0, atol=5e-5)
     assert not (tmp_path / "apart" / "config.json").exists()
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_the_prediction_head_of_a_checkpoint_is_in_what_is_exported_bit_for_bit(
+    lora: LoraConfig | None, tmp_path: Path
+) -> None:
+    base = add_head(tiny(tmp_path / "base", kind="qwen2"), noise=0.1)
+    trained(tmp_path / "run", base, lora)
+    export(tmp_path / "run", tmp_path / "out")
+    ours, theirs = load_file(tmp_path / "out" / HEADS_FILE), load_file(base / HEADS_FILE)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    config = ModelConfig(path=str(tmp_path / "out"))
+    assert load_head(config, load_model(config)).num_weights > 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_the_files_of_many_ranks_are_copied_with_their_index(base: Path, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_entropies_are_recorded_for_the_dashboard_where_that_is_asked_for(asked:
         ({"engine": {"max_new_tokens": 32}}, ConfigError, r"(?s)no prompt fits.*lower engine.max_new_tokens"),
         ({"engine": {"max_context": 64}}, ConfigError, "max_context=64 is more than the model's context of 32"),
         ({"engine": {"max_context": 6}}, ConfigError, "no prompt fits"),
+        ({"engine": {"speculation": "heads"}}, ModelError, "'heads', and model.path=.* is a qwen3, of which no pred"),
         ({"data": {"epochs": 1}, "flow": {"groups_per_step": 999}}, ConfigError, "fewer than one batch .*=999"),
     ],
 )

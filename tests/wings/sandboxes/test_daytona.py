@@ -77,7 +77,7 @@ def followed(connections: Sequence[tuple[str, Exception | None]]) -> tuple[bytes
 
     async def body() -> tuple[bytes, str]:
         channel = daytona.DaytonaChannel(None, Sandbox(connections), "name")  # type: ignore[arg-type]
-        await channel._follow()
+        await channel._read_log()
         pieces = []
         while piece := await channel.piece():
             pieces.append(piece)

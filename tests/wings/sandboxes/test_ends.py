@@ -393,5 +393,5 @@ def test_a_session_without_processes_is_looked_at_once_a_second(before: int, mon
         for number, wait_ms in ((before, supervisor.IDLE_MS), (before + 1, supervisor.POLL_MS)):
             monkeypatch.setattr(supervisor.processes, "descendants", lambda _, found=number: iter(range(found)))
             assert watching._wait_ms() == wait_ms
-        for each in (watching._control, watching._other_end, watching._way):
+        for each in (watching._control, watching._other_end, watching._descriptors):
             each.close()

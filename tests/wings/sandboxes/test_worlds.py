@@ -87,14 +87,14 @@ def test_a_branch_whose_snapshots_are_lost_runs_its_commands_again(tmp_path: Pat
 def test_a_setup_that_fails_is_made_once_for_all_who_wait_and_again_for_those_who_come_later(tmp_path: Path) -> None:
     async def body(worlds: Worlds, task: TaskDirectory) -> None:
         made = 0
-        make = worlds._make
+        make = worlds._build_snapshot
 
         async def counted(*arguments: Any) -> Any:
             nonlocal made
             made += 1
             return await make(*arguments)
 
-        worlds._make = counted  # type: ignore[method-assign]
+        worlds._build_snapshot = counted  # type: ignore[method-assign]
         for times in (1, 2):
             ended = await asyncio.gather(*(worlds.enter("one", task) for _ in range(4)), return_exceptions=True)
             reasons = [error.reason for error in ended if isinstance(error, EpisodeError)]

@@ -165,7 +165,7 @@ def test_versions_that_an_earlier_life_left_are_measured_once_and_first(model, t
         assert not out.exists()
         out.mkdir(parents=True)
 
-    monkeypatch.setattr(measuring, "_Process", Recorded)
+    monkeypatch.setattr(measuring, "_MeasuringProcess", Recorded)
     monkeypatch.setattr(measuring, "export", exported)
     for version in (0, 3):
         (tmp_path / "measured" / f"step-{version}").mkdir(parents=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.base.clock import Clock
-from headrace.base.errors import ModelError, RequestError, SequenceFailed
+from headrace.base.errors import ConfigError, ModelError, RequestError, SequenceFailed
 from headrace.base.types.columns import FloatColumn
 from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.controller import EngineStats
@@ -39,6 +39,7 @@ from headrace.engine.native.adapters import EngineAdapters, PassRows, SwitchedAd
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.checks import refuse_long
 from headrace.engine.native.controls import Controls
+from headrace.engine.native.heads import HeadDrafter, HeadParts
 from headrace.engine.native.intake import STALE_REMEDY, Bounds, Intake, stale_fork
 from headrace.engine.native.masks import MaskMaker, Masks
 from headrace.engine.native.memory import make_cache
@@ -63,8 +64,9 @@ from headrace.models.kernels.deterministic import invariant_log_softmax, is_dete
 from headrace.models.kernels.fuse import fits, fuse
 from headrace.models.kernels.ops import kernels as compiled_kernels
 from headrace.models.paged import choose
-from headrace.models.paged.base import BLOCK, Geometry
+from headrace.models.paged.base import BLOCK, Geometry, LayerShape
 from headrace.models.paged.plan import PagedPlan, cache_shapes
+from headrace.models.predicting import PredictionHead
 from headrace.models.rope import context_limit
 from headrace.models.weights import vocabulary_of, weight_tensors
 
@@ -79,9 +81,9 @@ class NativeEngine:
     ``decode`` returns the text of token ids, for stop strings; ``None``: requests with stop strings are refused.
     ``adapters`` are the adapters that requests may choose; ``None``: the adapters that the model was loaded with.
     ``masks`` makes the masks of structured answers; ``None``: requests with a structure are refused. ``history`` is the
-    file in which answers are kept for drafts, if ``config`` enables drafts; ``None``: in memory. The same calls in the
-    same order give the same tokens and logprobs, bit for bit; a draw does not depend on the other sequences of the
-    batch.
+    file in which answers are kept for drafts, if ``config`` enables drafts; ``None``: in memory. ``head`` is the
+    model's prediction head, which is needed if ``config`` enables its drafts. The same calls in the same order give the
+    same tokens and logprobs, bit for bit; a draw does not depend on the other sequences of the batch.
     """
 
     _paused_s: float | None = None
@@ -99,30 +101,32 @@ class NativeEngine:
         adapters: EngineAdapters | None = None,
         masks: MaskMaker | None = None,
         history: Path | None = None,
+        head: PredictionHead | None = None,
     ) -> None:
         """Allocate the cache and construct the parts of the engine. Raises :class:`~headrace.base.errors.ConfigError`
         or :class:`~headrace.base.errors.ModelError` if the engine cannot serve the model."""
         refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock, self._device = model, config, clock, model.device
-        self._vocab_size = vocabulary_of(model)
+        size = self._vocab_size = vocabulary_of(model)
         exact = invariant_log_softmax if is_deterministic(model) else None
         kernels, shapes = _fuse_kernels(model, config), cache_shapes(model)
         self._weights = PackedWeightReceiver(receiver, model)
         attention, self._maker = choose(model.dtype, self._device)
         refuse_unequal(model, shapes, self._maker, max_context, state_kernels(model, config))
         self._states = make_states(model, config)
-        self._cache = make_cache(config, max_context, shapes, model.dtype, self._device)
+        self._cache = make_cache(config, max_context, shapes + _head_shapes(head, config), model.dtype, self._device)
         snapshots = None if self._states is None else self._states.snapshots
         self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64), states=snapshots)
         self._controls = Controls(config.max_sequences, self._device, exact, None if masks is None else Masks(masks))
         stops = None if decode is None else StopsFollower(Stops(decode))
         listeners = [each for each in (self._controls, stops, self._states) if each]
         self._rows = Rows(config.max_sequences, max_context, listeners)
-        self._speculation = make_speculation(config, self._rows, self._pool, self._vocab_size, file=history)
+        self._adapters = adapters or SwitchedAdapters(model)
+        self._head = self._drafter(head)
+        self._speculation = make_speculation(config, self._rows, self._pool, size, file=history, head=self._head)
         self._drawer = TokenDrawer(self._rows, self._controls, stops, self._speculation)
         self._routes = RoutingStore(model, self._cache.num_blocks)
         self._outbox = ChunkBuilder(self._rows, self._routes)
-        self._adapters = adapters or SwitchedAdapters(model)
         self._pins = Pins(weight_tensors(model).values(), config.max_pinned_versions)
         self._scheduler = Scheduler(
             self._rows, self._pool, max_step_tokens=config.max_step_tokens, states=self._states,
@@ -130,10 +134,7 @@ class NativeEngine:
         )  # fmt: skip
         self._swaps = Swaps(self._weights, self._scheduler, self._rows, self._pool, clock)
         self._scorer = PrefillScorer(model, self._cache, self._maker, exact, self._states)
-        bounds = Bounds(
-            vocab_size=self._vocab_size, max_context=max_context, num_blocks=self._cache.num_blocks,
-            max_waiting=config.max_waiting, stop_strings=decode is not None, adapters=self._adapters, masks=masks,
-        )  # fmt: skip
+        bounds = self._bounds(max_context, masks, stop_strings=decode is not None)
         self._intake = Intake(bounds, self._rows, config.fork_memory)
         self._deadlines = Deadlines(self._intake.known)
         self._forks_checked_version = self._swaps.stamp  # the version for which waiting forks were checked last
@@ -151,6 +152,7 @@ class NativeEngine:
             "pinned_bytes": self._pins.num_bytes,
             "packed_bytes": self._weights.num_bytes,
             **({} if self._speculation is None else self._speculation.history.store.facts()),
+            **({} if self._head is None else {"head_weights": self._head.num_weights}),
             **(
                 {}
                 if self._states is None
@@ -318,6 +320,8 @@ class NativeEngine:
             sources, targets = (list(blocks) for blocks in zip(*schedule.copies, strict=True))
             self._cache.copy(sources, targets)
             self._routes.copy(sources, targets)
+            if self._head is not None:
+                self._head.copy(sources, targets)
         if self._states is not None:
             self._states.restore(list(schedule.restores))
 
@@ -358,7 +362,30 @@ class NativeEngine:
             logits_PV = forward(self._model, self._tensor(ids_N.astype(np.int64)), plan, keep_P)
         self._routes.store(geometry)
         rows.computed_R[rows_R] += counts_R if drafts_R is None else counts_R - drafts_R
-        return self._draw(logits_PV, rows_D, drafts_D, stamps)
+        drawn = self._draw(logits_PV, rows_D, drafts_D, stamps)
+        if self._head is not None:
+            self._head.advance(rows_R, plan, geometry)
+        return drawn
+
+    def _bounds(self, max_context: int, masks: MaskMaker | None, *, stop_strings: bool) -> Bounds:
+        """Return the bounds of the requests that the engine takes; ``stop_strings`` says whether it can find them."""
+        return Bounds(
+            vocab_size=self._vocab_size, max_context=max_context, num_blocks=self._cache.num_blocks,
+            max_waiting=self._config.max_waiting, stop_strings=stop_strings, adapters=self._adapters, masks=masks,
+        )  # fmt: skip
+
+    def _drafter(self, head: PredictionHead | None) -> HeadDrafter | None:
+        """Return the drafts of ``head``, which the rows tell of their changes; ``None`` without a head."""
+        if head is None:
+            return None
+        drafter = HeadDrafter(
+            HeadParts(
+                model=self._model, head=head, cache=self._cache, attention=self._maker, rows=self._rows,
+                controls=self._controls, adapters=self._adapters,
+            )
+        )  # fmt: skip
+        self._rows.tell(drafter)
+        return drafter
 
     def _draw(self, logits_PV: Tensor, rows_D: Index, drafts_D: Index | None, stamps: int | Index) -> Drawn:
         """Sample the next tokens of ``rows_D``. ``drafts_D`` is the number of drafted tokens of each row in the pass
@@ -496,6 +523,20 @@ def _names_of_torch_parts(model: PreTrainedModel, config: EngineConfig) -> dict[
     indexed = {"indexed_attention": "torch"} if is_indexed(model) else {}
     loaded = compiled_kernels() if config.kernels == "auto" and fits(model) else None
     return indexed | ({"fallback": str(loaded)} if isinstance(loaded, Unavailable) else {})
+
+
+def _head_shapes(head: PredictionHead | None, config: EngineConfig) -> tuple[LayerShape, ...]:
+    """Prepare the prediction head of an engine, and return the shapes of its keys and values; empty without a head.
+    Raises :class:`~headrace.base.errors.ConfigError` if ``config`` asks for its drafts and there is none."""
+    if config.speculation == "heads" and head is None:
+        raise ConfigError(
+            "engine.speculation='heads', and this engine was given a model without a prediction head",
+            remedy="set engine.speculation = 'history'",
+        )
+    if head is None:
+        return ()
+    _fuse_kernels(head.layer, config)
+    return cache_shapes(head.layer)
 
 
 def _fuse_kernels(model: PreTrainedModel, config: EngineConfig) -> str:

@@ -1,8 +1,8 @@
 """Speculative decoding: the choice of drafted tokens that a pass computes in advance, because they are likely to be
 drawn.
 
-    schedule ──▶ extend: look up drafts ─▶ choose their lengths ─▶ the same schedule, with more tokens of some rows
-                                 ▲
+    schedule ──▶ extend: look up drafts, and let the model's head draft for other rows (:mod:`.heads`)
+                                 ▲    ─▶ choose their lengths ─▶ the same schedule, with more tokens of some rows
     pass ──▶ verify (:mod:`.verification`): how many were drawn ─▶ note: update the trust in chances
 
 A draft is found in one of several *ways*: by the look-ups in earlier answers
@@ -13,7 +13,12 @@ pass is estimated from its numbers of rows and tokens, and the number of resulti
 would cost more than they save are left out, so bad drafts switch speculation off. The trust returns slowly to its first
 estimate, so that speculation is tried again.
 
-Shape legend: D rows that decode, K tokens of a draft, W ways of finding a draft, E drafted tokens.
+A row takes its draft from history where the first token there is at least as likely to be drawn as first tokens of the
+head's drafts have been of late, and otherwise from the head, if there is one. A token of the head has a chance of 1:
+how far it can be trusted is known for each class of its probability under the head.
+
+Shape legend: D rows that decode, K tokens of a draft, W ways of finding a draft, E drafted tokens, A rows that the
+head drafts for.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from headrace.base.types.columns import FloatColumn, IntColumn
 from headrace.base.types.sampling import Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.blocks import BlockPool, blocks_for
+from headrace.engine.native.heads import DraftPrices, HeadDrafter
 from headrace.engine.native.history import CONTEXT, HistoryIndex, OwnText
 from headrace.engine.native.history_store import END
 from headrace.engine.native.rows import Index, Rows
@@ -52,9 +58,13 @@ _FADE = 0.995
 """The factor by which the weight of earlier observations decreases with each pass."""
 _LONGEST_PAUSE = 15
 """The most passes without look-ups, after look-ups that found no useful draft."""
-_FIRST_TRUST = np.array([0.9, 0.5, 0.5, 0.3])
-"""The first estimate of the trust for each way of finding a draft: the look-ups in the history, then the sequence's own
-text."""
+HEAD_COST = 1.2
+"""The cost of a step of a prediction head by that of a pass of the model, for each weight that they read."""
+_FIRST_TRUST = np.array([0.9, 0.5, 0.5, 0.3, 0.3, 0.6, 0.9, 0.7, 0.5])
+"""The first estimate of the trust for each way of finding a draft: the look-ups in the history, the sequence's own
+text, the head's tokens by their class, the first tokens of the head's drafts, and the tokens after the first."""
+_HEAD, _HEAD_FIRST, _HEAD_LATER = 4, 7, 8
+"""The way of the head's tokens of the lowest class, that of the first tokens of its drafts, and that of the others."""
 
 
 class Trust:
@@ -79,7 +89,8 @@ class Trust:
 
     def note(self, ways_E: Index, chances_E: FloatColumn, drawn_E: npt.NDArray[np.bool_]) -> None:
         """Record the outcome of drafted tokens, up to the first token of each draft that was not drawn: the way in
-        which each was found, its probability there, and whether it was drawn."""
+        which each was found, its probability there, and whether it was drawn. A token may be given several times, with
+        different ways."""
         size = len(self._drawn_W)
         self._expected_W += np.bincount(ways_E, weights=chances_E, minlength=size)
         self._drawn_W += np.bincount(ways_E, weights=drawn_E, minlength=size)
@@ -108,24 +119,34 @@ def cheapest(chances_DK: Chances, num_others: int) -> Index:
 
 
 class Speculation:
-    """The drafting of tokens for the sequences in ``rows``, from the history of answers and from their own text.
-    ``pool`` allocates the blocks of the cache, and ``vocab_size`` is the number of token ids. The rows notify it when
-    sequences join and move (:class:`headrace.engine.native.rows.Follower`)."""
+    """The drafting of tokens for the sequences in ``rows``, from the history of answers, from their own text and from
+    the model's head, if it is used. ``pool`` allocates the blocks of the cache, and ``vocab_size`` is the number of
+    token ids. The rows notify it when sequences join and move (:class:`headrace.engine.native.rows.Follower`)."""
 
     def __init__(
-        self, config: EngineConfig, rows: Rows, pool: BlockPool, vocab_size: int, *, file: Path | None = None
+        self,
+        config: EngineConfig,
+        rows: Rows,
+        pool: BlockPool,
+        vocab_size: int,
+        *,
+        file: Path | None = None,
+        head: HeadDrafter | None = None,
     ) -> None:
         """Create the drafter with the settings of ``config`` and an empty history in memory or, with ``file``, the
-        history that is stored in this file. Raises ``OSError`` if the file cannot be created."""
+        history that is stored in this file. ``head`` drafts where the history does not. Raises ``OSError`` if the file
+        cannot be created."""
         self._rows, self._pool, self._vocab_size = rows, pool, vocab_size
         self._num, self._max_step_tokens = config.draft_tokens, config.max_step_tokens
         self.history = HistoryIndex(config.history_tokens, file, vocab_size)
         self._trust = Trust()
         self._keys_R = np.zeros(config.max_sequences, np.uint64)
         self._barred_R = np.zeros(config.max_sequences, bool)
-        self._ways_R = np.zeros(config.max_sequences, np.int64)
+        self.head = head
+        """The drafts of the model's head; ``None`` without one."""
+        self._ways_RK = np.zeros((config.max_sequences, self._num), np.int64)
         self._chances_RK = np.zeros((config.max_sequences, self._num), np.float32)
-        """The way in which the present draft of each row was found (``_ways_R``), and the probabilities of its tokens
+        """The way in which each token of the present draft of each row was found (``_ways_RK``), and its probability
         there."""
         self._own = OwnText(rows)
         self._wait = self._pause = 0
@@ -163,23 +184,28 @@ class Speculation:
         if not len(decoding):
             return schedule
         self._trust.fade()
-        if self._wait > 0:
+        looks_up = self._wait == 0
+        if not looks_up and self.head is None:
             self._wait -= 1
             return schedule
-        self._own.read(decoding)
-        ids_DK, chances_DK = self._best_drafts(decoding)
+        ids_DK, chances_DK = self._from_history(decoding)
         max_lengths_D = np.where(self._barred_R[decoding], 0, rows.draftable(decoding))
         if schedule.joined:  # they may share a block that this pass completes: no draft must write NaN there
             max_lengths_D[rows.length_R[decoding] % BLOCK == 0] = 0
+        max_lengths_D = np.minimum(max_lengths_D, self._num)
         chances_DK[np.arange(self._num) >= max_lengths_D[:, None]] = 0
         num_tokens = int(schedule.counts_R.sum())
+        of_head_D = self._from_head(decoding, (ids_DK, chances_DK), max_lengths_D, num_tokens - len(decoding))
         lengths_D = cheapest(chances_DK, num_tokens - len(decoding))
         lengths_D = self._bounded(lengths_D, self._max_step_tokens - num_tokens)
         self._reserve(decoding, lengths_D)
+        if self.head is not None and of_head_D.any():
+            self.head.settle(taken=bool(lengths_D[of_head_D].any()))
+        if looks_up:
+            self._pause = 0 if lengths_D[~of_head_D].any() else min(2 * self._pause + 1, _LONGEST_PAUSE)
+            self._wait = self._pause
         if not lengths_D.any():
-            self._pause = self._wait = min(2 * self._pause + 1, _LONGEST_PAUSE)
             return schedule
-        self._pause = 0
         drafted_DK = np.arange(self._num) < lengths_D[:, None]
         at_D, at_K = np.nonzero(drafted_DK)
         rows.ids_RC[decoding[at_D], rows.length_R[decoding[at_D]] + at_K] = ids_DK[drafted_DK]
@@ -190,11 +216,63 @@ class Speculation:
         """Record the outcome of a pass, for each drafted token that was compared with a draw: its row, its index in the
         draft, and whether it was drawn."""
         self.num_accepted += int(drawn_E.sum())
-        self._trust.note(self._ways_R[rows_E], self._chances_RK[rows_E, places_E], drawn_E)
+        ways_E, chances_E = self._ways_RK[rows_E, places_E], self._chances_RK[rows_E, places_E]
+        self._trust.note(ways_E, chances_E, drawn_E)
+        of_head_E = ways_E >= _HEAD
+        orders_E = np.where(places_E == 0, _HEAD_FIRST, _HEAD_LATER)
+        self._trust.note(orders_E[of_head_E], chances_E[of_head_E], drawn_E[of_head_E])
 
     def bar(self, rows_E: Index) -> None:
         """Stop drafting for the sequences in ``rows_E``, until their ends."""
         self._barred_R[rows_E] = True
+
+    def _from_history(self, rows_D: Index) -> tuple[IntColumn, Chances]:
+        """Return a draft for each of ``rows_D``, and the chance that it is drawn up to each of its tokens: what
+        :meth:`_best_drafts` finds or, between look-ups, none."""
+        if self._wait > 0:
+            self._wait -= 1
+            return np.zeros((len(rows_D), self._num), np.int32), np.zeros((len(rows_D), self._num))
+        self._own.read(rows_D)
+        return self._best_drafts(rows_D)
+
+    def _from_head(
+        self, rows_D: Index, drafts: tuple[IntColumn, Chances], max_lengths_D: Index, num_others: int
+    ) -> npt.NDArray[np.bool_]:
+        """Let the head draft for those of ``rows_D`` for which it is likelier to be right than the history, and write
+        that into ``drafts``, the tokens and their chances. ``max_lengths_D`` is the longest draft of each row, and
+        ``num_others`` the number of the pass's other tokens. Return the rows with drafts of the head."""
+        of_head_D = np.zeros(len(rows_D), bool)
+        if self.head is None:
+            return of_head_D
+        (ids_DK, chances_DK), factors_W = drafts, np.minimum(self._trust.factors_W, 1)
+        at = np.flatnonzero(self.head.ready(rows_D) & (max_lengths_D > 0) & (chances_DK[:, 0] < factors_W[_HEAD_FIRST]))
+        if not len(at):
+            return of_head_D
+        step = HEAD_COST * self.head.share
+        prices = DraftPrices(
+            token=(PASS_COST + ROW_COST * len(rows_D) + num_others) / len(rows_D),
+            step=step * PASS_COST,
+            row=step * ROW_COST,
+            first=factors_W[_HEAD_FIRST],
+            later=factors_W[_HEAD_LATER],
+            factors_C=factors_W[_HEAD:_HEAD_FIRST],
+        )
+        if not prices.pays(np.ones(len(rows_D)), 0):  # not even if it drafted for all
+            self.head.rest()
+            return of_head_D
+        most_A = max_lengths_D[at]
+        self._reserve(rows_D[at], most_A)
+        found = self.head.draft(rows_D[at], most_A, prices)
+        for place in range(found.ids_AK.shape[1]):
+            some = found.counts_A > place
+            where, ways_A = at[some], _HEAD + found.classes_AK[some, place]
+            ids_DK[where, place] = found.ids_AK[some, place]
+            chances_DK[where, place] = factors_W[ways_A] * (chances_DK[where, place - 1] if place else 1.0)
+            self._ways_RK[rows_D[where], place], self._chances_RK[rows_D[where], place] = ways_A, 1.0
+        some = found.counts_A > 0
+        of_head_D[at[some]] = True
+        chances_DK[at[some]] *= np.arange(self._num) < found.counts_A[some][:, None]
+        return of_head_D
 
     def _best_drafts(self, rows_D: Index) -> tuple[IntColumn, Chances]:
         """Return for each of ``rows_D`` the draft with the largest expected number of accepted tokens, among all ways
@@ -210,9 +288,10 @@ class Speculation:
         if not valid_WDK[:, :, 0].any():
             return own_DK, np.zeros(own_DK.shape)
         chances_WDK[~valid_WDK] = 0
-        whole_WDK = (chances_WDK * np.minimum(self._trust.factors_W, 1)[:, None, None]).cumprod(axis=2)
+        factors_W = np.minimum(self._trust.factors_W[:_HEAD], 1)
+        whole_WDK = (chances_WDK * factors_W[:, None, None]).cumprod(axis=2)
         way_D, all_D = whole_WDK.sum(axis=2).argmax(axis=0), np.arange(len(rows_D))
-        self._ways_R[rows_D], self._chances_RK[rows_D] = way_D, chances_WDK[way_D, all_D]
+        self._ways_RK[rows_D], self._chances_RK[rows_D] = way_D[:, None], chances_WDK[way_D, all_D]
         return ids_WDK[way_D, all_D], whole_WDK[way_D, all_D]
 
     def _bounded(self, lengths_D: Index, budget: int) -> Index:
@@ -253,7 +332,13 @@ def _inserted(schedule: Schedule, lengths_D: Index) -> Schedule:
 
 
 def make_speculation(
-    config: EngineConfig, rows: Rows, pool: BlockPool, vocab_size: int, *, file: Path | None = None
+    config: EngineConfig,
+    rows: Rows,
+    pool: BlockPool,
+    vocab_size: int,
+    *,
+    file: Path | None = None,
+    head: HeadDrafter | None = None,
 ) -> Speculation | None:
     """Create the drafter that ``config`` specifies, and register it as a follower of ``rows``; return ``None`` if
     speculation is off. The other arguments are the same as in :class:`Speculation`. If ``file`` cannot be created, the
@@ -261,10 +346,10 @@ def make_speculation(
     if config.speculation == "off":
         return None
     try:
-        speculation = Speculation(config, rows, pool, vocab_size, file=file)
+        speculation = Speculation(config, rows, pool, vocab_size, file=file, head=head)
     except OSError as error:
         sys.stderr.write(f"the history of answers is kept in memory alone, and ends with this process: {error}\n")
-        speculation = Speculation(config, rows, pool, vocab_size)
+        speculation = Speculation(config, rows, pool, vocab_size, head=head)
     if speculation.history.store.num_damaged:
         damaged = speculation.history.store.num_damaged
         sys.stderr.write(f"{file}: {damaged} entries of the history of answers were damaged and are left out\n")

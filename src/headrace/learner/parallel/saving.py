@@ -34,6 +34,7 @@ from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, checksums_of, fl
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.parts import Part, SavedParts, shard_name, slots, write_parts
 from headrace.learner.parallel.shards import assigned, held
+from headrace.models.heads import copy_later
 from headrace.models.load import INDEX_FILE
 from headrace.models.weights import in_file_format
 
@@ -179,10 +180,11 @@ class ShardedSnapshot:
             if not _problems(reports):
                 _write_small(self._directory, self._model, model_dir)
                 _write_index(self._directory, {name: file for one in reports for name, file in one.names.items()})
+                copy_later(model_dir, self._directory)
                 seal(self._directory, {name: found for one in reports for name, found in one.sums.items()})
                 flush(self._directory)
                 return _WriteReport()
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(self._directory, ignore_errors=True)
             return _WriteReport(problem=str(error))
         shutil.rmtree(self._directory, ignore_errors=True)

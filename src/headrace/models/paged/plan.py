@@ -6,6 +6,7 @@ pass over the cache, D head size in a pass without one.
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import torch
@@ -35,7 +36,7 @@ class PagedPlan:
     ) -> None:
         """Prepare the pass with the layout ``geometry`` over ``cache``. ``make`` creates the attention of the pass.
         ``states`` are the states of recurrent layers; ``None`` for a model without such layers."""
-        self._cache = cache
+        self._cache, self._first_layer = cache, 0
         self.states = states
         """The states of recurrent layers in this pass; ``None`` for a model without such layers."""
         self._make_indexed = partial(IndexedPass, geometry, device)
@@ -51,7 +52,8 @@ class PagedPlan:
         """Write the keys and values of one layer into its pools, and return its attention ``[N, H, E]``. A rule with a
         choice restricts attention to the tokens that :meth:`choose` has returned in this pass."""
         attention = self._attention if rule.choice is None or self._indexed is None else self._indexed
-        return attention.attend((query_NHE, key_NKE, value_NKE), self._cache.layers[rule.layer], rule)
+        pools = self._cache.layers[self._first_layer + rule.layer]
+        return attention.attend((query_NHE, key_NKE, value_NKE), pools, rule)
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
         """Write the keys of a layer's indexer into their pool, and return the tokens that the indexer chooses for each
@@ -71,7 +73,14 @@ class PagedPlan:
     def layer(self, rule: Rule) -> tuple[PagedAttention, tuple[Tensor, Tensor]]:
         """Return the attention of the pass and the pools of the rule's layer, for a kernel that computes attention
         together with other operations."""
-        return self._attention, self._cache.layers[rule.layer]
+        return self._attention, self._cache.layers[self._first_layer + rule.layer]
+
+    def at_layer(self, first: int) -> PagedPlan:
+        """Return the plan of a pass over the same rows and tokens for another model, whose first layer has the pools
+        with the index ``first`` of the cache."""
+        other = copy.copy(self)
+        other._first_layer = first
+        return other
 
 
 NUM_TOKENS = 2

@@ -20,6 +20,7 @@ from headrace.control.teaching import TeacherCallConfig
 from headrace.launch.order import TeacherOrder
 from headrace.learner.auxiliary.config import FrozenTeacher, OwnEngine, ServedTeacher
 from headrace.models import ModelConfig, context_length
+from headrace.models.heads import refuse_headless
 from headrace.models.load import refuse_other_vocabulary
 from headrace.models.settings import called, read_config
 from headrace.rollout.environments.agents import ModelAgent
@@ -173,10 +174,14 @@ def frozen_agents(config: RunConfig) -> dict[str, ModelConfig]:
 
 def refuse_misfits(config: RunConfig, max_context: int) -> None:
     """Raise an error where the model of a frozen agent has another vocabulary than the policy's model, or cannot read
-    ``max_context`` tokens.
+    ``max_context`` tokens; or where engines draft from prediction heads, and the model of the policy or of such an
+    agent has none that can be used.
 
     The error is a :class:`~headrace.base.errors.ConfigError` or a :class:`~headrace.base.errors.ModelError`.
     """
+    drafts = config.engine.speculation == "heads"
+    if drafts:
+        refuse_headless(config.model.path)
     for agent in config.env.agents:
         if not isinstance(agent, ModelAgent):
             continue
@@ -184,6 +189,8 @@ def refuse_misfits(config: RunConfig, max_context: int) -> None:
         with called(setting):
             refuse_other_vocabulary(agent.path, config.model.path, setting)
             most = context_length(agent.path)
+            if drafts:
+                refuse_headless(agent.path)
         if most < max_context:
             raise ConfigError(
                 f"{setting}={agent.path!r} was made for {most} tokens, and conversations may have {max_context}",

@@ -1,6 +1,6 @@
-"""The routes of the endpoint, and the answer to a request that fails. Programs (agents that use a client of OpenAI or
-Anthropic) send their requests here; the key of a request names the episode in whose session it runs, and the policy of
-the run answers it."""
+"""The HTTP application of the session endpoint: its routes, and the responses to requests that fail. Programs (agents
+that use a client library of OpenAI or Anthropic) send requests to it. The API key of a request identifies the session
+of an episode, and the policy of the run answers the request."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from headrace.wings.serve.body import BodyLimits, ClientGone, read_object, while
 PATHS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
 """The protocol of each path."""
 COUNT = "/messages/count_tokens"
-"""The path of requests that ask for a number of tokens."""
+"""The path of requests for the number of tokens of a conversation."""
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointDispatcher:
-    """What all requests of the endpoint share: the open sessions, the limits and the callbacks."""
+    """The state that all requests of the endpoint share: the open sessions, the limits and the callbacks."""
 
     sessions: Sessions
     """The open sessions, by key."""
@@ -63,13 +63,14 @@ class EndpointDispatcher:
     clock: Clock
     """The clock for the times in answers."""
     on_ignored: Callable[[str, float | str], None]
-    """The function that is called with the name and the value of each field of a request that has no effect on the
-    policy."""
+    """A callback that receives the name and the value of each field of a request that has no effect on the policy."""
     agents: frozenset[str] = frozenset()
-    """Names of the agents that answer a request whose model is one of them; the policy answers all others."""
+    """Names of the agents. A request whose model is the name of an agent is answered by that agent, and any other by
+    the policy."""
 
     def with_agent(self, tree: Json, options: ChatOptions) -> ChatOptions:
-        """Return ``options`` with the agent that the request's body names as its model, if there is such an agent."""
+        """Return ``options`` with the agent that the request's body ``tree`` names as its model; unchanged if there is
+        no such agent."""
         model = tree.get("model")
         known = isinstance(model, str) and role_of(model) in self.agents
         return msgspec.structs.replace(options, agent=model) if known else options
@@ -86,7 +87,7 @@ def make_app(dispatcher: EndpointDispatcher) -> ASGIApp:
     """Return the whole endpoint as an ASGI application. Every path exists with and without ``/v1``."""
 
     async def models(request: Request) -> Response:
-        """Answer with the names that a request may give as its model: the policy and the agents."""
+        """Answer with the valid values of a request's field ``model``: the policy and the agents."""
         dispatcher.sessions.find(request.headers)
         names = (POLICY, *sorted(dispatcher.agents))
         about = {"object": "model", "type": "model", "created": 0, "owned_by": "headrace"}
@@ -107,16 +108,16 @@ def make_app(dispatcher: EndpointDispatcher) -> ASGIApp:
 
 
 class _UnknownKeyDelay:
-    """An ASGI application that refuses a request whose key was never valid, for any path and after a delay, and passes
-    others on to ``app``."""
+    """An ASGI application that passes requests with the key of a session on to ``app``. Requests with a key that was
+    never valid are refused after a delay, whatever their path."""
 
     def __init__(self, dispatcher: EndpointDispatcher, app: ASGIApp) -> None:
-        """Guard ``app`` with the keys of the sessions of ``dispatcher``."""
+        """Create the application around ``app``, with the sessions of ``dispatcher``."""
         self._dispatcher, self._app = dispatcher, app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on if its key is or was that of a session; otherwise refuse it after a delay, with status
-        401."""
+        """Pass one request on if its key belongs to a session that is open or has ended; otherwise refuse it after a
+        delay, with status 401."""
         try:
             self._dispatcher.sessions.find(Headers(scope=scope))
         except Refusal as refusal:
@@ -133,17 +134,17 @@ class _ResponseWriter:
     event."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Make a writer for one request, given by its ASGI arguments."""
+        """Create a writer for the request with these ASGI arguments."""
         self._asgi = scope, receive, send
         self._send = send
-        self._streams = False
+        self._is_streaming = False
 
     async def body(self, body: Json) -> None:
         """Send the JSON ``body`` as the whole response."""
         await JSONResponse(body)(*self._asgi)
 
     async def event(self, event: SseEvent) -> None:
-        """Send one server-sent event, after the headers if it is the first."""
+        """Send one server-sent event; send the headers before the first event."""
         data = (
             event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False, allow_nan=False)
         )
@@ -151,9 +152,9 @@ class _ResponseWriter:
         await self.data(f"{name}data: {data}\n\n".encode())
 
     async def data(self, data: bytes) -> None:
-        """Send raw bytes of the stream, after the headers if these are the first."""
-        if not self._streams:
-            self._streams = True
+        """Send ``data`` as the next bytes of the stream; send the headers before the first bytes."""
+        if not self._is_streaming:
+            self._is_streaming = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -164,7 +165,7 @@ class _ResponseWriter:
     async def refuse(self, refusal: Refusal, protocol: ChatProtocol) -> None:
         """Send ``refusal`` in the format of ``protocol``: as an error response or, if a stream has begun, as its last
         event."""
-        if self._streams:
+        if self._is_streaming:
             await self.event(protocol.broken(refusal))
             await self.end()
         else:
@@ -172,8 +173,8 @@ class _ResponseWriter:
 
 
 class _EndpointHandler:
-    """An ASGI application that answers ``POST`` to one path: it finds the session, reads the body, and does ``work``
-    with both. It cancels the work when the client disconnects."""
+    """An ASGI application that answers ``POST`` requests to one path: it finds the session, reads the body, and calls
+    ``work`` with both. It cancels the work when the client disconnects."""
 
     def __init__(
         self,
@@ -181,13 +182,14 @@ class _EndpointHandler:
         protocol: ChatProtocol,
         work: Callable[[EpisodeSession, Json, _ResponseWriter], Awaitable[None]],
     ) -> None:
-        """Make the handler of one path: ``work`` gets the session, the JSON of the body and the writer of the response,
-        and ``protocol`` translates errors."""
-        self._dispatcher, self._dialect, self._work = dispatcher, protocol, work
+        """Create the handler of one path. ``work`` receives the session, the JSON of the body and the writer of the
+        response, and ``protocol`` translates errors."""
+        self._dispatcher, self._protocol, self._work = dispatcher, protocol, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request: find its session by the key, read the body, and do the work while the client is
-        connected. A refusal is sent to the client, after a delay if the session has had many."""
+        connected. If the request is refused, send the refusal to the client, after a delay if the session has had many
+        refusals."""
         request, writer = Request(scope, receive), _ResponseWriter(scope, receive, send)
         session: EpisodeSession | None = None
         try:
@@ -200,11 +202,11 @@ class _EndpointHandler:
         except Refusal as refusal:
             if session is None or session.count_refusal(refusal.problem) > self._dispatcher.limits.patience:
                 await asyncio.sleep(self._dispatcher.limits.delay_s)
-            await writer.refuse(refusal, self._dialect)
+            await writer.refuse(refusal, self._protocol)
 
     async def _guarded(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
-        """Do the work for one request. An unexpected error is stored in the session, to be raised where the episode
-        runs, and the client gets a refusal."""
+        """Do the work for one request. An unexpected error is stored in the session, which raises it where the episode
+        runs, and the client receives a refusal."""
         try:
             await _with_refusals(lambda: self._work(session, tree, writer))
         except Refusal:
@@ -225,7 +227,7 @@ class _AnswerWork:
     """The translation of the protocol."""
 
     async def __call__(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
-        """Let the policy answer the request in ``tree``, the JSON of its body, and send the answer, whole or as a
+        """Sample the answers to the request in ``tree``, the JSON of its body, and send them as one JSON body or as a
         stream of events."""
         context = ExchangeContext(
             name=secrets.token_hex(12),
@@ -255,8 +257,8 @@ class _AnswerWork:
         pieces: _PieceBuffer,
         writer: _ResponseWriter,
     ) -> list[Reply]:
-        """Return the replies that ``work`` returns, and send the pieces that it puts into the buffer as events
-        meanwhile. Pings keep the stream alive while there are none."""
+        """Run ``work`` and return its replies. Meanwhile, send the pieces that it adds to the buffer as events, and
+        pings while there are no pieces."""
         try:
             async with asyncio.TaskGroup() as group:
                 task = group.create_task(work)
@@ -269,8 +271,8 @@ class _AnswerWork:
     async def _send_until_done(
         self, task: asyncio.Task[Any], events: EventStream, pieces: _PieceBuffer, writer: _ResponseWriter
     ) -> None:
-        """Send the pieces in the buffer as events until ``task``, which samples the answers, is done, and then those
-        that are left. Where no piece arrives for ``ping_s`` seconds, send a ping."""
+        """Send the pieces in the buffer as events until ``task``, which samples the answers, is done, and then the
+        remaining pieces. If no piece arrives for ``ping_s`` seconds, send a ping."""
         while not task.done():
             if not await pieces.wait(self.dispatcher.limits.ping_s):
                 await writer.data(self.protocol.ping)
@@ -280,7 +282,7 @@ class _AnswerWork:
 
 class _PieceBuffer:
     """A buffer of pieces of answers that have been sampled but not sent. Pieces of one answer are joined, so that a
-    slow client gets fewer and larger ones."""
+    slow client receives fewer and larger pieces."""
 
     def __init__(self) -> None:
         """Make an empty buffer."""
@@ -298,8 +300,8 @@ class _PieceBuffer:
         self.arrived.set()
 
     async def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` until there are pieces to send, or the answers are complete; return ``False`` if the
-        time has passed."""
+        """Wait up to ``seconds`` until there are pieces to send or the answers are complete; return ``False`` after a
+        timeout."""
         try:
             async with asyncio.timeout(seconds):
                 await self.arrived.wait()
@@ -323,11 +325,10 @@ async def _send_pieces(events: EventStream, pieces: _PieceBuffer, writer: _Respo
 
 @dataclass(frozen=True, slots=True)
 class _CountWork:
-    """The work for a request that asks how many tokens a conversation has."""
+    """The work for a request for the number of tokens of a conversation."""
 
     async def __call__(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
-        """Answer with the number of tokens that the conversation in ``tree``, the JSON of the request's body, has for
-        the model."""
+        """Answer with the number of prompt tokens of the conversation in ``tree``, the JSON of the request's body."""
         request = read_counted(tree)
         await writer.body({"input_tokens": await session.episode.count(request.messages, request.tools)})
 
@@ -335,8 +336,8 @@ class _CountWork:
 async def _replies(
     session: EpisodeSession, request: EndpointRequest, options: ChatOptions, pieces: _PieceBuffer | None = None
 ) -> list[Reply]:
-    """Return the answers of the policy to ``request``, as many as it asks for, sampled concurrently. Their pieces are
-    passed to ``pieces`` if they are streamed. The first failure cancels the others."""
+    """Sample as many answers to ``request`` as it asks for, concurrently, and return them. If they are streamed, their
+    pieces are added to ``pieces``. The first failure cancels the other answers."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = []
@@ -351,9 +352,9 @@ async def _replies(
 
 
 async def _with_refusals(work: Callable[[], Awaitable[None]]) -> None:
-    """Do ``work`` and turn the errors that concern the client into a :class:`Refusal`: status 400 for a request that it
-    can correct, or that ends its episode (403 where the budget is spent); 429 where the engine's queue is full; 500
-    where the sequence failed in the engine. All other errors pass through."""
+    """Await ``work`` and convert the errors that concern the client into a :class:`Refusal`: status 400 for an invalid
+    request and for an error that ends the episode (403 if the budget is spent); 429 if the engine's queue is full; 500
+    if the sequence failed in the engine. All other errors pass through."""
     try:
         await work()
     except EpisodeError as error:
@@ -368,13 +369,14 @@ async def _with_refusals(work: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    """Return the response for a refusal that no protocol has translated."""
+    """Return the HTTP response for a refusal that was raised outside the protocols."""
     assert isinstance(error, Refusal)
     return error.response()
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    """Return the response to a path or a method that is not served; it names those that are."""
+    """Return the response to a request for a path or a method that is not served; it lists the paths that are
+    served."""
     assert isinstance(error, HTTPException)
     path = shown(request.url.path)
     known = ", ".join(f"/v1{path}" for path in (*PATHS, COUNT))

@@ -1,6 +1,6 @@
-"""The records between the protocols and the episodes: requests as they were read, and answers as they will be written.
-A program acts in an episode by requests over HTTP; those with one key are a session. A piece is a part of an answer
-that is streamed while it is sampled."""
+"""The records between the protocols and the episodes, and the contract of a protocol (:class:`ChatProtocol`). A program
+acts in an episode by HTTP requests. All requests with the same key belong to one session. A piece is a part of an
+answer that is streamed while the answer is sampled."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ class SessionLimits:
     max_choices: int = 16
     """Largest number of answers that one request may ask for."""
     idle_timeout_s: int = 60
-    """Seconds after which a connection is closed that sends no request or reads nothing of its answer."""
+    """Seconds without activity after which a connection is closed: its client sends no request, or reads no bytes of
+    the response."""
     patience: int = 16
     """Number of refusals of one session that are sent at once; later ones are delayed by ``delay_s``."""
     delay_s: float = 1.0
-    """Delay in seconds of further refusals, and of those for wrong keys, so that a program that retries in a loop costs
-    little."""
+    """Delay in seconds of further refusals, and of refusals for wrong keys, so that a program that retries in a loop
+    causes little load."""
     ping_s: float = 10.0
-    """Seconds without an event after which a stream sends a ping, which shows that the server is alive."""
+    """Seconds without an event after which a stream sends a ping, so that the client does not close the connection."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Access:
-    """The address and the key with which a program reaches its episode; it gets them as environment variables."""
+    """The address and the key with which a program reaches its episode; the program receives them as environment
+    variables."""
 
     base_url: str
     """The endpoint's URL without ``/v1``; each protocol's client appends its own path."""
     api_key: str
     """The bearer token of the OpenAI client, and ``x-api-key`` of the Anthropic client."""
     last_refusal: str = ""
-    """The problem of the latest request that was refused; empty if none was."""
+    """The problem of the latest refused request; empty if no request was refused."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment variables from which the clients, and frameworks built on them, read address and
-        key."""
+        """The environment variables from which the client libraries, and frameworks built on them, read the address and
+        the key."""
         return {
             "OPENAI_BASE_URL": f"{self.base_url}/v1",
             "OPENAI_API_BASE": f"{self.base_url}/v1",
@@ -64,10 +66,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointRequest:
-    """A request to the policy, as read from a body of any of the protocols."""
+    """A request to the policy, read from the body of an HTTP request in any of the protocols."""
 
     messages: tuple[Message, ...]
-    """The conversation that is to be answered."""
+    """The conversation to answer."""
     tools: tuple[Tool, ...]
     """The tools that the policy may call."""
     options: ChatOptions
@@ -86,7 +88,7 @@ class ExchangeContext:
     """The facts of one request, beside its body, that a protocol needs for its translation."""
 
     name: str
-    """A name that no other request has; the ids in the answer are made from it."""
+    """A unique name of the request; the ids in the answer are derived from it."""
     created_s: int
     """Time of the request, in seconds since 1970."""
     spell: Callable[[int], str]
@@ -94,19 +96,20 @@ class ExchangeContext:
     max_choices: int = 16
     """Largest number of answers that the request may ask for."""
     histories: MutableMapping[str, tuple[Message, ...]] = field(default_factory=dict)
-    """The conversation up to each earlier response of the session, by the response's id; a request may continue one."""
+    """The conversation up to each earlier response of the session, by the response's id; a later request may continue
+    from a response."""
 
 
 class SseEvent(NamedTuple):
-    """A server-sent event; ``name`` is empty where the protocol gives the event no name."""
+    """A server-sent event; ``name`` is empty if the protocol has no name for the event."""
 
     name: str
     data: Json | str
-    """The JSON of the event, or its text as it is."""
+    """The JSON of the event, or its plain text."""
 
 
 class Exchange(Protocol):
-    """One request that has been read, with the translation of its answer into the protocol."""
+    """One parsed request, with the translation of its answer into the protocol."""
 
     @property
     def request(self) -> EndpointRequest:
@@ -114,25 +117,25 @@ class Exchange(Protocol):
         ...
 
     def answer(self, replies: Sequence[Reply]) -> Json:
-        """Return the JSON body of the response that holds all ``replies`` of the policy."""
+        """Return the JSON body of the response with all ``replies`` of the policy."""
         ...
 
     def stream(self) -> EventStream:
-        """Return the object that turns the answer into server-sent events, for an answer that is streamed."""
+        """Return the object that translates a streamed answer into server-sent events."""
         ...
 
 
 class EventStream(Protocol):
-    """An object that turns an answer into server-sent events while it is sampled. The first event comes with the first
-    piece."""
+    """A translator of an answer into server-sent events while the answer is sampled. The first piece yields the first
+    event."""
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
-        """Yield the events for one more piece of the answer with the number ``choice``. All streamed text passes
-        through this method."""
+        """Yield the events for the next piece of the answer with the number ``choice``. All text and reasoning is
+        streamed by this method."""
         ...
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
-        """Yield the last events, once all ``replies`` are complete."""
+        """Yield the last events, when all ``replies`` are complete."""
         ...
 
 
@@ -141,7 +144,8 @@ class ChatProtocol:
     """The functions that translate requests and answers of one protocol."""
 
     parse: Callable[[Mapping[str, Any], ExchangeContext], Exchange]
-    """A function that reads a request's body; it raises :class:`Refusal`, which names what is not supported."""
+    """A function that parses a request's body. It raises :class:`Refusal`, which names the unsupported or invalid
+    field."""
     refusal: Callable[[Refusal], Json]
     """A function that returns the JSON body of an error response."""
     broken: Callable[[Refusal], SseEvent]

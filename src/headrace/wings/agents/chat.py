@@ -1,5 +1,5 @@
-"""The protocol of OpenAI's chat completions: ``POST /v1/chat/completions``. The classes ``_Chat...`` and ``_Tool...``
-are parts of a request's body; a choice is one of the answers that it asks for."""
+"""The translation of OpenAI's chat completions protocol, ``POST /v1/chat/completions``. The classes ``_Chat...`` and
+``_Tool...`` are models of parts of a request's body. A choice is one of the answers that a request asks for."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class _ChatAnswer(BodyPart):
 
 
 class _ToolAnswer(BodyPart):
-    """A message of a request that answers the call of a tool."""
+    """A message of a request with the result of a tool call."""
 
     role: Literal["tool"]
     content: _Text
     tool_call_id: str
     name: str = ""
-    """Not read: the call gives the tool's name."""
+    """Not used: the tool's name is taken from the call."""
 
     def message(self) -> Message:
         """Return the message in Headrace's form."""
@@ -128,8 +128,8 @@ class _ChatBody(StrictBody):
     return_token_ids: bool = False
 
     def request(self, context: ExchangeContext) -> EndpointRequest:
-        """Return the request to the policy in Headrace's form. Raises :class:`Refusal` if it asks for too many choices,
-        or offers two tools of one name."""
+        """Return the request to the policy in Headrace's form. Raises :class:`Refusal` if the body asks for too many
+        choices, or offers two tools with the same name."""
         if self.n > context.max_choices:
             raise Refusal(
                 f"n={self.n} is more than {context.max_choices}",
@@ -159,7 +159,7 @@ class _ChatBody(StrictBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChatExchange:
-    """A chat completion request, with the translation of its answers."""
+    """A parsed chat completion request, with the translation of its answers."""
 
     body: _ChatBody
     """The body as the client sent it."""
@@ -177,17 +177,16 @@ class _ChatExchange:
         return {**self.frame("chat.completion", choices), "usage": _usage(replies)}
 
     def stream(self) -> _ChatStream:
-        """Return the object that turns the answers into server-sent events."""
+        """Return the object that translates the answers into server-sent events."""
         return _ChatStream(self)
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
-        """Return the JSON around ``choices`` of a response or of an event; ``kind`` is its type."""
+        """Return the JSON object of a response or an event of the type ``kind`` with these ``choices``."""
         name, created_s = f"chatcmpl-{self.context.name}", self.context.created_s
         return {"id": name, "object": kind, "created": created_s, "model": self.body.model, "choices": choices}
 
     def end(self, reply: Reply) -> Json:
-        """Return the fields of a choice that come with its end: logprobs, the reason and, if requested, the token
-        ids."""
+        """Return the fields at the end of a choice: logprobs, the finish reason and, if requested, the token ids."""
         logprobs = None
         if self.body.logprobs:
             logprobs = {"content": token_logprobs(reply, self.context.spell), "refusal": None}
@@ -196,10 +195,10 @@ class _ChatExchange:
 
 
 class _ChatStream:
-    """The translator of answers into chunks, each of which adds a delta to one of the choices."""
+    """A translator of answers into server-sent chunks. Each chunk adds a delta to one of the choices."""
 
     def __init__(self, exchange: _ChatExchange) -> None:
-        """Make a stream of the answers to ``exchange`` that has not begun."""
+        """Create a translator of the answers to ``exchange`` that has sent no events."""
         self._exchange = exchange
         self._usage: Json = {"usage": None} if exchange.body.stream_options.include_usage else {}
         self._begun: set[int] = set()
@@ -212,8 +211,8 @@ class _ChatStream:
                 yield self._chunk(choice, {name: text})
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
-        """Yield the events that end the stream: the calls of tools and the reason of each choice's end, and the usage
-        if it was asked for."""
+        """Yield the events that end the stream: the calls of tools and the finish reason of each choice, and the usage
+        if it is requested."""
         for choice, reply in enumerate(replies):
             yield from self._begin(choice)
             for index, call in enumerate(_message(reply.message).get("tool_calls", ())):
@@ -224,19 +223,19 @@ class _ChatStream:
         yield SseEvent("", "[DONE]")
 
     def _begin(self, choice: int) -> Iterator[SseEvent]:
-        """Yield the event that begins a choice, unless it has begun."""
+        """Yield the event that begins a choice, unless it has been sent."""
         if choice not in self._begun:
             self._begun.add(choice)
             yield self._chunk(choice, {"role": "assistant", "content": ""})
 
     def _chunk(self, choice: int, delta: Json, **more: Any) -> SseEvent:
-        """Return the event that adds ``delta`` to a choice; ``more`` are further fields of it."""
+        """Return the event that adds ``delta`` to a choice; ``more`` are further fields of the choice."""
         part = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return SseEvent("", {**self._exchange.frame("chat.completion.chunk", [part]), **self._usage})
 
 
 def _message(message: Message) -> Json:
-    """Return the policy's message as JSON; its content is ``null`` if it calls tools without text."""
+    """Return the policy's message as JSON; its content is ``null`` if the message calls tools and has no text."""
     fields: Json = {"content": message.content or (None if message.tool_calls else "")}
     if message.reasoning:
         fields["reasoning_content"] = message.reasoning
@@ -249,7 +248,7 @@ def _message(message: Message) -> Json:
 
 
 def _finish(reply: Reply) -> str:
-    """Return the reason why a choice ended, in the words of the protocol."""
+    """Return the protocol's ``finish_reason`` of a choice."""
     if reply.stop_reason is not StopReason.STOP:
         return "length"  # the protocol has no value for a deadline or a withdrawn request
     return "tool_calls" if reply.message.tool_calls else "stop"
@@ -265,8 +264,8 @@ def _usage(replies: Sequence[Reply]) -> Json:
 
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ChatExchange:
-    """Return the exchange of a chat completion request. Raises :class:`Refusal` for options that contradict each
-    other."""
+    """Parse the body ``tree`` of a chat completion request, and return its exchange. Raises :class:`Refusal` for
+    options that contradict each other."""
     body = read_body(_ChatBody, tree)
     if "stream_options" in body.model_fields_set and not body.stream:
         raise Refusal(

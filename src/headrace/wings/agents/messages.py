@@ -1,5 +1,6 @@
-"""The protocol of Anthropic's messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``. A message is a list of
-content blocks: text, thinking (the policy's reasoning), the use of a tool, or the result of one."""
+"""The translation of Anthropic's messages protocol, ``POST /v1/messages`` and ``/v1/messages/count_tokens``. A message
+is a list of content blocks. A block is text, thinking (the policy's reasoning), a call of a tool (``tool_use``), or the
+result of a tool (``tool_result``)."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from headrace.wings.agents.reading import (  # fmt: skip
 from headrace.wings.serve.strict import StrictBody, read_body, read_stop
 
 MALFORMED = "malformed_arguments"
-"""The protocol carries a call's arguments as an object. If the policy wrote something else, its text stands in a field
-of this name."""
+"""The field that contains the text of a call's arguments if the policy wrote invalid JSON; the protocol requires an
+object."""
 UNSIGNED = "unsigned"
 """The signature of every reasoning block; clients send it back, and it is not checked."""
 
@@ -92,12 +93,12 @@ class _ToolResult(BodyPart):
 
 
 def _as_blocks(value: object) -> object:
-    """Return a plain text as a list of one text block, and any other content as it is."""
+    """Return a plain text as a list of one text block, and any other content unchanged."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 class _MessagesInput(BodyPart):
-    """A message of a request by the user, which may hold results of tools."""
+    """A user's message in a request, which may contain results of tools."""
 
     role: Literal["user"]
     content: Annotated[
@@ -105,8 +106,8 @@ class _MessagesInput(BodyPart):
     ]
 
     def messages(self) -> Iterator[Message]:
-        """Yield the message in Headrace's form: each tool result as a message of its own, and the text between them as
-        user messages."""
+        """Yield the message in Headrace's form: each tool result as a separate message, and the text between tool
+        results as user messages."""
         texts: list[str] = []
         for block in self.content:
             if isinstance(block, _TextBlock):
@@ -121,7 +122,7 @@ class _MessagesInput(BodyPart):
 
 
 class _MessagesNote(BodyPart):
-    """A message of the system in the middle of a conversation, as Claude Code sends them."""
+    """A system message in the middle of a conversation, which Claude Code sends."""
 
     role: Literal["system"]
     content: _Text
@@ -175,7 +176,7 @@ def _read_choice(value: object) -> str:
 
 
 class _ThinkingConfig(BodyPart):
-    """The part of a request that says whether the answer shows the reasoning of the policy."""
+    """The setting of a request whether the answer contains the reasoning of the policy."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int = Field(default=0, ge=0)
@@ -190,17 +191,18 @@ class _ThinkingConfig(BodyPart):
 
 
 class _OutputConfig(BodyPart):
-    """The part of a request that asks for an effort; it has no effect."""
+    """The effort setting of a request; it has no effect."""
 
     effort: str = ""
 
 
 _ALL_THINKING_KEPT = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-"""A request to change nothing of the conversation, which Claude Code sends."""
+"""A value of ``context_management`` that keeps the whole conversation, which Claude Code sends."""
 
 
 class _MessagesPrompt(StrictBody):
-    """The part of a body that holds the conversation and the tools, which is all that a count of tokens needs."""
+    """The fields of a body for the conversation and the tools. A request for a count of tokens has only these
+    fields."""
 
     ignored: ClassVar = frozenset({"metadata", "service_tier", "inference_geo", "cache_control", "diagnostics"})
     unsupported: ClassVar = {
@@ -221,7 +223,7 @@ class _MessagesPrompt(StrictBody):
     output_config: _OutputConfig = _OutputConfig()
 
     def read(self) -> tuple[Message, ...]:
-        """Return the conversation in Headrace's form, the system's message first."""
+        """Return the conversation in Headrace's form, with the system message first."""
         opening = [Message(role="system", content=self.system)] if self.system else []
         return named_answers([*opening, *(part for message in self.messages for part in message.messages())])
 
@@ -234,7 +236,7 @@ class _MessagesPrompt(StrictBody):
 
 
 class _MessagesBody(_MessagesPrompt):
-    """The body of a request for an answer: the conversation, and how long the answer may be."""
+    """The body of a request for an answer: the conversation, the tools, and the settings of the answer."""
 
     max_tokens: int = Field(ge=1, le=INT32_MAX)
     stop_sequences: Annotated[tuple[str, ...], PlainValidator(read_stop)] = ()
@@ -246,7 +248,7 @@ class _MessagesBody(_MessagesPrompt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MessagesExchange:
-    """A messages request, with the translation of its answer."""
+    """A parsed request to ``/v1/messages``, with the translation of its answer."""
 
     body: _MessagesBody
     """The body as the client sent it."""
@@ -268,11 +270,11 @@ class _MessagesExchange:
         }
 
     def stream(self) -> _MessagesStream:
-        """Return the object that turns the answer into server-sent events."""
+        """Return the object that translates the answer into server-sent events."""
         return _MessagesStream(self)
 
     def begun(self, num_prompt_tokens: int) -> Json:
-        """Return the body of a response without content, with which a stream begins."""
+        """Return the body of the response before it has content, with which a stream begins."""
         usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
         return {
             "id": f"msg_{self.context.name}",
@@ -286,8 +288,8 @@ class _MessagesExchange:
         }
 
     def _blocks(self, message: Message) -> list[Json]:
-        """Return the content blocks of the policy's ``message``. Reasoning is included only if the request asks for it:
-        other clients take the first block for the text."""
+        """Return the content blocks of the policy's ``message``. Reasoning is included only if the request asks for it,
+        since other clients expect the text in the first block."""
         blocks: list[Json] = []
         if message.reasoning and self.body.thinking.shown:
             blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": UNSIGNED})
@@ -301,15 +303,16 @@ class _MessagesExchange:
 
 
 class _MessagesStream:
-    """The translator of one answer into events. Its blocks follow each other: reasoning, text, calls of tools."""
+    """A translator of one answer into server-sent events. The blocks are streamed in the order reasoning, text, calls
+    of tools."""
 
     def __init__(self, exchange: _MessagesExchange) -> None:
-        """Make a stream of the answer to ``exchange`` that has not begun."""
+        """Create a translator of the answer to ``exchange`` that has sent no events."""
         self._exchange = exchange
         self._is_begun = False
         self._index = -1
         self._open_type = ""
-        """Type of the open block, the one at ``_index``; empty if no block is open."""
+        """Type of the open block, whose index is ``_index``; empty if no block is open."""
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
         """Yield the events that stream one piece of the answer, in a block of reasoning or of text."""
@@ -323,7 +326,7 @@ class _MessagesStream:
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
         """Yield the events that end the stream: the blocks that have not been streamed, such as calls of tools, and the
-        reason of the end."""
+        stop reason."""
         whole = self._exchange.answer(replies)
         yield from self._begin(replies[0].num_prompt_tokens)
         for block in whole["content"][self._index + 1 :]:
@@ -337,14 +340,14 @@ class _MessagesStream:
         yield _event("message_stop")
 
     def _begin(self, num_prompt_tokens: int) -> Iterator[SseEvent]:
-        """Yield the event that begins the message, unless it has begun."""
+        """Yield the event that begins the message, unless it has been sent."""
         if not self._is_begun:
             self._is_begun = True
             yield _event("message_start", message=self._exchange.begun(num_prompt_tokens))
 
     def _open_block(self, blank: Json, *, always: bool = False) -> Iterator[SseEvent]:
-        """Yield the events that open the empty block ``blank``, unless one of its type is open. With ``always``, a new
-        block is opened even then."""
+        """Yield the events that open the empty block ``blank``. Without ``always``, yield nothing if a block of its
+        type is open."""
         if self._open_type == blank["type"] and not always:
             return
         yield from self._close_block()
@@ -365,7 +368,7 @@ class _MessagesStream:
 
 
 def _stop_reason(reply: Reply) -> str:
-    """Return why an answer ended, in the words of the protocol."""
+    """Return the protocol's ``stop_reason`` of an answer."""
     if reply.stop_reason is not StopReason.STOP:
         return "max_tokens"  # the protocol has no value for a deadline or a withdrawn request
     if reply.stop:
@@ -374,13 +377,13 @@ def _stop_reason(reply: Reply) -> str:
 
 
 def _event(kind: str, **fields: Any) -> SseEvent:
-    """Return the event of the type ``kind`` with these fields."""
+    """Return an event of the type ``kind`` with these fields."""
     return SseEvent(kind, {"type": kind, **fields})
 
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _MessagesExchange:
-    """Return the exchange of a messages request. Raises :class:`Refusal` if the conversation ends with the
-    assistant."""
+    """Parse the body ``tree`` of a request to ``/v1/messages``, and return its exchange. Raises :class:`Refusal` if the
+    last message is the assistant's."""
     body = read_body(_MessagesBody, tree)
     if body.messages[-1].role == "assistant":
         raise Refusal(
@@ -404,7 +407,7 @@ def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _MessagesExchan
 
 
 def read_counted(tree: Mapping[str, Any]) -> EndpointRequest:
-    """Return the request in a body of ``count_tokens``, of which only messages and tools are used."""
+    """Parse the body ``tree`` of a ``count_tokens`` request; only its messages and tools are used."""
     body = read_body(_MessagesPrompt, tree)
     return EndpointRequest(messages=body.read(), tools=body.offered(), options=ChatOptions())
 

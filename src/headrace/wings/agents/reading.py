@@ -1,6 +1,5 @@
-"""The reading of request bodies that all protocols share: parts of bodies as pydantic models, which translate
-themselves into Headrace's types of messages, tools and calls. Fields that are neither supported nor without effect are
-refused."""
+"""The parsing of request bodies that all protocols share: pydantic models for parts of bodies, with methods that
+convert them to Headrace's messages, tools and calls. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from headrace.base.types.chat import Message, Reply, Tool, ToolCall
 from headrace.wings.serve.strict import Strict
 
 INT32_MAX = 2**31 - 1
-"""The largest number that a request may give."""
+"""The largest integer in a request's fields."""
 NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
-"""Pattern of the names of offered tools. The policy may call tools of other names."""
+"""Pattern of the names of offered tools. The policy may write calls of other names."""
 HARMLESS = frozenset({"annotations", "cache_control", "citations", "logprobs", "parsed", "prompt_cache_breakpoint"})
 """Keys of text parts that do not change the text; they are ignored."""
 
 
 class BodyPart(Strict):
-    """A model for a part of a body, in which a field that is ``null`` counts as absent."""
+    """A base class for models of parts of a body. A field that is ``null`` counts as absent."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -38,7 +37,7 @@ class BodyPart(Strict):
 
 
 class CalledFunction(BodyPart):
-    """The function that a call in a request names, with its arguments as JSON text."""
+    """The function and the arguments (JSON text) of a tool call in a request."""
 
     name: str = Field(min_length=1)
     arguments: str = ""
@@ -53,7 +52,7 @@ class ChatToolCall(BodyPart):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int = 0
-    """Left over in messages that a program has joined from a stream's deltas; not read."""
+    """Not used. Messages that a program has joined from the deltas of a stream contain it."""
 
     def call(self) -> ToolCall:
         """Return the call in Headrace's form."""
@@ -61,7 +60,7 @@ class ChatToolCall(BodyPart):
 
 
 class OfferedFunction(BodyPart):
-    """The function that a tool calls: its name, its description and the JSON schema of its parameters."""
+    """The function of an offered tool: its name, its description and the JSON schema of its parameters."""
 
     name: str = Field(pattern=NAME)
     description: str = ""
@@ -83,12 +82,12 @@ class ChatTool(BodyPart):
 
 
 def text_of(*kinds: str) -> Callable[[object], str]:
-    """Return a function, for a field of a model, that reads a text or a list of text parts of the given ``kinds`` as
-    one text, and refuses anything else."""
+    """Return a validator for a field of a pydantic model. It accepts a text, or a list of text parts of the given
+    ``kinds``, which it joins to one text."""
     words = f'expected a text, or a list of {{"type": "{kinds[0]}", "text": ...}}: the policy reads text alone'
 
     def read(value: object) -> str:
-        """Return the text of a message's content: a string, or the texts of its parts, joined."""
+        """Return the text of a message's content, which is a string or a list of text parts."""
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
@@ -114,13 +113,13 @@ def read_choice(value: object) -> str:
 
 
 def set_fields(**fields: float | str | None) -> dict[str, float | str]:
-    """Return those ``fields`` of a request that were given: neither ``None`` nor empty."""
+    """Return the ``fields`` whose value is neither ``None`` nor empty."""
     return {name: value for name, value in fields.items() if value is not None and value != ""}
 
 
 def named_answers(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Return ``messages`` with the name of the tool in every tool answer, which the protocols leave out. Raises
-    :class:`Refusal` for the answer to a call that no earlier message makes."""
+    """Return ``messages`` with the name of the tool added to every tool result, since the protocols send only the id of
+    the call. Raises :class:`Refusal` for the result of a call that is in no earlier message."""
     tools: dict[str, str] = {}
     read: list[Message] = []
     for message in messages:
@@ -138,14 +137,14 @@ def named_answers(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 def _named(message: Message, name: str) -> Message:
-    """Return the tool answer ``message`` with the tool's name."""
+    """Return a copy of the tool result ``message`` with the tool's name."""
     return Message(
         role="tool", content=message.content, tool_call_id=message.tool_call_id, name=name, failed=message.failed
     )
 
 
 def refuse_same_names(tools: Sequence[Tool]) -> None:
-    """Raise :class:`Refusal` if two tools have the same name, since a call could not be matched to one of them."""
+    """Raise :class:`Refusal` if two tools have the same name, since a call could not be assigned to one of them."""
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
@@ -172,7 +171,7 @@ def token_logprobs(reply: Reply, spell: Callable[[int], str]) -> list[dict[str, 
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object in ``text``; ``None`` if it is not a JSON object."""
+    """Parse ``text`` as a JSON object; return ``None`` if it is not a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

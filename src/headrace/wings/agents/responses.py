@@ -1,5 +1,5 @@
-"""The protocol of OpenAI's responses: ``POST /v1/responses``. Both a request's input and a response are lists of items:
-a message, reasoning of the policy, a function call, or a function's output."""
+"""The translation of OpenAI's responses protocol, ``POST /v1/responses``. The input of a request and the output of a
+response are lists of items. An item is a message, reasoning of the policy, a function call, or a function's output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class _MessageItem(BodyPart):
-    """An item of a request that is a message, of the policy (``assistant``) or of others."""
+    """An item of a request with a message of the policy (``assistant``) or of another author."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -42,7 +42,7 @@ class _MessageItem(BodyPart):
     id: str = ""
     status: _Status = "completed"
     phase: str = ""
-    """Phase of an assistant's message; it has no effect."""
+    """The phase of an assistant's message. It has no effect."""
 
 
 class _ReasoningItem(BodyPart):
@@ -77,12 +77,12 @@ class _FunctionOutputItem(BodyPart):
     output: _Text
     id: str = ""
     name: str = ""
-    """Not read: the call gives the function's name."""
+    """Not used: the function's name is taken from the call."""
     status: _Status = "completed"
 
 
 def _item_type(item: object) -> str:
-    """Return the type of ``item``; an item without one is a message."""
+    """Return the type of ``item``; an item without a type is a message."""
     return str(item.get("type") or "message") if isinstance(item, dict) else "message"
 
 
@@ -96,7 +96,7 @@ _Item = Annotated[
 
 
 def _as_items(value: object) -> object:
-    """Return a plain text as a list of one user message, and any other input as it is."""
+    """Return a plain text as a list of one user message, and any other input unchanged."""
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -116,7 +116,7 @@ class _ResponsesTool(BodyPart):
 
 
 class _Reasoning(BodyPart):
-    """The part of a request about reasoning; it has no effect."""
+    """The reasoning settings of a request; they have no effect."""
 
     effort: str = ""
     summary: str = ""
@@ -130,7 +130,7 @@ class _Format(BodyPart):
 
 
 class _TextConfig(BodyPart):
-    """The part of a request about the text of the answer."""
+    """The settings of a request for the text of the answer."""
 
     format: _Format = _Format(type="text")
     verbosity: str = ""
@@ -172,16 +172,18 @@ class ResponsesBody(StrictBody):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
         default=[], max_length=16
     )
-    """Logprobs are included on request. Reasoning is never encrypted, whether it is requested or not."""
+    """Further outputs that the request asks for. Logprobs are included; the request for encrypted reasoning has no
+    effect."""
 
     def opening(self) -> tuple[Message, ...]:
-        """Return the system's message with the instructions, or nothing if there are none."""
+        """Return the system message with the instructions; empty if there are no instructions."""
         return (Message(role="system", content=self.instructions),) if self.instructions else ()
 
     def conversation(self, histories: Mapping[str, tuple[Message, ...]]) -> tuple[Message, ...]:
-        """Return the messages up to this request: those of the response that it continues, found in ``histories`` by
-        its id, and its own. Instructions are left out, since later responses do not inherit them. Raises
-        :class:`Refusal` for an unknown response, and if there is no message at all."""
+        """Return the messages up to this request: the messages of the response that the request continues, from
+        ``histories`` by the response's id, and the messages of the input. Instructions are left out, since later
+        responses do not inherit them. Raises :class:`Refusal` for an unknown response, and if there is no message at
+        all."""
         before: tuple[Message, ...] = ()
         if self.previous_response_id:
             if self.previous_response_id not in histories:
@@ -201,8 +203,8 @@ class ResponsesBody(StrictBody):
 def _messages(
     items: Sequence[_MessageItem | _ReasoningItem | _FunctionCallItem | _FunctionOutputItem],
 ) -> Iterator[Message]:
-    """Yield the messages of ``items`` in Headrace's form. Reasoning, text and calls that follow each other in this
-    order are one message of the policy."""
+    """Yield the messages of ``items`` in Headrace's form. Consecutive items of reasoning, text and calls, in this
+    order, are joined to one message of the policy."""
     places: list[int] = []  # places of the items that have been collected for one message
     parts: list[_MessageItem | _ReasoningItem | _FunctionCallItem] = []
     for item in items:
@@ -225,8 +227,8 @@ def _messages(
 
 
 def _place_in_message(item: _MessageItem | _ReasoningItem | _FunctionCallItem | _FunctionOutputItem) -> int | None:
-    """Return the place of ``item`` in a message of the policy: 0 for reasoning, 1 for text, 2 for calls; ``None`` for
-    an item that the policy did not write."""
+    """Return the rank of ``item`` in the order of a message of the policy: 0 for reasoning, 1 for text, 2 for calls;
+    ``None`` for an item that the policy did not write."""
     match item:
         case _ReasoningItem():
             return 0
@@ -238,7 +240,7 @@ def _place_in_message(item: _MessageItem | _ReasoningItem | _FunctionCallItem | 
 
 
 def _join_items(parts: Sequence[_MessageItem | _ReasoningItem | _FunctionCallItem]) -> Message:
-    """Return the message of the policy that the items ``parts`` make up."""
+    """Join the items ``parts`` to one message of the policy."""
     calls = (part for part in parts if isinstance(part, _FunctionCallItem))
     return Message(
         role="assistant",
@@ -250,14 +252,14 @@ def _join_items(parts: Sequence[_MessageItem | _ReasoningItem | _FunctionCallIte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseForm:
-    """The JSON of one response, from its request and its reply, for an answer that is whole or streamed."""
+    """A builder of the JSON of one response, whole or streamed, from its request and the policy's reply."""
 
     body: ResponsesBody
     """The body of the request."""
     context: ExchangeContext
     """The facts of the request beside its body."""
     own: Json = field(default_factory=dict)
-    """Fields of the response, with their values, that replace those made from the body."""
+    """Fields of the response, with their values, that replace the fields derived from the request's body."""
 
     @property
     def id(self) -> str:
@@ -265,12 +267,12 @@ class ResponseForm:
         return f"resp_{self.context.name}"
 
     def stream(self, answer: Callable[[Sequence[Reply]], Json]) -> ItemEventStream:
-        """Return the object that turns the answer into server-sent events. The function ``answer`` makes the complete
-        body from the replies."""
+        """Return the object that translates the answer into server-sent events. The function ``answer`` returns the
+        complete body of the response for the replies."""
         return ItemEventStream(name=self.context.name, begun=self.begun(), final_body=answer)
 
     def begun(self) -> Json:
-        """Return the body of a response without output, with which a stream begins."""
+        """Return the body of the response before it has output, with which a stream begins."""
         return {
             "id": self.id,
             "object": "response",
@@ -308,8 +310,8 @@ class ResponseForm:
         }
 
     def _output(self, reply: Reply, status: str) -> list[Json]:
-        """Return the output items of a response: reasoning, message and function calls. ``status`` says whether the
-        answer is complete."""
+        """Return the output items of a response: reasoning, message and function calls. ``status`` is ``completed`` or
+        ``incomplete``."""
         message, name, items = reply.message, self.context.name, list[Json]()
         if message.reasoning:
             items.append(reasoning_item(name, message.reasoning))
@@ -332,7 +334,7 @@ class ResponseForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ResponsesExchange:
-    """A responses request, with the translation of its answer."""
+    """A parsed request to ``/v1/responses``, with the translation of its answer."""
 
     form: ResponseForm
     """The JSON of the response."""
@@ -365,7 +367,7 @@ def _usage(reply: Reply) -> Json:
 
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ResponsesExchange:
-    """Return the exchange of a responses request, with the conversation that it continues."""
+    """Parse the body ``tree`` of a request to ``/v1/responses``, and return its exchange."""
     body = read_body(ResponsesBody, tree)
     conversation = body.conversation(context.histories)
     tools = tuple(tool.tool() for tool in body.tools) if body.tool_choice == "auto" else ()
@@ -386,7 +388,7 @@ def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ResponsesExcha
 
 
 def _broken(refusal: Refusal) -> SseEvent:
-    """Return the event that ends a stream which fails after it has begun."""
+    """Return the last event of a stream that fails after it has begun."""
     error = refusal.body()["error"]
     fields = {name: error[name] for name in ("code", "message", "param")}
     return SseEvent("error", {"type": "error", "sequence_number": 0, **fields, "error": error})
@@ -396,35 +398,37 @@ RESPONSES = ChatProtocol(parse=_parse, refusal=Refusal.body, broken=_broken, pin
 
 
 def reasoning_item(name: str, text: str) -> Json:
-    """Return the output item that holds the reasoning ``text``; ``name`` makes its id."""
+    """Return the output item with the reasoning ``text``, and an id derived from ``name``."""
     parts = [{"type": "reasoning_text", "text": text}]
     return {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": parts}
 
 
 def message_item(name: str, text: str, status: str, logprobs: Sequence[Json]) -> Json:
-    """Return the output item that holds the message ``text``; ``name`` makes its id, and ``status`` says whether it is
-    complete."""
+    """Return the output item with the message ``text`` and an id derived from ``name``. ``status`` is ``in_progress``,
+    ``completed`` or ``incomplete``."""
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
     return {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status, "content": [part]}
 
 
 class ItemEventStream:
-    """The translator of one response into events. Its items follow each other: reasoning, message, function calls."""
+    """A translator of one response into server-sent events. The items are streamed in the order reasoning, message,
+    function calls."""
 
     def __init__(self, *, name: str, begun: Json, final_body: Callable[[Sequence[Reply]], Json]) -> None:
-        """Make a stream that has not begun. ``begun`` is the body of the response without output, ``final_body`` makes
-        the complete one from the replies, and the ids of the items are made from ``name``."""
+        """Create a translator that has sent no events. ``begun`` is the body of the response without output, the
+        function ``final_body`` returns the complete body for the replies, and the ids of the items are derived from
+        ``name``."""
         self._name, self._begun, self._final_body = name, begun, final_body
         self._numbers = itertools.count()
         self._is_begun = False
         self._index = -1
         self._open_type = ""
-        """Type of the open item, the one at ``_index``; empty if no item is open."""
+        """Type of the open item, whose index is ``_index``; empty if no item is open."""
         self._text = ""
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
-        """Yield the events that stream one piece of the answer. Reasoning and message are items of their own, each
-        opened by its first piece."""
+        """Yield the events that stream one piece of the answer. Reasoning and message are separate items, each opened
+        by its first piece."""
         yield from self._begin()
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
             if not text:
@@ -439,7 +443,7 @@ class ItemEventStream:
             yield self._about(f"response.{part['type']}.delta", content_index=0, delta=text, **more)
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
-        """Yield the events that end the stream: the open item is closed, calls of tools follow, then the whole
+        """Yield the events that end the stream: the end of the open item, the calls of tools, and the whole
         response."""
         final_body = self._final_body(replies)
         yield from self._begin()
@@ -454,7 +458,7 @@ class ItemEventStream:
         yield self._event(f"response.{final_body['status']}", response=final_body)
 
     def _begin(self) -> Iterator[SseEvent]:
-        """Yield the events that begin the stream, once."""
+        """Yield the events that begin the stream, unless they have been sent."""
         if not self._is_begun:
             self._is_begun = True
             yield self._event("response.created", response=self._begun)

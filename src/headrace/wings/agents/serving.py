@@ -1,5 +1,5 @@
-"""The endpoint as a server in the controller's event loop: programs send requests to it by which they act in an
-episode. It listens on this machine only, unless another address is configured."""
+"""The HTTP server of the session endpoint, which runs in the controller's event loop. Programs act in an episode by
+sending requests to it. It listens on this machine only, unless another address is configured."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ MAX_CONNECTIONS = 4096
 
 
 class Endpoint:
-    """The server at which programs reach their episodes; :meth:`listening` makes it."""
+    """The server to which programs send the requests of their episodes; :meth:`listening` creates and runs it."""
 
     def __init__(self, base_url: str, sessions: Sessions) -> None:
-        """Make the endpoint of a server that listens at ``base_url`` and serves ``sessions``."""
+        """Create the endpoint of a server that listens at ``base_url`` and serves ``sessions``; use :meth:`listening`
+        instead."""
         self.base_url = base_url
         """The server's URL without ``/v1``."""
         self._sessions = sessions
@@ -46,11 +47,11 @@ class Endpoint:
         at: ListenAddress = HERE,
         limits: SessionLimits | None = None,
     ) -> AsyncIterator[Endpoint]:
-        """Run an endpoint on a free port of the address ``at`` while the body runs.
+        """Return a context in which an endpoint runs on a free port of the address ``at``.
 
-        ``sampling`` is how the policy samples, whatever requests ask for; ``warn`` is called once for each field of a
-        request that asks for something else. A request whose model is one of ``agents`` is answered by that agent.
-        Raises :class:`~headrace.base.errors.RunError` if no port is free, and
+        ``sampling`` are the sampling settings of the policy, which requests cannot change; ``warn`` is called once for
+        each field of a request with a different value. A request whose model is the name of one of ``agents`` is
+        answered by that agent. Raises :class:`~headrace.base.errors.RunError` if no port is free, and
         :class:`~headrace.base.errors.ConfigError` for a certificate that cannot be used.
         """
         if at.tls_certificate:
@@ -72,24 +73,25 @@ class Endpoint:
                 yield cls(url_of(listening, secure=bool(at.tls_certificate)), sessions)
 
     def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[Access]:
-        """Open ``episode`` to programs while the body runs, and yield the address and the key for them. Afterwards the
-        key is refused and no request runs, so that the episode is complete. Raises an error of the run that the program
-        could not have prevented."""
+        """Return a context in which programs can act in ``episode``; it yields the address and the key for them. After
+        the context the key is refused and no request runs, so that the episode is complete. Raises an unexpected error
+        that occurred while a request was answered."""
         return self._sessions.open(episode, self.base_url)
 
 
 class _IgnoredWarnings:
-    """A function that warns the user once for each field of requests whose value differs from what the policy does."""
+    """A callable that warns the user once for each field of requests whose value differs from the policy's setting."""
 
     def __init__(self, sampling: Sampling, warn: Callable[[str], None]) -> None:
-        """Make the function; ``sampling`` is how the policy samples, and ``warn`` shows a line to the user."""
+        """Create the callable. ``sampling`` are the sampling settings of the policy, and ``warn`` shows a line to the
+        user."""
         self._own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         self._warn = warn
         self._warned: set[str] = set()
 
     def __call__(self, name: str, value: float | str) -> None:
-        """Warn that a request asks for ``value`` in the field ``name``, unless the policy uses that value or a warning
-        about the field was given before."""
+        """Warn that a request has ``value`` in the field ``name``, unless the policy uses that value or there was a
+        warning about the field before."""
         own = self._own.get(name)
         if value == own or name in self._warned:
             return
@@ -101,8 +103,8 @@ class _IgnoredWarnings:
 
 @asynccontextmanager
 async def _beside(server: HttpServer, listening: list[socket.socket]) -> AsyncIterator[None]:
-    """Run ``server`` on the ``listening`` sockets while the body runs, and then wait until all its connections are
-    closed."""
+    """Return a context in which ``server`` runs on the ``listening`` sockets. At the end, wait until all its
+    connections are closed."""
     try:
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve(sockets=listening))
@@ -117,7 +119,7 @@ async def _beside(server: HttpServer, listening: list[socket.socket]) -> AsyncIt
 
 @contextmanager
 def _bound(host: str) -> Iterator[socket.socket]:
-    """Yield a socket that listens on a free port of ``host``, and close it afterwards. Raises
+    """Return a context with a socket that listens on a free port of ``host`` and is closed at the end. Raises
     :class:`~headrace.base.errors.RunError` if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -1,4 +1,4 @@
-"""The sessions of the endpoint: each episode has one while it runs, with a key that its programs send with every
+"""The sessions of the endpoint. Each running episode has one session, with an API key that its programs send with every
 request."""
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _PREFIX = "sk-headrace-"
 
 
 class EpisodeSession:
-    """The session of one episode, used with ``async with``, which yields its address and key: after the block the key
-    is refused and none of its requests is running."""
+    """The session of one episode, used in an ``async with`` statement, which yields the address and the key. After the
+    block the key is refused, and no request of the session is running."""
 
     def __init__(self, episode: OpenEpisode, access: Access, limits: SessionLimits) -> None:
-        """Make the session of ``episode``, whose programs use ``access``, with these ``limits``."""
+        """Create the session of ``episode``. Its programs use the address and the key in ``access``, within the
+        ``limits``."""
         self.episode = episode
         self.access = access
         self.histories: dict[str, tuple[Message, ...]] = {}
@@ -45,8 +46,8 @@ class EpisodeSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the session: refuse its key, end its open requests, and wait until none runs. Raises the stored error of
-        a request, if it was not the program's fault."""
+        """End the session: refuse its key, end its open requests, and wait until no request runs. Raises
+        :attr:`failure` if it is set, unless the block was cancelled."""
         self._ended = True
         # each request ends with TimeoutError, which becomes a refusal that its client can read
         for scope in self._open:
@@ -65,8 +66,8 @@ class EpisodeSession:
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Count one request as open while the body runs. Raises :class:`Refusal` if too many are open, and if the
-        episode has ended or ends meanwhile."""
+        """Return a context in which one request counts as open. Raises :class:`Refusal` if too many requests are open,
+        and if the episode has ended or ends meanwhile."""
         if self._ended:
             raise ended()
         if len(self._open) >= self._limits.max_open:
@@ -92,11 +93,11 @@ class EpisodeSession:
 
 
 class Sessions:
-    """The open sessions, by their keys. A key holds a serial number with an HMAC of it, so that the key of an ended
-    session is recognised without being stored."""
+    """The open sessions, by key. A key consists of a serial number and an HMAC of that number, so that the key of an
+    ended session is recognised although it is not stored."""
 
     def __init__(self, limits: SessionLimits) -> None:
-        """Make an empty collection with a new secret for its keys; ``limits`` are those of each session."""
+        """Create an empty collection with a new secret for its keys. ``limits`` are the limits of each session."""
         self._limits = limits
         self._secret = secrets.token_bytes(32)
         self._num_given = 0
@@ -104,8 +105,8 @@ class Sessions:
 
     @asynccontextmanager
     async def open(self, episode: OpenEpisode, base_url: str) -> AsyncIterator[Access]:
-        """Keep a session for ``episode`` open while the body runs, and yield the address, which begins with
-        ``base_url``, and a new key."""
+        """Return a context in which a new session for ``episode`` is open; it yields the address ``base_url`` and a new
+        key."""
         serial = self._num_given
         self._num_given += 1
         session = EpisodeSession(episode, Access(base_url=base_url, api_key=self._key(serial)), self._limits)
@@ -118,7 +119,7 @@ class Sessions:
 
     def find(self, headers: Headers) -> EpisodeSession:
         """Return the session whose key is in the ``headers`` of a request. Raises :class:`Refusal`: with status 401 for
-        a missing or wrong key, with 403 for that of an episode that has ended."""
+        a missing or wrong key, and with status 403 for the key of an episode that has ended."""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         keys = [headers.get("x-api-key", ""), bearer.strip() if kind.lower() == "bearer" else ""]
         for key in filter(None, keys):
@@ -140,8 +141,7 @@ class Sessions:
         return f"{_PREFIX}{serial}-{proof}"
 
     def _serial(self, key: str) -> int | None:
-        """Return the serial number of the session for which ``key`` was made; ``None`` if this process did not make
-        it."""
+        """Return the serial number in ``key``; ``None`` if this process did not create the key."""
         number = key.removeprefix(_PREFIX).partition("-")[0]
         if not (number.isascii() and number.isdecimal() and len(number) <= 18):
             return None

@@ -1,9 +1,13 @@
-"""Speculation from history in the embedded engine: an engine with speculation compared with an engine without it, on
-the same requests. Speculation computes *drafts*: tokens that are likely to be sampled next.
+"""Speculation in the embedded engine, from history and from prediction heads: an engine with speculation compared with
+an engine without it, on the same requests. Speculation computes *drafts*: tokens that are likely to be sampled next.
 
 Both engines run in this process and alternate every tenth of a second, so that other load on the machine affects both.
 Each samples answers to the same rows twice, with other seeds the second time: two *visits*. The answers of both engines
 must be equal. With a third model, with random weights, no draft is ever accepted, which shows the cost of speculation.
+
+Models with a prediction head are Qwen 2 with the head of MiMo. A head that is trained on their texts is compared with
+history alone, on rows that are new to the engine; an untrained head, whose drafts are seldom accepted, on random
+weights.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,11 +32,24 @@ from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.swaps import LoadedWeights
 from headrace.models import ModelConfig, load_model
+from headrace.models.heads import wanted_head
 from headrace.models.tiny import make_tiny
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
 from headrace.wings.bench.engine import LARGE, SMALL
-from headrace.wings.bench.speculation_rows import ANSWER, PROMPT, PhraseBook, train, widen
+from headrace.wings.bench.speculation_heads import add_head, train_head, widen_head
+from headrace.wings.bench.speculation_rows import (
+    ANSWER,
+    BATCH,
+    PROMPT,
+    STEPS,
+    PhraseBook,
+    demonstrations,
+    train,
+    widen,
+)
 
+Way = Literal["off", "history", "heads"]
+"""The values of ``engine.speculation``."""
 _TURN_S = 0.1
 """The time for which an engine works before the other engine works, in seconds."""
 ROUNDS = 3
@@ -41,6 +58,12 @@ TEMPERATURE = 0.7
 BATCHES = {8: 1.3, 64: 1.15}
 """The measured numbers of running sequences, each with the target speed of a second visit, relative to the same engine
 without speculation."""
+
+
+HEADED, HEAD_STEPS = "qwen2", 150
+"""The kind of the models with a prediction head, and the number of training steps of the head."""
+HEAD_BATCHES = {8: 1.0, 64: 0.97}
+"""The same as :data:`BATCHES` for models with a head, and a first visit."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,15 +101,17 @@ class _Comparison:
     """The mean of −log μ over the tokens."""
 
 
-def _engine(model_dir: Path, batch: int, speculation: Literal["off", "history"]) -> NativeEngine:
-    """Return an engine with the model in ``model_dir`` for at most ``batch`` running sequences."""
-    config = EngineConfig(max_sequences=batch, max_new_tokens=ANSWER, speculation=speculation)
+def _engine(model_dir: Path, batch: int, speculation: Way) -> NativeEngine:
+    """Return an engine that serves the model in ``model_dir`` to at most ``batch`` running sequences."""
+    config, read = EngineConfig(max_sequences=batch, max_new_tokens=ANSWER, speculation=speculation), str(model_dir)
+    model = load_model(ModelConfig(path=read))
     engine = NativeEngine(
-        load_model(ModelConfig(path=str(model_dir))),
+        model,
         config,
         max_context=PROMPT + ANSWER,
         receiver=LoadedWeights(),
         clock=RealClock(),
+        head=wanted_head(speculation, ModelConfig(path=read), model),
     )
     engine.commit(INITIAL)
     engine.take_swaps()
@@ -127,13 +152,20 @@ def _run_visit(sides: tuple[_Side, _Side], number: int, num_rows: int, temperatu
 
 
 def _measure(
-    model_dir: Path, batch: int, *, num_rows: int, rounds: int, num_visits: int, temperature: float
+    model_dir: Path,
+    batch: int,
+    *,
+    num_rows: int,
+    rounds: int,
+    num_visits: int,
+    temperature: float,
+    way: Way = "history",
 ) -> list[list[_Comparison]]:
-    """Return for each of ``num_visits`` visits the measurements of all rounds. Every round begins with new engines,
-    which have no history."""
+    """Return for each of ``num_visits`` visits the measurements of all rounds, with drafts found in this ``way``. Every
+    round begins with new engines, which have no history."""
     visits: list[list[_Comparison]] = [[] for _ in range(num_visits)]
     for turn in range(rounds):
-        sides = _Side(engine=_engine(model_dir, batch, "off")), _Side(engine=_engine(model_dir, batch, "history"))
+        sides = _Side(engine=_engine(model_dir, batch, "off")), _Side(engine=_engine(model_dir, batch, way))
         for number, found in enumerate(visits):
             found.append(_run_visit(sides, num_visits * turn + number, num_rows, temperature))
     return visits
@@ -153,7 +185,7 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
     torch.set_num_threads(threads or num_cores())
     rows: list[Row] = []
     targets: list[Target] = []
-    size = {"num_rows": 8, "rounds": 1} if quick else {"num_rows": 200, "rounds": ROUNDS}
+    size: dict[str, Any] = {"num_rows": 8, "rounds": 1} if quick else {"num_rows": 200, "rounds": ROUNDS}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
         small = train(directory / "1M", on_progress, steps=20) if quick else train(directory / "1M", on_progress)
@@ -177,4 +209,44 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
                     at_least(f"{what}, first visit, tok/s by without", rows[-3]["speed"], 0.97, "ratio"),
                     at_least(f"{what}, nothing to draft, tok/s by without", rows[-1]["speed"], 0.97, "ratio"),
                 ]
+        _measure_heads(directory, on_progress, (rows, targets), size=size, quick=quick)
     return report(rows, targets)
+
+
+def _measure_heads(
+    directory: Path,
+    on_progress: Callable[[str], None],
+    found: tuple[list[Row], list[Target]],
+    *,
+    size: dict[str, Any],
+    quick: bool,
+) -> None:
+    """Measure drafts from prediction heads, on rows that are seen first, and add the rows and targets to ``found``.
+    Models are written into ``directory``; ``size`` are the numbers of rows and rounds."""
+    rows, targets = found
+    steps, head_steps = (20, 2) if quick else (STEPS, HEAD_STEPS)
+    rng = np.random.default_rng(2)
+    small = train(directory / "1M-heads", on_progress, kind=HEADED, steps=steps)
+    train_head(add_head(small), (demonstrations(rng, BATCH) for _ in range(head_steps)), on_progress)
+    models = {"1M": (small, SMALL)}
+    if not quick:
+        models["28M"] = widen_head(small, widen(small, directory / "28M-heads")), LARGE
+    for name, (model_dir, spec) in models.items():
+        blank = add_head(make_tiny(directory / f"{name}-heads-random", replace(spec, kind=HEADED, seed=1)), noise=0.2)
+        for batch, least in HEAD_BATCHES.items():
+            what = f"{name} with a head, batch {batch}"
+            on_progress(what)
+            ways: tuple[Way, Way] = ("history", "heads")
+            (alone,), (drafted,) = (
+                _measure(model_dir, batch, num_visits=1, temperature=TEMPERATURE, way=way, **size) for way in ways
+            )
+            (nothing,) = _measure(blank, batch, num_visits=1, temperature=1.0, way="heads", **size)
+            rows += [
+                _row(f"{name} with a head, history alone, first visit", batch, alone),
+                _row(f"{name} with a head, first visit", batch, drafted),
+                _row(f"{name} with an untrained head, random weights", batch, nothing),
+            ]
+            targets += [
+                at_least(f"{what}, first visit, tok/s by without", rows[-2]["speed"], least, "ratio"),
+                at_least(f"{what}, untrained, tok/s by without", rows[-1]["speed"], 0.97, "ratio"),
+            ]

@@ -9,7 +9,7 @@ model computes the same function as the small model at the cost of its size.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,20 +71,26 @@ class PhraseBook:
         return _FIRST + rng.integers(self._num, size=count).astype(np.int32)
 
 
-def train(directory: Path, on_progress: Callable[[str], None], *, steps: int = STEPS) -> Path:
-    """Train a small model on texts of the book for ``steps`` steps, write the model into ``directory``, and return the
-    path of this directory. ``on_progress`` is called with lines of progress."""
-    cold = make_tiny(directory.with_name(f"{directory.name}-untrained"), replace(SMALL, init_std=0.08))
+def demonstrations(rng: np.random.Generator, num: int) -> list[IntColumn]:
+    """Return ``num`` texts of the book by a careless writer, each of the length of a prompt and its answer."""
+    book = PhraseBook()
+    return [book.text(rng, PROMPT + ANSWER, mistyped_frac=MISTYPED_FRAC) for _ in range(num)]
+
+
+def train(directory: Path, on_progress: Callable[[str], None], *, kind: str = SMALL.kind, steps: int = STEPS) -> Path:
+    """Train a small model of the ``kind`` on texts of the book for ``steps`` steps, write the model into ``directory``,
+    and return the path of this directory. ``on_progress`` is called with lines of progress."""
+    cold = make_tiny(directory.with_name(f"{directory.name}-untrained"), replace(SMALL, kind=kind, init_std=0.08))
     core = LearnerCore(
         load_model(ModelConfig(path=str(cold))),
         LearnerConfig(lr=2e-3, warmup_steps=20, betas=(0.9, 0.98), tokens_per_microbatch=8192),
         Objective.build(AlgoConfig.model_validate({"loss": "ce"})),
         LearnerContext(temperature=1.0, total_steps=steps, model_dir=cold, clock=RealClock()),
     )
-    rng, book = np.random.default_rng(1), PhraseBook()
+    rng = np.random.default_rng(1)
     masks_T = np.arange(PROMPT + ANSWER) >= PROMPT
     for step in range(steps):
-        texts = [book.text(rng, PROMPT + ANSWER, mistyped_frac=MISTYPED_FRAC) for _ in range(BATCH)]
+        texts = demonstrations(rng, BATCH)
         samples = [
             TrainSample(key=EpisodeKey(place, 0), tokens=Tokens.observed(ids), mask_T=masks_T, advantage=1.0)
             for place, ids in enumerate(texts)
@@ -103,20 +109,28 @@ def widen(small_dir: Path, directory: Path) -> Path:
     """Write a model of the size :data:`~headrace.wings.bench.engine.LARGE` into ``directory`` that computes the same
     function as the model of the size ``SMALL`` in ``small_dir``, and return its path. The larger matrices are filled up
     with zeros, and the outputs of the additional layers are zero, but all of them are computed."""
-    small = dict(load_model(ModelConfig(path=str(small_dir))).named_parameters())
-    model = load_model(ModelConfig(path=str(make_tiny(directory, LARGE))))
-    for name, parameter in model.named_parameters():
-        parameter.zero_()
-        if name in small:
-            _place(name, small[name], parameter)
+    model = load_model(ModelConfig(path=str(small_dir)))
+    small = dict(model.named_parameters())
+    model = load_model(ModelConfig(path=str(make_tiny(directory, replace(LARGE, kind=model.config.model_type)))))
+    place_all(small, dict(model.named_parameters()))
     model.save_pretrained(directory)
     return directory
 
 
-def _place(name: str, value: Tensor, target: Tensor) -> None:
+def place_all(small: Mapping[str, Tensor], large: Mapping[str, Tensor]) -> None:
+    """Write the tensors ``small`` of a model of the size ``SMALL`` into ``large``, those of a model of the size
+    ``LARGE``, by their names. All other numbers of ``large`` become 0."""
+    normed = any(name.endswith("k_norm.weight") for name in small)
+    for name, target in large.items():
+        target.zero_()
+        if name in small:
+            _place(name, small[name], target, normed=normed)
+
+
+def _place(name: str, value: Tensor, target: Tensor, *, normed: bool) -> None:
     """Write ``value``, the parameter ``name`` of the small model, into ``target``, the parameter of the large model,
     which is filled with zeros. A norm over more numbers, of which the new ones are zero, divides by a smaller root mean
-    square; its weight is scaled down for this."""
+    square; its weight is scaled down for this. ``normed`` says whether queries and keys have norms."""
     size, large_size = SMALL.hidden_size // SMALL.num_heads, LARGE.hidden_size // LARGE.num_heads
     spread = torch.arange(0, large_size, large_size // size)  # dimensions that rotate as fast as in the small model
     kind = name.split(".")[-2]
@@ -126,11 +140,15 @@ def _place(name: str, value: Tensor, target: Tensor) -> None:
     elif kind == "k_norm":
         target[spread] = value / (large_size / size) ** 0.5
     elif kind in ("q_proj", "k_proj", "v_proj"):
-        heads = target.unflatten(0, (-1, large_size))
-        heads[: len(value) // size, spread, : value.shape[1]] = value.unflatten(0, (-1, size))
+        heads, columns = target.unflatten(0, (-1, large_size)), (slice(0, width) for width in value.shape[1:])
+        scale = (large_size / size) ** 0.5 if kind == "q_proj" and not normed else 1.0
+        heads[: len(value) // size, spread, *columns] = value.unflatten(0, (-1, size)) * scale
     elif kind == "o_proj":
         heads = target.unflatten(1, (-1, large_size))
         heads[: len(value), : value.shape[1] // size, spread] = value.unflatten(1, (-1, size))
+    elif kind == "input_proj":  # of a prediction head: a state beside an embedding
+        halves = target.unflatten(1, (2, -1))
+        halves[: len(value), :, : len(value)] = value.unflatten(1, (2, -1))
     elif value.dim() == 1:
         target[: len(value)] = value / (LARGE.hidden_size / SMALL.hidden_size) ** 0.5
     else:

@@ -1,2 +1,2 @@
-"""Bridges to environment libraries, one file each: a bridge makes environments of the library usable in a run.
-:mod:`headrace.rollout.environments.bridges` defines their interface."""
+"""Bridges to environment libraries, one file for each library. A bridge makes the environments of its library usable in
+a run; :mod:`headrace.rollout.environments.bridges` defines the interface of bridges."""

@@ -1,14 +1,13 @@
-"""The trainer's side of Atropos, for a training loop of your own: environments run as separate services and fill a
-queue.
+"""The trainer's side of Atropos, for user-written training loops: environments run as separate services and fill a
+queue of scored groups, from which the loop receives its batches.
 
-    environments ──/v1/chat/completions──▶ serving(policy) ─▶ the policy's engine ─▶ sampled answers are remembered
+    environments ──/v1/chat/completions──▶ serving(policy) ─▶ the policy's engine ─▶ sampled answers are stored
          │ /register-env, /scored_data, /scored_data_list                                   │
          ▼                                                                                  ▼
     Atropos' API server (``run-api``) ──/register, /batch──▶ Queue.batches ─▶ ids, logprobs and versions of the answers
 
-Environments send only token ids and masks. The log-probabilities and versions come from the answers that the engine
-sampled, matched token for token: a token that a mask marks but the engine did not sample carries no loss, and is
-counted.
+Environments send only token ids and masks. Log-probabilities and versions are copied from the stored answers, which are
+matched token by token. A token that a mask marks but the engine has not sampled carries no loss, and is counted.
 
     async with policy, serving(policy, port=9001, token=TOKEN) as answers:
         async with registered("http://127.0.0.1:8000", answers, Registration(batch_size=64, ...)) as queue:
@@ -55,22 +54,22 @@ if TYPE_CHECKING:
     from headrace.policy import Policy
 
 UNMARKED = -100
-"""The mask value of a token that is not to be trained."""
+"""The mask value of a token that is not trained."""
 POLL_S = 0.25
-"""Pause between two requests for a batch while there is none, in seconds."""
+"""Seconds between two requests for a batch while no batch is ready."""
 REMEMBERED = 1 << 24
-"""Capacity of :class:`Answers` in tokens of prompts and answers; the oldest prompts are forgotten first."""
+"""Capacity of :class:`Answers` in tokens of prompts and answers; the oldest prompts are removed first."""
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer tells Atropos' API server about itself: the fields of ``/register``."""
+    """The trainer's registration with Atropos' API server: the fields of ``/register``."""
 
     batch_size: int
     """Number of sequences in a batch."""
     max_token_len: int
     """Length of the longest sequence, in tokens."""
     num_steps: int
-    """Number of batches that the trainer will take."""
+    """Number of batches that the trainer will request."""
     starting_step: int = 0
     """Number of the first batch."""
     wandb_group: str = "headrace"
@@ -78,83 +77,83 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     wandb_project: str = "headrace"
     """Project under which environments log to Weights & Biases."""
     checkpoint_dir: str = ""
-    """Directory in which environments save their own state; empty: their working directory."""
+    """Directory in which environments save their state; empty: their working directory."""
     save_checkpoint_interval: int = -1
-    """Number of steps between two saved states of an environment; -1: none is saved."""
+    """Number of steps between two saved states of an environment; -1: no state is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtroposGroup:
-    """A group: the scored answers to one question, as a training loop gets them."""
+    """A group of scored answers to one question, as a training loop receives it."""
 
     sequences: list[Tokens]
     """Prompt and answers of each sequence, with the recorded log-probabilities and versions."""
     scores: list[float]
-    """The score that the environment gave each sequence."""
+    """The environment's score of each sequence."""
 
 
 class _Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """A group in the form in which Atropos' API server sends it, with one element for each sequence."""
+    """A group in the JSON form of Atropos' API server; each field has one element for each sequence."""
 
     tokens: list[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]]
     """The token ids of each sequence, prompt and answers together."""
     masks: list[list[int]]
-    """For each token, -100 if it is not to be trained, else any other value."""
+    """For each token, -100 if it is not trained, and any other value if it is."""
     scores: list[float]
     """The score of each sequence."""
 
 
 class Answers:
-    """A memory of the answers that the policy's engine sampled, with their log-probabilities and versions, found again
-    by the token ids that precede them. :func:`serving` fills it, and :class:`Queue` reads it."""
+    """A bounded store of the answers that the policy's engine has sampled, with their log-probabilities and versions,
+    by the token ids that precede each answer. :func:`serving` fills the store, and :class:`Queue` reads it."""
 
     def __init__(self, most_tokens: int = REMEMBERED, *, token: str = "") -> None:
-        """Keep answers with at most ``most_tokens`` tokens in all, prompts included. ``token`` is the API key that
-        environments must send."""
+        """Create an empty store for at most ``most_tokens`` tokens in total, prompts included. ``token`` is the API key
+        that environments must send."""
         self._most = most_tokens
         self.token = token
         """The API key that environments must send."""
         self._size = 0
-        self._by_prompt: OrderedDict[bytes, list[Tokens]] = OrderedDict()
+        self._answers_by_prompt: OrderedDict[bytes, list[Tokens]] = OrderedDict()
         self.num_marked = 0
-        """Number of tokens that environments marked for training."""
+        """Number of tokens that environments have marked for training."""
         self.num_unknown = 0
-        """Number of marked tokens that the engine did not sample; they carry no loss."""
+        """Number of marked tokens that the engine has not sampled, and which carry no loss."""
         self.num_left_out = 0
-        """Number of sequences without any sampled token; they are left out of the batches."""
+        """Number of sequences without any sampled token, which are left out of the batches."""
 
     def keep(self, prompt_ids_T: IntColumn, answer: Tokens) -> None:
-        """Remember an ``answer`` to the prompt with these T token ids, and forget the oldest prompts beyond the
-        capacity."""
+        """Store an ``answer`` to the prompt ``prompt_ids_T``, and remove the oldest prompts if the capacity is
+        exceeded."""
         key = np.asarray(prompt_ids_T, np.int32).tobytes()
-        self._by_prompt.setdefault(key, []).append(answer)
+        self._answers_by_prompt.setdefault(key, []).append(answer)
         self._size += len(prompt_ids_T) + len(answer)
-        while self._size > self._most and len(self._by_prompt) > 1:
-            old_prompt, forgotten = self._by_prompt.popitem(last=False)
+        while self._size > self._most and len(self._answers_by_prompt) > 1:
+            old_prompt, forgotten = self._answers_by_prompt.popitem(last=False)
             self._size -= sum(
                 len(old_prompt) // 4 + len(tokens) for tokens in forgotten
             )  # a key has four bytes per token
 
     def sampled(self, ids: list[int], mask: list[int]) -> Tokens:
-        """Return the sequence ``ids`` as tokens: in the spans that ``mask`` marks, the recorded answers with their
-        log-probabilities and versions; elsewhere, and where no recorded answer fits, tokens that carry no loss. The
-        counts of marked and of unknown tokens are updated."""
+        """Return the sequence ``ids`` as tokens. In the spans that ``mask`` marks, these are the stored answers with
+        their log-probabilities and versions. Outside these spans, and where no stored answer matches, the tokens carry
+        no loss. The counts of marked and of unknown tokens are updated."""
         ids_T = np.asarray(ids, np.int32)
         parts: list[Tokens] = []
-        done = 0
-        for start, end in _spans(mask):
+        position = 0
+        for start, end in _marked_spans(mask):
             answer = self._answer(ids_T, start, end)
-            parts += [Tokens.observed(ids_T[done:start]), answer]
-            done = start + len(answer)
+            parts += [Tokens.observed(ids_T[position:start]), answer]
+            position = start + len(answer)
             self.num_marked += end - start
-            self.num_unknown += end - done
-        return Tokens.concat([*parts, Tokens.observed(ids_T[done:])])
+            self.num_unknown += end - position
+        return Tokens.concat([*parts, Tokens.observed(ids_T[position:])])
 
     def _answer(self, ids_T: IntColumn, start: int, end: int) -> Tokens:
-        """Return the longest beginning of ``ids_T[start:end]`` that was sampled after the context ``ids_T[:start]``, as
-        recorded tokens; no tokens if none was."""
+        """Return the longest prefix of ``ids_T[start:end]`` that the engine has sampled after the context
+        ``ids_T[:start]``, as stored tokens; an empty column of tokens if no stored answer matches."""
         found = Tokens.observed([])
-        for answer in self._by_prompt.get(ids_T[:start].tobytes(), ()):
+        for answer in self._answers_by_prompt.get(ids_T[:start].tobytes(), ()):
             length = min(len(answer), end - start)
             # argmin finds the first False: the appended one marks the end of a full match
             same = np.append(answer.ids_T[:length] == ids_T[start : start + length], False)
@@ -166,10 +165,10 @@ class Answers:
 
 @asynccontextmanager
 async def serving(policy: Policy, *, port: int = 0, name: str = "policy", token: str = "") -> AsyncIterator[Answers]:
-    """Serve the policy over OpenAI's completions and chat completions at ``127.0.0.1:port`` (0: a free port) for the
-    body of ``async with``, with the weights that were published last, and yield the memory of its answers. A client
-    must send ``token`` as its API key; if it is empty, a random one is generated. ``name`` is the model's name in
-    requests."""
+    """Serve the policy over OpenAI's completions and chat completions at ``127.0.0.1:port`` (0: a free port) while the
+    body of ``async with`` runs, and yield the store of its answers. Requests are answered with the last published
+    weights. Clients must send ``token`` as their API key; an empty ``token`` is replaced by a random key, in
+    ``Answers.token``. ``name`` is the model's name in requests."""
     config, tokenizer = policy.config, policy.tokenizer
     answers = Answers(token=token or secrets.token_urlsafe(24))
     recorder = _Recorder(policy.engine, answers, config.engine.temperature)
@@ -198,9 +197,9 @@ async def serving(policy: Policy, *, port: int = 0, name: str = "policy", token:
 async def registered(
     url: str, answers: Answers, registration: Registration, *, timeout_s: float = 600.0
 ) -> AsyncIterator[Queue]:
-    """Register this trainer with Atropos' API server at ``url``, and yield the queue of its batches for the body of
-    ``async with``. ``answers`` are those that the policy has sampled, as yielded by :func:`serving`; ``timeout_s`` is
-    the longest wait for a batch, in seconds."""
+    """Register this trainer with Atropos' API server at ``url``, and yield the queue of the server's batches for the
+    body of ``async with``. ``answers`` is the store of the policy's answers that :func:`serving` yields; ``timeout_s``
+    is the longest wait for a batch, in seconds."""
     async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client:
         queue = Queue(client, answers, timeout_s)
         await queue.ask("POST", "/register", msgspec.to_builtins(registration))
@@ -208,29 +207,29 @@ async def registered(
 
 
 class Queue:
-    """The batches of Atropos' API server, as :func:`registered` yields them."""
+    """A client of the queue of batches in Atropos' API server; :func:`registered` yields it."""
 
     def __init__(self, client: httpx.AsyncClient, answers: Answers, timeout_s: float) -> None:
-        """Ask the server by ``client``; ``answers`` are those that the policy has sampled, and ``timeout_s`` is the
-        longest wait for a batch, in seconds."""
+        """Create the queue for the server of ``client``. ``answers`` is the store of the policy's answers, and
+        ``timeout_s`` the longest wait for a batch, in seconds."""
         self._client = client
         self._answers = answers
         self._timeout_s = timeout_s
 
     async def batches(self) -> AsyncIterator[list[AtroposGroup]]:
-        """Yield the groups of one batch after another, without end. Sequences without any sampled token are left out
-        and counted; groups without any sequence are left out.
+        """Yield the groups of each batch, without end. Sequences without any sampled token are left out and counted;
+        groups without any sequence are left out.
 
         Raises :class:`~headrace.base.errors.DeadlineError` if no batch arrives within the queue's ``timeout_s``.
         """
         while True:
-            batch = await self._next()
-            groups = [self._group(scored) for scored in batch]
+            batch = await self._next_batch()
+            groups = [self._match_group(scored) for scored in batch]
             if any(group.sequences for group in groups):
                 yield [group for group in groups if group.sequences]
 
     async def ask(self, method: str, path: str, tree: Any = None) -> Any:
-        """Send one request and return the server's JSON answer.
+        """Send one request with the JSON body ``tree`` (``None``: no body), and return the server's JSON answer.
 
         Raises :class:`~headrace.base.errors.RunError` if the server does not answer.
         """
@@ -244,9 +243,9 @@ class Queue:
                 remedy="start it with run-api, and give its URL",
             ) from None
 
-    async def _next(self) -> list[_Scored]:
-        """Ask the API server until it has a batch, and return its groups. Raises
-        :class:`~headrace.base.errors.DeadlineError` if it has none for too long."""
+    async def _next_batch(self) -> list[_Scored]:
+        """Request a batch repeatedly until one is ready, and return its groups. Raises
+        :class:`~headrace.base.errors.DeadlineError` if no batch is ready within the queue's ``timeout_s``."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not (batch := await self._poll()):  # noqa: ASYNC110 - the queue is in another process, which cannot set an event here
@@ -259,12 +258,12 @@ class Queue:
             ) from None
 
     async def _poll(self) -> list[_Scored]:
-        """Ask the API server for a batch once; return its groups, or an empty list if it has none yet."""
+        """Request a batch once, and return its groups; an empty list if no batch is ready."""
         return read_batch(await self.ask("GET", "/batch"))
 
-    def _group(self, scored: _Scored) -> AtroposGroup:
-        """Return a scored group with the tokens as the policy has sampled them. Sequences of which it has sampled
-        nothing are left out and counted."""
+    def _match_group(self, scored: _Scored) -> AtroposGroup:
+        """Return the group ``scored`` with the tokens that the policy has sampled. Sequences without any sampled token
+        are left out and counted."""
         group = AtroposGroup(sequences=[], scores=[])
         for ids, mask, score in zip(scored.tokens, scored.masks, scored.scores, strict=True):
             tokens = self._answers.sampled(ids, mask)
@@ -277,22 +276,23 @@ class Queue:
 
 
 class _Recorder:
-    """An engine that passes everything on to ``engine``, and puts finished answers into ``answers``. Only those sampled
-    at ``temperature``, the policy's own, are kept, because others cannot be trained."""
+    """A wrapper of an engine that stores finished answers. Only answers that were sampled at the policy's temperature
+    are stored, because the learner cannot train others."""
 
     def __init__(self, engine: Engine, answers: Answers, temperature: float) -> None:
+        """Wrap ``engine``, and store its answers in ``answers`` if they were sampled at ``temperature``."""
         self._engine = engine
         self._answers = answers
         self._temperature = temperature
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute of the wrapped engine, for everything but :meth:`generate`."""
+        """Return the attribute ``name`` of the wrapped engine, for all attributes except :meth:`generate`."""
         return getattr(self._engine, name)
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample with the wrapped engine and yield its chunks, and keep the finished answer."""
+        """Sample with the wrapped engine, yield its chunks, and store the finished answer."""
         sampling = msgspec.structs.replace(sampling, record_kept=sampling.truncated)
         parts: list[Tokens] = []
         async with aclosing(self._engine.generate(prompt_ids_T, sampling, options)) as chunks:  # type: ignore[type-var]
@@ -303,10 +303,10 @@ class _Recorder:
                 yield chunk
 
 
-def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the beginning and the end (exclusive) of each span of tokens that the mask marks.
+def _marked_spans(mask: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of each span of tokens that the mask marks; the end is exclusive.
 
-    >>> list(_spans([-100, 5, 6, -100, 7]))
+    >>> list(_marked_spans([-100, 5, 6, -100, 7]))
     [(1, 3), (4, 5)]
     """
     marked = np.asarray([False, *(value != UNMARKED for value in mask), False])
@@ -315,7 +315,7 @@ def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def read_batch(answer: Any) -> list[_Scored]:
-    """Return the groups of an answer to ``/batch``; an empty list while there is no batch.
+    """Return the groups in an answer of ``/batch``; an empty list if no batch is ready.
 
     Raises :class:`~headrace.base.errors.RunError` for an error of the server, and
     :class:`~headrace.base.errors.DataError` for a group that cannot be used.
@@ -328,7 +328,7 @@ def read_batch(answer: Any) -> list[_Scored]:
 
 
 def _scored(tree: Any) -> _Scored:
-    """Return the group that ``tree``, a part of the server's JSON, holds. Raises
+    """Return the group in ``tree``, a part of the server's JSON answer. Raises
     :class:`~headrace.base.errors.DataError` if fields are missing, or if tokens, masks and scores do not have equal
     lengths."""
     try:

@@ -14,7 +14,7 @@ from headrace.base.errors import EpisodeError
 
 
 def task_number(task: Mapping[str, Any]) -> int:
-    """Return the number of the library's task that the dataset row ``task`` selects.
+    """Return the field ``number`` of the dataset row ``task``, which selects a task of the library.
 
     Raises :class:`~headrace.base.errors.EpisodeError` if the row has no integer ``number``.
     """
@@ -28,7 +28,7 @@ def task_number(task: Mapping[str, Any]) -> int:
 
 
 class EpisodeRandom:
-    """The state of Python's and NumPy's global random generators for one episode, for games that use those generators.
+    """The state of Python's and NumPy's global random generators for one episode, for games that use these generators.
 
     >>> one, other = EpisodeRandom(7), EpisodeRandom(7)
     >>> def draw(state):
@@ -41,15 +41,15 @@ class EpisodeRandom:
     _LOCK = threading.Lock()
 
     def __init__(self, seed: int) -> None:
-        """Begin with the states that ``seed`` gives both generators."""
+        """Create the states of both generators after they are seeded with ``seed``."""
         seed %= 2**32
         self._python = random.Random(seed).getstate()
         self._numpy = np.random.RandomState(seed).get_state()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Install this episode's random states while the body runs, and save them afterwards. A lock of the process
-        lets only one body run at a time."""
+        """Set the global generators to this episode's states while the body runs, and save the states afterwards. A
+        lock of the process allows only one body to run at a time."""
         with self._LOCK:
             random.setstate(self._python)
             np.random.set_state(self._numpy)  # noqa: NPY002 - the game uses the global generator

@@ -1,6 +1,7 @@
-"""The bridge to ``gem-llm``: any game or task registered with it, as in ``env.entry = "gem/game:GuessTheNumber-v0"``.
+"""The bridge to the library ``gem-llm``, for every game or task that is registered with the library:
+``env.entry = "gem/game:GuessTheNumber-v0"``.
 
-``env.options`` are the keyword arguments of ``gem.make``. The number of a dataset row is the seed of its game.
+``env.options`` are the keyword arguments of ``gem.make``. The number of a dataset row is the seed of the row's game.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from headrace.wings.bridges.base import EpisodeRandom, task_number
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """Return a factory of environments, one for each episode, for the game or task that gem registered as ``what``,
-    with the keyword arguments ``options``. A run calls this with the rest of ``env.entry`` and with ``env.options``."""
+    """Return a factory of environments, one for each episode, for the game or task with the name ``what`` in gem and
+    the keyword arguments ``options``. A run calls this function with the part of ``env.entry`` after the slash, and
+    with ``env.options``."""
     import gem
 
     game = partial(gem.make, what, **options)
@@ -26,10 +28,10 @@ def make(what: str, options: dict[str, Any]) -> Found:
 
 
 class Game(Env):
-    """One episode of a game of gem, as an environment of this library."""
+    """An environment that plays one episode of a game of gem."""
 
     def __init__(self, make_game: Callable[[], Any]) -> None:
-        """``make_game`` returns a new game; it is called when the episode begins."""
+        """Create the environment. ``make_game`` returns a new game; :meth:`reset` calls it."""
         self._make = make_game
         self._game: Any = None
         self._random = EpisodeRandom(0)
@@ -44,8 +46,8 @@ class Game(Env):
             return _as_text(*self._game.reset(seed=number))
 
     def step(self, message: Message) -> StepResult:
-        """Play the model's message as an action; return the observation as text, the reward, and whether the game is
-        over."""
+        """Execute the model's message as an action of the game, and return the observation as text, the reward, and
+        whether the game is over."""
         with self._random.active():
             observation, reward, terminated, truncated, info = self._game.step(message.content)
         done = bool(terminated or truncated)
@@ -53,7 +55,7 @@ class Game(Env):
 
 
 def _as_text(observation: str, info: Mapping[str, Any]) -> str:
-    """Return the observation, followed by the reminder that some games repeat at every step (``info["suffix"]``)."""
+    """Return the observation, followed by ``info["suffix"]``, a reminder that some games repeat at every step."""
     return "\n".join(filter(None, (observation, info.get("suffix"))))
 
 

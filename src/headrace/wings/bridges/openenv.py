@@ -1,7 +1,7 @@
 """The bridge to environments behind an OpenEnv server: ``env.entry = "openenv/http://127.0.0.1:8000"``.
 
-Every episode is a session of its own. Actions and observations of OpenEnv are records; ``env.options`` map them to
-text:
+Every episode is a separate session of the server. Actions and observations of OpenEnv are records; ``env.options``
+define how they are converted from and to text:
 
     action          name of the action's field that holds the model's answer ("message")
     observation     name of the observation's field that the model reads; unset: the whole observation as JSON
@@ -27,7 +27,7 @@ _DEFAULTS = {"action": "message", "observation": "", "with": {}, "reset": {}, "t
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """Return a factory of environments, one for each episode, each of which is a session with the server at the URL
+    """Return a factory of environments, one for each episode; an environment is a session with the server at the URL
     ``what``. ``options`` are ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for an unknown option."""
     from openenv.core import GenericEnvClient
 
@@ -39,11 +39,11 @@ def make(what: str, options: dict[str, Any]) -> Found:
 
 
 class OpenEnvSession(Env):
-    """One episode, as a session with the OpenEnv server."""
+    """An environment for one episode, which is a session with the OpenEnv server."""
 
     def __init__(self, make_client: Callable[[], Any], options: Mapping[str, Any]) -> None:
-        """``make_client`` returns a client of the server that is not connected yet; ``options`` are ``env.options``,
-        defaults included."""
+        """Create the environment. ``make_client`` returns a client of the server that is not connected yet; ``options``
+        are ``env.options``, defaults included."""
         self._client = make_client()
         self._options = options
 
@@ -66,12 +66,12 @@ class OpenEnvSession(Env):
         )
 
     async def close(self) -> None:
-        """End the session; called once at the end of every episode."""
+        """End the session. A run calls this once at the end of every episode."""
         await self._client.close()
 
     def _as_text(self, observation: Mapping[str, Any]) -> str:
-        """Return an observation as text: the field that ``env.options.observation`` names, or all of it as JSON. Raises
-        :class:`~headrace.base.errors.EpisodeError` if there is no such field."""
+        """Return an observation as text: the field that ``env.options.observation`` names, or the whole observation as
+        JSON. Raises :class:`~headrace.base.errors.EpisodeError` if the observation lacks that field."""
         field = self._options["observation"]
         if not field:
             return json.dumps(observation, ensure_ascii=False)

@@ -26,13 +26,13 @@ from headrace.wings.bridges.base import task_number
 
 NUM_TASKS = 10_000
 _EVALUATES = re.compile(r"\b(?:eval|parse_expr)\(answer\b")
-"""The calls by which scorers execute an answer as code, directly or through sympy."""
+"""A pattern of the calls with which scorers execute an answer as code, directly or through sympy."""
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
     """Return a factory of one-turn environments, one for each episode, for the task ``what`` of the library.
-    ``options`` are ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for an unknown task, and for one
-    whose scorer executes answers, unless the option ``evaluates`` allows it."""
+    ``options`` are ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for an unknown task, and for a task
+    whose scorer executes answers, unless the option ``evaluates`` allows this."""
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS
     from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
@@ -64,18 +64,19 @@ def make_dataset(what: str, options: Mapping[str, Any]) -> Any:
 
 
 class Reasoning(Env):
-    """One episode, which has one turn: a question, the model's answer, and the library's score of it."""
+    """An environment for one episode with one turn: a question, the model's answer, and the library's score of the
+    answer."""
 
     def __init__(self, dataset: Any, system: str, read: Callable[[str], str | None]) -> None:
-        """``dataset`` is the library's dataset of the task, ``system`` the system prompt (empty: none), and ``read``
-        returns the part of an answer that is scored."""
+        """Create the environment. ``dataset`` is the library's dataset of the task, ``system`` the system prompt
+        (empty: none), and ``read`` returns the part of an answer that is scored."""
         self._dataset = dataset
         self._system = system
         self._read = read
         self._entry: Mapping[str, Any] = {}
 
     def reset(self, task: Task) -> list[Message]:
-        """Return the question that the number of the dataset row ``task`` selects, as messages. Raises
+        """Return the messages of the question that the number of the dataset row ``task`` selects. Raises
         :class:`~headrace.base.errors.EpisodeError` if there is no such question."""
         number, size = task_number(task), len(self._dataset)
         if not 0 <= number < size:
@@ -88,8 +89,8 @@ class Reasoning(Env):
         return [*system, Message(role="user", content=self._entry["question"])]
 
     def step(self, message: Message) -> StepResult:
-        """Return the library's score of the answer, in [0, 1], as the reward, and end the episode. An answer on which
-        the scorer raises an exception gets 0."""
+        """Return the library's score of the answer, in [0, 1], as the reward, and end the episode. If the scorer raises
+        an exception, the reward is 0."""
         try:
             score = float(self._dataset.score_answer(self._read(message.content), self._entry))
         except Exception:  # noqa: BLE001 - foreign code: some scorers raise on an answer that they cannot parse; make() has tried the scorer
@@ -98,7 +99,8 @@ class Reasoning(Env):
 
 
 def _refuse_evaluation(what: str, dataset: Any) -> None:
-    """Raise :class:`~headrace.base.errors.EnvError` if the scorer of the task executes what the model writes."""
+    """Raise :class:`~headrace.base.errors.EnvError` if the source code of the task's scorer executes the model's answer
+    (``_EVALUATES``)."""
     parts = dataset.datasets if what == "composite" else {what: dataset}
     for name, part in parts.items():
         if _EVALUATES.search(inspect.getsource(sys.modules[type(part).__module__])):

@@ -40,10 +40,10 @@ def make(what: str, options: dict[str, Any]) -> Found:
 
 
 class TextArenaGame:
-    """A game in progress; one for each episode."""
+    """A game of textarena in progress, for one episode."""
 
     def __init__(self, make_game: Callable[[], Any], players: int, number: int) -> None:
-        """Start the game that ``make_game`` returns, with this number of players and ``number`` as its seed."""
+        """Start the game that ``make_game`` returns, with ``players`` players and ``number`` as its seed."""
         self.players = players
         self._random = EpisodeRandom(number)
         with self._random.active():
@@ -51,7 +51,7 @@ class TextArenaGame:
             self._game.reset(num_players=players, seed=number)
 
     def turn(self) -> tuple[int, str]:
-        """Return the number of the player whose turn it is, and the messages that this player has not read yet."""
+        """Return the number of the player whose turn it is, and the new messages for this player as text."""
         with self._random.active():
             player, new_messages = self._game.get_observation()
         names = self._game.state.role_mapping
@@ -59,7 +59,7 @@ class TextArenaGame:
         return player, "\n".join(lines)
 
     def act(self, action: str) -> bool:
-        """Play the text ``action`` of the player whose turn it is, and return whether the game is over."""
+        """Execute the text ``action`` of the player whose turn it is, and return whether the game is over."""
         with self._random.active():
             done, _ = self._game.step(action)
         return bool(done)
@@ -71,9 +71,9 @@ class TextArenaGame:
 
 
 async def play(game: TextArenaGame, policy: EpisodePolicy) -> Episode:
-    """Play the game to its end, and return the episode with the reward of each player. ``policy`` writes the moves of
-    every player, each with its own conversation. A player whose token budget is spent ends the game with a reward of 0
-    for all."""
+    """Play the game to its end, and return the episode with the reward of each player. ``policy`` samples the moves of
+    all players; each player has its own conversation. If the token budget of a player is spent, the game ends with a
+    reward of 0 for all players."""
     conversations: dict[int, list[Message]] = defaultdict(list)
     done = False
     rewards = [0.0] * game.players
@@ -96,8 +96,8 @@ async def play(game: TextArenaGame, policy: EpisodePolicy) -> Episode:
 
 
 def _unwrapped(game: Any, textarena: Any) -> Any:
-    """Return the game without textarena's observation wrappers: these repeat earlier observations, which the
-    conversation already holds. ``textarena`` is the imported package."""
+    """Return the game without textarena's observation wrappers, which would repeat earlier observations that the
+    conversation already contains. ``textarena`` is the imported package."""
     while isinstance(game, textarena.ObservationWrapper):
         game = game.env
     if isinstance(game, textarena.Wrapper):

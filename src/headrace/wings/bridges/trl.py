@@ -22,9 +22,9 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """Return a factory of environments, one for each episode, for the class or factory function ``what``,
-    ``file.py:name``, which is called with ``options``. Raises :class:`~headrace.base.errors.EnvError` if its objects
-    have no ``reset``."""
+    """Return a factory of environments, one for each episode, for the class or factory function ``what``
+    (``file.py:name``), which is called with ``options``. Raises :class:`~headrace.base.errors.EnvError` if the created
+    object has no ``reset``."""
     path, name = find_in_file(what, "env.entry")
     factory = partial(vars(load_file(path))[name], **options)
     if not callable(getattr(factory(), "reset", None)):  # gate: getattr - an object of the user's, made for TRL
@@ -33,18 +33,19 @@ def make(what: str, options: dict[str, Any]) -> Found:
 
 
 class TrlEpisode(Env):
-    """One episode with one object of a class written for TRL, whose public methods are the tools of the model."""
+    """An environment for one episode with an object of a class written for TRL. The public methods of the object are
+    the model's tools."""
 
     def __init__(self, factory: Callable[[], Any]) -> None:
-        """``factory`` returns a new object for the episode."""
+        """Create the environment. ``factory`` returns a new object of the user's class."""
         self._environment = factory()
         methods = inspect.getmembers(type(self._environment), inspect.isfunction)
         names = [name for name, _ in methods if name not in _NOT_TOOLS and not name.startswith("_")]
         self.tools = [getattr(self._environment, name) for name in names]
 
     def reset(self, task: Task) -> list[Message]:
-        """Return the prompt of the dataset row ``task`` as messages, with the text that the object's own ``reset``
-        returns added to its last user message."""
+        """Return the prompt of the dataset row ``task`` as messages. The text that the object's ``reset`` returns is
+        appended to the last user message."""
         messages = list(as_messages(task.get("prompt", ())))
         added = self._environment.reset(**task)
         if added is None:
@@ -53,15 +54,15 @@ class TrlEpisode(Env):
         return [*messages, Message(role="user", content=prompt + str(added))]
 
     def step(self, message: Message) -> StepResult | Awaitable[StepResult]:
-        """End the episode, with the reward of ``get_reward()`` if the object has that method, else with no reward. It
-        is called with an answer that has no tool calls; calls are executed before."""
+        """End the episode, with the reward of ``get_reward()`` if the object has that method, and otherwise without a
+        reward. The run executes tool calls itself, and calls this method with the first answer without calls."""
         get_reward = getattr(self._environment, "get_reward", None)  # gate: getattr - as TRL looks for it
         reward = None if get_reward is None else get_reward()
         return _end_with(reward) if inspect.isawaitable(reward) else StepResult(reward=reward, done=True)
 
 
 async def _end_with(reward: Awaitable[float]) -> StepResult:
-    """Return the end of an episode, with a reward that has to be waited for."""
+    """Wait for the ``reward``, and return the result that ends the episode with it."""
     return StepResult(reward=await reward, done=True)
 
 

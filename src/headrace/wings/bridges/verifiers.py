@@ -28,7 +28,7 @@ episode has its own API key, sent in a header instead."""
 
 def make(what: str, options: dict[str, Any]) -> Found:
     """Return a rollout function, which runs one episode of the environment of the taskset ``what``. ``options`` are
-    ``env.options``, the settings of that environment."""
+    ``env.options``: the settings of the environment."""
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import EvalClientConfig
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
@@ -38,8 +38,8 @@ def make(what: str, options: dict[str, Any]) -> Found:
     tasks = Tasks(environment.taskset)
 
     async def rollout(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-        """Run one episode of the verifiers environment, whose client talks to the policy over HTTP, and return its
-        reward."""
+        """Run one episode of the verifiers environment, and return its reward. The environment sends its model requests
+        to the policy over HTTP."""
         client = EvalClientConfig(
             base_url=policy.base_url,
             api_key_var=_NO_VARIABLE,
@@ -54,17 +54,18 @@ def make(what: str, options: dict[str, Any]) -> Found:
 
 
 class Tasks:
-    """The tasks of a taskset by number. They are loaded only as far as they are needed; any thread may ask."""
+    """The tasks of a taskset by number. A task is loaded when it or a later task is first requested. The object is
+    thread-safe."""
 
     def __init__(self, taskset: Any) -> None:
-        """``taskset`` is the library's collection of tasks, which is iterated once."""
+        """Create the tasks of ``taskset``, the library's collection of tasks, which is iterated once."""
         self._iterator = iter(taskset)
         self._loaded: list[Any] = []
         self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> Any:
         """Return task ``number``, counted from 0. Raises :class:`~headrace.base.errors.EpisodeError` if the taskset has
-        fewer."""
+        no such task."""
         with self._lock:
             self._loaded += itertools.islice(self._iterator, max(number + 1 - len(self._loaded), 0))
         if number >= len(self._loaded):
@@ -76,7 +77,7 @@ class Tasks:
 
 
 def _reward(ended: Any) -> float:
-    """Return the reward of an episode that has ended: that of its trainable agent, or the mean if there are several.
+    """Return the reward of an ``ended`` episode: the mean reward of its trainable agents, usually one.
 
     Raises :class:`~headrace.base.errors.EpisodeError` if the episode failed or no agent is trainable.
     """

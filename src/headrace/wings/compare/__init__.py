@@ -1,5 +1,6 @@
-"""Comparison of recipes: the same model, task, seed and number of steps, one run after another, in one table. A recipe
-is the set of choices that a known system makes on every axis, such as its loss and its staleness bound.
+"""The comparison of recipes (``headrace compare``): runs with the same model, task, seed and number of steps, one after
+another, and their results in one table. A recipe is the set of choices that a known system makes on every axis, such as
+its loss and its staleness bound.
 
 run file (or the demo), without the settings that recipes decide
     ├── recipe a ─▶ run directory ─┐

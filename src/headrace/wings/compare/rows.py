@@ -1,6 +1,6 @@
-"""One row of the comparison per run: learning, speed, idle time, age of tokens, waste and weight sync.
+"""The rows of a comparison, one per run: figures on learning, speed, idle time, age of tokens, waste and weight sync.
 
-Everything is read from the files of the run directory. For a run that was resumed, all figures but the held-out
+All figures are read from the files of the run directory. For a run that was resumed, all figures except the held-out
 rewards cover only the part after the last resume.
 """
 
@@ -16,19 +16,19 @@ from headrace.run.observe.rundata import RunData, load_run
 
 
 class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one recipe: one row of the table. A figure is ``None`` if the run recorded nothing from which it
-    could be computed."""
+    """The results of one recipe: one row of the table. A figure is ``None`` if the run has not recorded the data from
+    which it is computed."""
 
     recipe: str
     """Name of the recipe."""
     status: str
     """``finished``, ``stopped`` or ``failed``."""
     cause: str = ""
-    """Reason of a failure; empty for other runs."""
+    """Reason of the failure; empty for a run that has not failed."""
     resumed: bool = False
-    """Whether the run was interrupted and resumed: its figures cover only the part after the last resume."""
+    """Whether the run was interrupted and resumed, so that its figures cover only the part after the last resume."""
     settings: dict[str, str] = {}
-    """The settings that recipes decide, by name, as text, with the values that the run used."""
+    """The values in the run of the settings that recipes decide, as text, by name of the setting."""
     steps: int = 0
     """Number of optimizer steps."""
     seconds: float = 0.0
@@ -40,8 +40,8 @@ class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
     reward_last: float | None = None
     """Mean reward over the last tenth of the steps."""
     gain: float | None = None
-    """Held-out reward after training minus before; without held-out rows, mean reward of the last batches minus the
-    first."""
+    """Held-out reward after training minus held-out reward before; without held-out rows, mean reward of the last
+    batches minus mean reward of the first batches."""
     gain_per_minute: float | None = None
     """Gain per minute of ``seconds``; ``None`` for a resumed run."""
     gain_per_mtok: float | None = None
@@ -55,29 +55,29 @@ class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
     age_max: int | None = None
     """Greatest age of a trained token, in versions."""
     wasted_frac: float | None = None
-    """Fraction of the generated tokens that will never be trained; ``None`` for a resumed run, which also drops tokens
-    that an earlier part generated."""
+    """Fraction of the generated tokens that will never be trained; ``None`` for a resumed run, which may also drop
+    tokens that were generated before the resume."""
     wasted_tokens: dict[str, int] = {}
     """Number of wasted tokens by the reason for which they were dropped."""
     gap_p99_ms: float | None = None
-    """99th percentile of the commit gap."""
+    """99th percentile of the commit gap in milliseconds."""
     exposed_sync_frac: float | None = None
     """Fraction of the learner's time in which it was blocked by the weight sync."""
     commit_wait_ms: float | None = None
-    """Mean time that a commit waited for running sequences."""
+    """Mean time in milliseconds that a commit waited for running sequences."""
     sync_bytes: float | None = None
     """Mean number of bytes that one version transferred."""
     carried_over: int = 0
     """Number of running sequences that continued under newer weights."""
     recomputed_tokens: int = 0
-    """Number of cached tokens of those sequences that were computed again."""
+    """Number of cached tokens of these sequences that were computed again."""
     run_dir: str = ""
 
 
 def row_of(recipe: str, run_dir: Path) -> RecipeRow:
     """Return the row of ``recipe``, read from the files of its run in ``run_dir``.
 
-    Raises :class:`~headrace.base.errors.DataError` if ``run_dir`` holds no run.
+    Raises :class:`~headrace.base.errors.DataError` if ``run_dir`` contains no run.
     """
     run = load_run(run_dir)
     figures, sums = run.figures, over_run(run.session)
@@ -96,7 +96,7 @@ def row_of(recipe: str, run_dir: Path) -> RecipeRow:
         steps=int(figures.get("steps", 0)),
         seconds=float(figures.get("wall_s") or 0.0),
         reward_last=run.measured("reward_last"),
-        **_gains(run),
+        **_reward_gains(run),
         **{name: run.measured(name) for name in _COPIED_FIGURES},
         age_mean=sum(age * tokens for age, tokens in ages.items()) / sum(ages.values()) if ages else None,
         age_max=max(ages, default=None),
@@ -114,10 +114,10 @@ def row_of(recipe: str, run_dir: Path) -> RecipeRow:
 _COPIED_FIGURES = ("generated_tok_s", "trained_tok_s", "engine_idle_frac", "learner_idle_frac", "exposed_sync_frac")
 
 
-def _gains(run: RunData) -> dict[str, float | None]:
-    """Return five fields of the row of a run: the held-out rewards before and after, and the gain, absolute, per minute
-    and per million tokens. A resumed run has no gain per minute or token, because its time and tokens are those of the
-    last part."""
+def _reward_gains(run: RunData) -> dict[str, float | None]:
+    """Return five fields of the row of a run: the held-out rewards before and after training, and the gain in total,
+    per minute and per million tokens. The last two are ``None`` for a resumed run, because its time and tokens are
+    known only for the part after the last resume."""
     before, after = run.measured("eval_before"), run.measured("eval_after")
     first, last = run.measured("reward_first"), run.measured("reward_last")
     whole = len(run.session) == len(run.steps)
@@ -137,8 +137,8 @@ def _gains(run: RunData) -> dict[str, float | None]:
 
 
 def decided(config: dict[str, Any]) -> dict[str, str]:
-    """Return those settings that recipes decide, by name and as text, from ``config``, all settings of a run with their
-    defaults.
+    """Return the settings that recipes decide, as text by name. ``config`` contains all settings of a run, defaults
+    included; a setting without a value is left out.
 
     >>> decided({"flow": {"policy": {"kind": "unbounded", "stale": "reject"}, "max_age": 4, "lead": 8}})
     {'policy': 'unbounded, reject', 'max_age': '4', 'lead': '8'}

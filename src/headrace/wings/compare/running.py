@@ -1,5 +1,5 @@
-"""Runs recipes one after another, each in its own directory. A run that has finished there is not repeated. The base of
-a comparison is the run file that all recipes share, or the demo."""
+"""The execution of a comparison: recipes are run one after another, each in its own run directory, and finished runs
+are not repeated. The base of a comparison is the run file that all recipes share, or the demo."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from headrace.wings.recipes.demo import build_demo, lay_out
 DEMO_STEPS = 100
 """Default number of steps of each run if the demo is the base."""
 _SET_BY_COMPARISON = ("run.dir", "run.steps", "run.seed")
-"""Settings that the comparison sets itself."""
+"""Settings that the comparison itself sets for each run, so that overrides of them are refused."""
 _IRRELEVANT_SECTIONS = ("observe", "launch", "env")
-"""Sections in which an existing run may differ from the requested one: they change what is displayed, where processes
-run, and paths, but not the result."""
+"""Sections in which an existing run may differ from the requested run. They determine the display, the machines of
+processes, and paths, but not the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,21 +37,21 @@ class ComparisonConfig:
     recipes: Sequence[str]
     """Names of the recipes, in the order of the table."""
     directory: Path
-    """Directory that holds one run directory per recipe, named after it, and the demo."""
+    """Directory with one run directory per recipe, which has the recipe's name, and with the demo."""
     run_file: RunFile | None = None
-    """Run file with model, task and sizes; ``None``: the demo, which is created in ``directory``. Settings that
-    recipes decide override it, except that a run file with ``model.lora`` keeps its own."""
+    """Run file with model, task and sizes; ``None``: the demo, which is created in ``directory``. A recipe's settings
+    override those of the run file, except ``model.lora``, which the run file keeps if it has it."""
     steps: int | None = None
-    """Number of steps of each run; ``None``: the run file's, or :data:`DEMO_STEPS` for the demo."""
+    """Number of steps of each run; ``None``: the run file's number, or :data:`DEMO_STEPS` for the demo."""
     seed: int | None = None
-    """Seed of every run and of the demo; ``None``: the run file's, or 0."""
+    """Seed of every run and of the demo; ``None``: the run file's seed, or 0."""
     overrides: Sequence[str] = ()
     """Settings as ``section.key=value`` that override both the run file and the recipes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeComparison:
-    """The results of a comparison so far, which tables and pictures are made from."""
+    """The results of a comparison so far, from which tables and pictures are made."""
 
     directory: Path
     base: str
@@ -59,7 +59,7 @@ class RecipeComparison:
     rows: tuple[RecipeRow, ...]
     """One row per recipe, in the requested order."""
     stopped: bool
-    """Whether the last run was stopped by the user; the recipes after it were not started."""
+    """Whether the user has stopped the last run; the remaining recipes were not started."""
 
 
 def compare(
@@ -67,47 +67,48 @@ def compare(
     report: Callable[[str], None] = lambda _: None,
     each: Callable[[RecipeComparison], None] = lambda _: None,
 ) -> RecipeComparison:
-    """Run every recipe, or read its results if it has finished before, and return the comparison. ``each`` is called
-    with the comparison so far after every recipe, and ``report`` with lines of progress. A recipe whose run fails gets
-    a row with the reason, and the next recipe is run; a run that the user stops ends the comparison.
+    """Run every recipe, or read the results of a recipe that has finished before, and return the comparison. After
+    every recipe, ``each`` is called with the comparison so far; ``report`` is called with lines of progress. If the run
+    of a recipe fails, its row contains the reason, and the next recipe is run. If the user stops a run, the comparison
+    ends.
 
-    Raises :class:`~headrace.base.errors.ConfigError` before anything runs if a recipe does not fit the run file, or if
-    a directory holds a run with other settings.
+    Raises :class:`~headrace.base.errors.ConfigError` before the first run starts if a recipe does not fit the run file,
+    or if a directory contains a run with other settings.
     """
     names = [recipe(name).name for name in dict.fromkeys(config.recipes)]
     config.directory.mkdir(parents=True, exist_ok=True)
-    tree, base = _base(config)
-    configs = {name: _config(config, tree, name) for name in names}
+    tree, base = _shared_settings(config)
+    configs = {name: _recipe_config(config, tree, name) for name in names}
     for name, run_config in configs.items():
         _refuse_other_run(config.directory / name, run_config)
-    if config.run_file is None and not (_demo(config) / "model" / "config.json").exists():
+    if config.run_file is None and not (_demo_directory(config) / "model" / "config.json").exists():
         report("the demo's model is made; the supervised phase takes about 20 s")
-        build_demo(_demo(config), seed=config.seed or 0)
-    made = RecipeComparison(directory=config.directory, base=base, rows=(), stopped=False)
+        build_demo(_demo_directory(config), seed=config.seed or 0)
+    comparison = RecipeComparison(directory=config.directory, base=base, rows=(), stopped=False)
     with keep_fork_server():  # the runs differ in settings, not in the libraries that their parts import
         for place, name in enumerate(names, start=1):
-            row = _row(name, configs[name], partial(_report_line, report, f"{place}/{len(names)} {name}"))
-            made = replace(made, rows=(*made.rows, row), stopped=row.status == "stopped")
-            each(made)
-            if made.stopped:
+            row = _run_recipe(name, configs[name], partial(_report_progress, report, f"{place}/{len(names)} {name}"))
+            comparison = replace(comparison, rows=(*comparison.rows, row), stopped=row.status == "stopped")
+            each(comparison)
+            if comparison.stopped:
                 break
-    return made
+    return comparison
 
 
-def _report_line(report: Callable[[str], None], where: str, words: str) -> None:
-    """Report the line ``words`` about the run that ``where`` names, such as ``2/5 areal``."""
+def _report_progress(report: Callable[[str], None], where: str, words: str) -> None:
+    """Call ``report`` with the line ``words``, preceded by the place ``where`` of its run, such as ``2/5 areal``."""
     report(f"{where}: {words}")
 
 
-def _demo(config: ComparisonConfig) -> Path:
-    """Return the directory of the demo, in that of the comparison."""
+def _demo_directory(config: ComparisonConfig) -> Path:
+    """Return the directory of the demo, which is in the directory of the comparison."""
     return config.directory / "demo"
 
 
-def _base(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
-    """Return the settings that all runs share, those of the run file or the demo without what recipes decide, and the
-    name of the base for the table. Raises :class:`~headrace.base.errors.ConfigError` for an override that the
-    comparison sets itself."""
+def _shared_settings(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
+    """Return (settings that all runs share, name of the base for the table). The settings are those of the run file or
+    of the demo, without the settings that recipes decide. Raises :class:`~headrace.base.errors.ConfigError` for an
+    override of a setting that the comparison itself sets."""
     refused = [text for text in config.overrides if text.partition("=")[0].strip() in _SET_BY_COMPARISON]
     if refused:
         raise ConfigError(
@@ -117,7 +118,7 @@ def _base(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
     if config.run_file is not None:
         tree = left_open(run_tree(config.run_file))
         return tree, str(config.run_file) if isinstance(config.run_file, str | Path) else "a run file"
-    run_file = _demo(config) / "demo.toml"
+    run_file = _demo_directory(config) / "demo.toml"
     if not run_file.exists():
         lay_out(run_file.parent, seed=config.seed or 0)
     tree = left_open(run_tree(run_file))
@@ -125,10 +126,10 @@ def _base(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
     return tree, "the demo"
 
 
-def _config(config: ComparisonConfig, tree: Mapping[str, Any], name: str) -> RunConfig:
-    """Return the checked settings of the run of the recipe ``name``: the shared settings ``tree`` with those of the
-    recipe, and with the directory, steps and seed of the comparison. Raises :class:`~headrace.base.errors.ConfigError`,
-    whose text names the recipe."""
+def _recipe_config(config: ComparisonConfig, tree: Mapping[str, Any], name: str) -> RunConfig:
+    """Return the validated settings of the run of the recipe ``name``: the shared settings ``tree``, the settings of
+    the recipe, and the directory, steps and seed of the comparison. Raises
+    :class:`~headrace.base.errors.ConfigError`, with the name of the recipe, for invalid settings."""
     budget = {"run.steps": config.steps, "run.seed": config.seed}
     own = [
         f"run.dir={config.directory / name}",
@@ -143,8 +144,8 @@ def _config(config: ComparisonConfig, tree: Mapping[str, Any], name: str) -> Run
 
 
 def _refuse_other_run(run_dir: Path, config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if ``run_dir`` holds a run whose settings differ from
-    ``config``: its figures could not be compared with the others."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``run_dir`` contains a run whose settings differ from
+    ``config``, since its figures would not be comparable with those of the other runs."""
     if not has_ledger(run_dir) and read_summary(run_dir) is None:
         return
     try:
@@ -162,9 +163,9 @@ def _refuse_other_run(run_dir: Path, config: RunConfig) -> None:
             )
 
 
-def _row(name: str, config: RunConfig, report: Callable[[str], None]) -> RecipeRow:
-    """Train the recipe ``name`` with its settings, or resume its run, unless it has finished before; return its row. A
-    run that fails has a row with the cause. ``report`` is called with lines of progress."""
+def _run_recipe(name: str, config: RunConfig, report: Callable[[str], None]) -> RecipeRow:
+    """Run the recipe ``name`` with the settings ``config``, or resume its run, unless it has finished before; return
+    its row. If the run fails, the row contains the cause. ``report`` is called with lines of progress."""
     run_dir = Path(config.run.dir)
     before = read_summary(run_dir)
     if before is not None and before["status"] == "finished":

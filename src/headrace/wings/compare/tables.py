@@ -1,4 +1,4 @@
-"""The rows of a comparison as text: columns for the terminal, and tables in Markdown."""
+"""The rows of a comparison as text: cells of the table for the terminal, and the tables of ``compare.md``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from headrace.wings.compare.rows import RecipeRow
 
 
 def _percent(value: float | None) -> str:
-    """Return a fraction as a percentage; a dash for an unknown one (``None``)."""
+    """Return a fraction as a percentage; a dash for ``None`` (unknown)."""
     return "–" if value is None else f"{value:.0%}"
 
 
 def _signed(value: float | None) -> str:
-    """Return a number with its sign and two decimals; a dash for an unknown one (``None``)."""
+    """Return a number with its sign and two decimals; a dash for ``None`` (unknown)."""
     return "–" if value is None else f"{value:+.2f}"
 
 
 def _kilobytes(value: float | None) -> str:
-    """Return a number of bytes in kilobytes; a dash for an unknown one (``None``)."""
+    """Return a number of bytes in kilobytes; a dash for ``None`` (unknown)."""
     return "–" if value is None else f"{value / 1e3:,.0f}"
 
 
@@ -57,38 +57,37 @@ SETTINGS = ("policy", "max_age", "lead", "interrupt", "transport", "codec", "los
 
 
 def cells(rows: Sequence[RecipeRow]) -> list[list[str]]:
-    """Return the texts of all columns of the first table, for each row that has figures, which are those of runs that
-    did not fail."""
+    """Return the cells of the table of results: the text of every column, for each row whose run has not failed."""
     return [[of(row) for of in COLUMNS.values()] for row in rows if row.status != "failed"]
 
 
 def failures(rows: Sequence[RecipeRow]) -> list[str]:
-    """Return one line of text, with the cause, for each recipe whose run failed."""
+    """Return a line of text with the cause for each recipe whose run has failed."""
     return [f"{row.recipe} failed: {row.cause}" for row in rows if row.status == "failed"]
 
 
 def markdown(base: str, rows: Sequence[RecipeRow]) -> str:
-    """Return a Markdown document about the rows of a comparison: the table of results, the meaning of its columns, and
-    the table of the settings that the recipes decide. ``base`` names the run file or the demo."""
+    """Return the Markdown document of a comparison: the table of results, the meaning of its columns, and the table of
+    the settings that the recipes decide. ``base`` is the name of the run file, or "the demo"."""
     settings = [[row.recipe, *(row.settings.get(name, "–") for name in SETTINGS)] for row in rows]
     steps = max((row.steps for row in rows), default=0)
     return "\n".join([
         f"# Recipes on {base}, {steps} steps each",
         "",
-        *_table(list(COLUMNS), cells(rows)),
+        *_markdown_table(list(COLUMNS), cells(rows)),
         "",
         *(f"- {line}" for line in failures(rows)),
         MEANING,
         "",
         "## What each decides",
         "",
-        *_table(["recipe", *SETTINGS], settings),
+        *_markdown_table(["recipe", *SETTINGS], settings),
         "",
     ])  # fmt: skip
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table with these headings and cells; all columns but the first are aligned
-    right."""
+def _markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table with the headings ``head`` and the rows ``lines``. The first column is
+    aligned left, and all others right."""
     rule = ["---", *("---:" for _ in head[1:])]
     return ["| " + " | ".join(line) + " |" for line in (head, rule, *lines)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 WIDTH = 156
-"""Smallest width of the table in characters: a narrower terminal wraps its lines, but no figure is cut off."""
+"""Smallest width of the table in characters. A narrower terminal wraps its lines, so that no figure is cut off."""
 
 
 def compare(
@@ -72,14 +72,14 @@ def compare(
     if as_json:
         print_json(report_of(made))
     else:
-        _show(made, again)
+        _print_comparison(made, again)
     if made.stopped or any(row.status == "failed" for row in made.rows):
         raise typer.Exit(130 if made.stopped else 1)
 
 
-def _show(made: RecipeComparison, again: str) -> None:
-    """Print the table of the comparison, the recipes that failed, where its files are and, where it was stopped, the
-    command ``again`` that continues it."""
+def _print_comparison(made: RecipeComparison, again: str) -> None:
+    """Print the table of the comparison, the recipes that have failed, and the paths of its files. If the comparison
+    was stopped, print also the command ``again``, which continues it."""
     from headrace.wings.compare.tables import COLUMNS, cells, failures
 
     out = console()

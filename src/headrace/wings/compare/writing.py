@@ -1,4 +1,4 @@
-"""Writes the results of a comparison into its directory.
+"""The files of a comparison: ``compare.json``, ``compare.md`` and the bar chart ``compare.svg``, in its directory.
 
 The bar chart has four panels side by side, with one line of bars per recipe.
 """
@@ -19,8 +19,8 @@ from headrace.wings.compare.tables import markdown
 
 
 def report_of(made: RecipeComparison) -> Report:
-    """Return the comparison as a report, as benchmarks make it: its rows as JSON objects, without targets, and a
-    description of this machine, on which they were measured."""
+    """Return the comparison as a report in the format of benchmarks: its rows as JSON objects, no targets, and a
+    description of this machine."""
     return report([msgspec.to_builtins(row) for row in made.rows], [])
 
 
@@ -49,8 +49,8 @@ PANELS: tuple[tuple[str, float, tuple[tuple[str, Values, str], ...]], ...] = (
         ("generated", lambda row: row.generated_tok_s, SKY), ("trained", lambda row: row.trained_tok_s, BLUE),
     )),
     ("idle, % of the time", 2.4, (
-        ("engine", lambda row: _in_percent(row.engine_idle_frac), SKY),
-        ("learner", lambda row: _in_percent(row.learner_idle_frac), BLUE),
+        ("engine", lambda row: _to_percent(row.engine_idle_frac), SKY),
+        ("learner", lambda row: _to_percent(row.learner_idle_frac), BLUE),
     )),
     ("age of tokens", 2, (("oldest", lambda row: row.age_max, SLATE), ("mean", lambda row: row.age_mean, ORANGE))),
     ("gain a minute", 2, (("", lambda row: row.gain_per_minute, GREEN),)),
@@ -59,8 +59,8 @@ PANELS: tuple[tuple[str, float, tuple[tuple[str, Values, str], ...]], ...] = (
 
 
 def compare_svg(rows: Sequence[RecipeRow]) -> bytes:
-    """Return the picture of the comparison, an SVG file: a line of bars for each row that has figures, the first on
-    top, in four panels."""
+    """Return the bar chart of the comparison as an SVG file: a line of bars in each of four panels for every row whose
+    run has not failed."""
     shown = [row for row in rows if row.status != "failed"]
     drawing = Drawing(WIDTH, HEAD + ROW * max(1, len(shown)) + 34, "recipes compared by speed, idle time, age and gain")
     for place, row in enumerate(shown):
@@ -71,20 +71,19 @@ def compare_svg(rows: Sequence[RecipeRow]) -> bytes:
         width = panels_width * share / sum(panel[1] for panel in PANELS)
         drawing.text(left, 26, title, size=14, color=INK)
         drawing.legend(left, 50, [(words, color) for words, _, color in series if words])
-        _bars(drawing, (left, width), shown, series)
+        _draw_bars(drawing, (left, width), shown, series)
         left += width + GAP
     return drawing.svg()
 
 
-def _bars(
+def _draw_bars(
     drawing: Drawing,
     place: tuple[float, float],
     rows: Sequence[RecipeRow],
     series: Sequence[tuple[str, Values, str]],
 ) -> None:
-    """Draw the bars of one panel of the picture: for each row, one bar of each of ``series`` (label, value of a row,
-    colour). The panel begins at ``place[0]`` pixels from the left and is ``place[1]`` pixels wide; its scale ends a
-    little above the largest value."""
+    """Draw the bars of one panel: for each row, one bar for each of ``series`` (label, function of the row, colour).
+    ``place`` is (left edge, width) of the panel in pixels. The panel's scale ends slightly above the largest value."""
     largest = max((values(row) or 0.0 for row in rows for _, values, _ in series), default=0.0)
     panel = Panel(drawing, (place[0], HEAD, place[1], ROW * max(1, len(rows))), (1.08 * largest, 0.0))
     height = 20 / len(series)
@@ -94,6 +93,6 @@ def _bars(
             drawing.bar(panel.left, HEAD + ROW * line + 6 + height * below, width, height - 1, color)
 
 
-def _in_percent(value: float | None) -> float | None:
-    """Return a fraction in percent; ``None`` for an unknown one."""
+def _to_percent(value: float | None) -> float | None:
+    """Return a fraction in percent; ``None`` for ``None`` (unknown)."""
     return None if value is None else 100 * value

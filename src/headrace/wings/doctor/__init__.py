@@ -1,4 +1,4 @@
-"""``headrace doctor``: what is wrong with this machine, with a model's directory, or with the weights of a server.
+"""The checks of ``headrace doctor``: of this machine, of a model's directory, or of the weights that a server uses.
 
 this machine ──machine──┐
 a directory ──directory─┼──▶ findings, each with a remedy and, for a known fault, its name

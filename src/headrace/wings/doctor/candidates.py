@@ -1,6 +1,6 @@
-"""What a server may compute with: the directories on this machine, in several precisions and with other rotary
-embeddings, each as logits of the same tokens. Each such possibility is a candidate; the one that explains the logprobs
-of the server shows which weights it uses.
+"""The candidates for the weights of a server that is examined. A candidate is a directory on this machine, with a
+precision and a rotary embedding, and computes its own logits of the tokens that were sent to the server. The candidate
+whose logprobs agree with the server's shows which weights the server uses.
 
 Shape legend: T tokens of a sequence, V vocabulary, E logprobs (entries) that a server returned.
 """
@@ -32,25 +32,25 @@ from headrace.models.settings import read_config
 from headrace.wings.doctor.report import Fault
 
 THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0, 10_000_000.0)
-"""The bases of rotary embeddings that models in use have."""
+"""The bases of rotary embeddings (theta) that common models use."""
 MOST_OTHERS = 8
-"""The most other directories that are tried of one kind."""
+"""Largest number of other directories that are tried."""
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """Logprobs that a server returned, as columns: for each entry, the sequence and the place of the token that it is
-    about."""
+    """Logprobs that a server has returned, as columns. An entry is the logprob of one token id at one place of a
+    sequence."""
 
     sequences: list[list[int]]
     """The tokens of each sequence."""
     sequence_E: npt.NDArray[np.int64]
-    """The index of the sequence that each entry is about."""
+    """The index of the entry's sequence in ``sequences``."""
     place_E: npt.NDArray[np.int64]
-    """The index of the predicted token in its sequence, from 1 on."""
+    """The index of the predicted token in the sequence, at least 1."""
     id_E: npt.NDArray[np.int64]
-    """The token whose logprob was returned: the one that is there, or a likely one."""
+    """The id of the token whose logprob was returned: the token of the sequence, or another likely token."""
     logprob_E: npt.NDArray[np.float64]
     """The logprob in nats."""
 
@@ -61,47 +61,48 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedCandidate:
-    """One possibility of what a server computes with: the weights, their precision and their rotary embedding. It can
-    compute the logits that such a server would have."""
+    """One combination of weights, precision and rotary embedding that a server may use. :meth:`logits` computes the
+    logits of such a server."""
 
     words: str
-    """What the candidate is, in words for the report."""
+    """Description of the candidate for the report."""
     fault: Fault | None
-    """The name of the fault if the server computes with this candidate; ``None`` for what is expected."""
+    """The fault of a server that uses this candidate; ``None`` for the expected candidate."""
     remedy: str
-    """What to do if the server computes with this candidate."""
+    """The remedy for a server that uses this candidate."""
     path: str
     """The directory of the base model."""
     adapter: str | None
-    """The directory of the adapter; ``None`` for none."""
+    """The directory of the adapter; ``None``: no adapter."""
     precision: Precision
     """The precision of the weights."""
     rope: tuple[str, Any] | None = None
-    """A change of the rotary embedding's parameters: a name and its value; ``("rope_type", "default")`` drops all
-    scaling."""
+    """A changed parameter of the rotary embedding, as (name, value); ``("rope_type", "default")`` removes all scaling.
+    ``None``: the parameters of the model."""
 
     def logits(self, sequences: Sequence[list[int]]) -> list[Tensor]:
         """Load the candidate's model, and return its logits ``[T, V]`` for each of ``sequences`` of T token ids, in
         float32."""
-        with _changed(self.path, self.rope) as path:
+        with _with_changed_rope(self.path, self.rope) as path:
             lora = None if self.adapter is None else config_of(Path(self.adapter))
             dtype: Literal["float32", "bfloat16"] = "bfloat16" if self.precision == "bfloat16" else "float32"
             model = load_model(ModelConfig(path=path, dtype=dtype, lora=lora))
-        if self.precision == "float16":  # the weights alone: a processor computes the rest in float32
+        if self.precision == "float16":  # only the weights are rounded: processors compute in float32
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.copy_(parameter.half().float())
-        found = []
+        sequence_logits = []
         with torch.no_grad():
             for ids in sequences:
-                found.append(forward(model, torch.tensor(ids), PackedPlan([len(ids)])).float())
-        return found
+                sequence_logits.append(forward(model, torch.tensor(ids), PackedPlan([len(ids)])).float())
+        return sequence_logits
 
 
 @contextmanager
-def _changed(path: str, rope: tuple[str, Any] | None) -> Iterator[str]:
-    """Yield the directory of a model whose rotary embedding has the parameter ``rope`` (name and value) changed: a
-    temporary copy by links, with another ``config.json``. Yield ``path`` itself if ``rope`` is ``None``."""
+def _with_changed_rope(path: str, rope: tuple[str, Any] | None) -> Iterator[str]:
+    """Yield the directory of the model in ``path`` with the parameter ``rope`` (name, value) of its rotary embedding
+    changed: a temporary directory of symbolic links with another ``config.json``. Yield ``path`` itself if ``rope`` is
+    ``None``."""
     if rope is None:
         yield path
         return
@@ -111,8 +112,8 @@ def _changed(path: str, rope: tuple[str, Any] | None) -> Iterator[str]:
                 (Path(copy) / file.name).symlink_to(file.resolve())
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         name, value = rope
-        (own,) = {json.dumps(each) for _, each in rope_types(read_config(path))}
-        parameters = json.loads(own)
+        (encoded,) = {json.dumps(each) for _, each in rope_types(read_config(path))}
+        parameters = json.loads(encoded)
         if name == "rope_type":
             parameters = {"rope_theta": parameters.get("rope_theta")}
         config.pop("rope_scaling", None)
@@ -124,20 +125,20 @@ def _changed(path: str, rope: tuple[str, Any] | None) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a server should compute with, and where else its weights may come from."""
+    """The weights that a server should use, and further directories whose weights it may use instead."""
 
     path: str
     """The directory of the base model."""
     adapter: str | None
-    """The directory of the adapter that should be applied; ``None`` for none."""
+    """The directory of the adapter that should be applied; ``None``: no adapter."""
     precision: Precision
     """The precision of the weights."""
     others: tuple[Path, ...] = ()
-    """Further directories that the server may hold instead, named by the user."""
+    """Further directories, named by the user, whose weights the server may use instead."""
 
     def candidate(self, words: str, fault: Fault | None = None, remedy: str = "", **changes: Any) -> ServedCandidate:
-        """Return what is expected as a candidate, with ``changes`` of its fields; ``words`` describe it, and ``fault``
-        and ``remedy`` are what it means if the server computes with it."""
+        """Return the expected weights as a candidate, with ``changes`` to its fields. ``words`` describe the candidate;
+        ``fault`` and ``remedy`` are those of a server that uses it."""
         own: dict[str, Any] = {"path": self.path, "adapter": self.adapter, "precision": self.precision}
         return ServedCandidate(words=words, fault=fault, remedy=remedy, **{**own, **changes})
 
@@ -145,9 +146,10 @@ class Expected:
 def expectation(
     directory: Path, adapter: Path | None, precision: Precision | Literal["auto"], others: Sequence[Path]
 ) -> Expected:
-    """Return what a server should compute with that serves the model in ``directory``, with the adapter in the
-    directory ``adapter`` (``None``: none). If ``directory`` itself holds an adapter, its base model is the one that it
-    names. The precision ``auto`` is that of the files; ``others`` are directories that the server may hold instead."""
+    """Return the expected weights of a server of the model in ``directory``, with the adapter in the directory
+    ``adapter`` (``None``: no adapter). If ``directory`` contains an adapter, the base model is the model that the
+    adapter's configuration names. The precision ``auto`` stands for the precision of the files. ``others`` are
+    directories whose weights the server may use instead."""
     base = directory
     if adapter is None and (directory / CONFIG_FILE).is_file():
         adapter = directory
@@ -159,33 +161,33 @@ def expectation(
 
 
 def _stored_precision(path: str) -> Precision:
-    """Return the precision that the ``config.json`` of the model in ``path`` names; float32 if it names none."""
+    """Return the precision in the ``config.json`` of the model in ``path``; float32 if the file contains none."""
     stored = str(getattr(read_config(path), "dtype", None) or "float32").removeprefix("torch.")
     half: dict[str, Precision] = {"bfloat16": "bfloat16", "float16": "float16"}
     return half.get(stored, "float32")
 
 
 def alternatives(expected: Expected) -> Iterator[ServedCandidate]:
-    """Yield the candidates that differ from what is expected, likely ones first: without the adapter, other
+    """Yield the candidates that differ from the expected weights, likely candidates first: without the adapter, other
     directories, other precisions, other rotary embeddings."""
     if expected.adapter is not None:
         yield expected.candidate(
             "the base model without the adapter", Fault.ADAPTER_NOT_APPLIED,
             "load the adapter, and send its name as the model", adapter=None,
         )  # fmt: skip
-    yield from _directories(expected)
+    yield from _other_directories(expected)
     for precision in ("bfloat16", "float16", "float32"):
         if precision != expected.precision:
             yield expected.candidate(
                 f"the same weights in {precision}, not {expected.precision}", Fault.PRECISION,
                 f"start the server in {expected.precision} (--dtype), or know the rounding", precision=precision,
             )  # fmt: skip
-    yield from _ropes(expected)
+    yield from _other_ropes(expected)
 
 
-def _directories(expected: Expected) -> Iterator[ServedCandidate]:
-    """Yield candidates with other weights: the directories that the user named, and those beside the expected one, such
-    as other snapshots of its run."""
+def _other_directories(expected: Expected) -> Iterator[ServedCandidate]:
+    """Yield candidates with other weights: first the directories that the user has named, then the directories in the
+    parent of the expected directory, such as other snapshots of its run."""
     own = Path(expected.adapter or expected.path).resolve()
     beside: list[Path] = []
     with suppress(OSError):
@@ -193,7 +195,7 @@ def _directories(expected: Expected) -> Iterator[ServedCandidate]:
             (each for each in own.parent.iterdir() if each.is_dir() and each.resolve() != own), reverse=True
         )
     named = [each for each in expected.others if each.resolve() != own]
-    usable = [each for each in dict.fromkeys([*named, *beside]) if _usable(each)]
+    usable = [each for each in dict.fromkeys([*named, *beside]) if _has_weights(each)]
     usable.sort(key=lambda each: each not in named)
     for directory in usable[:MOST_OTHERS]:
         adapted = (directory / CONFIG_FILE).is_file()
@@ -213,18 +215,18 @@ def _directories(expected: Expected) -> Iterator[ServedCandidate]:
 
 
 def _is_step(directory: Path) -> bool:
-    """Return whether the name of a directory is that of a snapshot of a run."""
+    """Return whether a directory has the name of a run's snapshot."""
     return directory.name.startswith("step-")
 
 
-def _usable(directory: Path) -> bool:
-    """Return whether a directory holds a model or an adapter."""
+def _has_weights(directory: Path) -> bool:
+    """Return whether a directory contains a model or an adapter."""
     if (directory / CONFIG_FILE).is_file():
         return True
     return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
 
 
-def _ropes(expected: Expected) -> Iterator[ServedCandidate]:
+def _other_ropes(expected: Expected) -> Iterator[ServedCandidate]:
     """Yield candidates with the same weights and other parameters of the rotary embedding, if the model has the same
     rotary embedding in all layers."""
     try:
@@ -248,18 +250,21 @@ def _ropes(expected: Expected) -> Iterator[ServedCandidate]:
 
 
 def entry_logprobs(logits: Sequence[Tensor], entries: Entries, *, scale: float = 1.0, size: int | None = None) -> Any:
-    """Return the logprob of each entry (float64, one per entry) under ``logits``, which has a tensor ``[T, V]`` for
-    each sequence. The logits are multiplied by ``scale`` before, as another temperature would do, and only the first
-    ``size`` ids of the vocabulary count (``None``: all); an id beyond them gets minus infinity."""
+    """Return the logprob of each entry (float64, shape [E]) under ``logits``, a tensor ``[T, V]`` for each sequence.
+    The logits are first multiplied by ``scale`` (1 / temperature). Only the first ``size`` ids of the vocabulary have a
+    probability (``None``: all ids); the logprob of other ids is minus infinity."""
     found_E = np.full(len(entries), -np.inf)
     for number, each in enumerate(logits):
-        mine = np.flatnonzero(entries.sequence_E == number)
-        if not len(mine):
+        own_entries = np.flatnonzero(entries.sequence_E == number)
+        if not len(own_entries):
             continue
-        places, row_E = np.unique(entries.place_E[mine] - 1, return_inverse=True)
-        logs = (each[torch.from_numpy(places)].double() * scale)[:, :size].log_softmax(-1)
-        ids = torch.from_numpy(entries.id_E[mine])
-        inside = ids < logs.shape[1]
-        values = logs[torch.from_numpy(row_E), ids.clamp(max=logs.shape[1] - 1)].masked_fill(~inside, -torch.inf)
-        found_E[mine] = values.numpy()
+        # several entries share a place, whose log-softmax is computed once
+        places, row_E = np.unique(entries.place_E[own_entries] - 1, return_inverse=True)
+        logprobs = (each[torch.from_numpy(places)].double() * scale)[:, :size].log_softmax(-1)
+        ids = torch.from_numpy(entries.id_E[own_entries])
+        is_known = ids < logprobs.shape[1]
+        values = logprobs[torch.from_numpy(row_E), ids.clamp(max=logprobs.shape[1] - 1)].masked_fill(
+            ~is_known, -torch.inf
+        )
+        found_E[own_entries] = values.numpy()
     return found_E

@@ -1,10 +1,11 @@
-"""Which weights a server samples from: the candidate that explains its logprobs is named.
+"""The diagnosis of a server: which weights, tokenizer and sampling settings it uses. The weights are found by comparing
+the server's logprobs with those of candidates.
 
-    the server's logprobs ──▶ gap to what is expected ──within rounding──▶ right
+    the server's logprobs ──▶ gap to the expected weights ──within rounding──▶ right
                                   │ no
                                   └─▶ gap to each candidate ──smallest, if it explains──▶ its name
                                           │ none
-                                          └─▶ where the gap is: at the first token already, or later alone
+                                          └─▶ place of the gap: already after one token of context, or only later
 
 Shape legend: E logprobs (entries) that the server returned, T tokens of a sequence, V vocabulary.
 """
@@ -32,20 +33,20 @@ from headrace.wings.doctor.server import ServerProbe
 LENGTHS = (64, 64, 192)
 """Lengths of the compared sequences in tokens, as far as the context allows."""
 CLEARLY = 0.7
-"""A candidate explains the server's logprobs only if its distance from them is at most this fraction of the distance of
-what is expected."""
+"""A candidate explains the server's logprobs only if its gap is at most this fraction of the gap of the expected
+weights."""
 FAR_BETTER = 0.1
-"""The logprobs of a server in half precision are closer to another program's in half precision than this: only those of
-a server in float32 have at most this fraction of the distance from the weights in float32."""
+"""A server that should compute in half precision computes in float32 if the gap of the weights in float32 is below this
+fraction of the gap in half precision. Two programs in half precision never agree that much better with float32."""
 NUM_DRAWS, DRAWS_AT_ONCE = 512, 64
-"""Number of tokens that are drawn without any sampling settings, to learn the server's defaults, and how many of them
-one request asks for."""
+"""Number of tokens that are sampled without sampling settings to find the server's defaults, and number of tokens of
+one request."""
 CERTAIN = 6.0
-"""Number of standard deviations beyond which drawn tokens are taken not to follow a distribution."""
+"""Number of standard deviations beyond which sampled tokens count as not drawn from a distribution."""
 HALF = 0.5
 """The temperature at which the logprobs of sampled tokens are compared."""
 NEAR_ONE = 0.02
-"""How far a fitted temperature may be from the one it stands for."""
+"""Largest difference between a fitted temperature and 1 at which the temperature counts as 1."""
 MESSAGES: tuple[tuple[dict[str, str], ...], ...] = (
     ({"role": "user", "content": "Hello there"},),
     (
@@ -53,25 +54,25 @@ MESSAGES: tuple[tuple[dict[str, str], ...], ...] = (
         {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Bye"},
     ),
 )  # fmt: skip
-"""Two conversations whose tokens on the server are compared with those here."""
+"""Two conversations for the comparison of the server's chat template with the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A candidate for the weights that a server uses, with its distance from the logprobs of the server. A small
-    distance means that the candidate explains them."""
+    """A candidate with its gap from the server's logprobs. A small gap means that the candidate explains the
+    logprobs."""
 
     candidate: ServedCandidate
     """The weights, and the precision and rotary embedding of the computation."""
     logits: list[Tensor]
-    """The candidate's logits ``[T, V]`` of each sequence."""
+    """The candidate's logits ``[T, V]`` for each sequence."""
     gap: float
-    """The mean |Δ logprob| over all entries, in nats."""
+    """The mean |Δ logprob| between candidate and server over all entries, in nats."""
 
 
 def examine_server(probe: ServerProbe, expected: Expected) -> DoctorReport:
-    """Compare the answers of the server that ``probe`` asks with those of the expected weights, and return the
-    findings, which name what differs: tokenizer, vocabulary, weights, temperature or sampling defaults."""
+    """Compare the server of ``probe`` with the expected weights, and return the findings on its tokenizer, vocabulary,
+    weights, temperature and sampling defaults."""
     report = DoctorReport(subject=f"{probe.url} against {expected.adapter or expected.path}")
     names = probe.models()
     report.add("served", Grade.OK, f"{', '.join(names[:8])}; {probe.model} is examined")
@@ -107,8 +108,8 @@ def _vocabulary_size(expected: Expected) -> int:
 
 
 def _served_size(probe: ServerProbe, vocab: int) -> int:
-    """Return the smallest token id that the server refuses, found by halving, or ``vocab`` if it accepts all ids of the
-    model."""
+    """Return the smallest token id that the server refuses, found by bisection; ``vocab`` if the server accepts all ids
+    of the model."""
     if not probe.refuses_token(vocab - 1):
         return vocab
     accepted, refused = -1, vocab - 1
@@ -119,8 +120,8 @@ def _served_size(probe: ServerProbe, vocab: int) -> int:
 
 
 def _random_sequences(expected: Expected, size: int) -> list[list[int]]:
-    """Return sequences of random token ids below ``size``, of the lengths :data:`LENGTHS` as far as the model's context
-    allows; the same at every call."""
+    """Return sequences of random token ids below ``size``, with the lengths :data:`LENGTHS`, limited by the model's
+    context. Every call with equal arguments returns equal sequences."""
     rng = np.random.default_rng(0)
     room = limit_of(expected.path).length - 1
     lowest = min(3, size - 1)
@@ -128,7 +129,7 @@ def _random_sequences(expected: Expected, size: int) -> list[list[int]]:
 
 
 def _check_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: Any) -> None:
-    """Add findings to ``report``: whether a text and chats become the same tokens on the server as by ``tokenizer``."""
+    """Add findings to ``report``: whether the server converts a text and chats to the same tokens as ``tokenizer``."""
     text = "The quick brown fox: 1 + 2 = 3, naïve?"
     served = probe.tokenize(prompt=text)
     own = tokenizer.encode(text)
@@ -165,7 +166,8 @@ def _check_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: Any) -> N
 
 
 def _first_difference(served: Sequence[int], own: Sequence[int]) -> int:
-    """Return the index of the first token in which the two differ; the shorter length if one begins with the other."""
+    """Return the index of the first token in which two sequences differ; the shorter length if one sequence is a prefix
+    of the other."""
     pairs = zip(served, own, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(served), len(own)))
 
@@ -173,9 +175,10 @@ def _first_difference(served: Sequence[int], own: Sequence[int]) -> int:
 def _check_weights(
     report: DoctorReport, expected: Expected, entries: Entries, source: str, size: int | None
 ) -> Explanation | None:
-    """Add a finding to ``report``: which weights the server uses. ``entries`` are logprobs that it returned, ``source``
-    says of what, and ``size`` is the number of ids that it has (``None``: all of the model). Return the candidate that
-    explains the logprobs, also if they are those of another temperature; ``None`` if none does."""
+    """Add a finding on the server's weights to ``report``. ``entries`` are logprobs that the server has returned,
+    ``source`` names their tokens (prompts or sampled tokens), and ``size`` is the size of the server's vocabulary
+    (``None``: the model's). Return the candidate that explains the logprobs, possibly at another temperature; ``None``
+    if no candidate does."""
     here = expected.adapter or expected.path
     own = _explanation_of(expected.candidate(f"the weights of {here}"), entries, size)
     detail = f"mean |Δ logprob| {own.gap:.2g} nats over {len(entries)} entries {source}"
@@ -210,8 +213,8 @@ def _check_weights(
 
 
 def _in_float32(expected: Expected, own: Explanation, entries: Entries, size: int | None) -> Explanation | None:
-    """Return the expected weights in float32 if half precision is expected and ``own``, which it explains by its large
-    rounding, is explained far better so; ``None`` otherwise."""
+    """Return the explanation by the expected weights in float32 if half precision is expected, but float32 has a far
+    smaller gap than ``own``, the explanation in half precision; otherwise return ``None``."""
     if expected.precision == "float32":
         return None
     found = expected.candidate(
@@ -223,8 +226,8 @@ def _in_float32(expected: Expected, own: Explanation, entries: Entries, size: in
 
 
 def _explanation_of(candidate: ServedCandidate, entries: Entries, size: int | None) -> Explanation:
-    """Compute the logits of a candidate, and return it with its distance from the server's logprobs. ``size`` is the
-    number of ids that the server has; ``None``: all of the model."""
+    """Compute the logits of a candidate, and return the candidate with its gap from the server's logprobs. ``size`` is
+    the size of the server's vocabulary; ``None``: the model's."""
     logits = candidate.logits(entries.sequences)
     return Explanation(
         candidate=candidate, logits=logits, gap=_mean_gap(entry_logprobs(logits, entries, size=size), entries)
@@ -232,38 +235,42 @@ def _explanation_of(candidate: ServedCandidate, entries: Entries, size: int | No
 
 
 def _mean_gap(own_E: np.ndarray[tuple[int], np.dtype[np.float64]], entries: Entries) -> float:
-    """Return the mean |Δ logprob| in nats between ``own_E``, the logprobs computed here, and those of the server.
-    Logprobs below −50 count as −50, and NaN as 50 nats apart."""
+    """Return the mean |Δ logprob| in nats between ``own_E``, the logprobs computed on this machine, and the server's
+    logprobs. Logprobs below −50 count as −50, and a difference of NaN as 50."""
     apart_E = np.abs(np.clip(own_E, -50, 0) - np.clip(entries.logprob_E, -50, 0))
     return float(np.where(np.isnan(apart_E), 50.0, apart_E).mean())
 
 
 def _largest_rounding(expected: Expected, candidate: ServedCandidate) -> float:
-    """Return the largest mean |Δ logprob|, in nats, that rounding in the precision of ``candidate`` can explain; in
-    half precision it is larger for a mixture of experts, in which rounding may change the choice of experts."""
+    """Return the largest mean |Δ logprob|, in nats, that rounding in the precision of ``candidate`` can cause. In half
+    precision it is larger for a mixture of experts, because rounding may change the choice of experts."""
     format_ = "float32" if candidate.precision == "float32" else "bfloat16"
     return largest_gap(format_, rerouted=is_mixture(read_config(expected.path)))
 
 
 def _logit_scale(own: Explanation, entries: Entries, size: int | None) -> float | None:
     """Return the factor of the logits (1 / temperature) with which the expected weights explain the entries; ``None``
-    if none does, or if it is close to 1."""
+    if no factor does, or if the factor is close to 1. A coarse search on a logarithmic scale is refined on a linear
+    scale."""
     scales = np.geomspace(0.1, 10, 41)
     gaps = [_mean_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in scales]
-    at = int(np.argmin(gaps))
-    low, high = scales[max(at - 1, 0)], scales[min(at + 1, len(scales) - 1)]
-    finer = np.linspace(low, high, 61)
-    fine = [_mean_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in finer]
-    scale = float(finer[int(np.argmin(fine))])
-    explains = min(fine) <= max(0.02, own.gap / 50) and min(fine) < CLEARLY * own.gap
+    best_index = int(np.argmin(gaps))
+    low, high = scales[max(best_index - 1, 0)], scales[min(best_index + 1, len(scales) - 1)]
+    fine_scales = np.linspace(low, high, 61)
+    fine_gaps = [
+        _mean_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in fine_scales
+    ]
+    scale = float(fine_scales[int(np.argmin(fine_gaps))])
+    explains = min(fine_gaps) <= max(0.02, own.gap / 50) and min(fine_gaps) < CLEARLY * own.gap
     return scale if explains and abs(scale - 1) > NEAR_ONE else None
 
 
 def _best_candidate(
     expected: Expected, entries: Entries, size: int | None, gap: float
 ) -> tuple[Explanation | None, list[str]]:
-    """Return the alternative to what is expected that is nearest to the server's logprobs, or ``None`` if none explains
-    them; and, in words, which alternatives could not be tried. ``gap`` is the distance of what is expected, in nats."""
+    """Return (best, untried): the alternative candidate with the smallest gap, ``None`` if no alternative explains the
+    server's logprobs, and descriptions of the alternatives that could not be computed. ``gap`` is the gap of the
+    expected weights in nats."""
     best: Explanation | None = None
     untried: list[str] = []
     for candidate in alternatives(expected):
@@ -281,9 +288,9 @@ def _best_candidate(
 def _report_unexplained(
     report: DoctorReport, own: Explanation, entries: Entries, detail: str, untried: list[str]
 ) -> None:
-    """Add a failure to ``report`` where no candidate explains the server's logprobs. If they agree with ``own``, what
-    is expected, after one token of context, the weights are right and the rotary embedding is not. ``untried`` are the
-    candidates that could not be tried, in words."""
+    """Add a failure to ``report`` for a server whose logprobs no candidate explains. If its logprobs after one token of
+    context agree with ``own``, the explanation by the expected weights, the weights are right and the rotary embedding
+    is wrong. ``untried`` describes the candidates that could not be computed."""
     first_E = entries.place_E == 1
     own_E = entry_logprobs(own.logits, entries)
     apart_E = np.abs(np.clip(own_E, -50, 0) - np.clip(entries.logprob_E, -50, 0))
@@ -304,15 +311,15 @@ def _report_unexplained(
 
 
 def _next_logits(found: Explanation, ids: list[int], size: int) -> Tensor:
-    """Return the candidate's logits ``[V]`` of the token after ``ids``, for the first ``size`` ids, those that the
-    server has."""
+    """Return the candidate's logits ``[V]`` (float64) of the token after ``ids``, for the first ``size`` ids of the
+    vocabulary, which are the server's."""
     return found.candidate.logits([ids])[0][-1, :size].double()
 
 
 def _check_temperature(report: DoctorReport, probe: ServerProbe, found: Explanation, size: int) -> None:
     """Add a finding to ``report``: whether the server's logprobs of tokens sampled at temperature :data:`HALF` are
-    those of that distribution, as training needs them, or those of temperature 1. ``found`` is the candidate that
-    explains the weights."""
+    logprobs at that temperature, as training needs them, or at temperature 1. ``found`` is the explanation of the
+    server's weights."""
     prompt = _flattest_prompt(found)
     choices = probe.sample(prompt, max_tokens=1, n=DRAWS_AT_ONCE, temperature=HALF, top_p=1.0)
     if choices is None:
@@ -350,14 +357,14 @@ def _check_temperature(report: DoctorReport, probe: ServerProbe, found: Explanat
 
 
 def _expected_gap(found: Explanation) -> float:
-    """Return the mean |Δ logprob|, in nats, that is to be expected between the server and the candidate that explains
-    it."""
+    """Return the mean |Δ logprob|, in nats, to expect between the server and ``found``, the explanation of its
+    weights."""
     return max(found.gap, largest_gap("float32"))
 
 
 def _samples_unknown(report: DoctorReport, name: str, ids: list[int], num_known: int) -> bool:
-    """Return whether the server has sampled a token that the model, with ``num_known`` tokens, does not have; if so,
-    add to ``report`` that the check ``name`` cannot be made."""
+    """Return whether one of the sampled ``ids`` is outside the model's vocabulary of ``num_known`` tokens. If so, add a
+    failure of the check ``name`` to ``report``."""
     unknown = next((token for token in ids if token >= num_known), None)
     if unknown is None:
         return False
@@ -369,8 +376,8 @@ def _samples_unknown(report: DoctorReport, name: str, ids: list[int], num_known:
 
 
 def _flattest_prompt(found: Explanation) -> list[int]:
-    """Return the one of 8 random prompts of 8 tokens after which the likeliest token has a probability nearest to 0.3,
-    so that many tokens are possible, but not equally likely."""
+    """Return one of 8 random prompts of 8 tokens: the prompt after which the probability of the likeliest token is
+    nearest to 0.3, so that many tokens are possible but not equally likely."""
     rng = np.random.default_rng(1)
     vocab = found.logits[0].shape[1]
     prompts = [rng.integers(min(3, vocab - 1), vocab, 8).tolist() for _ in range(8)]
@@ -380,8 +387,9 @@ def _flattest_prompt(found: Explanation) -> list[int]:
 
 
 def _check_sampling_defaults(report: DoctorReport, probe: ServerProbe, found: Explanation, size: int) -> None:
-    """Add a finding to ``report``: whether tokens drawn without any sampling settings follow the plain distribution of
-    the weights ``found``, and if not, which settings fit them best."""
+    """Add a finding to ``report``: whether tokens sampled without sampling settings follow the distribution at
+    temperature 1 of ``found``, the explanation of the server's weights. If not, the finding names the settings that fit
+    best."""
     prompt, ids = _flattest_prompt(found), list[int]()
     for seed in range(NUM_DRAWS // DRAWS_AT_ONCE):
         choices = probe.sample(prompt, max_tokens=1, n=DRAWS_AT_ONCE, seed=1000 * seed)
@@ -395,22 +403,23 @@ def _check_sampling_defaults(report: DoctorReport, probe: ServerProbe, found: Ex
     logs_V = logits_V.log_softmax(-1)
     drawn = torch.tensor(ids)
     entropy = -float((logs_V.exp() * logs_V).nansum())
+    # the mean logprob of the draws should be minus the entropy; their distance is measured in standard errors
     spread = float((logs_V.exp() * (logs_V + entropy) ** 2).nansum()) ** 0.5
-    apart = (float(logs_V[drawn].mean()) + entropy) / (spread / len(ids) ** 0.5 + 1e-9)
-    if abs(apart) <= CERTAIN:
+    deviation = (float(logs_V[drawn].mean()) + entropy) / (spread / len(ids) ** 0.5 + 1e-9)
+    if abs(deviation) <= CERTAIN:
         report.add("defaults", Grade.OK, f"{len(ids)} draws without settings follow temperature 1, top_p 1")
         return
     report.add(
         "defaults", Grade.WARN, f"without settings the server does not sample at temperature 1: its {len(ids)} draws "
-        f"fit {_likeliest_settings(logits_V, drawn)} ({apart:+.0f} standard deviations)",
+        f"fit {_likeliest_settings(logits_V, drawn)} ({deviation:+.0f} standard deviations)",
         "send temperature, top_p and top_k with every request, or start the server without the model's "
         "generation_config.json (vLLM: --generation-config vllm)", Fault.OTHER_DEFAULTS,
     )  # fmt: skip
 
 
 def _likeliest_settings(logits_V: Tensor, drawn: Tensor) -> str:
-    """Return which sampling settings make the tokens ``drawn`` likeliest under ``logits_V``, in words: a temperature, a
-    truncation to the likeliest tokens, or both."""
+    """Return in words the sampling settings with the highest likelihood for the tokens ``drawn``, given the logits
+    ``logits_V``: a temperature, a truncation to the likeliest tokens, or both."""
     if len(drawn.unique()) == 1:
         return "temperature 0 (one token alone)"
     rank_V = logits_V.argsort(descending=True).argsort()
@@ -423,7 +432,7 @@ def _likeliest_settings(logits_V: Tensor, drawn: Tensor) -> str:
         kept = f"the likeliest {num} tokens"
         cut = kept if abs(temperature - 1) <= NEAR_ONE else f"{warm} and {kept}"
         for each_V, settings in ((scaled_V, warm), (cut_V, cut)):
-            # a truncation has one more parameter, and must be worth it
+            # a truncation has one more parameter, and is preferred only if it fits clearly better
             fit = float(each_V.log_softmax(-1)[drawn].sum()) - (3.0 if each_V is cut_V else 0.0)
             best, words = max((best, words), (fit, settings))
     return words

@@ -1,5 +1,5 @@
-"""The examination of a model's directory: what ``headrace check model`` does not look at. Each check adds a finding to
-a report."""
+"""The examination of a model's directory by ``headrace doctor MODEL_DIR``, with checks that ``headrace check model``
+does not make. Each check adds a finding to a report."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headrace.wings.doctor.report import DoctorReport, Fault, Grade
 
 
 def examine_directory(directory: Path) -> DoctorReport:
-    """Check how the parts of a model's directory fit each other, and return the findings: vocabulary, stop tokens, chat
-    template and sampling defaults."""
+    """Check whether the files of a model's directory agree with each other, and return the findings on vocabulary, stop
+    tokens, chat template and sampling defaults."""
     report = DoctorReport(subject=f"the model in {directory}")
     path = str(directory)
     try:
@@ -37,7 +37,7 @@ def examine_directory(directory: Path) -> DoctorReport:
 
 
 def _check_vocabulary(report: DoctorReport, config: Any, tokenizer: Any) -> None:
-    """Add a finding to ``report``: whether the embedding of the model has a row for every id of the tokenizer."""
+    """Add a finding to ``report``: whether the model's embedding has a row for every token id of the tokenizer."""
     rows, ids = int(config.vocab_size), tokenizer.get_vocab().values()
     highest = max(ids)
     if highest >= rows:
@@ -72,8 +72,8 @@ def _check_stop_tokens(report: DoctorReport, path: str, config: Any, tokenizer: 
 
 
 def _check_chat_template(report: DoctorReport, tokenizer: Any) -> None:
-    """Add a finding to ``report``: whether the chat template renders a user's message, and whether the tokenizer knows
-    all that it writes."""
+    """Add a finding to ``report``: whether the chat template renders a user's message, and whether the tokenizer has
+    tokens for the rendered text."""
     if tokenizer.chat_template is None:
         report.add("chat template", Grade.NOTE, "none: chats are refused, completions work")
         return
@@ -98,8 +98,8 @@ def _check_chat_template(report: DoctorReport, tokenizer: Any) -> None:
 
 
 def _check_sampling_defaults(report: DoctorReport, directory: Path) -> None:
-    """Add a finding to ``report`` if ``generation_config.json`` sets sampling settings, because other servers use
-    them."""
+    """Add a finding to ``report`` if ``generation_config.json`` contains sampling settings, which other servers use as
+    defaults."""
     try:
         tree = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""The examination of this machine: what will be slow or fail, before a run finds out. Each check adds a finding to a
-report."""
+"""The examination of this machine by ``headrace doctor``: conditions under which runs are slow or fail. Each check adds
+a finding to a report."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from headrace.wings.doctor.report import DoctorReport, Fault, Grade
 
 GIB = 2**30
 FEWEST_FILES = 4096
-"""Number of open files that a run with many environments may need."""
+"""Number of open files that a run with many environments may need; a lower limit is reported."""
 LEAST_MEMORY = 4 * GIB
 """Memory in bytes below which only small models can be used."""
 LEAST_SHARED = GIB
 """Shared memory in bytes below which the weights of all but small models do not fit."""
 CLOCK_SKEW_S = 5.0
-"""Difference between the clocks of the machine and of its file system, in seconds, above which a warning is due."""
+"""Difference between the clocks of the machine and of its file system, in seconds, above which a warning is
+reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachinePlaces:
-    """The folders of the operating system that the examination reads; tests replace them by folders of their own."""
+    """The folders of the operating system that the examination reads; tests replace them by other folders."""
 
     root: Path = Path("/")
-    """The folder that has ``proc`` and ``sys``."""
+    """The folder that contains ``proc`` and ``sys``."""
     shared: Path | None = None
-    """The folder of shared memory; ``None`` for the one that runs use."""
+    """The folder of shared memory; ``None``: the folder that runs use."""
     cache: Path | None = None
-    """The folder of compiled kernels; ``None`` for the one that runs use."""
+    """The folder of compiled kernels; ``None``: the folder that runs use."""
 
     def read(self, path: str) -> str:
-        """Return the text of the file ``path``, relative to the root, without spaces at its ends; empty where it cannot
-        be read."""
+        """Return the text of the file ``path``, relative to the root, without white space at both ends; empty if the
+        file cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
@@ -54,7 +55,8 @@ class MachinePlaces:
 
 
 def examine_machine(clock: Clock, places: MachinePlaces | None = None) -> DoctorReport:
-    """Check this machine, and return the findings: what will be slow, is missing, or would make a run fail."""
+    """Check this machine, and return the findings on its processors, memory, GPUs, compiler, packages and limits.
+    ``places`` are the folders to read; ``None``: the system's."""
     places = places or MachinePlaces()
     report = DoctorReport(subject="this machine")
     _check_processors(report, places)
@@ -69,8 +71,8 @@ def examine_machine(clock: Clock, places: MachinePlaces | None = None) -> Doctor
 
 
 def _check_processors(report: DoctorReport, places: MachinePlaces) -> None:
-    """Add a finding to ``report``: how many cores a process may use, and whether its control group grants the time of
-    as many."""
+    """Add a finding to ``report``: the number of cores that a process may use, and whether its control group (cgroup)
+    allows the time of that many cores."""
     allowed, quota = num_cores(), _cpu_quota(places)
     total = os.cpu_count() or allowed
     detail = f"{allowed} of {total} cores may be used"
@@ -88,8 +90,8 @@ def _check_processors(report: DoctorReport, places: MachinePlaces) -> None:
 
 
 def _cpu_quota(places: MachinePlaces) -> float | None:
-    """Return how many processors' time the control group grants to the process, which may be a fraction; ``None`` for
-    no limit."""
+    """Return the number of cores whose time the control group (cgroup) allows to the process, which may be a fraction;
+    ``None``: no limit."""
     quota, _, period = places.read("sys/fs/cgroup/cpu.max").partition(" ")
     if not quota:  # version 1
         quota, period = (places.read(f"sys/fs/cgroup/cpu/cpu.cfs_{each}_us") for each in ("quota", "period"))
@@ -99,8 +101,8 @@ def _cpu_quota(places: MachinePlaces) -> float | None:
 
 
 def _check_memory(report: DoctorReport, places: MachinePlaces) -> None:
-    """Add a finding to ``report``: how much memory a process may use, that of the machine or the limit of its control
-    group."""
+    """Add a finding to ``report``: the memory that a process may use, which is the machine's memory or the limit of its
+    control group (cgroup)."""
     memory = psutil.virtual_memory()
     limits = [places.read(f"sys/fs/cgroup/{name}") for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limit = min((int(each) for each in limits if each.isdecimal()), default=memory.total)
@@ -114,8 +116,8 @@ def _check_memory(report: DoctorReport, places: MachinePlaces) -> None:
 
 
 def _check_shared_memory(report: DoctorReport, folder: Path) -> None:
-    """Add a finding to ``report``: whether the folder of shared memory has room for the weights, each version of which
-    passes through it."""
+    """Add a finding to ``report``: whether the folder of shared memory has room for the weights, since each published
+    version is stored there."""
     usage = shutil.disk_usage(folder)
     detail = f"{folder} has {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB"
     if usage.free < usage.total / 20 and usage.free < LEAST_SHARED:
@@ -134,8 +136,8 @@ def _check_shared_memory(report: DoctorReport, folder: Path) -> None:
 
 
 def _check_gpus(report: DoctorReport, places: MachinePlaces) -> None:
-    """Add findings to ``report``: how many GPUs the driver has, how many a program may use, and whether torch can use
-    them."""
+    """Add findings to ``report``: the number of GPUs in the driver, the number that a program may use, and whether
+    torch can use them."""
     try:
         present = len(list((places.root / "proc/driver/nvidia/gpus").iterdir()))
     except OSError:
@@ -160,7 +162,7 @@ def _check_gpus(report: DoctorReport, places: MachinePlaces) -> None:
 
 
 def _check_torch(report: DoctorReport, seen: int) -> None:
-    """Add a failure to ``report`` if torch can use fewer than the ``seen`` GPUs that CUDA shows to a program."""
+    """Add a failure to ``report`` if torch can use fewer than the ``seen`` GPUs that are visible to a program."""
     import torch
 
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -173,7 +175,7 @@ def _check_torch(report: DoctorReport, seen: int) -> None:
 
 
 def _check_compiler(report: DoctorReport) -> None:
-    """Add a finding to ``report``: whether there is a C++ compiler, which compiles the kernels for processors."""
+    """Add a finding to ``report``: whether there is a C++ compiler, which is needed to compile the CPU kernels."""
     found = find_compiler()
     if found is None:
         report.add(
@@ -189,32 +191,32 @@ def _check_versions(report: DoctorReport) -> None:
     missing or not supported, and which extras are installed."""
     python = ".".join(map(str, sys.version_info[:3]))
     report.add("python", Grade.OK if sys.version_info >= (3, 11) else Grade.FAIL, python)
-    wanted = [Requirement(text) for text in metadata.requires("headrace") or ()]
+    requirements = [Requirement(text) for text in metadata.requires("headrace") or ()]
     extras: dict[str, bool] = {}
-    for each in wanted:
+    for each in requirements:
         extra = _extra_of(each)
         problem = _why_unmet(each)
         if extra:  # an extra is installed if all its packages are
             extras[extra] = extras.get(extra, True) and not problem
         elif problem and (each.marker is None or each.marker.evaluate()):
             report.add(each.name, Grade.FAIL, problem, f"pip install '{each.name}{each.specifier}'")
-    core = {each.name: metadata.version(each.name) for each in wanted if each.name in ("torch", "transformers")}
+    core = {each.name: metadata.version(each.name) for each in requirements if each.name in ("torch", "transformers")}
     report.add("packages", Grade.OK, ", ".join(f"{name} {version}" for name, version in core.items()))
-    have = [name for name, there in sorted(extras.items()) if there]
-    lack = [name for name, there in sorted(extras.items()) if not there]
-    report.add("extras", Grade.OK, f"installed: {', '.join(have) or 'none'}; not: {', '.join(lack) or 'none'}")
+    installed = [name for name, there in sorted(extras.items()) if there]
+    absent = [name for name, there in sorted(extras.items()) if not there]
+    report.add("extras", Grade.OK, f"installed: {', '.join(installed) or 'none'}; not: {', '.join(absent) or 'none'}")
 
 
 def _extra_of(requirement: Requirement) -> str:
-    """Return the extra of the package ``headrace`` that a requirement belongs to, such as ``gem``; empty for one that
-    is always needed."""
+    """Return the extra of the package ``headrace`` to which a requirement belongs, such as ``gem``; empty for a
+    requirement without an extra."""
     marker = str(requirement.marker or "")
     _, found, rest = marker.partition('extra == "')
     return rest.partition('"')[0] if found else ""
 
 
 def _why_unmet(requirement: Requirement) -> str:
-    """Return in words why the installed packages do not meet a requirement; empty if they do."""
+    """Return in words why the installed packages do not meet a requirement; empty if they meet it."""
     try:
         version = metadata.version(requirement.name)
         if requirement.specifier.contains(version, prereleases=True):
@@ -227,7 +229,7 @@ def _why_unmet(requirement: Requirement) -> str:
 
 
 def _check_open_files(report: DoctorReport) -> None:
-    """Add a finding to ``report``: how many files a process may open at once."""
+    """Add a finding to ``report``: the number of files that a process may open at the same time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft < FEWEST_FILES
     hint = f"ulimit -n {FEWEST_FILES}" if hard >= FEWEST_FILES or hard < 0 else "raise the hard limit of open files"

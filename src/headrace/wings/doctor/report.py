@@ -1,4 +1,4 @@
-"""The findings of ``headrace doctor``, and the faults that it knows by name."""
+"""The report of ``headrace doctor``: findings with their grades, and the faults that have names."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import msgspec
 
 
 class Grade(enum.StrEnum):
-    """How serious a finding is, from ``OK`` to ``FAIL``."""
+    """The severity of a finding, from ``OK`` to ``FAIL``."""
 
     OK = "ok"
     """Nothing is wrong."""
     NOTE = "note"
-    """Something to know, or something that could not be determined."""
+    """Information, or a property that could not be determined."""
     WARN = "warn"
-    """Something that makes a run slow, or different from what one may expect."""
+    """A condition that makes a run slow, or gives it other results than its user may expect."""
     FAIL = "FAIL"
-    """Something that makes a run fail, or its results wrong."""
+    """A condition that makes a run fail, or its results wrong."""
 
 
 class Fault(enum.StrEnum):
-    """The faults that have a name of their own, by which scripts can tell them apart."""
+    """The faults that have names, by which scripts can distinguish them."""
 
     OTHER_WEIGHTS = "other weights"
     OTHER_ADAPTER = "other adapter"
@@ -42,22 +42,22 @@ class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check."""
 
     name: str
-    """What was checked, such as ``memory``."""
+    """Name of the check, such as ``memory``."""
     level: Grade
-    """How serious it is."""
+    """Severity of the finding."""
     detail: str
-    """What was found, in words."""
+    """Result of the check, in words."""
     remedy: str = ""
-    """What to do; empty where nothing is wrong."""
+    """Remedy for the user, in words; empty if nothing is wrong."""
     fault: Fault | None = None
-    """The fault that was found, if it is one of those with a name; else ``None``."""
+    """The fault that was found; ``None`` if there is no fault, or if it has no name."""
 
 
 class DoctorReport(msgspec.Struct, kw_only=True):
     """The findings about a machine, a directory or a server, in the order of the checks."""
 
     subject: str
-    """What was examined, in words."""
+    """The examined machine, directory or server, in words."""
     findings: list[DoctorFinding] = []
 
     @property
@@ -67,7 +67,7 @@ class DoctorReport(msgspec.Struct, kw_only=True):
 
     @property
     def faults(self) -> list[Fault]:
-        """Return the faults with a name, in the order in which they were found."""
+        """Return the named faults of all findings, in the order of the checks."""
         return [each.fault for each in self.findings if each.fault is not None]
 
     def add(self, name: str, level: Grade, detail: str, remedy: str = "", fault: Fault | None = None) -> None:

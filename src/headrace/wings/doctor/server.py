@@ -1,7 +1,7 @@
-"""The questions that ``headrace doctor`` asks a server of OpenAI's completions: Headrace's own, vLLM's, or SGLang's. An
-entry is the logprob of one token at one place of a sequence.
+"""The client with which ``headrace doctor`` examines a server of OpenAI's completions protocol: Headrace's own server,
+vLLM or SGLang. An entry is the logprob of one token at one place of a sequence.
 
-Nothing that a server answers is trusted: it is read as JSON, and shown as text.
+The answers of a server are not trusted: they are parsed as JSON, and printed only as escaped text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.engine.remote import NAMED
 from headrace.wings.doctor.candidates import Entries
 
 TOP = 20
-"""Number of likeliest entries that are asked for at each token."""
+"""Number of likeliest tokens whose logprobs are requested at each place."""
 DEADLINE_S = 120.0
 """Longest wait for an answer, in seconds."""
 
@@ -35,17 +35,19 @@ class SampledChoice:
     ids: list[int]
     """The ids of the tokens."""
     logprobs: list[float]
-    """The logprob of each; NaN where the server returned none."""
+    """The logprob of each token; NaN for a token without a returned logprob."""
 
 
 class ServerProbe:
-    """A client of the server that is examined, for one of its models."""
+    """A client of the examined server, for one of the server's models. It is a context manager, which closes the
+    connection."""
 
     def __init__(
         self, url: str, *, token: str = "", model: str = "", transport: httpx.BaseTransport | None = None
     ) -> None:
-        """``token`` is the key of the server (empty: none), ``model`` the name of the model in requests (empty: the
-        first that is served, which :meth:`models` finds out); ``transport`` replaces the network in tests."""
+        """Create a client of the server at ``url``. ``token`` is the API key (empty: none), and ``model`` the name of
+        the model in requests (empty: :meth:`models` selects the first served model). ``transport`` replaces the network
+        in tests."""
         base = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(base_url=base, headers=headers, timeout=DEADLINE_S, transport=transport)
@@ -61,9 +63,9 @@ class ServerProbe:
         self._http.close()
 
     def models(self) -> list[str]:
-        """Return the names of the models that are served, and choose the first one for all requests unless one was
-        named. Raises :class:`~headrace.base.errors.ConfigError` if the named model is not served."""
-        answer = self._ask("GET", "/v1/models")
+        """Return the names of the served models, and select the first for all requests if no model was named. Raises
+        :class:`~headrace.base.errors.ConfigError` if the named model is not served."""
+        answer = self._request("GET", "/v1/models")
         names = [str(each["id"]) for each in answer.get("data", []) if isinstance(each, dict) and "id" in each]
         if not names:
             raise ServerSilent(f"{self.url}/v1/models names no model", remedy="is this a server of OpenAI's protocol?")
@@ -76,30 +78,30 @@ class ServerProbe:
         return names
 
     def refuses_token(self, token: int) -> bool:
-        """Return whether the server refuses a prompt that holds the token id ``token``, as it does for an id beyond its
+        """Return whether the server refuses a prompt with the token id ``token``, as it does for an id outside its
         vocabulary."""
         return self._post("/v1/completions", prompt=[token], max_tokens=1, temperature=0) is None
 
     def prompt_entries(self, sequences: list[list[int]]) -> Entries | None:
-        """Return the server's logprobs of the tokens of ``sequences``, sent as prompts, and of the likeliest tokens
-        beside each; ``None`` if the server does not return logprobs of prompts."""
+        """Send ``sequences`` as prompts, and return the server's logprobs of their tokens and of the likeliest other
+        tokens at each place; ``None`` if the server does not return logprobs of prompts."""
         parts: list[tuple[int, int, int, float]] = []
         for number, ids in enumerate(sequences):
             body = {"prompt": ids, "echo": True, "logprobs": TOP, "max_tokens": 1, "temperature": 1.0}
-            returned = self._logprobs(body)
+            returned = self._request_logprobs(body)
             if returned is None or len(returned.get("token_logprobs") or ()) < len(ids):
                 return None
             parts += _read_entries(returned, number, ids, first=0)
         return _as_columns(sequences, parts)
 
     def sampled_entries(self, prompts: list[list[int]], num_tokens: int) -> Entries | None:
-        """Let the server sample ``num_tokens`` tokens after each prompt, at temperature 1. Return the logprobs of these
-        tokens, and of the likeliest tokens beside each; ``None`` if the server does not return the ids of tokens."""
+        """Request ``num_tokens`` sampled tokens after each prompt, at temperature 1. Return the logprobs of the sampled
+        tokens and of the likeliest other tokens at each place; ``None`` if the server does not return token ids."""
         sequences, parts = [], list[tuple[int, int, int, float]]()
         for number, prompt in enumerate(prompts):
             body = {"prompt": prompt, "logprobs": TOP, "max_tokens": num_tokens, "temperature": 1.0, "top_p": 1.0}
-            returned = self._logprobs(body)
-            ids = None if returned is None else _ids_of(returned.get("tokens") or [])
+            returned = self._request_logprobs(body)
+            ids = None if returned is None else _parse_token_ids(returned.get("tokens") or [])
             if returned is None or not ids:
                 return None
             sequences.append([*prompt, *ids])
@@ -107,13 +109,13 @@ class ServerProbe:
         return _as_columns(sequences, parts)
 
     def sample(self, prompt: list[int], **body: Any) -> list[SampledChoice] | None:
-        """Return the choices that the server samples after ``prompt``, with further fields of the request in ``body``;
-        ``None`` if it refuses the request or does not return the ids of the tokens."""
+        """Return the choices that the server samples after ``prompt``; ``None`` if the server refuses the request or
+        does not return token ids. ``body`` contains further fields of the request."""
         answer = self._post("/v1/completions", prompt=prompt, logprobs=0, return_tokens_as_token_ids=True, **body)
         found = []
         for choice in (answer or {}).get("choices", []):
             returned = choice.get("logprobs") or {}
-            ids, logprobs = _ids_of(returned.get("tokens") or []), returned.get("token_logprobs") or []
+            ids, logprobs = _parse_token_ids(returned.get("tokens") or []), returned.get("token_logprobs") or []
             if ids is None or len(ids) != len(logprobs):
                 return None
             found.append(
@@ -122,22 +124,23 @@ class ServerProbe:
         return found or None
 
     def tokenize(self, **body: Any) -> list[int] | None:
-        """Return the token ids that the server makes of a ``prompt`` or of ``messages``; ``None`` if it has no such
-        route."""
+        """Return the token ids to which the server converts a ``prompt`` or ``messages``; ``None`` if the server has no
+        route ``/tokenize``."""
         answer = self._post("/tokenize", **body)
         tokens = (answer or {}).get("tokens")
         return [int(each) for each in tokens] if isinstance(tokens, list) else None
 
     def count_chat(self, messages: Sequence[Mapping[str, str]]) -> int | None:
-        """Return how many tokens the server makes of the messages of a chat; ``None`` if it refuses them."""
+        """Return the number of tokens to which the server converts the messages of a chat; ``None`` if it refuses the
+        messages."""
         answer = self._post("/v1/chat/completions", messages=list(messages), max_tokens=1)
         usage = (answer or {}).get("usage") or {}
         return int(usage["prompt_tokens"]) if "prompt_tokens" in usage else None
 
-    def _logprobs(self, body: dict[str, Any]) -> dict[str, Any] | None:
-        """Send a completion request, and return the field ``logprobs`` of its first choice; ``None`` if there is none.
-        If the server refuses the number of entries, or ids as the names of tokens, it is asked for 5 entries in its own
-        form."""
+    def _request_logprobs(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Send a completion request, and return the field ``logprobs`` of its first choice; ``None`` if the answer has
+        no such field. If the server refuses the request, it is repeated with 5 logprobs per place and without the
+        field that requests token ids."""
         answer = self._post("/v1/completions", **body, return_tokens_as_token_ids=True)
         if answer is None:
             answer = self._post("/v1/completions", **{**body, "logprobs": 5})
@@ -149,7 +152,7 @@ class ServerProbe:
         """Send a POST request for the chosen model with the fields ``body``. Return the JSON answer; ``None`` if the
         server refuses the request (400, 404, 405, 422, 501). Raises :class:`ServerSilent` for another error."""
         try:
-            return self._ask("POST", path, {"model": self.model, **body})
+            return self._request("POST", path, {"model": self.model, **body})
         except httpx.HTTPStatusError as error:
             if error.response.status_code in (400, 404, 405, 422, 501):
                 return None
@@ -158,9 +161,9 @@ class ServerProbe:
                 remedy="look at the server's log; is the token (--token) right?",
             ) from None
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request and return the JSON object that the server answers. Raises :class:`ServerSilent` if it answers
-        none, and httpx's ``HTTPStatusError`` for the status of a refused POST."""
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request, and return the JSON object in the server's answer. Raises :class:`ServerSilent` if the answer
+        contains none, and httpx's ``HTTPStatusError`` for a refused POST."""
         try:
             answer = self._http.request(method, path, json=body)
             if method == "POST" or answer.status_code < 400:
@@ -183,8 +186,8 @@ class ServerProbe:
         return tree
 
 
-def _ids_of(names: Sequence[Any]) -> list[int] | None:
-    """Return the token ids in ``names``, which have the form ``token_id:N``; ``None`` if one has another form."""
+def _parse_token_ids(names: Sequence[Any]) -> list[int] | None:
+    """Return the token ids in ``names`` of the form ``token_id:N``; ``None`` if a name has another form."""
     ids = [str(name).removeprefix(NAMED) for name in names if str(name).startswith(NAMED)]
     return [int(each) for each in ids] if len(ids) == len(names) and all(each.isdecimal() for each in ids) else None
 
@@ -192,9 +195,9 @@ def _ids_of(names: Sequence[Any]) -> list[int] | None:
 def _read_entries(
     returned: Mapping[str, Any], number: int, ids: list[int], first: int
 ) -> list[tuple[int, int, int, float]]:
-    """Return the entries (sequence, place, token id, logprob) of one answer about sequence ``number``, whose token ids
-    are ``ids``. ``returned`` is the field ``logprobs`` of the answer, and its first logprob is that of token
-    ``first``."""
+    """Return the entries (sequence, place, token id, logprob) of one answer about the sequence with the index
+    ``number`` and the token ids ``ids``. ``returned`` is the field ``logprobs`` of the answer; its first element is
+    about the token at index ``first`` of the sequence."""
     own, tops = returned["token_logprobs"], returned.get("top_logprobs") or []
     parts = []
     for place in range(max(first, 1), len(ids)):

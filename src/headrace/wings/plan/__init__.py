@@ -1,5 +1,5 @@
-"""The planner: predicts how a run would perform on a cluster, with cost models and a simulator around the real flow,
-and searches for better settings.
+"""The planner (``headrace plan``): predicts the speed and the memory of a run on a cluster, with cost models and a
+simulator around the real flow, and searches for better settings.
 
     cluster, model ──▶ sizing ──▶ system ──▶ world ──▶ simulator ──▶ outcome ──▶ search ──▶ words
        catalogue                    ▲                     │

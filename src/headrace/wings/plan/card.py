@@ -1,5 +1,5 @@
-"""The rates of a GPU that ``headrace bench gpu`` has measured: ``headrace plan --calibrate FILE`` replaces the figures
-of the catalogue, and the shares of them that software is assumed to reach, by these."""
+"""The rates of a GPU that ``headrace bench gpu`` has measured. ``headrace plan --calibrate FILE`` replaces the GPU's
+figures in the catalogue, and the assumed fractions of these figures that software reaches, by the measured rates."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from headrace.wings.plan.catalogue import accelerators
 from headrace.wings.plan.cluster import Cluster
 
 FORMAT = 1
-"""Number of the format of the file."""
+"""Version of the file format that this module reads."""
 
 
 _MEASURED = frozenset({"decode_share", "train_share", "peak_tflops", "bandwidth_gb_s", "generation_tok_s"})
-"""The settings of a cluster file that a file of measurements stands for."""
+"""The settings of a cluster file that a measured file replaces; a cluster file must not set them as well."""
 
 
 class CardRates(msgspec.Struct, frozen=True, kw_only=True):
-    """The rates of one GPU; ``None`` for those that have not been measured."""
+    """The measured rates of one GPU; ``None`` for a rate that has not been measured."""
 
     card: str
     """Name of the GPU."""
     copy_device_gb_s: float | None = None
-    """Rate of copies within its memory, reading and writing counted, in 10⁹ bytes per second."""
+    """Rate of copies within the GPU's memory, read and written bytes counted, in 10⁹ bytes per second."""
     product_bfloat16_tflops: float | None = None
-    """Rate of products in bfloat16, in 10¹² operations per second."""
+    """Rate of matrix products in bfloat16, in 10¹² operations per second."""
     decode_share: float | None = None
-    """Share of the roofline of these two that decoding reaches with a large batch."""
+    """Fraction of the roofline, computed from the two rates above, that decoding reaches with a large batch."""
     train_share: float | None = None
-    """Share of the rate of products that a training step reaches."""
+    """Fraction of ``product_bfloat16_tflops`` that a training step reaches."""
     overhead_s: float | None = None
-    """Seconds of a step of the engine beside reading and computing."""
+    """Fixed seconds of an engine step, in addition to reading memory and computing."""
     sync_gb_s: float | None = None
-    """Rate at which a version of the weights travels on one machine, in 10⁹ bytes per second."""
+    """Rate at which a version of the weights is transferred within one machine, in 10⁹ bytes per second."""
 
 
 class _CardFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the file that is read here."""
+    """The fields of the file that this module reads."""
 
     format: int
     pretend: bool
@@ -49,9 +49,9 @@ class _CardFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rates(path: Path) -> CardRates:
-    """Return the rates in the file ``path`` of ``headrace bench gpu``. Raises
-    :class:`~headrace.base.errors.DataError` if it is no such file, if its GPU only claimed to be one, or if what a plan
-    needs was not measured."""
+    """Return the rates in the file ``path``, which ``headrace bench gpu`` has written. Raises
+    :class:`~headrace.base.errors.DataError` if the file has another format, if it was written with ``--pretend``, or if
+    it lacks a rate that a plan needs."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_CardFile)
     except (OSError, msgspec.MsgspecError) as error:
@@ -79,21 +79,22 @@ def read_rates(path: Path) -> CardRates:
 
 
 def on_cluster(rates: CardRates, cluster: Cluster) -> Cluster:
-    """Return the cluster with the measured rates in place of the catalogue's figures and shares. A share is at most 1.
+    """Return a copy of ``cluster`` with the measured rates in place of the catalogue's figures. Measured fractions are
+    limited to 1.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the rates are those of another GPU of the catalogue, or if the
-    cluster file gives rates itself.
+    Raises :class:`~headrace.base.errors.ConfigError` if the rates were measured on another GPU than the cluster's, or
+    if the cluster file sets one of these rates itself.
     """
     known = {name.casefold() for name in accelerators()}
-    if cluster.accelerator.casefold() in known and not _words(cluster.accelerator) <= _words(rates.card):
+    if cluster.accelerator.casefold() in known and not _name_words(cluster.accelerator) <= _name_words(rates.card):
         raise ConfigError(
             f"cluster.accelerator={cluster.accelerator!r}, and --calibrate was measured on {rates.card}",
             remedy="name that GPU in the cluster file, or measure on the cluster's",
         )
-    given = cluster.model_fields_set & _MEASURED
-    if given:
+    conflicting = cluster.model_fields_set & _MEASURED
+    if conflicting:
         raise ConfigError(
-            f"cluster.{min(given)} is given, and --calibrate has measured it", remedy="leave one of the two out"
+            f"cluster.{min(conflicting)} is given, and --calibrate has measured it", remedy="leave one of the two out"
         )
     measured: dict[str, Any] = {
         "peak_tflops": rates.product_bfloat16_tflops,
@@ -104,11 +105,11 @@ def on_cluster(rates: CardRates, cluster: Cluster) -> Cluster:
     return cluster.model_copy(update=measured)
 
 
-def _words(name: str) -> frozenset[str]:
-    """Return the words of a GPU's name, as the catalogue or the driver gives it, without those for its memory and its
-    slot, which the two write differently.
+def _name_words(name: str) -> frozenset[str]:
+    """Return the words of a GPU's name from the catalogue or from the driver. The words for memory size and slot are
+    left out, because catalogue and driver write them differently.
 
-    >>> sorted(_words("RTX-4090")), sorted(_words("A100-40GB"))
+    >>> sorted(_name_words("RTX-4090")), sorted(_name_words("A100-40GB"))
     (['4090', 'rtx'], ['a100'])
     """
     words = re.split(r"[\s_/-]+", name.casefold())

@@ -1,4 +1,5 @@
-"""The cluster file: the accelerators, and what is known of the workload."""
+"""The cluster file of ``headrace plan --cluster``: its tables ``[cluster]`` (accelerators and machines), ``[workload]``
+and ``[deploy]``."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ class Cluster(Section):
     """Time from a failure until the failed part works again, in seconds."""
 
     @model_validator(mode="after")
-    def _both_rates(self) -> Self:
-        """Refuse a constant rate of one side, generation or training, without that of the other."""
+    def _refuse_single_rate(self) -> Self:
+        """Refuse a constant rate of generation without a constant rate of training, and the reverse."""
         if (self.generation_tok_s is None) != (self.training_tok_s is None):
             given = "training_tok_s" if self.generation_tok_s is None else "generation_tok_s"
             other = "generation_tok_s" if self.generation_tok_s is None else "training_tok_s"
@@ -99,29 +100,31 @@ class Cluster(Section):
 
     @property
     def device(self) -> Accelerator:
-        """Return the figures of one accelerator: those set in the file, and the catalogue's for the others."""
-        given = {
+        """Return the figures of one accelerator: the values of the file, and the catalogue's values where the file has
+        none."""
+        own = {
             key: value
             for key in ("peak_tflops", "bandwidth_gb_s", "memory_gb")
             if (value := getattr(self, key)) is not None
         }
-        if len(given) == 3:
-            return Accelerator(name=self.accelerator, **given)
-        known = accelerator(self.accelerator)
-        return Accelerator(**{**{key: getattr(known, key) for key in Accelerator.__struct_fields__}, **given})
+        if len(own) == 3:
+            return Accelerator(name=self.accelerator, **own)
+        listed = accelerator(self.accelerator)
+        return Accelerator(**{**{key: getattr(listed, key) for key in Accelerator.__struct_fields__}, **own})
 
     @property
     def machine(self) -> HostFigures:
-        """Return the figures of one machine: those set in the file, and the catalogue's for the others."""
+        """Return the figures of one machine: the values of the file, and the catalogue's values where the file has
+        none."""
         named = {each.casefold(): each for each in accelerators()}.get(self.accelerator.casefold())
-        known = hosts()[DEFAULT_HOST if named is None else accelerators()[named].host]
-        given = {key: value for key, value in self.host.model_dump().items() if value is not None}
-        cores = known.cores or self.per_node
-        return msgspec.structs.replace(known, **{"cores": cores, "link_gb_s": self.network_gb_s, **given})
+        listed = hosts()[DEFAULT_HOST if named is None else accelerators()[named].host]
+        own = {key: value for key, value in self.host.model_dump().items() if value is not None}
+        cores = listed.cores or self.per_node
+        return msgspec.structs.replace(listed, **{"cores": cores, "link_gb_s": self.network_gb_s, **own})
 
     @property
     def of_cores(self) -> bool:
-        """Return whether the accelerators are cores of processors, which compute in the memory of their machine."""
+        """Return whether the accelerators of this cluster are processor cores, which compute in host memory."""
         return self.accelerator.casefold() == CORES.casefold()
 
     @property

@@ -1,7 +1,9 @@
-"""The map of a run on the cluster of a plan, as its run file stands: which part lies on which accelerators of which
-machine, what it keeps there, and how long an update and a publication take.
+"""The map of a run on the cluster of a plan, with the settings of its run file: the machine and the accelerators of
+each part, the memory that the part needs, and the time of an update and of a publication of the weights.
 
-    run file, cluster ──▶ parts and what they ask for ──▶ placement ──▶ map ──▶ text, JSON, files of a deployment
+    run file, cluster ──▶ parts and their demands ──▶ placement ──▶ map ──▶ text, JSON, files of a deployment
+
+A part is a process of the run: a rank of the learner, or an engine.
 """
 
 from __future__ import annotations
@@ -35,23 +37,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterMap:
-    """The parts of a run on a cluster."""
+    """The map of a run on a cluster: its parts with their places, and the times of an update and a publication."""
 
     parts: tuple[MappedPart, ...]
     """The ranks of the learner and the engines, in the order in which they are started."""
     worker_cpus: float
-    """Number of cores that all scoring and environment workers together ask for, those that are started under suspicion
-    included."""
+    """Number of cores that all scoring and environment workers together request, including the additional workers that
+    try suspect calls apart."""
     transport: str
-    """The transport of the weights."""
+    """Name of the transport that sends the weights to the engines."""
     update_s: float
     """Seconds of one update of the weights."""
     batch_tokens: float
-    """Number of tokens of its batch, prompts included."""
+    """Number of tokens in the batch of one update, prompts included."""
     publication_s: float
-    """Seconds from an update until all engines use its weights."""
+    """Seconds from the end of an update until all engines use the new weights."""
     publication: PublicationEstimate | None
-    """The phases of that time; ``None`` if the costs were measured, since they have no phases."""
+    """The phases of the publication; ``None`` if the costs were measured, since a measurement has no phases."""
     misfits: tuple[str, ...]
     """Sentences about parts that need more memory than their accelerators have."""
 
@@ -90,8 +92,8 @@ class ClusterMap:
             first, last = parts[0], parts[-1]
             name = first.name if first is last else f"learner, ranks {first.rank} to {last.rank}"
             gpus = [number for part in parts for number in part.gpus]
-            shown = replace(first, num_devices=len(gpus), bytes_by_use=_summed(parts))
-            rows.append((str(first.machine), _span(gpus), name, shown.memory()))
+            shown = replace(first, num_devices=len(gpus), bytes_by_use=_sum_bytes(parts))
+            rows.append((str(first.machine), _number_ranges(gpus), name, shown.memory()))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         for row in rows:
             yield "  " + "  ".join([*(f"{row[n]:{widths[n]}}" for n in range(3)), row[3]]).rstrip()
@@ -105,15 +107,15 @@ class ClusterMap:
         yield from (f"  {sentence}" for sentence in self.misfits)
 
 
-def _summed(parts: Sequence[MappedPart]) -> dict[str, float]:
-    """Return the bytes of several parts of one kind together, by what takes them."""
+def _sum_bytes(parts: Sequence[MappedPart]) -> dict[str, float]:
+    """Return the summed bytes of several parts of one kind, by use (such as weights or cache)."""
     return {use: sum(part.bytes_by_use[use] for part in parts) for use in parts[0].bytes_by_use}
 
 
-def _span(numbers: Sequence[int]) -> str:
-    """Return numbers in words, those that follow each other as a range.
+def _number_ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text: a range if they are consecutive, otherwise a list.
 
-    >>> _span([0, 1, 2]), _span([3]), _span([0, 2])
+    >>> _number_ranges([0, 1, 2]), _number_ranges([3]), _number_ranges([0, 2])
     ('0-2', '3', '0,2')
     """
     if len(numbers) > 1 and [*numbers] == [*range(numbers[0], numbers[0] + len(numbers))]:
@@ -123,33 +125,34 @@ def _span(numbers: Sequence[int]) -> str:
 
 def map_of(config: RunConfig, site: PlanContext) -> ClusterMap:
     """Return the map of the run with the settings ``config`` on the cluster of ``site``. Raises
-    :class:`~headrace.base.errors.ConfigError` for a run that asks for more accelerators than there are, or for parts
-    that no machine can hold."""
+    :class:`~headrace.base.errors.ConfigError` if the run needs more accelerators than the cluster has, or if a part
+    fits on no machine."""
     cluster, request = site.cluster, site.request
     refuse_misplaced(config, cluster)
-    demands = _demands(config)
+    demands = _part_demands(config)
     places = _places(config, cluster, demands)
     longest, models = longest_sequence(request), _engine_models(config)
-    of_a_rank, parts = rank_bytes(request, longest), []
+    bytes_of_rank, parts = rank_bytes(request, longest), []
     for demand in demands:
-        where, model = places[demand.name], models.get(demand.name)
-        kept = of_a_rank
+        placed, model = places[demand.name], models.get(demand.name)
+        needed_bytes = bytes_of_rank
         if model is not None:
-            kept = {}
+            needed_bytes = {}
             with suppress(ConfigError):  # the sizes of a teacher's or an agent's model may not be known
-                own = asked_of(config.model_copy(update={"model": model}))
-                kept = engine_part_bytes(own, longest, trained=model is config.model)
+                engine_request = asked_of(config.model_copy(update={"model": model}))
+                needed_bytes = engine_part_bytes(engine_request, longest, trained=model is config.model)
         parts.append(
             MappedPart(
-                name=demand.name, where=f"machine {where.machine}", num_devices=max(1, demand.gpus), bytes_by_use=kept,
-                machine=where.machine, gpus=where.gpus, cpus=demand.cpus, rank=None if model else _rank(demand.name),
+                name=demand.name, where=f"machine {placed.machine}", num_devices=max(1, demand.gpus),
+                bytes_by_use=needed_bytes, machine=placed.machine, gpus=placed.gpus, cpus=demand.cpus,
+                rank=None if model else _rank_of_process(demand.name),
             )
         )  # fmt: skip
-    return _with_times(config, site, tuple(parts))
+    return _build_map(config, site, tuple(parts))
 
 
-def _with_times(config: RunConfig, site: PlanContext, parts: tuple[MappedPart, ...]) -> ClusterMap:
-    """Return the map of ``parts`` with the seconds of an update and of a publication."""
+def _build_map(config: RunConfig, site: PlanContext, parts: tuple[MappedPart, ...]) -> ClusterMap:
+    """Return the map of ``parts``, with the predicted seconds of an update and of a publication."""
     ranks = [part.machine or 0 for part in parts if part.rank is not None]
     engines = [part.machine or 0 for part in parts if part.name in engine_names(config.engine.count)]
     transport, width = config.sync.transport, config.engine.width
@@ -167,27 +170,28 @@ def _with_times(config: RunConfig, site: PlanContext, parts: tuple[MappedPart, .
     )
 
 
-def _rank(name: str) -> int:
+def _rank_of_process(name: str) -> int:
     """Return the rank of the learner's process with this name.
 
-    >>> _rank("learner"), _rank("learner-3")
+    >>> _rank_of_process("learner"), _rank_of_process("learner-3")
     (0, 3)
     """
     return int(name.partition("-")[2] or 0)
 
 
 def _engine_models(config: RunConfig) -> dict[str, ModelConfig]:
-    """Return the model of each engine by the name of its process: those of the policy, of agents, and of teachers."""
+    """Return the model of each engine by the name of the engine's process: the engines of the policy, of agents, and of
+    teachers."""
     own = dict.fromkeys(engine_names(config.engine.count), config.model)
     agents = {f"agent-{name}": model for name, model in frozen_agents(config).items()}
     teachers = config.learner.served_teachers.items()
     return {**own, **agents, **{teacher_role(name): teacher_model(each, config.model) for name, (each, _) in teachers}}
 
 
-def _demands(config: RunConfig) -> list[PartDemand]:
-    """Return what each part asks for, in the order in which a cluster is asked. Where the run file asks for cores alone
-    (``gpus = 0``), a part gets the accelerators that it computes on in the plan. On one machine nothing counts
-    cores."""
+def _part_demands(config: RunConfig) -> list[PartDemand]:
+    """Return the numbers of accelerators and cores that each part requests, in the order in which the cluster receives
+    the requests. A part whose setting is ``gpus = 0`` still gets the accelerators on which it computes in the plan. In
+    a run on one machine no cores are requested."""
     ray, counted = config.launch.ray, config.launch.remote
     ranks = range(config.learner.parallel.world)
     return [
@@ -203,17 +207,17 @@ def _demands(config: RunConfig) -> list[PartDemand]:
 
 
 def _worker_cpus(config: RunConfig) -> float:
-    """Return the number of cores that scoring and environment workers ask the cluster for: one scorer and four
-    environment workers more than their settings say, if there are any."""
+    """Return the number of cores that scoring and environment workers request from the cluster. If there are scorers,
+    one more than ``workers`` is counted; if there are environment workers, four more."""
     ray, scorers = config.launch.ray, sum(reward.workers for reward in config.env.components)
     environments = config.env.workers if config.env.remote else 0
     return (scorers + bool(scorers)) * ray.scorer.cpus + (environments + 4 * bool(environments)) * ray.environment.cpus
 
 
 def _places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) -> dict[str, PartPlace]:
-    """Return the place of each part by its name: as processes of one machine choose it, or as Ray does. Raises
-    :class:`~headrace.base.errors.ConfigError` if the parts do not fit, or if ranks that compute the same micro-batch
-    would lie on several machines."""
+    """Return the place of each part by its name: chosen by the rules of local processes for a run on one machine, and
+    by those of Ray otherwise. Raises :class:`~headrace.base.errors.ConfigError` if the parts do not fit, or if ranks
+    that compute the same micro-batch would be on several machines."""
     if not config.launch.remote and cluster.num_machines == 1:
         ranks, count = config.learner.parallel.world, len(demands) - config.learner.parallel.world
         devices = settle("auto", "auto", ranks=ranks, gpus=cluster.count, count=count, width=config.engine.width)
@@ -221,50 +225,51 @@ def _places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) 
             demand.name: PartPlace(machine=0, gpus=gpu_numbers(device))
             for demand, device in zip(demands, (*devices.learner, *devices.engines), strict=True)
         }
-    left = cluster.count
-    rooms = []
+    num_left = cluster.count
+    machines = []
     for number in range(cluster.num_machines):
-        rooms.append(
-            MachineRoom(number=number, num_gpus=min(cluster.per_node, left), cpus=float(cluster.machine.cores or 0))
+        machines.append(
+            MachineRoom(number=number, num_gpus=min(cluster.per_node, num_left), cpus=float(cluster.machine.cores or 0))
         )
-        left -= cluster.per_node
-    places = _in_order(place(demands, rooms, config.launch.ray.placement))
+        num_left -= cluster.per_node
+    places = _order_ranks_by_machine(place(demands, machines, config.launch.ray.placement))
     tensor = config.learner.parallel.tensor
     names = [demand.name for demand in demands[: config.learner.parallel.world]]
     for first in range(0, len(names), tensor):
-        spread = sorted({places[name].machine for name in names[first : first + tensor]})
-        if len(spread) > 1:
+        spanned_machines = sorted({places[name].machine for name in names[first : first + tensor]})
+        if len(spanned_machines) > 1:
             raise ConfigError(
                 f"learner.parallel.tensor={tensor} ranks compute the same micro-batch, and ranks {first} to "
-                f"{first + tensor - 1} would lie on the machines {', '.join(map(str, spread))}",
+                f"{first + tensor - 1} would lie on the machines {', '.join(map(str, spanned_machines))}",
                 remedy="choose engine.count, engine.tensor and learner.parallel so that whole groups of "
                 f"{tensor} ranks fill what the engines leave of a machine",
             )
     return places
 
 
-def _in_order(places: dict[str, PartPlace]) -> dict[str, PartPlace]:
-    """Return the places with those of the learner's ranks in the order of machines, since a cluster may exchange parts
-    that ask for the same."""
+def _order_ranks_by_machine(places: dict[str, PartPlace]) -> dict[str, PartPlace]:
+    """Return ``places`` with the places of the learner's ranks exchanged so that ranks ascend with the numbers of
+    machines and GPUs. All ranks have the same demand, so their places are interchangeable."""
     ranks = [name for name in places if name.partition("-")[0] == "learner"]
     ordered = sorted((places[name] for name in ranks), key=lambda each: (each.machine, each.gpus))
     return {**places, **dict(zip(ranks, ordered, strict=True))}
 
 
 def refuse_misplaced(config: RunConfig, cluster: Cluster) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a run that no placement on the cluster can hold: more
-    accelerators than there are, a gang that is larger than a machine, or heads that cannot be divided."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a run for which no placement on the cluster exists: it needs
+    more accelerators than the cluster has, one of its tensor-parallel groups is larger than a machine, or the attention
+    heads cannot be divided among the ranks of a group."""
     width, tensor, engine = config.engine.width, config.learner.parallel.tensor, config.engine
-    wanted = {
+    wanted_gpus = {
         "learner.parallel": config.learner.parallel.world,
         f"{len(_engine_models(config))} engines of engine.tensor x engine.pipeline": len(_engine_models(config))
         * width,
     }
-    if sum(wanted.values()) > cluster.count:
-        parts = " and ".join(f"{count} for {what}" for what, count in wanted.items())
+    if sum(wanted_gpus.values()) > cluster.count:
+        parts = " and ".join(f"{count} for {what}" for what, count in wanted_gpus.items())
         raise ConfigError(
-            f"the run asks for {sum(wanted.values())} accelerators ({parts}), and cluster.count={cluster.count}",
-            remedy=f"set cluster.count >= {sum(wanted.values())}, or lower engine.count or learner.parallel.data",
+            f"the run asks for {sum(wanted_gpus.values())} accelerators ({parts}), and cluster.count={cluster.count}",
+            remedy=f"set cluster.count >= {sum(wanted_gpus.values())}, or lower engine.count or learner.parallel.data",
         )
     if width > cluster.per_node:
         raise ConfigError(
@@ -290,15 +295,15 @@ def refuse_misplaced(config: RunConfig, cluster: Cluster) -> None:
 
 
 def _misfits(site: PlanContext, parts: Sequence[MappedPart]) -> Iterator[str]:
-    """Yield a sentence for each kind of part whose memory, without an engine's cache, exceeds what its accelerators
-    have."""
-    usable, told = USABLE * site.cluster.device.memory_gb * GB, set()
+    """Yield a sentence for each kind of part that needs more memory, an engine's cache not counted, than its
+    accelerators have."""
+    usable, reported_kinds = USABLE * site.cluster.device.memory_gb * GB, set()
     for part in parts:
         kind = "each rank of the learner" if part.rank is not None else part.name
         needed = sum(size for use, size in part.bytes_by_use.items() if not use.startswith("cache")) / part.num_devices
-        if needed <= usable or kind in told:
+        if needed <= usable or kind in reported_kinds:
             continue
-        told.add(kind)
+        reported_kinds.add(kind)
         remedy = (
             f"spread the learner over at least {site.fit.least_learner} ranks (learner.parallel.data)"
             if part.rank is not None and site.fit.least_learner

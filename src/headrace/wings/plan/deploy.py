@@ -1,5 +1,5 @@
-"""The files that start a run on a cluster, written from the map of a plan: for Kubernetes, for Ray's cluster launcher,
-and for Slurm.
+"""The files of ``headrace plan --deploy``, which start a run on a cluster with Kubernetes, Ray's cluster launcher or
+Slurm. They are templates filled with values from the map of a plan.
 
     map ──▶ machines, and what each of them needs ──▶ templates/ ──▶ kuberay.yaml, ray.yaml, slurm.sh, train.sh
 """
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from headrace.wings.plan.system import PlanContext
 
 FILES = ("kuberay.yaml", "ray.yaml", "slurm.sh", "train.sh")
-"""The files of a deployment, each of which has a template of that name."""
+"""Names of the files of a deployment; each has a template of the same name."""
 RAY_VERSION = "2.60.0"
-"""The version of Ray in the image, which KubeRay has to know."""
+"""The version of Ray in the image, which the KubeRay file must name."""
 SPARE_CORES = 4
-"""Number of cores of each machine beside those of its parts: for Ray, the controller, and workers."""
+"""Number of cores of each machine in addition to the cores of its parts: for Ray, the controller, and workers."""
 PROCESS_BYTES = 8e9
-"""Bytes of host memory of each part beside its versions of the weights: libraries, and their buffers."""
+"""Bytes of host memory of each part in addition to its versions of the weights: libraries and their buffers."""
 SHARED_MEMORY_BYTES = 16e9
 """Smallest size of a machine's shared memory in bytes."""
 STEP_GIB = 8
@@ -39,8 +39,8 @@ STEP_GIB = 8
 
 
 def deploy_overrides(config: RunConfig) -> list[str]:
-    """Return the settings that every run on a cluster needs, as arguments of ``--set``: the launcher, and the
-    accelerators of each part."""
+    """Return the settings that every deployed run needs, as arguments of ``--set``: the launcher, the number of
+    accelerators of each part, and a plain view."""
     width = config.engine.width
     return ["launch.kind=ray", f"launch.ray.engine.gpus={width}", "launch.ray.learner.gpus=1", "observe.view=plain"]
 
@@ -48,11 +48,11 @@ def deploy_overrides(config: RunConfig) -> list[str]:
 def deployment(
     overrides: list[str], site: PlanContext, run_map: ClusterMap, deploy: DeploySettings, folder: str
 ) -> dict[str, str]:
-    """Return the text of each file of a deployment by its name. ``overrides`` are the settings that the run needs
-    beside its run file, and ``folder`` is the path under which the files will lie, as the user gave it.
+    """Return the text of each file of a deployment by its name. ``overrides`` are the settings of the run in addition
+    to its run file, and ``folder`` is the directory of the files as the user wrote it.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for a part that its accelerators cannot hold, for too little host
-    memory, and for too few addresses.
+    Raises :class:`~headrace.base.errors.ConfigError` if a part needs more memory than its accelerators have, if a
+    machine has too little host memory, if the run directory is not shared, or if there are too few addresses.
     """
     if run_map.misfits:
         raise ConfigError(
@@ -65,14 +65,14 @@ def deployment(
             "write to it",
             remedy=f"set deploy.run_dir = {deploy.shared.rstrip('/') + '/runs/first'!r}",
         )
-    values = _values(overrides, site, run_map, deploy, folder)
+    values = _placeholder_values(overrides, site, run_map, deploy, folder)
     names = [name for name in FILES if name != "ray.yaml" or deploy.addresses]
-    return {name: _filled(name, values) for name in names}
+    return {name: _fill_template(name, values) for name in names}
 
 
 def write_deployment(made: Mapping[str, str], directory: Path) -> None:
-    """Write the files of a deployment into ``directory``, which is created. Raises
-    :class:`~headrace.base.errors.ConfigError` if a file of that name is there and has another content."""
+    """Write the files ``made`` (text by name) into ``directory``, and create it if needed. Raises
+    :class:`~headrace.base.errors.ConfigError` if a file of the same name with another content exists."""
     for name, text in made.items():
         file = directory / name
         if file.exists() and file.read_text(encoding="utf-8") != text:
@@ -87,10 +87,11 @@ def write_deployment(made: Mapping[str, str], directory: Path) -> None:
             (directory / name).chmod(0o755)
 
 
-def _values(
+def _placeholder_values(
     overrides: list[str], site: PlanContext, run_map: ClusterMap, deploy: DeploySettings, folder: str
 ) -> dict[str, str]:
-    """Return the text of each placeholder of the templates by its name."""
+    """Return the text that replaces each placeholder of the templates, by the placeholder's name. Raises
+    :class:`~headrace.base.errors.ConfigError` for too few addresses."""
     counts = Counter[int]()
     for part in run_map.parts:
         counts[part.machine or 0] += len(part.gpus)
@@ -128,8 +129,8 @@ def _values(
 
 
 def cores_of_machine(run_map: ClusterMap) -> int:
-    """Return the number of cores that every machine of the run has to offer: those of its parts, its share of those of
-    the workers, and :data:`SPARE_CORES`."""
+    """Return the number of cores that each machine of the run needs: the cores of its parts, its share of the workers'
+    cores, and :data:`SPARE_CORES`."""
     cpus = Counter[int]()
     for part in run_map.parts:
         cpus[part.machine or 0] += math.ceil(part.cpus)
@@ -137,36 +138,37 @@ def cores_of_machine(run_map: ClusterMap) -> int:
 
 
 def host_memory(site: PlanContext, run_map: ClusterMap) -> tuple[int, int]:
-    """Return the shared memory and the whole memory, in GiB, that every machine of the run needs: for each rank two
-    slots with its part of a version, for each engine two images, and the files of two versions, in shared memory, if
-    it is a server.
+    """Return the shared memory and the total memory, in GiB, that each machine of the run needs. Each rank needs two
+    slots for its part of a version, and each engine two images. An engine that is a model server also needs the files
+    of two versions in shared memory.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if machines have less.
+    Raises :class:`~headrace.base.errors.ConfigError` if the cluster's machines have less memory.
     """
     version, served = site.request.version_bytes, not site.request.engine.can.embedded
     ranks = sum(part.rank is not None for part in run_map.parts)
-    engines, held = Counter[int](), Counter[int]()
+    engines, part_bytes = Counter[int](), Counter[int]()
     for part in run_map.parts:
         engines[part.machine or 0] += part.rank is None
-        held[part.machine or 0] += int(PROCESS_BYTES + 2 * (version if part.rank is None else version / ranks))
+        part_bytes[part.machine or 0] += int(PROCESS_BYTES + 2 * (version if part.rank is None else version / ranks))
     shared = SHARED_MEMORY_BYTES + 2 * version * max(engines.values()) * served
-    shm_gib, memory_gib = _rounded(shared), _rounded(max(held.values()) + shared)
-    there = site.cluster.machine.memory_gb
-    if there is not None and memory_gib * 2**30 > there * GB:
+    shm_gib, memory_gib = _round_up_gib(shared), _round_up_gib(max(part_bytes.values()) + shared)
+    available_gb = site.cluster.machine.memory_gb
+    if available_gb is not None and memory_gib * 2**30 > available_gb * GB:
         raise ConfigError(
             f"a machine needs {memory_gib} GiB of memory for its parts and their versions of the weights "
-            f"({version / GB:,.1f} GB each), and has {there:,.0f} GB (cluster.host.memory_gb)",
+            f"({version / GB:,.1f} GB each), and has {available_gb:,.0f} GB (cluster.host.memory_gb)",
             remedy="put fewer engines on a machine (engine.tensor), or take machines with more memory",
         )
     return shm_gib, memory_gib
 
 
-def _rounded(num_bytes: float) -> int:
+def _round_up_gib(num_bytes: float) -> int:
     """Return a number of bytes in GiB, rounded up to a multiple of :data:`STEP_GIB`."""
     return STEP_GIB * math.ceil(num_bytes / 2**30 / STEP_GIB)
 
 
-def _filled(name: str, values: Mapping[str, str]) -> str:
-    """Return the template ``name`` with the value of each placeholder, which is a name between two ``@``."""
+def _fill_template(name: str, values: Mapping[str, str]) -> str:
+    """Return the text of the template ``name``, with every placeholder (a name between two ``@``) replaced by its
+    value."""
     text = (files("headrace.wings.plan") / "templates" / name).read_text(encoding="utf-8")
     return re.sub(r"@([A-Z_]+)@", lambda found: values[found[1]], text)

@@ -1,8 +1,8 @@
-"""A model of one engine with continuous batching, which computes only the moments when a sequence joins or leaves the
-batch.
+"""The simulated engine: a model of one inference engine with continuous batching. It has an event only when a sequence
+joins or leaves the batch, not for every decoding step.
 
-All sequences of the batch receive their tokens in the same steps, so one number, the engine's step count, tells how
-far each of them is. Between two events the step time is constant: that at the middle of the interval.
+All sequences of the batch receive one token in every step, so the progress of each sequence follows from one number:
+the engine's step count. Between two events the step time is constant, computed for the middle of the interval.
 
     put ──▶ waiting ──▶ joins the batch, prefill ──▶ a token per step ──▶ finished
                ▲                                            │
@@ -25,7 +25,8 @@ from headrace.wings.plan.events import EventQueue
 TOLERANCE = 1e-6
 """Tolerance in tokens for rounding errors at the end of a sequence."""
 FILL_LIMIT = 0.95
-"""Fraction of the cache up to which sequences may join; when the cache is full, sequences are preempted down to it."""
+"""Fraction of the cache up to which sequences may join the batch. When the cache is full, sequences are preempted until
+it is filled to this fraction."""
 _RECOMPUTING_INTERRUPTS = (Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME, Interrupt.SLEEP)
 """Interrupts that discard the cache of running sequences, but keep their tokens."""
 WAITING_INTERRUPTS = (Interrupt.DRAIN, Interrupt.BATCH)
@@ -34,31 +35,31 @@ WAITING_INTERRUPTS = (Interrupt.DRAIN, Interrupt.BATCH)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedAnswer:
-    """An answer of the model that a simulated engine samples, now or later."""
+    """An answer of the model that a simulated engine samples; it waits in the queue or is in the batch."""
 
     ended: Callable[[SimulatedAnswer], None]
     """The function that is called with the answer when its last token has been sampled."""
     left: float
-    """Number of tokens that remained to be sampled when the answer last joined or left a batch; not always whole,
+    """Number of tokens that remained to be sampled when the answer last joined or left a batch. It may be fractional,
     because an answer may leave between two steps."""
     context: float
-    """Number of tokens of the prompt and of the part of the answer that was sampled when it last joined or left a
+    """Number of tokens of the prompt and of the sampled part of the answer, when the answer last joined or left a
     batch."""
     uncached: float
-    """Number of context tokens to prefill when the answer joins a batch; the others are cached."""
+    """Number of context tokens to prefill when the answer joins a batch; the other context tokens are cached."""
     versions: dict[int, float] = field(default_factory=dict)
     """Number of tokens sampled so far, by the version of the weights that sampled them."""
     joined_at: float = 0.0
     """Step count of the engine when the answer joined the batch."""
     engine: SimulatedEngine | None = None
-    """Engine on which the answer runs or waits."""
+    """Engine on which the answer runs or waits; ``None`` if it is on no engine."""
     running: bool = False
     """Whether the answer is in the batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCounts:
-    """Totals of one simulated engine since its start, or of several together."""
+    """Totals of one simulated engine since its start, or the sums of these totals over several engines."""
 
     busy_s: float = 0.0
     """Time spent in steps, prefill included."""
@@ -75,8 +76,8 @@ class EngineCounts:
 
 
 class SimulatedEngine:
-    """One engine: a group of accelerators that serves one copy of the model. Its owner calls :meth:`settle` after every
-    change, so that the next event is scheduled."""
+    """One engine: a group of accelerators that serves one copy of the model. After every change, its owner must call
+    :meth:`settle`, which schedules the engine's next event."""
 
     def __init__(
         self,
@@ -87,9 +88,9 @@ class SimulatedEngine:
         cache_tokens: float,
         changed: dict[SimulatedEngine, None],
     ) -> None:
-        """Create an idle engine with version 0, whose batch holds at most ``max_sequences`` answers and whose cache at
-        most ``cache_tokens`` tokens. The engine adds itself to ``changed`` whenever its next event may have changed,
-        and must then be settled."""
+        """Create an idle engine with version 0. Its batch contains at most ``max_sequences`` answers, and its cache at
+        most ``cache_tokens`` tokens. The engine adds itself to ``changed`` whenever its next event may have changed;
+        the owner must then call :meth:`settle`."""
         self._events, self._cost = events, cost
         self._max_sequences, self._cache_tokens = max_sequences, cache_tokens
         self._changed = changed
@@ -104,17 +105,18 @@ class SimulatedEngine:
         """Whether the engine runs; ``False`` between a failure and the restart."""
         self.draining = False
         """Whether the engine lets its sequences finish in order to commit."""
-        self._may_join = 0
-        """While draining, number of waiting sequences that are still served before the commit."""
+        self._num_may_join = 0
+        """While the engine drains, number of waiting sequences that it still serves before the commit."""
         self._steps = 0.0
-        """Step count: number of steps of the engine so far, not always whole."""
+        """Step count: number of steps of the engine so far, which may be fractional."""
         self._batch: list[tuple[float, int, SimulatedAnswer]] = []
-        """Heap of the batch by the step count at which each answer ends; outdated entries are dropped when met."""
-        self._by_arrival: list[SimulatedAnswer] = []
+        """Heap of the batch: (step count at which the answer ends, tie breaker, answer). It may contain outdated
+        entries, which are removed when they reach the top."""
+        self._batch_by_arrival: list[SimulatedAnswer] = []
         self._tie_breakers = count()
         self._updated_s = self._stalled_until_s = 0.0
         self._token_s = 0.0
-        """Seconds of a step until the next event."""
+        """Duration of one step in seconds, constant until the next event."""
         self._event_number = 0
         self._version_starts: list[float] = [0.0]
         """Step count at which each of ``_versions`` came into use."""
@@ -127,7 +129,7 @@ class SimulatedEngine:
 
     @property
     def load(self) -> int:
-        """Return the number of answers in the batch and in the queue, by which requests are routed."""
+        """Return the number of answers in the batch and in the queue. The fleet routes requests by this number."""
         return self.num + len(self.waiting)
 
     # --- sequences
@@ -142,20 +144,22 @@ class SimulatedEngine:
         """Remove an answer that is no longer needed from the batch or the queue."""
         self.advance()
         if answer.running:
-            self._leave(answer)
+            self._remove_from_batch(answer)
         elif answer in self.waiting:
             self.waiting.remove(answer)
         answer.engine = None
         self._changed[self] = None
 
     def settle(self) -> None:
-        """Let waiting answers join the batch, and schedule the next event: the end of an answer, or a full cache."""
+        """Add waiting answers to the batch, and schedule the engine's next event: the end of an answer, or a full
+        cache."""
         self.advance()
         if self.up:
             self._fill_batch()
         self._event_number += 1
         if not self.num:
             return
+        # with every step the context grows by one token per sequence; the step time is that of the interval's middle
         steps_ahead = min(self._first_end() - self._steps, max(0.0, self._cache_tokens - self.context) / self.num)
         self._token_s = self._cost.step_s(self.num, self.context + self.num * steps_ahead / 2)
         self._events.at(
@@ -180,15 +184,15 @@ class SimulatedEngine:
         self.counts.busy_s += now_s - since_s
 
     def _on_event(self, number: int) -> None:
-        """Handle the time at which the next answer ends or the cache is full. ``number`` is that of the event when it
-        was scheduled."""
+        """Handle the time at which the next answer ends or the cache is full. ``number`` is the number that the event
+        got when it was scheduled; an event with an outdated number is ignored."""
         if number != self._event_number:
             return  # outdated: the engine was settled again after this event was scheduled
         self.advance()
         ended = []
         while self.num and self._first_end() <= self._steps + TOLERANCE:
             answer = self._batch[0][2]
-            self._leave(answer, finished=True)
+            self._remove_from_batch(answer, finished=True)
             ended.append(answer)
         if not ended and self.context >= self._cache_tokens - TOLERANCE * self.num:
             self._preempt()
@@ -204,43 +208,43 @@ class SimulatedEngine:
         return self._batch[0][0]
 
     def _is_valid(self, entry: tuple[float, int, SimulatedAnswer]) -> bool:
-        """Return whether an entry of the heap is up to date: its answer still runs here and has not begun again since
-        the entry was made."""
+        """Return whether an entry of the heap is up to date: its answer still runs on this engine and has not been
+        restarted since the entry was added."""
         end, _, answer = entry
         return answer.running and answer.engine is self and end == answer.joined_at + answer.left
 
-    def _running(self) -> list[SimulatedAnswer]:
+    def _running_answers(self) -> list[SimulatedAnswer]:
         """Return the answers in the batch, in the order in which they end."""
         return [entry[2] for entry in sorted(self._batch) if self._is_valid(entry)]
 
     def _fill_batch(self) -> None:
-        """Let waiting sequences join the batch while there are free places in it and in the cache."""
-        while self.waiting and self.num < self._max_sequences and (not self.draining or self._may_join):
+        """Move waiting sequences into the batch while the batch and the cache have free places."""
+        while self.waiting and self.num < self._max_sequences and (not self.draining or self._num_may_join):
             answer = self.waiting[0]
             if self.num and self.context + answer.context > FILL_LIMIT * self._cache_tokens:
                 return
             self.waiting.popleft()
-            self._may_join = max(0, self._may_join - 1)
+            self._num_may_join = max(0, self._num_may_join - 1)
             answer.running, answer.joined_at = True, self._steps
             self.num += 1
             self.context += answer.context
             self._prefill(answer.uncached)
             answer.uncached = answer.context
             heapq.heappush(self._batch, (self._steps + answer.left, next(self._tie_breakers), answer))
-            self._by_arrival.append(answer)
+            self._batch_by_arrival.append(answer)
 
     def _prefill(self, tokens: float) -> None:
-        """Add the time to prefill ``tokens`` tokens, during which the whole batch stands still."""
+        """Add the time to prefill ``tokens`` tokens, during which no sequence of the batch receives tokens."""
         seconds = self._cost.prefill_s(tokens)
         self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + seconds
         self.counts.prefill_s += seconds
         self.counts.busy_s += seconds
 
-    def _leave(self, answer: SimulatedAnswer, *, finished: bool = False) -> None:
-        """Remove an answer from the batch, and record its new tokens by the version that sampled them. With
-        ``finished``, its last token has been sampled."""
+    def _remove_from_batch(self, answer: SimulatedAnswer, *, finished: bool = False) -> None:
+        """Remove an answer from the batch, and record its new tokens by the version that sampled them. ``finished``:
+        its last token has been sampled, and its entry is the first of the heap."""
         received = answer.left if finished else min(answer.left, self._steps - answer.joined_at)
-        for version, tokens in self._by_version(answer.joined_at, answer.joined_at + received):
+        for version, tokens in self._tokens_by_version(answer.joined_at, answer.joined_at + received):
             answer.versions[version] = answer.versions.get(version, 0.0) + tokens
         self.num -= 1
         self.context -= answer.context + (self._steps - answer.joined_at)
@@ -250,12 +254,12 @@ class SimulatedEngine:
         answer.running = False
         if finished:
             heapq.heappop(self._batch)
-        if len(self._by_arrival) > 2 * self.num + 64:
-            self._by_arrival = [each for each in self._by_arrival if each.running and each.engine is self]
+        if len(self._batch_by_arrival) > 2 * self.num + 64:
+            self._batch_by_arrival = [each for each in self._batch_by_arrival if each.running and each.engine is self]
 
-    def _by_version(self, begin: float, end: float) -> Iterator[tuple[int, float]]:
-        """Yield each version that was in use between two step counts, with the number of steps for which it was in
-        use."""
+    def _tokens_by_version(self, begin: float, end: float) -> Iterator[tuple[int, float]]:
+        """Yield (version, number of steps) for each version that was in use between the step counts ``begin`` and
+        ``end``."""
         place = bisect_right(self._version_starts, begin) - 1
         while begin < end:
             until = self._version_starts[place + 1] if place + 1 < len(self._version_starts) else end
@@ -264,39 +268,40 @@ class SimulatedEngine:
             begin, place = max(begin, until), place + 1
 
     def _preempt(self) -> None:
-        """Move the sequences that joined last back to the head of the queue, until the cache is below its fill
-        limit."""
+        """Move the sequences that joined the batch last back to the head of the queue, until the cache is filled to at
+        most :data:`FILL_LIMIT`."""
         while self.num > 1 and self.context > FILL_LIMIT * self._cache_tokens:
-            answer = self._by_arrival.pop()
+            answer = self._batch_by_arrival.pop()
             if not answer.running or answer.engine is not self:
                 continue
-            self._leave(answer)
+            self._remove_from_batch(answer)
             self.waiting.appendleft(answer)
-            self._may_join += self.draining
+            self._num_may_join += self.draining
             self.counts.preempted += 1
 
     def progress(self, answer: SimulatedAnswer) -> float:
-        """Return the number of tokens that an answer has received since it joined the batch; 0 if it is not in it."""
+        """Return the number of tokens that an answer has received since it joined the batch; 0 if it is not in the
+        batch."""
         self.advance()
         return min(answer.left, self._steps - answer.joined_at) if answer.running else 0.0
 
     # --- weights
 
     def drain(self, mode: Interrupt) -> None:
-        """Begin to wait for running answers to finish before a commit; with ``Interrupt.BATCH`` also for those that are
-        in the queue now."""
+        """Begin to drain the engine before a commit: running answers finish, and no other answers join the batch. With
+        ``Interrupt.BATCH``, the answers that are in the queue now are served too."""
         self.draining = True
-        self._may_join = len(self.waiting) if mode is Interrupt.BATCH else 0
+        self._num_may_join = len(self.waiting) if mode is Interrupt.BATCH else 0
         self._changed[self] = None
 
     @property
     def drained(self) -> bool:
-        """Return whether no answer is left to be finished before the commit."""
-        return not self.num and not self._may_join
+        """Return whether all answers that have to finish before the commit have finished."""
+        return not self.num and not self._num_may_join
 
     def swap(self, version: int, mode: Interrupt, gap_s: float) -> None:
-        """Replace the weights by those of ``version``, which takes ``gap_s`` seconds, and treat running answers as the
-        interrupt ``mode`` says: they continue, are prefilled again, or begin again."""
+        """Commit ``version``, which stops the engine for ``gap_s`` seconds. The interrupt ``mode`` decides what becomes
+        of running answers: they continue, are prefilled again, or restart."""
         self.advance()
         self.draining = False
         self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + gap_s
@@ -312,8 +317,9 @@ class SimulatedEngine:
         self._changed[self] = None
 
     def _restart_running(self) -> None:
-        """Let all running answers begin again; the tokens that they had are discarded and counted as wasted."""
-        for answer in self._running():
+        """Restart all running answers; the tokens that they have received since they joined the batch are discarded and
+        counted as wasted."""
+        for answer in self._running_answers():
             received = self._steps - answer.joined_at
             self.counts.wasted += received
             self.counts.restarted += 1
@@ -325,22 +331,22 @@ class SimulatedEngine:
     # --- life
 
     def fail(self) -> list[SimulatedAnswer]:
-        """Stop the engine and return its unfinished answers, which keep the tokens sampled so far."""
+        """Stop the engine as after a failure, and return its unfinished answers with the tokens sampled so far."""
         self.advance()
-        running = self._running()
+        running = self._running_answers()
         for answer in running:
-            self._leave(answer)
+            self._remove_from_batch(answer)
         unfinished = [*running, *self.waiting]
         self.waiting.clear()
         self._batch.clear()
-        self._by_arrival.clear()
+        self._batch_by_arrival.clear()
         self.up = self.draining = False
-        self._may_join, self.context = 0, 0.0
+        self._num_may_join, self.context = 0, 0.0
         self._changed[self] = None
         return unfinished
 
     def restart(self, version: int) -> None:
-        """Serve again after a failure, with the weights of ``version``."""
+        """Start the engine again after a failure, with the weights of ``version``."""
         self.advance()
         self.up = True
         self._version_starts.append(self._steps)

@@ -1,4 +1,4 @@
-"""The event queue of a simulated run, whose clock jumps from one event to the next."""
+"""The event queue of a simulated run. Its virtual clock jumps from the time of one event to the time of the next."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 class EventQueue:
-    """A queue of timed events that is also a :class:`~headrace.base.clock.Clock`: its time is that of the current
-    event. Events with equal times happen in the order in which they were added.
+    """A queue of timed events, which is also a :class:`~headrace.base.clock.Clock`: :meth:`now` returns the time of the
+    current event. Events with equal times are executed in the order in which they were added.
 
     >>> queue, names = EventQueue(), []
     >>> queue.at(2.0, names.append, "late"); queue.at(1.0, names.append, "early")
@@ -30,7 +30,7 @@ class EventQueue:
         return self.now_s
 
     def wall(self) -> float:
-        """Return the same as :meth:`now`: simulated time has no date."""
+        """Return the seconds since the start of the simulated run; simulated time has no date."""
         return self.now_s
 
     def at(self, time_s: float, callback: Callable[..., object], *arguments: Any) -> None:

@@ -1,7 +1,7 @@
-"""A model of several engines: routing, commits that roll over the engines, and failures.
+"""The simulated fleet: a model of several engines with routing, rolling commits, and failures.
 
-A sequence is routed to the engine that served its siblings and earlier turns, unless that engine is clearly more
-loaded than others: the rule of the real router.
+Routing follows the rule of the real router: an answer is routed to the engine that has served its siblings and earlier
+turns, unless the load of that engine is clearly above that of other engines.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from headrace.wings.plan.engine import WAITING_INTERRUPTS, EngineCounts, Simulat
 from headrace.wings.plan.events import EventQueue
 
 _STOPPING_INTERRUPTS = frozenset(Interrupt) - {Interrupt.INFLIGHT, Interrupt.STREAM}
-"""Interrupts that stop an engine during its commit, so that the others serve meanwhile."""
+"""Interrupts that stop an engine during its commit. By default, engines then commit one after another."""
 
 
 class SimulatedFleet:
-    """A set of ``count`` identical engines, with the routing of answers, commits and failures. After each event, the
-    simulation calls :meth:`settle`."""
+    """A set of ``count`` identical engines. The fleet routes answers, commits versions, and simulates failures. After
+    each event, the simulation must call :meth:`settle`."""
 
     def __init__(
         self,
@@ -38,17 +38,20 @@ class SimulatedFleet:
         rng: np.random.Generator,
     ) -> None:
         """Create ``count`` idle engines with version 0, each with the cost model ``cost`` and room for
-        ``max_sequences`` answers and ``cache_tokens`` cached tokens. ``sync`` and ``failures`` say how they commit and
-        fail, and ``rng`` draws the times of failures."""
+        ``max_sequences`` answers and ``cache_tokens`` cached tokens. ``sync`` and ``failures`` are the costs of commits
+        and failures, and ``rng`` draws the times of failures."""
         self._events, self._sync, self._failures, self._rng = events, sync, failures, rng
-        self._changed: dict[SimulatedEngine, None] = {}
+        self._changed: dict[SimulatedEngine, None] = {}  # ordered set of the engines to settle
         self._engines_by_load: dict[int, dict[SimulatedEngine, None]] = {}
+        """Index of the engines that accept answers, by load; its loads may be lower than the current ones."""
         self._indexed_load: dict[SimulatedEngine, int] = {}
+        """Load under which each engine is in the index."""
         self._smallest_load = 0
         self._unrouted: deque[SimulatedAnswer] = deque()
         self._to_commit: deque[SimulatedEngine] = deque()
         self._committing: dict[SimulatedEngine, None] = {}
-        self._swapping: dict[float, list[SimulatedEngine]] = {}
+        self._commits_by_start: dict[float, list[SimulatedEngine]] = {}
+        """Engines whose commit is in progress, by the time at which it began."""
         self._target_version = 0
         self._committed: Callable[[], None] | None = None
         self.engines: list[SimulatedEngine] = []
@@ -57,16 +60,16 @@ class SimulatedFleet:
                 events, cost, max_sequences=max_sequences, cache_tokens=cache_tokens, changed=self._changed
             )  # fmt: skip
             self.engines.append(engine)
-            self._index(engine)
+            self._update_index(engine)
             self._schedule_failure(engine)
 
     # --- sequences
 
     def put(self, answer: SimulatedAnswer, near: SimulatedEngine | None) -> SimulatedEngine | None:
-        """Route an answer and return its engine: ``near``, which has its context in the cache, unless that is clearly
-        more loaded than others (``None``: no engine has it). Return ``None`` if no engine is up; the answer then waits
-        for one."""
-        engine = self._choose(near)
+        """Route an answer to an engine and return the engine. ``near`` is the engine whose cache contains the answer's
+        context (``None``: no engine's); it is chosen unless its load is clearly above that of others. If no engine is
+        up, the answer waits for one, and ``None`` is returned."""
+        engine = self._choose_engine(near)
         if engine is None:
             self._unrouted.append(answer)
             return None
@@ -76,7 +79,8 @@ class SimulatedFleet:
         return engine
 
     def withdraw(self, answer: SimulatedAnswer) -> bool:
-        """Remove an answer that is no longer needed, and return whether an engine or the queue had it."""
+        """Remove an answer that is no longer needed, and return whether it was on an engine or in the queue of the
+        fleet."""
         if answer.engine is not None:
             answer.engine.withdraw(answer)
             return True
@@ -85,31 +89,31 @@ class SimulatedFleet:
             return True
         return False
 
-    def _choose(self, near: SimulatedEngine | None) -> SimulatedEngine | None:
-        """Return the engine for an answer: ``near``, which has its context in the cache, unless it has much more load
-        than the least loaded one. ``None`` if no engine is up."""
+    def _choose_engine(self, near: SimulatedEngine | None) -> SimulatedEngine | None:
+        """Return the engine for an answer: ``near``, whose cache contains the answer's context, unless its load is
+        clearly above that of the least loaded engine. ``None`` if no engine is up."""
         if not self._indexed_load:  # all engines drain for a commit, or are down
             alive = [engine for engine in self.engines if engine.up]
             return near if near in alive else min(alive, key=lambda engine: engine.load, default=None)
         if near is not None and near in self._indexed_load and near.load <= allowed_load(self._smallest_load):
             return near
-        least = self._least_loaded()
+        least = self._least_loaded()  # updates the smallest load, so that ``near`` may be allowed now
         return near if near in self._indexed_load and near.load <= allowed_load(self._smallest_load) else least
 
     def _least_loaded(self) -> SimulatedEngine:
-        """Return an engine with the smallest load. An engine whose load has risen is re-indexed here; one whose load
-        has fallen is re-indexed when it is settled."""
+        """Return an engine with the smallest load. An engine whose load has risen is indexed again here, and an engine
+        whose load has fallen in :meth:`settle`."""
         while True:
             while not self._engines_by_load.get(self._smallest_load):
                 self._smallest_load += 1
             engine = next(iter(self._engines_by_load[self._smallest_load]))
             if engine.load == self._smallest_load:
                 return engine
-            self._index(engine)
+            self._update_index(engine)
 
-    def _index(self, engine: SimulatedEngine) -> None:
-        """Index the engine by its load, behind others of the same load. Engines that drain for a commit, or are down,
-        are removed from the index."""
+    def _update_index(self, engine: SimulatedEngine) -> None:
+        """Index the engine by its current load, behind other engines of the same load. An engine that drains for a
+        commit, or is down, is removed from the index."""
         before = self._indexed_load.pop(engine, None)
         if before is not None:
             del self._engines_by_load[before][engine]
@@ -119,27 +123,28 @@ class SimulatedFleet:
             self._smallest_load = min(self._smallest_load, load)
 
     def settle(self) -> None:
-        """Settle every engine that changed at the current time, and let those commit whose last answers have
-        finished."""
+        """Settle every engine that has changed at the current time, and begin the commit of every engine that has
+        finished draining."""
         while self._changed:
             engine, _ = self._changed.popitem()
             engine.settle()
             if engine.load < self._indexed_load.get(engine, 0):
-                self._index(engine)
+                self._update_index(engine)
             if engine.draining and engine.drained and engine in self._committing:
-                self._swap(engine)
+                self._commit_on(engine)
 
     # --- weights
 
     def commit(self, version: int, committed: Callable[[], None]) -> None:
-        """Commit ``version`` on all engines, as many at once as the sync allows; ``committed`` is called when all use
-        it."""
+        """Begin to commit ``version`` on all engines, as many at a time as the sync allows. ``committed()`` is called
+        when all engines use the version."""
         self._target_version, self._committed = version, committed
         self._to_commit = deque(engine for engine in self.engines if engine.up)
         self._commit_next()
 
     def _commit_next(self) -> None:
-        """Let the next engines commit, as many at a time as ``sync.rolling`` allows."""
+        """Begin the commit of the next engines, as many at a time as ``sync.rolling`` allows. If all engines have
+        committed, call the callback of :meth:`commit`."""
         mode = self._sync.interrupt
         default = 1 if mode in _STOPPING_INTERRUPTS else len(self.engines)
         while self._to_commit and len(self._committing) < (self._sync.rolling or default):
@@ -149,27 +154,28 @@ class SimulatedFleet:
             self._committing[engine] = None
             if mode in WAITING_INTERRUPTS and engine.load:
                 engine.drain(mode)
-                self._index(engine)
+                self._update_index(engine)
             else:
-                self._swap(engine)
+                self._commit_on(engine)
         if not self._to_commit and not self._committing and self._committed is not None:
             committed, self._committed = self._committed, None
             committed()
 
-    def _swap(self, engine: SimulatedEngine) -> None:
-        """Let one engine commit the newest version, and schedule the end of all commits that begin now."""
+    def _commit_on(self, engine: SimulatedEngine) -> None:
+        """Commit the newest version on one engine. One event handles the end of all commits that begin at the same
+        time."""
         engine.swap(self._target_version, self._sync.interrupt, self._sync.gap_s)
         if engine not in self._indexed_load:
-            self._index(engine)
+            self._update_index(engine)
         started_s = self._events.now_s
-        together = self._swapping.setdefault(started_s, [])
+        together = self._commits_by_start.setdefault(started_s, [])
         if not together:
-            self._events.after(self._sync.gap_s, self._swapped, started_s)
+            self._events.after(self._sync.gap_s, self._commits_ended, started_s)
         together.append(engine)
 
-    def _swapped(self, started_s: float) -> None:
-        """Handle the end of the commits that began at ``started_s``: other engines may commit now."""
-        for engine in self._swapping.pop(started_s):
+    def _commits_ended(self, started_s: float) -> None:
+        """Handle the end of the commits that began at ``started_s``: begin the next commits."""
+        for engine in self._commits_by_start.pop(started_s):
             self._committing.pop(engine, None)
         self._commit_next()
 
@@ -181,10 +187,10 @@ class SimulatedFleet:
             self._events.after(self._rng.exponential(self._failures.engine_mtbf_s), self._fail, engine)
 
     def _fail(self, engine: SimulatedEngine) -> None:
-        """Let an engine fail: its answers go to other engines, and it starts again after ``engine_restart_s``
-        seconds."""
+        """Handle a failure of an engine: its answers are routed to other engines, and it restarts after
+        ``engine_restart_s`` seconds."""
         self._unrouted.extend(engine.fail())
-        self._index(engine)
+        self._update_index(engine)
         self._events.after(self._failures.engine_restart_s, self._restart, engine)
         for answer in self._take_unrouted():
             answer.engine = None
@@ -199,9 +205,9 @@ class SimulatedFleet:
         return unrouted
 
     def _restart(self, engine: SimulatedEngine) -> None:
-        """Let a failed engine run again with the newest version, and give it the answers that no engine could take."""
+        """Handle the restart of a failed engine, with the newest version: route the answers that had no engine."""
         engine.restart(self._target_version)
-        self._index(engine)
+        self._update_index(engine)
         self._schedule_failure(engine)
         for answer in self._take_unrouted():
             self.put(answer, None)

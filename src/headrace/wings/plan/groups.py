@@ -1,4 +1,5 @@
-"""Simulated groups and episodes, and their conversion into the real types that filters and the flow read."""
+"""The groups and episodes of a simulated run, and their conversion into the types of a real run, which filters and the
+flow read."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ class SimulatedEpisode(SimulatedAnswer):
     place: int
     """Index of the episode in its group."""
     turns: int
-    """Number of answers still to come, the current one included."""
+    """Number of answers that are not finished, the current answer included."""
     cache_engine: SimulatedEngine | None = None
-    """Engine that sampled the last turn, or samples the current one."""
+    """Engine whose cache contains the episode's context: it samples the current turn or has sampled the last turn;
+    ``None`` if there is no such engine."""
     cache_version: int = 0
     """Version of the weights under which that engine computed the cached context."""
     truncated: bool = False
@@ -41,14 +43,14 @@ class SimulatedEpisode(SimulatedAnswer):
 
     @property
     def sampled(self) -> float:
-        """Return the number of tokens sampled for the episode so far; those of a running answer are added when it
-        leaves the engine's batch."""
+        """Return the number of tokens sampled for the episode so far. The tokens of a running answer are added when the
+        answer leaves the engine's batch."""
         return sum(self.versions.values())
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedGroup:
-    """A group of attempts at one task, which are trained together, with their totals."""
+    """A group of attempts at one task, which are trained together, with the totals over these attempts."""
 
     number: int
     """Number of the group in the flow."""
@@ -61,7 +63,7 @@ class SimulatedGroup:
     num_ended: int = 0
     """Number of episodes that are scored, failed or left out."""
     cache_engine: SimulatedEngine | None = None
-    """Engine that prefilled the group's prompt last."""
+    """Engine that has prefilled the group's prompt last; ``None`` if none has."""
     cache_version: int = 0
     """Version of the weights under which that engine computed the cached prompt."""
     ends_s: list[float] = field(default_factory=list)
@@ -74,7 +76,7 @@ class SimulatedGroup:
     """Sum of the squared lengths of the trained episodes."""
 
     def add(self, episode: SimulatedEpisode) -> None:
-        """Add the tokens of an episode that is to be trained to the totals of the group."""
+        """Add the tokens of ``episode``, which will be trained, to the totals of the group."""
         for version, tokens in episode.versions.items():
             self.trained[version] = self.trained.get(version, 0.0) + tokens
         self.tokens += episode.context
@@ -83,34 +85,35 @@ class SimulatedGroup:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedBatch(SimulatedWork):
-    """The simulated batch of one step, with the groups that were taken for it."""
+    """The simulated batch of one training step, with its groups."""
 
     taken: TakenBatch
-    """The batch as the flow gave it."""
+    """The batch as the flow returned it."""
     groups: list[SimulatedGroup]
     """The simulated groups of the batch."""
 
 
 class SimulatedRecorder:
-    """A converter of simulated groups and episodes into the real types that the flow and its filters read. An answer
-    gets two tokens, with its oldest and its newest version; if a filter reads lengths, it gets as many tokens as were
-    sampled."""
+    """A converter of simulated groups and episodes into the types of a real run, which the flow and its filters read. A
+    converted answer has two tokens, with the oldest and the newest version of the simulated answer; if a filter reads
+    lengths, it has as many tokens as were sampled."""
 
     def __init__(self, *, full_length: bool) -> None:
-        """Create a converter. With ``full_length``, an answer gets as many tokens as were sampled, and not two."""
+        """Create a converter. ``full_length``: converted answers have as many tokens as were sampled, instead of
+        two."""
         self._full_length = full_length
         self._cache: dict[tuple[int, int, int], Tokens] = {}
 
     def group(self, group: SimulatedGroup) -> ScoredGroup:
-        """Return the real group for one in which every episode is trained; a single episode with the oldest and the
-        newest version represents all."""
+        """Return the converted group for a ``group`` of which every episode is trained. A single episode, with the
+        oldest and the newest version of the group, represents all episodes."""
         tokens = self._tokens(min(group.trained), max(group.trained), 2)
         record = EpisodeGraph(key=EpisodeKey(group.number, 0), status=EpisodeStatus.SCORED, reward=0.0)
         record.turns.append(Turn(author="policy", tokens=tokens))
         return ScoredGroup(number=group.number, episodes=(record,))
 
     def episode(self, episode: SimulatedEpisode) -> EpisodeGraph:
-        """Return the real episode for one that has ended, with its status, reward and cause."""
+        """Return the converted episode for an ``episode`` that has ended, with its status, reward and cause."""
         causes = {EpisodeStatus.FAILED: FAILED, EpisodeStatus.LEFT_OUT: REDUNDANT}
         record = EpisodeGraph(
             key=EpisodeKey(episode.group.number, episode.place),
@@ -126,8 +129,8 @@ class SimulatedRecorder:
         return record
 
     def _tokens(self, oldest: int, newest: int, count: int) -> Tokens:
-        """Return ``count`` tokens: the last is sampled by version ``newest``, all others by ``oldest``. Only these two
-        versions matter to the flow."""
+        """Return ``count`` tokens with ids of 0. The last token has the version ``newest``, all other tokens
+        ``oldest``, since the flow reads only the oldest and the newest version."""
         key = (oldest, newest, count)
         if key not in self._cache:
             versions_T = np.full(count, oldest, np.int32)

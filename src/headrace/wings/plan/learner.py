@@ -1,4 +1,4 @@
-"""A model of the learner and of the weight sync, with the order of events of the real controller.
+"""The simulated learner: a model of training and of the weight sync, with the order of events of the real controller.
 
 taken ──▶ trained ──▶ snapshot, if a buffer is free ──▶ in transit ──▶ commit ──▶ slots and a buffer free
   ▲                       │ the learner continues
@@ -26,7 +26,7 @@ B = TypeVar("B", bound="SimulatedWork")
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedWork:
-    """One batch as the simulated learner sees it: only its size and times."""
+    """One batch for the simulated learner, which needs only the batch's size and times."""
 
     step: int
     """Number of the step that trains the batch."""
@@ -41,8 +41,9 @@ class SimulatedWork:
 
 
 class SimulatedLearner(Generic[B]):
-    """A learner that trains batches one after another and publishes the new weights of each as a version. The
-    simulation orders batches, and is called back when a step starts, ends or has its weights ready to commit."""
+    """A learner that trains batches one after another and publishes a new version of the weights after each. The
+    simulation orders the batches. The learner calls the simulation back when a step starts, when it ends, and when a
+    version is ready to be committed."""
 
     def __init__(
         self,
@@ -56,9 +57,9 @@ class SimulatedLearner(Generic[B]):
         on_trained: Callable[[B, float], None],
         commit: Callable[[int], None],
     ) -> None:
-        """Create an idle learner. ``on_start`` is called when a step starts, ``on_trained`` when it ends, with its
-        batch and the seconds that the learner waited for it. ``commit`` is called with a version once the engines have
-        staged it."""
+        """Create an idle learner. ``on_start()`` is called when a step starts, ``on_trained(batch, waited_s)`` when it
+        ends, with the seconds that the learner had waited for the batch, and ``commit(version)`` when the engines have
+        staged a version."""
         self._events, self._cost, self._sync, self._failures, self._rng = events, cost, sync, failures, rng
         self._on_start, self._on_trained, self._commit = on_start, on_trained, commit
         self._ordered: deque[B] = deque()
@@ -68,18 +69,20 @@ class SimulatedLearner(Generic[B]):
         self._published: deque[int] = deque()
         self._in_transit = False
         self.current: B | None = None
-        """Batch that is being trained or whose weights are being copied."""
+        """Batch that is being trained, or after which the weights are being copied; ``None`` while the learner is
+        idle."""
         self._free_since_s = 0.0
         self.busy_s = 0.0
         """Time spent on training and on copies of the weights."""
         self.exposed_sync_s = 0.0
         """Time for which the learner was blocked by the weight sync."""
         self._trained_s: float | None = None
+        """Time at which the current step ended, until the copy of its weights begins; otherwise ``None``."""
 
     @property
     def can_order(self) -> bool:
-        """Return whether the learner takes another batch: fewer than the allowed number are ordered, and none waits for
-        a buffer."""
+        """Return whether the learner accepts another batch: fewer than :data:`ORDERED_AHEAD` batches are ordered, and
+        no ordered batch waits for a buffer."""
         return self._num_ordered < ORDERED_AHEAD and self._waits_for_buffer is None
 
     @property
@@ -88,8 +91,7 @@ class SimulatedLearner(Generic[B]):
         return self._in_transit
 
     def order(self, work: B) -> None:
-        """Queue a batch to be trained after those that were ordered before, and reserve a buffer for its weights if one
-        is free."""
+        """Add a batch to the end of the queue, and reserve a buffer for the weights of its step if a buffer is free."""
         self._num_ordered += 1
         self._ordered.append(work)
         if self._buffers:
@@ -100,7 +102,7 @@ class SimulatedLearner(Generic[B]):
         self._start_next()
 
     def _start_next(self) -> None:
-        """Start to train the batch that was ordered first, if the learner is free."""
+        """Start to train the first batch of the queue, if the learner is idle."""
         if self.current is not None or not self._ordered:
             return
         work = self.current = self._ordered.popleft()
@@ -108,24 +110,25 @@ class SimulatedLearner(Generic[B]):
         waited_s = max(0.0, work.taken_s - self._free_since_s)
         seconds = self._cost.step_s(work.tokens, work.squares)
         self.busy_s += seconds
-        self._events.after(seconds + self._lost_s(seconds), self._end, work, waited_s)
+        self._events.after(seconds + self._draw_failures_s(seconds), self._end, work, waited_s)
 
-    def _lost_s(self, step_s: float) -> float:
-        """Return the seconds lost to failures of the learner in a step of ``step_s`` seconds: restarts, and steps since
-        the last checkpoint that are repeated."""
+    def _draw_failures_s(self, step_s: float) -> float:
+        """Draw the failures of the learner during a step of ``step_s`` seconds, and return the seconds that they cost:
+        the restarts, and the repetition of the steps since the last checkpoint."""
         lost_s, mtbf_s = 0.0, self._failures.learner_mtbf_s
         while mtbf_s < float("inf") and self._rng.random() < step_s / mtbf_s:
             lost_s += self._failures.learner_restart_s + step_s * self._rng.integers(1, self._failures.checkpoint_steps)
         return lost_s
 
     def _end(self, work: B, waited_s: float) -> None:
-        """Handle the end of a step: report it, and copy its weights."""
+        """Handle the end of a step: report the step to the simulation, and begin to copy the new weights."""
         self._trained_s = self._events.now_s
         self._on_trained(work, waited_s)
         self._copy(work)
 
     def _copy(self, work: B) -> None:
-        """Begin to copy the new weights to a buffer, if training has ended and a buffer is reserved for them."""
+        """Begin to copy the new weights to a buffer, if the step has ended and a buffer is reserved. Otherwise the
+        later of these two events calls this method again."""
         if not work.has_buffer or self._trained_s is None:
             return
         self.exposed_sync_s += self._events.now_s - self._trained_s + self._sync.snapshot_s
@@ -134,7 +137,8 @@ class SimulatedLearner(Generic[B]):
         self._events.after(self._sync.snapshot_s, self._copied, work)
 
     def _copied(self, work: B) -> None:
-        """Publish the copied weights of the batch ``work`` as the next version, and begin the next step."""
+        """Handle the end of the copy: publish the weights after ``work`` as the next version, and begin the next
+        step."""
         self._published.append(work.step + 1)
         self._num_ordered -= 1
         self.current = None
@@ -149,8 +153,8 @@ class SimulatedLearner(Generic[B]):
             self._events.after(self._sync.travel_s, self._commit, self._published.popleft())
 
     def committed(self) -> None:
-        """Record that all engines use the version in transit. The buffer of the version before it becomes free, and the
-        next version is sent."""
+        """Record that all engines use the version in transit. The buffer of the previous version becomes free, and the
+        next published version is sent."""
         self._in_transit = False
         self._buffers += 1
         work, self._waits_for_buffer = self._waits_for_buffer, None

@@ -1,4 +1,5 @@
-"""The result of a simulated run: where its time and tokens went, in the form in which a real run is judged."""
+"""The result of a simulated run: its time and tokens by use, in the same form (:class:`Account`) as those of a real
+run."""
 
 from __future__ import annotations
 
@@ -10,19 +11,19 @@ from headrace.base.types.observation import Account, Cause
 
 
 class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the simulation at the end of a step. Times are seconds of the run, totals count from its
-    beginning."""
+    """The state of the simulation at the end of a step. Times are seconds since the beginning of the run. ``tokens``,
+    ``ages``, ``wait_s`` and ``straggler_s`` are of this step; all other amounts are totals since the beginning."""
 
     end_s: float
     """Time at which training of the step ended."""
     tokens: float
     """Number of tokens that carried loss in this step."""
     ages: dict[int, float]
-    """Number of those tokens by age: the learner's version minus the version that sampled the token."""
+    """Number of tokens that carried loss, by age: the learner's version minus the version that sampled the token."""
     wait_s: float
     """Time that the learner waited for this step's batch."""
     straggler_s: float
-    """Part of ``wait_s`` after nine in ten episodes of the batch had ended."""
+    """Part of ``wait_s`` after nine of ten episodes of the batch had ended, in seconds."""
     learner_busy_s: float
     """Time that the learner spent on training and on copies of its weights."""
     exposed_sync_s: float
@@ -67,12 +68,13 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def settled(self) -> int:
-        """Return the number of initial steps to ignore, a quarter of all: queues fill during them."""
+        """Return the number of initial steps to ignore, in which queues are still being filled: a quarter of all
+        steps."""
         return len(self.steps) // 4
 
     def account(self, first: int | None = None) -> Account:
-        """Return where time and tokens went between the end of step ``first`` − 1 and the end of the last step. With
-        ``first`` = 0 the account begins with the run, with ``None`` after the initial steps."""
+        """Return the account of time and tokens from the end of step ``first`` − 1 to the end of the last step. With
+        ``first`` = 0 it begins with the run, with ``None`` after the initial steps (:attr:`settled`)."""
         skipped = self.settled if first is None else first
         begin = self.steps[skipped - 1] if skipped else _BEGINNING
         end, counted = self.steps[-1], self.steps[skipped:]
@@ -87,10 +89,10 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return Account(
             seconds=seconds,
             engine_busy_s=engine_s,
-            engine_waits_s=_waits(seconds - engine_s, Cause.LEARNER, learner_s - together_s, both_wait),
+            engine_waits_s=_waits_by_cause(seconds - engine_s, Cause.LEARNER, learner_s - together_s, both_wait),
             prefill_s=end.prefill_s - begin.prefill_s,
             learner_busy_s=learner_s,
-            learner_waits_s=_waits(seconds - learner_s, Cause.ENGINE, engine_s - together_s, both_wait),
+            learner_waits_s=_waits_by_cause(seconds - learner_s, Cause.ENGINE, engine_s - together_s, both_wait),
             exposed_sync_s=end.exposed_sync_s - begin.exposed_sync_s,
             straggler_s=sum(step.straggler_s for step in counted),
             generated_tokens=round(end.generated - begin.generated),
@@ -100,7 +102,7 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tok_s(self) -> float:
-        """Return the tokens trained per second after the initial steps, which :meth:`account` leaves out."""
+        """Return the number of tokens trained per second, after the initial steps."""
         account = self.account()
         return account.per_second(account.trained_tokens)
 
@@ -130,9 +132,10 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return max((age for step in self.steps for age in step.ages), default=0)
 
 
-def _waits(idle_s: float, other: Cause, other_s: float, both_s: Mapping[Cause, float]) -> dict[str, float]:
-    """Return the idle time of one side, engines or learner, in seconds by cause: the time ``other_s`` in which the
-    ``other`` side works, the times ``both_s`` in which both wait for something else, and the rest."""
+def _waits_by_cause(idle_s: float, other: Cause, other_s: float, both_s: Mapping[Cause, float]) -> dict[str, float]:
+    """Return the idle seconds of one side (engines or learner) by cause. ``idle_s`` is the total, ``other_s`` the part
+    in which the ``other`` side works, and ``both_s`` the parts, by cause, in which both sides wait. The rest has the
+    cause ``Cause.NOBODY``; causes without time are left out."""
     by_cause = {other: other_s, **both_s}
     waits: dict[str, float] = {}
     for cause, time_s in by_cause.items():

@@ -1,8 +1,8 @@
-"""The map that a dry run prints: each part of the run, the device on which it runs, and the memory that it takes there;
-and what one version of the weights costs on its way between them.
+"""The map that a dry run prints: the device and the memory of each part of the run, and the size and time of one
+version of the weights.
 
-The figures are reckoned from the sizes of the model, as those of a plan are (:mod:`headrace.wings.plan.sizing`). They
-leave out what libraries and temporary buffers take.
+The figures are computed from the sizes of the model, as in a plan (:mod:`headrace.wings.plan.sizing`). Memory of
+libraries and temporary buffers is not included.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ MB = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedPart:
-    """One part of a run on the map."""
+    """One part of a run on the map, such as an engine or a rank of the learner."""
 
     name: str
-    """The name of its process."""
+    """The name of the part's process."""
     where: str
-    """The devices on which it runs, in words."""
+    """The devices on which the part runs, in words."""
     num_devices: int = 1
-    """Over how many devices its memory is divided."""
+    """Number of devices over which the part's memory is divided."""
     machine: int | None = None
-    """The number of its machine in the cluster that a plan is made for; ``None`` where a plan does not choose it."""
+    """Number of the part's machine in the cluster of a plan; ``None`` if no plan has placed the part."""
     gpus: tuple[int, ...] = ()
-    """The numbers of its accelerators on that machine."""
+    """Numbers of the part's accelerators on that machine."""
     cpus: float = 0.0
-    """The number of cores that it asks a cluster for."""
+    """Number of cores that the part requests from a cluster."""
     rank: int | None = None
-    """The rank of a part of the learner; ``None`` for other parts."""
+    """Rank of the process, for a part of the learner; ``None`` for other parts."""
     bytes_by_use: dict[str, float] = field(default_factory=dict)
-    """The bytes that it keeps on all its devices together, by what takes them; empty if they are not known."""
+    """Bytes on all devices of the part together, by use (such as ``weights``); empty if they are not known."""
 
     def memory(self) -> str:
-        """Return the memory of one of its devices in words: the sum, and what takes it."""
+        """Return in words the memory that the part needs on each of its devices: the sum, and the bytes by use."""
         if not self.bytes_by_use:
             return ""
         each = " on each" if self.num_devices > 1 else ""
@@ -65,7 +65,8 @@ class MappedPart:
 
 
 def parts_table(prepared: Prepared) -> str:
-    """Return the map of the ``prepared`` run as text with a line for each part, and one about the weights."""
+    """Return the map of the ``prepared`` run as text: a line for each part, and lines about an update and a version of
+    the weights."""
     rows = [("part", "where", "memory"), *((part.name, part.where, part.memory()) for part in mapped_parts(prepared))]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
@@ -73,8 +74,8 @@ def parts_table(prepared: Prepared) -> str:
 
 
 def _update_line(prepared: Prepared) -> list[str]:
-    """Return the line, in a list, about the time of one update of the weights on this machine; nothing for a run whose
-    machines a cluster chooses, that trains nothing, or whose costs are not known."""
+    """Return a list with the line about the time of one update of the weights on this machine. The list is empty for a
+    run on a cluster, for a run that trains nothing, and if the costs are not known."""
     if prepared.config.launch.remote or not prepared.devices.learner:
         return []
     try:
@@ -86,9 +87,9 @@ def _update_line(prepared: Prepared) -> list[str]:
 
 
 def _version_line(prepared: Prepared) -> list[str]:
-    """Return the line, in a list, about one version of the weights: its bytes, the time and the room that it takes at
-    least, and its deadline; nothing for a model whose sizes are not known."""
-    config, request = prepared.config, _request(prepared, prepared.config.model)
+    """Return a list with the line about one version of the weights: its bytes, its estimated time, the files that it
+    needs, and its deadline. The list is empty if the model's sizes are not known or nothing is trained."""
+    config, request = prepared.config, _sizing_request(prepared, prepared.config.model)
     if request is None or not prepared.devices.learner:
         return []
     sync, num_bytes = config.sync, request.version_bytes
@@ -110,13 +111,13 @@ def mapped_parts(prepared: Prepared) -> Iterator[MappedPart]:
     config, devices = prepared.config, prepared.devices
     yield MappedPart(name="controller", where="this machine")
     ranks = [f"learner-{rank}" if rank else "learner" for rank in range(len(devices.learner))]
-    of_a_rank = _learner_bytes(prepared) if ranks else {}
+    bytes_of_rank = _learner_bytes(prepared) if ranks else {}
     for name, device in zip(ranks, devices.learner, strict=True):
-        where = _where(prepared, device, "learner", len(ranks))
-        yield MappedPart(name=name, where=where, bytes_by_use=of_a_rank)
+        where = _device_words(prepared, device, "learner", len(ranks))
+        yield MappedPart(name=name, where=where, bytes_by_use=bytes_of_rank)
     models = _engine_models(prepared)
     for (name, model), device in zip(models.items(), devices.engines, strict=True):
-        where = _where(prepared, device, "engine", len(models))
+        where = _device_words(prepared, device, "engine", len(models))
         yield MappedPart(
             name=name,
             where=where,
@@ -127,25 +128,26 @@ def mapped_parts(prepared: Prepared) -> Iterator[MappedPart]:
     workers |= {"environment": config.env.workers} if config.env.remote else {}
     for name, number in workers.items():
         if number:
-            yield MappedPart(name=name if number == 1 else f"{name} x {number}", where=_of_workers(prepared))
+            yield MappedPart(name=name if number == 1 else f"{name} x {number}", where=_workers_where(prepared))
 
 
 def _engine_models(prepared: Prepared) -> dict[str, ModelConfig]:
-    """Return the model of each engine by the engine's name: those of the policy, of other agents, and of teachers."""
+    """Return the model of each engine by the name of the engine: the engines of the policy, of other agents, and of
+    teachers."""
     own = dict.fromkeys(engine_names(prepared.config.engine.count), prepared.config.model)
     agents = {f"agent-{name}": model for name, model in prepared.agents.items()}
     return {**own, **agents, **{teacher_role(name): order.model for name, order in prepared.teachers.items()}}
 
 
 def _learner_bytes(prepared: Prepared) -> dict[str, float]:
-    """Return the bytes that one rank of the learner keeps; nothing for a model whose sizes are not known."""
-    request = _request(prepared, prepared.config.model)
+    """Return the bytes that one rank of the learner needs, by use; empty if the model's sizes are not known."""
+    request = _sizing_request(prepared, prepared.config.model)
     return {} if request is None else rank_bytes(request, float(prepared.max_context))
 
 
 def rank_bytes(request: SizingRequest, longest: float) -> dict[str, float]:
-    """Return the bytes that one rank of the learner keeps, by what takes them, for samples of up to ``longest``
-    tokens."""
+    """Return the bytes that one rank of the learner needs, by use (weights, gradients, optimizer, activations), for
+    samples of up to ``longest`` tokens."""
     parallel = request.learner.parallel
     kept, shards = learner_parts(request), parallel.world / parallel.replicate
     if request.model.lora is None:
@@ -157,30 +159,30 @@ def rank_bytes(request: SizingRequest, longest: float) -> dict[str, float]:
 
 
 def _engine_bytes(prepared: Prepared, model: ModelConfig, *, trained: bool) -> dict[str, float]:
-    """Return the bytes that one engine keeps; nothing for a model whose sizes are not known. Weights that are not
-    ``trained`` have no second copy, since no others come."""
-    request = _request(prepared, model)
+    """Return the bytes that one engine needs, by use; empty if the model's sizes are not known. An engine whose model
+    is not ``trained`` has no second copy of the weights, because it receives no new version."""
+    request = _sizing_request(prepared, model)
     return {} if request is None else engine_part_bytes(request, float(prepared.max_context), trained=trained)
 
 
 def engine_part_bytes(request: SizingRequest, longest: float, *, trained: bool) -> dict[str, float]:
-    """Return the bytes that one engine keeps on all its devices, by what takes them, for sequences of up to ``longest``
-    tokens. Weights that are not ``trained`` have no second copy."""
+    """Return the bytes that one engine needs on all its devices together, by use (weights, cache), for sequences of up
+    to ``longest`` tokens. An engine whose model is not ``trained`` has no second copy of the weights."""
     tokens = request.engine.cache_tokens or request.engine.max_sequences * longest
     cache = float(tokens * request.shape.kv_numbers * request.bytes_per_number)
     return {"weights": engine_bytes(request) if trained else request.weight_bytes, "cache up to": cache}
 
 
-def _request(prepared: Prepared, model: ModelConfig) -> SizingRequest | None:
-    """Return the settings that decide about the memory of ``model``; ``None`` for one whose sizes are not known."""
+def _sizing_request(prepared: Prepared, model: ModelConfig) -> SizingRequest | None:
+    """Return the settings that determine the memory of ``model`` in the run; ``None`` if its sizes are not known."""
     with suppress(ConfigError):
         return asked_of(prepared.config.model_copy(update={"model": model}))
     return None
 
 
-def _where(prepared: Prepared, device: str, role: Literal["engine", "learner"], count: int) -> str:
-    """Return in words where a part runs that is one of ``count`` of its role: its threads, or its GPUs by torch's names
-    and, where these differ, by those of the driver."""
+def _device_words(prepared: Prepared, device: str, role: Literal["engine", "learner"], count: int) -> str:
+    """Return the devices of a part in words: its threads, or its GPUs with torch's names and, if these differ, the
+    driver's names. ``count`` is the number of parts with the same ``role``, which share the cores."""
     launch = prepared.config.launch
     place = f" of a machine that {launch.kind} chooses" if launch.remote else ""
     if device == CPU:
@@ -193,8 +195,8 @@ def _where(prepared: Prepared, device: str, role: Literal["engine", "learner"], 
     return device if same else f"{device} (GPU {', '.join(names)})"
 
 
-def _of_workers(prepared: Prepared) -> str:
-    """Return in words where the workers for environments and rewards run."""
+def _workers_where(prepared: Prepared) -> str:
+    """Return in words the machines on which the workers for environments and rewards run."""
     launch = prepared.config.launch
     return f"machines that {launch.kind} chooses" if launch.remote else "this machine"
 

@@ -1,4 +1,5 @@
-"""The chart of a plan: the throughput of every candidate, and the idle time of the important ones."""
+"""The chart of ``headrace plan --picture``: the throughput of every candidate, and the idle times of the requested, the
+synchronous and the best candidate."""
 
 from __future__ import annotations
 
@@ -6,19 +7,19 @@ from headrace.run.observe.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, SLAT
 from headrace.wings.plan.search import PlanRow, SearchResult, row_of
 
 AGES = (SLATE, SKY, BLUE, GREEN, PURPLE, ORANGE)
-"""The colour of each staleness bound in increasing order; they repeat after the sixth."""
+"""The colours of the staleness bounds in increasing order; they repeat after the sixth bound."""
 
 
 def plan_svg(found: SearchResult) -> bytes:
-    """Return the chart of a plan: trained tokens per second of every candidate over the number of generating
-    accelerators, and the idle time of three candidates."""
+    """Return the chart of a plan as an SVG file: trained tokens per second of every candidate over the number of
+    generating accelerators, and the idle times of three candidates."""
     drawing = Drawing(960, 600, f"{len(found.tried)} simulated runs of {found.site.request.shape.name}")
-    _speeds(drawing, found)
-    _idle(drawing, _highlighted(found))
+    _draw_throughputs(drawing, found)
+    _draw_idle_times(drawing, _named_rows(found))
     return drawing.svg()
 
 
-def _speeds(drawing: Drawing, found: SearchResult) -> None:
+def _draw_throughputs(drawing: Drawing, found: SearchResult) -> None:
     """Draw the trained tokens per second of every candidate over the number of generating accelerators."""
     count = found.site.cluster.count
     title = f"{found.site.request.shape.name} on {found.site.cluster}: {len(found.tried)} simulated runs"
@@ -31,12 +32,12 @@ def _speeds(drawing: Drawing, found: SearchResult) -> None:
     panel = Panel(drawing, (90, 90, 840, 250), (1.12 * count, 1.1 * fastest))
     for each in found.tried:
         drawing.dot(panel.x(each.generation or count), panel.y(each.trained_tok_s), colors[each.max_age])
-    for name, row in _highlighted(found).items():
+    for name, row in _named_rows(found).items():
         drawing.text(panel.x(row.generation or count) + 8, panel.y(row.trained_tok_s) - 6, name, color=INK)
 
 
-def _idle(drawing: Drawing, rows: dict[str, PlanRow]) -> None:
-    """Draw the idle time of engines and learner, two bars for each row."""
+def _draw_idle_times(drawing: Drawing, rows: dict[str, PlanRow]) -> None:
+    """Draw the idle times of engines and learner as two bars for each of ``rows``, which are candidates by name."""
     drawing.text(20, 400, "Idle time", size=15, color=INK)
     drawing.text(120, 400, "% of the time")
     drawing.legend(240, 400, [("engines", BLUE), ("learner", ORANGE)])
@@ -49,7 +50,8 @@ def _idle(drawing: Drawing, rows: dict[str, PlanRow]) -> None:
             drawing.text(panel.x(100 * share) + 5, top + below + 13, f"{100 * share:.0f}%", size=11)
 
 
-def _highlighted(found: SearchResult) -> dict[str, PlanRow]:
-    """Return the three candidates that the chart names: the settings as asked, the synchronous ones and the best."""
+def _named_rows(found: SearchResult) -> dict[str, PlanRow]:
+    """Return the rows of the three candidates that the chart labels, by label: the settings of the run file, the best
+    synchronous settings and the best settings."""
     named = {"as asked": found.requested, "synchronous": found.synchronous, "best": found.best}
     return {name: row_of(found.site, each) for name, each in named.items()}

@@ -1,4 +1,5 @@
-"""Makes a plan from the settings of a run file and a cluster file."""
+"""The functions that make a plan from the settings of a run file and a cluster file: first the context
+(:func:`make_site`), then the search (:func:`plan`)."""
 
 from __future__ import annotations
 
@@ -17,16 +18,19 @@ from headrace.wings.plan.system import Measured, PlanContext
 from headrace.wings.plan.workload import Workload
 
 MEAN_SHARE = 0.25
-"""Mean length of an answer as a fraction of the longest, if the cluster file does not give it."""
+"""Mean length of an answer as a fraction of ``engine.max_new_tokens``, if neither the cluster file nor a calibration
+gives the lengths."""
 
 
 def bound(account: Account) -> str:
-    """Return what limits the throughput of a run with this account, by the same rule that judges live runs."""
+    """Return in words what limits the throughput of a run with this account of its time, by the same rule as in the
+    verdict on a real run."""
     return str(bound_of(account))
 
 
 def asked_of(config: RunConfig) -> SizingRequest:
-    """Return the settings of a run file that a plan needs, with the sizes of its model."""
+    """Return the settings of a run file that a plan needs, with the sizes of its model. Raises
+    :class:`~headrace.base.errors.ConfigError` if the model's sizes are not known."""
     return SizingRequest(
         shape=model(config.model.path),
         model=config.model,
@@ -39,14 +43,15 @@ def asked_of(config: RunConfig) -> SizingRequest:
 
 
 def usual_workload(request: SizingRequest) -> Workload:
-    """Return the workload that is assumed if neither the cluster file nor a calibration gives one: prompts of 256
-    tokens, and answers of lognormal lengths with a mean of a quarter of the longest."""
+    """Return the workload that a plan assumes if neither the cluster file nor a calibration contains a workload:
+    prompts of 256 tokens, and answers of lognormal lengths whose mean is a quarter of ``engine.max_new_tokens``."""
     longest = request.engine.max_new_tokens
     return Workload(prompt_tokens=ConstantSpread(value=256), answer_tokens=Lognormal(mean=MEAN_SHARE * longest, cv=1.0))
 
 
 def longest_sequence(request: SizingRequest) -> float:
-    """Return the largest number of tokens of a prompt and its answer together, as a plan assumes it."""
+    """Return the largest number of tokens of a prompt and its answer together: ``engine.max_context`` or, if that is
+    unset, the longest answer and an assumed prompt of 256 tokens."""
     return request.engine.max_context or request.engine.max_new_tokens + 4 * MEAN_SHARE * 256
 
 
@@ -54,11 +59,11 @@ def make_site(
     request: SizingRequest, file: ClusterFile, measured: Measured | None = None, *, rates: CardRates | None = None
 ) -> PlanContext:
     """Return the context of a plan: the settings of the run, the cluster, the workload and the division of memory.
-    ``measured`` are the costs that a calibration found in a run, ``rates`` those that ``headrace bench gpu`` measured;
-    they replace those of the catalogue.
+    ``measured`` contains costs calibrated by a recorded run, and ``rates`` the rates of a GPU measured by ``headrace
+    bench gpu``. Each replaces the catalogue's figures.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the model does not fit on the cluster, or if the rates are
-    those of another GPU.
+    Raises :class:`~headrace.base.errors.ConfigError` if the model does not fit on the cluster, or if the rates were
+    measured on another GPU.
     """
     cluster = file.cluster if rates is None else on_cluster(rates, file.cluster)
     recorded = None if measured is None else measured.workload
@@ -74,8 +79,8 @@ def make_site(
 
 
 def plan(site: PlanContext, clock: Clock, *, seed: int = 0, generation: int | None = None) -> SearchResult:
-    """Search for the best settings by simulation. ``seed`` is that of every simulated run, and ``generation`` fixes the
-    number of generating accelerators; ``None``: it is searched too.
+    """Search for the best settings by simulation, and return the result. Every simulated run uses ``seed``.
+    ``generation`` fixes the number of generating accelerators; ``None``: the search chooses it.
 
     Raises :class:`~headrace.base.errors.ConfigError` if ``generation`` is not a whole number of engines, or leaves too
     few accelerators for the learner.

@@ -1,4 +1,4 @@
-"""The plan that a dry run prints: a prediction for this machine from the catalogue's figures."""
+"""The plan that ``headrace train --dry-run`` prints: a prediction for this machine from the catalogue's figures."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MOST_PROMPTS = 4096
 
 
 def plan_line(prepared: Prepared) -> str:
-    """Return one line for a dry run that predicts the speed of the ``prepared`` run on this machine from the
-    catalogue's figures, or says why there is no plan."""
+    """Return one line for a dry run: the predicted speed of the ``prepared`` run on this machine, from the catalogue's
+    figures, or the reason why there is no prediction."""
     if prepared.config.launch.remote:
         return "No plan of a cluster: headrace plan RUN.toml --cluster CLUSTER.toml has one."
     try:
@@ -34,9 +34,9 @@ def plan_line(prepared: Prepared) -> str:
 
 
 def site_here(prepared: Prepared) -> tuple[PlanContext, int, int]:
-    """Return the context of a plan of the ``prepared`` run on this machine, the number of accelerators (GPUs, or cores)
-    on which its engines compute, and the number of those of its learner. Raises
-    :class:`~headrace.base.errors.ConfigError` if the model does not fit, or its sizes are not known."""
+    """Return the context of a plan of the ``prepared`` run on this machine, the number of accelerators (GPUs or cores)
+    of its engines, and the number of accelerators of its learner. Raises
+    :class:`~headrace.base.errors.ConfigError` if the model does not fit, or if its sizes are not known."""
     config, devices = prepared.config, prepared.devices
     gpus_of_engines = {number for device in devices.engines for number in gpu_numbers(device)}
     engines, learners = len(gpus_of_engines), len(devices.learner)
@@ -54,7 +54,7 @@ def site_here(prepared: Prepared) -> tuple[PlanContext, int, int]:
 
 
 def known_gpu() -> str:
-    """Return the catalogue's name of the first GPU that torch sees; torch's own name if the catalogue lacks it."""
+    """Return the catalogue's name of the first GPU that torch finds; torch's name if the catalogue lacks the GPU."""
     import torch
 
     name = torch.cuda.get_device_name(0)

@@ -1,12 +1,12 @@
-"""The time of one publication: from the ranks of the learner, each of which holds a part of the weights, to the
-engines, each of which needs them all.
+"""A model of the time of one publication. Each rank of the learner has a part of the weights, and each engine needs all
+weights: an engine receives them as an image in host memory, from which it loads them (the uptake).
 
     rank ──copy──▶ slot ──hash──▶ agree ══broadcast══▶ image beside each engine ──verify──▶ uptake ──▶ commit
      learner waits                          while training and decoding go on                        engine waits
 
-Where rank 0 sends the whole version instead (any transport but process groups), it is the only one that copies and
-hashes. The phases follow each other, as in :mod:`headrace.sync`. In each of them several things can be the slowest: one
-thread, the cores of a machine, its memory, or its link to the network. A phase takes as long as the slowest of these.
+With any transport but process groups, rank 0 sends the whole version, and only rank 0 copies and hashes. The phases
+follow each other, as in :mod:`headrace.sync`. The duration of a phase is that of its slowest resource: one thread, the
+cores of a machine, its memory, or its network link.
 """
 
 from __future__ import annotations
@@ -25,74 +25,74 @@ GB = 1e9
 SWAP_S = 0.005
 """Fixed time of every commit, in seconds."""
 SOCKET_PASSES = 3
-"""How often one side of a connection touches a byte in memory: the program's buffer, and the kernel's copy of it, which
-is written and read."""
+"""Number of memory accesses per byte on each side of a connection: one to the program's buffer, and two to the kernel's
+copy of the byte, which is written and read."""
 
 
 class EngineUptake(StrEnum):
-    """The way by which an engine takes a verified image in host memory into use."""
+    """The method by which an engine loads the verified image of a version from host memory."""
 
     POINTERS = "pointers"
     """The parameters become views of the image: an embedded engine on processors."""
     UPLOAD = "upload"
-    """The image is copied to the accelerator beside decoding, and then the parameters point to the copy: an embedded
-    engine on an accelerator."""
+    """The image is copied to the accelerator while the engine decodes; at the commit the parameters become views of the
+    copy: an embedded engine on an accelerator."""
     FILES = "files"
-    """The image is written to files, which a server of models loads while it stands still."""
+    """The image is written to files, which a model server (vLLM, SGLang) loads while it does not decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicationRequest:
-    """One publication whose time is wanted."""
+    """The inputs from which the time of one publication is computed."""
 
     image_bytes: float
-    """Number of bytes of the whole weights, as the codec represents them. All are copied, hashed and verified."""
+    """Number of bytes of all weights in the codec's number format. All of them are copied, hashed and verified."""
     sent_bytes: float
-    """Number of those bytes that are sent: fewer for differences."""
+    """Number of bytes that are sent; fewer than ``image_bytes`` for codecs that send differences."""
     ranks: Sequence[int]
-    """For each rank of the learner, the number of its machine."""
+    """Machine number of each rank of the learner."""
     engines: Sequence[int]
-    """For each engine, the number of its machine."""
+    """Machine number of each engine."""
     width: int = 1
     """Number of accelerators of one engine."""
     uptake: EngineUptake = EngineUptake.UPLOAD
-    """The way by which an engine takes the verified image into use."""
+    """The method by which an engine loads the verified image."""
     fixed_s: float = 0.05
-    """Seconds of messages, however large the version is: the ranks exchange their hashes, and the update is announced
-    to the engines."""
+    """Seconds of messages, independent of the size of a version: the ranks exchange their hashes, and the update is
+    announced to the engines."""
     rate_gb_s: float | None = None
-    """Rate, in 10⁹ bytes per second, of a transport by which rank 0 alone sends the whole version, which every engine
-    fetches or views; ``None``: process groups, in which every rank broadcasts its part."""
+    """Rate, in 10⁹ bytes per second, of a transport by which rank 0 sends the whole version; ``None``: process groups,
+    in which every rank broadcasts its part."""
     on_accelerator: bool = True
-    """Whether the learner's weights are in the memory of accelerators."""
+    """Whether the learner's weights are in accelerator memory, and not in host memory."""
 
 
 class PublicationPhase(msgspec.Struct, frozen=True, kw_only=True):
     """One phase of a publication."""
 
     name: str
-    """What is done."""
+    """Name of the phase, such as ``copy`` or ``broadcast``."""
     seconds: float
-    """How long it takes."""
+    """Duration of the phase."""
     limit: str
-    """What it waits for, in words."""
+    """The slowest resource of the phase, which determines its duration, in words."""
 
 
 class PublicationEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted time of one publication, phase by phase."""
 
     copy: PublicationPhase
-    """Each rank copies its part into a slot; the learner stands still."""
+    """The copy of each rank's part into a slot, during which the learner does not train."""
     travel: tuple[PublicationPhase, ...]
-    """What follows beside training and decoding, until a verified image is beside every engine."""
+    """The phases after the copy, until every engine's machine has a verified image; training and decoding continue."""
     uptake: PublicationPhase
-    """The engines bring the image to where they compute, beside decoding."""
+    """The copy of the image to the engine's accelerators or files; decoding continues."""
     commit: PublicationPhase
-    """The engines take it into use, and stand still."""
+    """The exchange of the weights in use, during which the engines do not decode."""
     moved_bytes: dict[str, float]
-    """Number of bytes that are moved, over all machines: ``accelerator links`` between accelerators and host memory,
-    ``hashed`` and ``files``; with process groups, ``network`` from machine to machine, and ``within machines`` over
-    their loopback."""
+    """Number of bytes by kind, over all machines: ``accelerator links`` (between accelerators and host memory),
+    ``hashed`` and ``files``; with process groups also ``network`` (between machines) and ``within machines``
+    (loopback)."""
 
     @property
     def phases(self) -> tuple[PublicationPhase, ...]:
@@ -101,56 +101,57 @@ class PublicationEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def travel_s(self) -> float:
-        """Return the seconds for which neither side stands still."""
+        """Return the seconds between copy and commit, in which both training and decoding continue."""
         return sum(phase.seconds for phase in self.travel) + self.uptake.seconds
 
     @property
     def received_s(self) -> float:
-        """Return the seconds from the learner's step until a verified image is beside every engine."""
+        """Return the seconds from the end of the training step until every engine's machine has a verified image."""
         return self.copy.seconds + sum(phase.seconds for phase in self.travel)
 
     @property
     def total_s(self) -> float:
-        """Return the seconds from the learner's step until every engine uses the version."""
+        """Return the seconds from the end of the training step until every engine uses the version."""
         return sum(phase.seconds for phase in self.phases)
 
 
-def _zeros() -> dict[int, float]:
-    """Return an amount for each machine, all of them 0 at first."""
+def _zero_by_machine() -> dict[int, float]:
+    """Return an empty mapping from machine numbers to amounts; a missing amount is 0."""
     return defaultdict(float)
 
 
 @dataclass(slots=True)
 class _PhaseLoad:
-    """What one phase asks of the machines."""
+    """The load of one phase on the machines, from which the duration of the phase is computed."""
 
     host: HostFigures
+    """The rates of every machine."""
     thread_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of the busiest thread of each kind."""
-    core_s: dict[int, float] = field(default_factory=_zeros)
-    """Seconds of cores, by machine."""
-    memory_bytes: dict[int, float] = field(default_factory=_zeros)
-    """Bytes that are read or written in memory, by machine."""
-    out_bytes: dict[int, float] = field(default_factory=_zeros)
-    """Bytes that leave a machine, by machine."""
-    in_bytes: dict[int, float] = field(default_factory=_zeros)
-    """Bytes that reach a machine, by machine."""
+    """Seconds of the busiest thread, by kind of thread."""
+    core_s: dict[int, float] = field(default_factory=_zero_by_machine)
+    """Summed seconds of cores, by machine."""
+    memory_bytes: dict[int, float] = field(default_factory=_zero_by_machine)
+    """Bytes that are read from or written to memory, by machine."""
+    out_bytes: dict[int, float] = field(default_factory=_zero_by_machine)
+    """Bytes that are sent over the network, by sending machine."""
+    in_bytes: dict[int, float] = field(default_factory=_zero_by_machine)
+    """Bytes that are received over the network, by receiving machine."""
 
     def work(self, machine: int, who: str, seconds: float, num_bytes: float) -> None:
-        """Add a thread of the kind ``who`` that computes for ``seconds`` on ``machine``, and reads or writes
-        ``num_bytes`` meanwhile."""
+        """Add the load of a thread of the kind ``who`` that runs for ``seconds`` on ``machine``, and reads or writes
+        ``num_bytes`` of memory."""
         self.thread_s[who] = max(self.thread_s.get(who, 0.0), seconds)
         self.core_s[machine] += seconds
         self.memory_bytes[machine] += num_bytes
 
     def carry(self, sender: int, receiver: int, num_bytes: float) -> None:
-        """Add ``num_bytes`` that are sent from one machine to another, or within one."""
+        """Add ``num_bytes`` that the machine ``sender`` sends to ``receiver``; nothing is added if both are equal."""
         if sender != receiver:
             self.out_bytes[sender] += num_bytes
             self.in_bytes[receiver] += num_bytes
 
     def phase(self, name: str) -> PublicationPhase:
-        """Return the phase called ``name`` with this load: as long as the slowest takes."""
+        """Return the phase called ``name`` with this load. Its duration is that of the slowest resource."""
         host = self.host
         cores, link = host.cores or 1, host.link_gb_s * host.links * GB
         waits = dict(self.thread_s)
@@ -166,8 +167,8 @@ class _PhaseLoad:
 
 
 def tree_edges(size: int) -> list[tuple[int, int]]:
-    """Return the sends (sender, receiver) of a broadcast by Gloo among ``size`` members, of which number 0 is the root:
-    a binomial tree (gloo/broadcast.cc).
+    """Return the pairs (sender, receiver) of a broadcast by Gloo from member 0 to the other ``size`` − 1 members of a
+    group: a binomial tree (gloo/broadcast.cc).
 
     >>> tree_edges(5)
     [(0, 1), (0, 2), (1, 3), (0, 4)]
@@ -177,9 +178,9 @@ def tree_edges(size: int) -> list[tuple[int, int]]:
 
 
 def publish(request: PublicationRequest, host: HostFigures) -> PublicationEstimate:
-    """Return the predicted time of a publication among machines with the figures of ``host``."""
+    """Return the predicted time of a publication among machines with the rates of ``host``."""
     if request.rate_gb_s is None:
-        load, moved = _send(request, host)
+        load, moved = _broadcast_load(request, host)
         send = load.phase("broadcast")
     else:
         send, moved = _send_whole(request), {}
@@ -187,12 +188,13 @@ def publish(request: PublicationRequest, host: HostFigures) -> PublicationEstima
     part = request.image_bytes / len(request.ranks)
     copied_s = part / ((host.down_gb_s if request.on_accelerator else host.copy_gb_s) * GB)
     for machine in request.ranks:
+        # a copy within host memory reads and writes each byte there, a copy from the accelerator only writes it
         copy.work(machine, "one rank's copy", copied_s, part if request.on_accelerator else 2 * part)
         hashing.work(machine, "one rank's thread", part / (host.hash_gb_s * GB), part)
     for machine in request.engines:
         seconds = request.image_bytes / (host.hash_gb_s * GB)
         verify.work(machine, "one engine's thread", seconds, request.image_bytes)
-    uptake, commit = _uptake(request, host)
+    uptake, commit = _uptake_and_commit(request, host)
     uploaded = len(request.engines) * request.image_bytes
     moved |= {
         "accelerator links": (request.image_bytes if request.on_accelerator else 0.0)
@@ -211,21 +213,23 @@ def publish(request: PublicationRequest, host: HostFigures) -> PublicationEstima
 
 
 def _send_whole(request: PublicationRequest) -> PublicationPhase:
-    """Return the phase of a transport that brings the whole version from rank 0 at a given rate."""
+    """Return the sending phase of a transport by which rank 0 sends the whole version at the rate
+    ``request.rate_gb_s``."""
     assert request.rate_gb_s is not None
     return PublicationPhase(
         name="send", seconds=request.sent_bytes / (request.rate_gb_s * GB), limit="the rate of the transport"
     )
 
 
-def _send(request: PublicationRequest, host: HostFigures) -> tuple[_PhaseLoad, dict[str, float]]:
-    """Return the load of the broadcasts of all ranks, which run at the same time, and the bytes that they move."""
+def _broadcast_load(request: PublicationRequest, host: HostFigures) -> tuple[_PhaseLoad, dict[str, float]]:
+    """Return the load of the broadcasts of all ranks, which run at the same time, and the number of bytes that they
+    send over the ``network`` and ``within machines``."""
     load, part = _PhaseLoad(host), request.sent_bytes / len(request.ranks)
     edges, moved = tree_edges(1 + len(request.engines)), {"network": 0.0, "within machines": 0.0}
     stream = host.stream_gb_s * GB
 
     def carried(sender: int, receiver: int, num_bytes: float) -> None:
-        """Count ``num_bytes`` from one machine to another, or within one."""
+        """Count ``num_bytes`` that the machine ``sender`` sends to ``receiver``, which may be the same machine."""
         load.carry(sender, receiver, num_bytes)
         moved["within machines" if sender == receiver else "network"] += num_bytes
 
@@ -235,7 +239,7 @@ def _send(request: PublicationRequest, host: HostFigures) -> tuple[_PhaseLoad, d
         load.work(machine, "one rank's connections", ends[0] * part / stream, ends[0] * SOCKET_PASSES * part)
         for member in roots:
             carried(machine, request.engines[member - 1], part)
-    # what engines pass on is the same in the group of every rank: counted once, for all bytes together
+    # engines forward along the same edges in the group of every rank, so all bytes are counted at once
     for sender, receiver in edges:
         if sender:
             carried(request.engines[sender - 1], request.engines[receiver - 1], request.sent_bytes)
@@ -246,8 +250,8 @@ def _send(request: PublicationRequest, host: HostFigures) -> tuple[_PhaseLoad, d
     return load, moved
 
 
-def _uptake(request: PublicationRequest, host: HostFigures) -> tuple[PublicationPhase, PublicationPhase]:
-    """Return the phases in which engines bring a verified image to where they compute, and take it into use."""
+def _uptake_and_commit(request: PublicationRequest, host: HostFigures) -> tuple[PublicationPhase, PublicationPhase]:
+    """Return the phase in which engines load a verified image, and the phase in which they commit it."""
     image, commit = request.image_bytes, PublicationPhase(name="commit", seconds=SWAP_S, limit="the exchange")
     if request.uptake is EngineUptake.POINTERS:
         return PublicationPhase(name="none", seconds=0.0, limit="nothing"), commit

@@ -1,9 +1,11 @@
-"""A search for the fastest way to divide and configure a run; every candidate is simulated.
+"""The search of ``headrace plan`` for the split of the accelerators and the settings with which a run is fastest. Every
+candidate is evaluated by a simulated run.
 
-The search is coarse first: splits of the accelerators combined with staleness bounds, and all accelerators alternating
-between both tasks. Around the best of these it then varies the split, the batch, the interrupt and the transport, one
-after another. Among candidates of about the same speed, the one with younger tokens wins, then the one that changes
-fewer settings of the run file. A split is the number of accelerators that generate; the others train.
+A split is the number of accelerators that generate; the other accelerators train. The first pass of the search combines
+coarse splits with staleness bounds, and also tries all accelerators alternating between generation and training. The
+second pass varies the split, the batch, the interrupt and the transport of the best candidate, one after another. Among
+candidates of about the same speed, the candidate with younger tokens wins, then the candidate that changes fewer
+settings of the run file.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ from headrace.wings.plan.system import Choice, PlanContext
 COARSE = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 """Fractions of the accelerators that generate, in the first pass of the search."""
 FINE = (-0.0625, -0.03125, 0.03125, 0.0625)
-"""Changes to the best of those fractions, in the second pass."""
+"""Changes to the fraction of the best split, in the second pass."""
 AGES = (1, 2, 4, 8)
 """Staleness bounds that are tried with every split."""
 EPISODES = 6_000
-"""Approximate number of episodes of one simulated run, enough to know its rate within one or two percent."""
+"""Approximate number of episodes of one simulated run; its throughput is then known to within one or two percent."""
 LEAST_STEPS, MOST_STEPS = 6, 24
-"""Smallest number of steps of a simulated run beside those that fill its lead, and the largest number of all."""
+"""Smallest number of steps of a simulated run without the steps that fill its lead, and largest number of all its
+steps."""
 EQUAL_WITHIN = 0.02
-"""Relative difference below which two rates count as equal; simulated runs scatter by about as much."""
+"""Relative difference below which two throughputs count as equal; repeated simulations differ by about as much."""
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +54,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     interrupt: str
     """What becomes of running sequences at a commit."""
     transport: str
-    """The transport that brings new weights to the engines."""
+    """The transport that sends new weights to the engines."""
     trained_tok_s: float
     """Tokens trained per second."""
     generated_tok_s: float
@@ -85,15 +88,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The result of a search: three candidates by name, and a row for each that was tried."""
+    """The result of a search: the best, the requested and the synchronous candidate, and a row for every candidate."""
 
     site: PlanContext
     """The inputs of the plan: run file, cluster and workload."""
     best: Candidate
-    """The best candidate: the fastest or, among those of about the same speed, one with younger tokens."""
+    """The best candidate: the fastest or, among candidates of about the same speed, the candidate with younger
+    tokens."""
     requested: Candidate
-    """The candidate with the settings of the run file and the best split for them; all accelerators alternate if no
-    split fits."""
+    """The candidate with the settings of the run file and the best split for these settings; if no split fits, all
+    accelerators alternate."""
     synchronous: Candidate
     """The best candidate that trains no stale tokens, with a split or alternating."""
     tried: Sequence[PlanRow]
@@ -113,24 +117,24 @@ class Search:
     seed: int
     """Seed of every simulated run."""
     fixed: int | None = None
-    """Number of generating accelerators if the user gave it; ``None``: the search chooses it."""
+    """Number of generating accelerators that the user has fixed; ``None``: the search chooses it."""
     _simulated: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
 
     def run(self) -> SearchResult:
-        """Simulate all candidates and return the best one, with the requested and the synchronous one to compare it
-        with."""
+        """Simulate all candidates and return the best candidate, together with the requested and the synchronous
+        candidate for comparison."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
-            requested = synchronous = self._simulate(self._shared())
-            return self._result(
+            requested = synchronous = self._simulate(self._alternating_choice())
+            return self._build_result(
                 began_s, self._better(requested, self._other_batches(requested.choice)), requested, synchronous
             )
-        requested = self._best([self._configured(count) for count in self._splits()])
+        requested = self._best([self._configured_choice(count) for count in self._splits()])
         best = self._best(
-            [self._configured(count).with_flow(**_bounded(age)) for count in self._splits() for age in AGES]
+            [self._configured_choice(count).with_flow(**_bounded_flow(age)) for count in self._splits() for age in AGES]
         )
-        in_turn = [self._shared()] if self.site.fit.shared_tokens else []
-        best = self._better(best, in_turn)
+        alternating = [self._alternating_choice()] if self.site.fit.shared_tokens else []
+        best = self._better(best, alternating)
         if not best.choice.shared:
             best = self._better(best, self._finer_splits(best.choice))
         best = self._better(best, self._other_batches(best.choice))
@@ -138,28 +142,37 @@ class Search:
             best, [replace(best.choice, interrupt=mode) for mode in (Interrupt.INFLIGHT, Interrupt.DRAIN)]
         )
         best = self._better(best, [replace(best.choice, transport=each) for each in self._transports()])
-        fresh = [self._configured(count).with_flow(**_FRESH) for count in self._splits()]
-        return self._result(began_s, self._better(best, [requested.choice]), requested, self._best([*fresh, *in_turn]))
+        synchronous_choices = [
+            self._configured_choice(count).with_flow(**_SYNCHRONOUS_FLOW) for count in self._splits()
+        ]
+        return self._build_result(
+            began_s, self._better(best, [requested.choice]), requested, self._best([*synchronous_choices, *alternating])
+        )
 
     def _transports(self) -> list[str]:
-        """Return the names of the transports that may be proposed instead of the run file's: none that stays on one
-        machine where there are several. Transports of other packages are not imported for a plan."""
+        """Return the names of the transports that the plan may propose instead of the run file's. On a cluster of
+        several machines, transports within one machine are left out. Transports of third-party packages are never
+        proposed, so that a plan need not import them."""
         found = {name: TRANSPORTS.load(name) for name in TRANSPORTS.rows}
         apart = self.site.cluster.num_machines > 1
         return [name for name, each in found.items() if each.cost.proposed and (each.crosses_machines or not apart)]
 
     def glance(self) -> SearchResult:
-        """Simulate only the settings of the run file and their synchronous counterpart, for a dry run, and return
-        these."""
+        """Simulate only the settings of the run file and their synchronous variant, and return both as the result; a
+        dry run uses this short search."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
-            turns = self._simulate(self._shared())
-            return self._result(began_s, turns, turns, turns)
-        requested = self._best([self._configured(count) for count in self._splits()])
-        fresh = self._best([self._configured(count).with_flow(**_FRESH) for count in self._splits()])
-        return self._result(began_s, requested, requested, fresh)
+            alternating = self._simulate(self._alternating_choice())
+            return self._build_result(began_s, alternating, alternating, alternating)
+        requested = self._best([self._configured_choice(count) for count in self._splits()])
+        synchronous = self._best(
+            [self._configured_choice(count).with_flow(**_SYNCHRONOUS_FLOW) for count in self._splits()]
+        )
+        return self._build_result(began_s, requested, requested, synchronous)
 
-    def _result(self, began_s: float, best: Candidate, requested: Candidate, synchronous: Candidate) -> SearchResult:
+    def _build_result(
+        self, began_s: float, best: Candidate, requested: Candidate, synchronous: Candidate
+    ) -> SearchResult:
         """Return the result of the search, which began at ``began_s`` and ends now."""
         return SearchResult(
             site=self.site,
@@ -171,21 +184,21 @@ class Search:
         )
 
     def _splits(self) -> Sequence[int]:
-        """Return the candidate numbers of generating accelerators: whole engines, with enough accelerators left for
-        the learner."""
+        """Return the numbers of generating accelerators to try in the first pass: multiples of an engine's
+        accelerators that leave enough accelerators for the learner."""
         counts = [self.fixed] if self.fixed else [round(share * self.site.cluster.count) for share in COARSE]
-        return _unique(self._possible(counts))
+        return _unique(self._round_to_engines(counts))
 
-    def _possible(self, counts: Sequence[int]) -> Iterator[int]:
-        """Yield each of ``counts``, numbers of generating accelerators, rounded to whole engines and to a number that
-        leaves enough for the learner."""
+    def _round_to_engines(self, counts: Sequence[int]) -> Iterator[int]:
+        """Yield each number of generating accelerators in ``counts``, rounded down to whole engines and limited so that
+        it leaves enough accelerators for the learner."""
         fit, total = self.site.fit, self.site.cluster.count
         most = total - fit.least_learner
         for count in counts:
             yield min(max(count // fit.ways * fit.ways, fit.ways), most // fit.ways * fit.ways)
 
-    def _configured(self, generation: int) -> Choice:
-        """Return the choice that the run file makes, with ``generation`` accelerators that generate."""
+    def _configured_choice(self, generation: int) -> Choice:
+        """Return the choice with the settings of the run file and ``generation`` generating accelerators."""
         requested = self.site.request
         return Choice(
             generation=generation,
@@ -194,35 +207,35 @@ class Search:
             transport=requested.sync.transport,
         )
 
-    def _shared(self) -> Choice:
+    def _alternating_choice(self) -> Choice:
         """Return the choice in which all accelerators alternate between generation and training: every batch is trained
         as soon as it is generated."""
-        choice = self._configured(self.site.cluster.count).with_flow(**_FRESH)
+        choice = self._configured_choice(self.site.cluster.count).with_flow(**_SYNCHRONOUS_FLOW)
         return replace(choice, shared=True, interrupt=Interrupt.SLEEP)
 
     def _finer_splits(self, choice: Choice) -> list[Choice]:
-        """Return choices with slightly other numbers of generating accelerators than ``choice``; none if the user fixed
-        that number."""
+        """Return copies of ``choice`` with slightly fewer and slightly more generating accelerators; none if the user
+        has fixed that number."""
         if self.fixed:
             return []
         total = self.site.cluster.count
         counts = [choice.generation + round(step * total) for step in FINE]
-        return [replace(choice, generation=count) for count in _unique(self._possible(counts))]
+        return [replace(choice, generation=count) for count in _unique(self._round_to_engines(counts))]
 
     def _other_batches(self, choice: Choice) -> list[Choice]:
-        """Return ``choice`` with half and with twice as many groups in a batch."""
+        """Return two copies of ``choice``, with half and with twice as many groups in a batch."""
         size = choice.flow.groups_per_step
         return [choice.with_flow(groups_per_step=each) for each in (size // 2, 2 * size) if each >= 1]
 
     def _simulate(self, choice: Choice) -> Candidate:
-        """Return the candidate for a choice: simulate a run that is long enough to fill its lead, or take the result of
-        an earlier simulation."""
+        """Return the candidate for a choice, from the cache or by simulating a run that is long enough to fill its
+        lead."""
         key = (choice.generation, choice.shared, choice.interrupt, choice.transport, choice.flow.model_dump_json())
         if key not in self._simulated:
             per_step = choice.flow.groups_per_step * choice.flow.group_size
             lead = min(choice.flow.effective_lead, MOST_STEPS)
             steps = min(MOST_STEPS, max(LEAST_STEPS + lead, EPISODES // per_step))
-            shortened = replace(choice, flow=choice.flow.model_copy(update=_limit_ahead(choice.flow, MOST_STEPS)))
+            shortened = replace(choice, flow=choice.flow.model_copy(update=_limit_run_ahead(choice.flow, MOST_STEPS)))
             world = replace(self.site.world(shortened, steps), endless=True)
             self._simulated[key] = Candidate(choice=choice, outcome=Simulation(world, seed=self.seed).run())
         return self._simulated[key]
@@ -233,8 +246,8 @@ class Search:
         return self._better(self._simulate(first), others)
 
     def _better(self, best: Candidate, choices: Sequence[Choice]) -> Candidate:
-        """Return the best candidate among ``best`` and ``choices``, which are simulated: the one with more trained
-        tokens per second or, where these are nearly equal, with the younger tokens."""
+        """Simulate ``choices`` and return the best candidate among ``best`` and these: the candidate with more trained
+        tokens per second or, where these are nearly equal, with younger tokens."""
         for choice in choices:
             other = self._simulate(choice)
             ratio = other.tok_s / best.tok_s
@@ -244,17 +257,17 @@ class Search:
         return best
 
 
-_FRESH = {"policy": "synchronous", "max_age": 0, "lead": 0, "order": "strict", "capacity": None}
+_SYNCHRONOUS_FLOW = {"policy": "synchronous", "max_age": 0, "lead": 0, "order": "strict", "capacity": None}
 
 
-def _limit_ahead(flow: FlowConfig, steps: int) -> dict[str, object]:
-    """Return changes of the flow's settings that keep generation from running further ahead than ``steps`` batches,
-    since the groups of later batches would not be counted."""
+def _limit_run_ahead(flow: FlowConfig, steps: int) -> dict[str, object]:
+    """Return changes to the flow's settings that limit generation to at most ``steps`` batches ahead of training. The
+    groups of later batches would not be trained within the simulated run, and thus not counted."""
     ahead = {"max_age": flow.max_age, "lead": flow.lead}
     return {key: steps for key, value in ahead.items() if isinstance(value, int) and value > steps}
 
 
-def _bounded(age: int) -> dict[str, object]:
+def _bounded_flow(age: int) -> dict[str, object]:
     """Return the settings of the flow for asynchronous training with the staleness bound ``age`` and the same lead."""
     return {"policy": "bounded", "max_age": age, "lead": age, "order": "ready_first"}
 
@@ -265,7 +278,7 @@ def _unique(counts: Iterator[int]) -> list[int]:
 
 
 def row_of(site: PlanContext, tried: Candidate) -> PlanRow:
-    """Return the settings and results of the candidate ``tried`` as a row."""
+    """Return the settings and the results of the candidate ``tried`` as a row of the plan's table."""
     choice, outcome = tried.choice, tried.outcome
     account = outcome.account()
     return PlanRow(

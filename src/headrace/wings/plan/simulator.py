@@ -1,10 +1,10 @@
-"""A simulated run on virtual time: the real flow, with cost models of everything that takes time.
+"""The discrete-event simulation of a run on virtual time, with which ``headrace plan`` evaluates a choice of settings.
 
     real       the flow: pacing, policies, filters, ledger operations, automatic limits; closing of groups
     modelled   engines, learner, sync, environments, rewards, failures; the ledger only counts
 
-Decisions are made by the same code and at the same moments as in a real run. Only the loops around it are replaced by
-an event queue, because an asyncio task for each of a million episodes would take minutes.
+The same code makes the same decisions at the same times as in a real run. Only the controller's asyncio loops are
+replaced by an event queue, because an asyncio task for each of a million episodes would take minutes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ from headrace.wings.plan.world import World
 
 
 class Simulation:
-    """One simulated run of a :class:`World`, which describes it. Equal worlds and seeds give equal outcomes."""
+    """One simulated run. Its :class:`World` contains the settings and the cost models; equal worlds and seeds give
+    equal outcomes."""
 
     def __init__(self, world: World, *, seed: int, check: bool = False) -> None:
-        """Prepare the run. With ``check``, the invariants are verified after every event and not only at the end, which
-        is slow. Raises :class:`~headrace.base.errors.ConfigError` for settings that cannot be simulated."""
+        """Build the flow, the engines and the learner of the run; no event is executed yet. With ``check``, the
+        invariants are verified after every event and not only at the end, which is slow. Raises
+        :class:`~headrace.base.errors.ConfigError` for settings that cannot be simulated."""
         if world.flow.pivots is not None:
             raise ConfigError("flow.pivots cannot be simulated", remedy="plan the run without flow.pivots")
         streams = [np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(10)]
@@ -74,8 +76,8 @@ class Simulation:
         )  # fmt: skip
         self._draws = WorkloadDraws(world.workload, streams[2:], max_new_tokens=world.max_new_tokens)
         self._controller_s = 0.0
-        """Time until which the controller is busy with episodes that have started and ended."""
-        self._scorers = [0.0] * (world.workload.reward_slots or 0)  # a heap: when each is free; empty without a limit
+        """Virtual time until which the controller is busy with the starts and ends of episodes."""
+        self._scorers = [0.0] * (world.workload.reward_slots or 0)  # heap: time at which each is free; empty: no limit
         self._has_filters = bool(world.flow.filters)
         reads_lengths = any(isinstance(each, LengthFilter) for each in world.flow.filters)
         self._recorder = SimulatedRecorder(full_length=reads_lengths)
@@ -86,13 +88,14 @@ class Simulation:
         self.wasted: dict[str, float] = defaultdict(float)
         """Number of sampled tokens that will not be trained, by reason."""
         self.sampling = self.scoring = 0  # answers on engines, and episodes whose reward is being computed
-        self.scoring_s = self.sync_s = 0.0  # time in which engines and learner both waited for rewards, for the sync
-        self._together_s = self._engine_busy_s = 0.0
+        # time in which engines and learner both waited: for rewards, and for the weight sync
+        self.scoring_s = self.sync_s = 0.0
+        self._overlap_s = self._engine_busy_s = 0.0
         self._may_admit = self._may_take = True
         self._planned_s: float | None = None
         """The time for which the pacing has planned the next start of a group; ``None`` if there is no such time."""
         floor = world.flow.groups_per_step
-        self._cap = Concurrency(floor=floor, capacity=floor, last_stats=EngineStats())
+        self._concurrency = Concurrency(floor=floor, capacity=floor, last_stats=EngineStats())
         if world.flow.capacity == "auto":
             self.events.after(LOOK_S, self._tune_capacity)
 
@@ -119,9 +122,9 @@ class Simulation:
         )
 
     def _run(self) -> None:
-        """Execute events until the last step is committed. Time in which engines and learner are both idle is counted
-        by what they wait for."""
-        self._settle()
+        """Execute events until the last step is committed. Time in which engines and learner are both idle is added to
+        ``scoring_s`` or ``sync_s``."""
+        self._make_decisions()
         while self.flow.state.version < self.world.steps:
             before_s, waits = self.events.now_s, self._common_wait()
             assert self.events.step(), f"nothing can happen any more: {dict(self.flow.state.counts)}"
@@ -130,7 +133,7 @@ class Simulation:
                 self.scoring_s += passed_s
             elif waits:
                 self.sync_s += passed_s
-            self._settle()
+            self._make_decisions()
             if self._check:
                 self.verify()
 
@@ -140,14 +143,14 @@ class Simulation:
             return ""
         return "scoring" if self.scoring else "sync" if self.learner.publishing else ""
 
-    def _settle(self) -> None:
+    def _make_decisions(self) -> None:
         """Make all decisions that can be made at the current time: start groups, give batches to the learner, and
         settle the engines."""
         while self._may_admit or (self._may_take and self.learner.can_order):
             if self._may_admit:
                 self._admit()
             if self._may_take and self.learner.can_order:
-                self._take()
+                self._order_batch()
         self.fleet.settle()
 
     def _admit(self) -> None:
@@ -162,20 +165,20 @@ class Simulation:
             self.events.at(planned_s, self._planned_start)
         if self.world.episode_s and groups:  # the requests of one turn of the controller go in one message
             self.events.at(
-                self._handled_s(len(groups) * self.world.flow.group_size), self._request_first_answers, groups
+                self._time_handled_s(len(groups) * self.world.flow.group_size), self._request_first_answers, groups
             )
         else:
             self._request_first_answers(groups)
 
     def _planned_start(self) -> None:
-        """Let groups be started now, because the time has come for which the pacing has planned it."""
+        """Handle the time for which the pacing has planned the next start: allow the flow to admit groups."""
         self._planned_s, self._may_admit = None, True
 
     # --- generation
 
     def _start(self, admission: Admission) -> SimulatedGroup:
-        """Start a group that the flow admits, and return it: draw its difficulty, its prompt and the number of turns of
-        each episode."""
+        """Start the group of an ``admission`` and return it, with a random chance of success, prompt length and number
+        of turns of each episode."""
         self.flow.start(admission.number)
         group = SimulatedGroup(number=admission.number, chance=self._draws.chance())
         self.groups[group.number] = group
@@ -189,24 +192,24 @@ class Simulation:
         return group
 
     def _request_first_answers(self, groups: Sequence[SimulatedGroup]) -> None:
-        """Request the first answer of every episode of these groups; episodes of one group prefer the engine that has
-        their prompt in its cache."""
+        """Request the first answer of every episode of these groups. Episodes of one group prefer the engine whose
+        cache contains their prompt."""
         for group in groups:
             for episode in group.episodes:
                 episode.cache_engine, episode.cache_version = group.cache_engine, group.cache_version
                 self._request_answer(episode)
                 group.cache_engine, group.cache_version = episode.cache_engine, episode.cache_version
 
-    def _handled_s(self, num: int = 1) -> float:
-        """Return the time at which the controller has handled ``num`` episodes that start or end now; it handles one at
-        a time, and each takes half of the world's ``episode_s``."""
+    def _time_handled_s(self, num: int = 1) -> float:
+        """Return the virtual time at which the controller has handled ``num`` episodes that start or end now. It
+        handles the starts and ends one after another; each takes half of the world's ``episode_s``."""
         self._controller_s = max(self.events.now_s, self._controller_s) + num * self.world.episode_s / 2
         return self._controller_s
 
     def _request_answer(self, episode: SimulatedEpisode) -> None:
         """Request the next answer of an episode from an engine. Context that is in the engine's cache, from this
-        episode or another of its group, is not prefilled again. Raises :class:`~headrace.base.errors.ConfigError` if
-        the episode is longer than the cache."""
+        episode or from another episode of its group, is not prefilled again. Raises
+        :class:`~headrace.base.errors.ConfigError` if the episode is longer than the cache."""
         if episode.status is not EpisodeStatus.RUNNING:
             return
         episode.left = self._draws.answers.next()
@@ -230,7 +233,7 @@ class Simulation:
         is scored."""
         assert isinstance(answer, SimulatedEpisode)
         if answer.status is not EpisodeStatus.RUNNING:
-            return  # withdrawn by an event of the same time
+            return  # an earlier event of the same time has withdrawn the episode
         self.sampling -= 1
         answer.turns -= 1
         if answer.engine is not None:
@@ -247,16 +250,16 @@ class Simulation:
         if group.num_finished == self.world.flow.first:
             self._withdraw_rest(group)
         self.scoring += 1
-        scored_s = self._scored_s()
+        scored_s = self._time_scored_s()
         if scored_s > self.events.now_s:
             self.events.at(scored_s, self._episode_scored, answer)
         else:
             self._episode_scored(answer)
 
-    def _scored_s(self) -> float:
-        """Return the time at which the reward of an episode that ends now is computed, after a wait for a free scorer
-        if their number is limited."""
-        requested_s = self._handled_s()
+    def _time_scored_s(self) -> float:
+        """Return the virtual time at which the reward of an episode that ends now is available. If the number of
+        scorers is limited, this includes the wait for a free scorer."""
+        requested_s = self._time_handled_s()
         seconds = self._draws.reward_s.next()
         if not self._scorers:
             return requested_s + seconds
@@ -265,7 +268,7 @@ class Simulation:
         return done_s
 
     def _withdraw_rest(self, group: SimulatedGroup) -> None:
-        """Withdraw the episodes of a group that still run, since enough of its episodes have finished."""
+        """Withdraw the episodes of a group that still run, after its first ``flow.first`` episodes have finished."""
         for episode in group.episodes:
             if episode.status is EpisodeStatus.RUNNING:
                 episode.status = EpisodeStatus.LEFT_OUT
@@ -280,11 +283,11 @@ class Simulation:
         episode.status = EpisodeStatus.FAILED if episode.reward is None else EpisodeStatus.SCORED
         episode.group.num_ended += 1
         if episode.group.num_ended == len(episode.group.episodes):
-            self._close(episode.group)
+            self._close_group(episode.group)
 
-    def _close(self, group: SimulatedGroup) -> None:
-        """Give a group whose episodes have all ended to the flow. It passes the filters before, if there are any or if
-        an episode has failed."""
+    def _close_group(self, group: SimulatedGroup) -> None:
+        """Add a group whose episodes have all ended to the flow. If the run has filters or an episode has failed, the
+        filters are applied to the group first."""
         self._may_admit = self._may_take = True
         if self._has_filters or any(episode.status is not EpisodeStatus.SCORED for episode in group.episodes):
             self._apply_filters(group)
@@ -294,8 +297,9 @@ class Simulation:
         self.flow.add_scored(self._recorder.group(group))
 
     def _apply_filters(self, group: SimulatedGroup) -> None:
-        """Decide by the filters and the minimum number of episodes whether a group is trained, with every episode
-        converted to its real type. Episodes that are left out count as wasted."""
+        """Apply the filters and the minimum number of episodes to a group, then add it to the flow or drop it. The
+        episodes are converted to the type of a real run for this. Tokens of episodes that are left out count as
+        wasted."""
         config = self.world.flow
         closed = close_group(
             group.number,
@@ -315,15 +319,15 @@ class Simulation:
         self.flow.add_scored(closed.group)
 
     def _group_dropped(self, number: int, reason: str) -> None:
-        """Count the tokens of a dropped group as wasted, by the reason of the drop. Tokens of its episodes that were
-        left out when the group was closed have been counted before."""
+        """Count the tokens of a dropped group as wasted, by the reason of the drop. Tokens of episodes that were left
+        out when the group was closed have been counted already."""
         group = self.groups.pop(number)
         self.wasted[reason] += sum(group.trained.values()) or sum(episode.sampled for episode in group.episodes)
 
     # --- the learner
 
-    def _take(self) -> None:
-        """Give the learner the next batch, if the flow has one."""
+    def _order_batch(self) -> None:
+        """Order a training step on the learner for the next batch, if the flow has a complete batch."""
         taken = self.flow.take()
         if taken is None:
             self._may_take = False
@@ -342,13 +346,13 @@ class Simulation:
         )
 
     def _step_starts(self) -> None:
-        """Note the engines' busy time at the start of a training step, from which the time that both sides work is
-        computed."""
+        """Store the engines' busy time at the start of a training step. Its increase until the end of the step is the
+        time in which engines and learner both work."""
         self._engine_busy_s = self.fleet.counts().busy_s / len(self.fleet.engines)
 
     def _step_ends(self, batch: SimulatedBatch, waited_s: float) -> None:
-        """Record the step that trained ``batch``, for whose arrival the learner had waited ``waited_s`` seconds, and
-        report it to the flow."""
+        """Record the step that trained ``batch`` and report it to the flow. Before the step, the learner had waited
+        ``waited_s`` seconds for the batch."""
         ages: dict[int, float] = defaultdict(float)
         for group in batch.groups:
             for version, tokens in group.trained.items():
@@ -362,7 +366,7 @@ class Simulation:
         ends_s = chain(*[group.ends_s for group in batch.groups])
         total = self.fleet.counts()
         engine_busy_s = total.busy_s / len(self.fleet.engines)
-        self._together_s += engine_busy_s - self._engine_busy_s
+        self._overlap_s += engine_busy_s - self._engine_busy_s
         self.steps.append(
             StepSnapshot(
                 end_s=self.events.now_s,
@@ -373,7 +377,7 @@ class Simulation:
                 learner_busy_s=self.learner.busy_s,
                 exposed_sync_s=self.learner.exposed_sync_s,
                 engine_busy_s=engine_busy_s,
-                together_s=self._together_s,
+                together_s=self._overlap_s,
                 prefill_s=total.prefill_s / len(self.fleet.engines),
                 generated=total.generated,
                 scoring_s=self.scoring_s,
@@ -386,17 +390,17 @@ class Simulation:
             log_pi_N=np.empty(0, np.float32),
         )  # fmt: skip
         self.flow.record_trained(batch.taken.groups, report, {age: round(tokens) for age, tokens in ages.items()})
-        self._may_admit = self._may_take = True  # the learner is free earlier or later than was expected
+        self._may_admit = self._may_take = True  # the learner is free earlier or later than the pacing expected
 
     def _committed(self, version: int) -> None:
-        """Record that all engines use ``version``: its slots become free, and groups and batches may start."""
+        """Record that all engines use ``version``: the slots of the groups in its batch become free."""
         self.flow.record_commit(version, "")
         self.learner.committed()
         self._may_admit = self._may_take = True
 
     def _tune_capacity(self) -> None:
-        """Adapt the limit of groups that run at once to the statistics of the engines, and schedule the next
-        adaptation."""
+        """Adapt the limit of concurrent groups (``flow.capacity = "auto"``) to the statistics of the engines, and
+        schedule the next adaptation."""
         flow, fleet = self.flow, self.fleet
         limited_cache = self.world.cache_tokens < float("inf")
         used = sum(engine.context for engine in fleet.engines) if limited_cache else 0.0
@@ -408,10 +412,10 @@ class Simulation:
             cache_blocks_used=int(used),
         )
         limits = flow.state.limits
-        most = (limits.run_ahead + 1) * limits.batch_size
-        self._cap, why = self._cap.observe(stats, num_running=flow.state.num_running, limit=most)
+        max_groups = (limits.run_ahead + 1) * limits.batch_size
+        self._concurrency, why = self._concurrency.observe(stats, num_running=flow.state.num_running, limit=max_groups)
         if why:
-            flow.set_capacity(self._cap.capacity)
+            flow.set_capacity(self._concurrency.capacity)
             self._may_admit = True
         self.events.after(LOOK_S, self._tune_capacity)
 
@@ -437,12 +441,11 @@ class Simulation:
 
 
 class CountingLedger:
-    """A :class:`~headrace.flow.ledger.LedgerWriter` that only counts groups by the operations that the flow writes, so
-    that the flow's own counts can be checked against it."""
+    """A :class:`~headrace.flow.ledger.LedgerWriter` that stores nothing and only counts the groups of the operations
+    that the flow writes. The simulation compares these counts with those of the flow's state."""
 
     def __init__(self, on_drop: Callable[[int, str], None]) -> None:
-        """Create an empty ledger. ``on_drop`` is called with the number of every group that is dropped, and the
-        reason."""
+        """Create an empty ledger. ``on_drop(number, reason)`` is called for every dropped group."""
         self._on_drop = on_drop
         self.submitted = 0
         self.trained = 0
@@ -450,7 +453,8 @@ class CountingLedger:
         self.version = 0
 
     def write(self, operation: Operation) -> None:
-        """Count the groups of an operation; a commit must have a higher version than the one before."""
+        """Count the groups of an operation, and assert that a commit's version is higher than the last committed
+        version."""
         match operation:
             case Submit():
                 self.submitted += len(operation.numbers)
@@ -471,8 +475,8 @@ class CountingLedger:
         """Do nothing: no file is open."""
 
     def verify(self, state: FlowState) -> None:
-        """Raise ``AssertionError`` if a group was lost or counted twice, or if the counts of the flow's ``state``
-        differ."""
+        """Raise ``AssertionError`` if a group was lost or counted twice, or if the counts of ``state`` and of
+        this ledger differ."""
         assert state.conserved(), f"groups are not conserved: {state.counts}"
         assert state.dropped == self.dropped, f"dropped: {dict(state.dropped)}, the ledger says {dict(self.dropped)}"
         left = sum(count for place, count in state.counts.items() if place.in_flight)

@@ -1,4 +1,8 @@
-"""Memory sizing: whether engines and learner fit on a cluster, and how many accelerators each needs at least."""
+"""Memory sizing for ``headrace plan``: whether engines and learner fit into the memory of a cluster's accelerators, and
+how many accelerators each of them needs at least.
+
+Engines and learner either have separate accelerators, or alternate on the same accelerators.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,13 @@ from headrace.wings.plan.catalogue.shape import ModelShape
 from headrace.wings.plan.cluster import Cluster
 
 USABLE = 0.9
-"""Fraction of the memory that is used for weights, caches and activations; libraries and temporary buffers take the
-rest."""
+"""Fraction of an accelerator's memory that is available for weights, caches and activations; libraries and temporary
+buffers occupy the rest."""
 COPIES = 2
-"""Number of copies of the weights in an engine: the ones in use, and the staged ones."""
+"""Number of copies of the weights in an engine: the weights in use, and the staged weights."""
 SEQUENCES = 4
-"""Number of full-length sequences that an engine's cache should hold; an engine gets more accelerators to reach it."""
+"""Number of full-length sequences that an engine's cache should have room for; an engine gets more accelerators to
+reach this number."""
 ACTIVATION_BYTES = 34
 """Bytes of activations per token, layer and hidden element in 16 bits (Korthikanti et al. 2022)."""
 GB = 1e9
@@ -30,7 +35,7 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRequest:
-    """The settings of a run file that decide about memory and speed, as a plan needs them."""
+    """The model's sizes and the settings of a run file that determine memory and speed: the input of a plan."""
 
     shape: ModelShape
     """The sizes of the model."""
@@ -45,7 +50,8 @@ class SizingRequest:
 
     @property
     def bytes_per_number(self) -> int:
-        """Return the number of bytes of one number in the model's dtype: of a weight, or of an entry of the cache."""
+        """Return the number of bytes of one number in the model's dtype: a weight, or a number in the key-value
+        cache."""
         return 4 if self.model.dtype == "float32" else 2
 
     @property
@@ -55,7 +61,7 @@ class SizingRequest:
 
     @property
     def adapter_params(self) -> float:
-        """Return the approximate number of parameters of the low-rank adapters, that of the policy and one for each
+        """Return the approximate number of parameters of all low-rank adapters: the policy's adapter, and one for each
         agent in ``model.lora.agents``; 0 without adapters. An adapter has two matrices of ``hidden`` times ``rank``
         numbers for each of the seven weight matrices of a layer."""
         lora = self.model.lora
@@ -65,8 +71,8 @@ class SizingRequest:
 
     @property
     def version_bytes(self) -> float:
-        """Return the number of bytes of one whole version of the weights as the codec represents them, of which a
-        difference is a part."""
+        """Return the number of bytes of one whole version of the weights in the codec's number format. A codec that
+        sends differences sends fewer bytes."""
         if self.model.lora is not None:
             return self.adapter_params * 4
         sent = NUMBER_BYTES.get(self.sync.codec, self.bytes_per_number)
@@ -75,13 +81,14 @@ class SizingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The division of the accelerators' memory between engines and learner. ``str`` describes it in words."""
+    """A division of the cluster's accelerators between engines and learner, with the bytes that each needs. ``str``
+    describes it in words."""
 
     ways: int
     """Number of accelerators of one engine (tensor-parallel ways)."""
     cache_tokens: float
-    """Capacity in tokens of one engine's cache beside the learner; 0 if engines and learner do not fit on separate
-    accelerators."""
+    """Capacity in tokens of one engine's cache if engines and learner have separate accelerators; 0 if they do not fit
+    on separate accelerators."""
     engine_bytes: float
     """Bytes of weights in one engine."""
     learner_bytes: float
@@ -91,8 +98,8 @@ class Fit:
     least_learner: int
     """Smallest number of accelerators for the learner."""
     shared_tokens: float = 0.0
-    """Capacity in tokens of one engine's cache if it alternates with training on the same accelerators; 0 if both do
-    not fit."""
+    """Capacity in tokens of one engine's cache if engines and learner alternate on the same accelerators; 0 if they do
+    not fit together."""
 
     @property
     def beside(self) -> bool:
@@ -100,7 +107,7 @@ class Fit:
         return self.cache_tokens > 0
 
     def __str__(self) -> str:
-        """Return the division in words, for the plan and for errors."""
+        """Return the division as text, which the plan prints."""
         if not self.beside:
             return (
                 f"engines and learner do not fit side by side and take turns: on each accelerator weights, gradients "
@@ -116,7 +123,7 @@ class Fit:
 
 def fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
     """Return the smallest engine and the smallest learner that fit on separate accelerators, for episodes of up to
-    ``longest`` tokens; if they do not, the division in which both alternate on all accelerators.
+    ``longest`` tokens. If they do not fit, return the division in which both alternate on all accelerators.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the cluster is too small, with the missing memory and what
     would fit.
@@ -128,9 +135,9 @@ def fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
 
 
 def _find_fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit | None:
-    """Return a division of the cluster in which everything fits, for episodes of up to ``longest`` tokens: engines and
-    learner on separate accelerators or, failing that, alternating on the same ones; ``None`` if there is none."""
-    division = _divide(request, cluster, longest)
+    """Return a division of the cluster in which engines and learner fit, for episodes of up to ``longest`` tokens: on
+    separate accelerators if possible, otherwise alternating on the same accelerators. ``None`` if neither fits."""
+    division = _separate_division(request, cluster, longest)
     if _is_complete(division, cluster):
         return replace(division, shared_tokens=_shared_tokens(request, cluster, division.ways, longest))
     ways = 1
@@ -142,13 +149,13 @@ def _find_fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit |
     return None
 
 
-def _divide(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
-    """Return the division onto separate accelerators, which may not fit: ``ways`` is 0 if no engine fits beside the
-    learner, and ``least_learner`` is 0 if no learner fits."""
+def _separate_division(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
+    """Return the division in which engines and learner have separate accelerators. It may be incomplete: ``ways`` is 0
+    if no engine fits beside the learner, and ``least_learner`` is 0 if no learner fits."""
     learner, activations = learner_bytes(request), activation_bytes(request, longest)
-    free_bytes = _usable(cluster) - activations
+    free_bytes = _usable_bytes(cluster) - activations
     least = max(1, -(-int(learner) // int(free_bytes))) if free_bytes >= 1 else 0
-    ways, cache_tokens = _engine(request, cluster, cluster.count - least, longest)
+    ways, cache_tokens = _smallest_engine(request, cluster, cluster.count - least, longest)
     return Fit(
         ways=ways,
         cache_tokens=cache_tokens,
@@ -160,40 +167,40 @@ def _divide(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
 
 
 def _is_complete(division: Fit, cluster: Cluster) -> bool:
-    """Return whether a division has an engine and a learner that fit on the cluster together."""
+    """Return whether a division has room for an engine and a learner on separate accelerators of the cluster."""
     return bool(division.ways and division.least_learner) and division.ways + division.least_learner <= cluster.count
 
 
 def _shared_tokens(request: SizingRequest, cluster: Cluster, ways: int, longest: float) -> float:
-    """Return the capacity in tokens of the cache of an engine of ``ways`` accelerators that also hold their shares of
-    the learner; 0 if that is less than ``longest`` tokens, or leaves no memory for a pass of the learner while the
-    engine sleeps."""
-    free_bytes = (_usable(cluster) - learner_bytes(request) / cluster.count) * ways - engine_bytes(request)
+    """Return the capacity in tokens of the cache of an engine on ``ways`` accelerators, each of which also stores its
+    share of the learner. Return 0 if the capacity is below ``longest`` tokens, or if the memory does not suffice for a
+    pass of the learner while the engine sleeps."""
+    free_bytes = (_usable_bytes(cluster) - learner_bytes(request) / cluster.count) * ways - engine_bytes(request)
     tokens = free_bytes / (request.shape.kv_numbers * request.bytes_per_number)
     return tokens if tokens >= longest and free_bytes >= activation_bytes(request, longest) * ways else 0.0
 
 
-def _usable(cluster: Cluster) -> float:
+def _usable_bytes(cluster: Cluster) -> float:
     """Return the bytes of one accelerator that can be used for weights, caches and activations."""
     return USABLE * cluster.device.memory_gb * GB
 
 
 def engine_bytes(request: SizingRequest) -> float:
-    """Return the bytes of weights in one engine: the copies of the model, and adapters in float32 if these are
-    trained."""
+    """Return the bytes of weights in one engine: :data:`COPIES` copies of the model or, if adapters are trained, one
+    copy and the adapters in float32."""
     copies = 1 if request.model.lora is not None else COPIES
     return copies * request.weight_bytes + request.adapter_params * 4
 
 
-def _engine(request: SizingRequest, cluster: Cluster, most: int, longest: float) -> tuple[int, float]:
-    """Return the smallest engine of at most ``most`` accelerators of one machine, and the capacity of its cache in
-    tokens: one that holds :data:`SEQUENCES` sequences of ``longest`` tokens if possible, else one; (0, 0) if none
-    fits."""
+def _smallest_engine(request: SizingRequest, cluster: Cluster, most: int, longest: float) -> tuple[int, float]:
+    """Return the smallest number of accelerators for an engine, at most ``most`` and within one machine, and the
+    capacity of its cache in tokens. The cache has room for :data:`SEQUENCES` sequences of ``longest`` tokens if
+    possible, otherwise for at least one. Return (0, 0) if no engine fits."""
     token_bytes = float(request.shape.kv_numbers * request.bytes_per_number)
     smallest = (0, 0.0)
     ways = 1
     while ways <= min(cluster.per_node, most):
-        tokens = (_usable(cluster) * ways - engine_bytes(request)) / token_bytes
+        tokens = (_usable_bytes(cluster) * ways - engine_bytes(request)) / token_bytes
         if tokens >= longest and not smallest[0]:
             smallest = (ways, tokens)
         if tokens >= SEQUENCES * longest:
@@ -208,9 +215,10 @@ def learner_bytes(request: SizingRequest) -> float:
 
 
 def learner_parts(request: SizingRequest) -> dict[str, float]:
-    """Return the bytes that the learner keeps over all ranks, by what takes them. For each parameter these are 4 for
-    the weight, 4 for the gradient and 8 for AdamW's moments in float32; 2, 2 and 8 in bfloat16, and 4 more for master
-    weights. With adapters, all of these for the adapters in float32, and only the weights for the base."""
+    """Return the bytes that the learner stores over all ranks, by kind: weights, gradients and optimizer. Each
+    parameter has 4 bytes for the weight, 4 for the gradient and 8 for AdamW's moments in float32; 2, 2 and 8 in
+    bfloat16, and 4 more for master weights. With adapters, the adapters have all three kinds in float32, and the base
+    model has only weights."""
     weight = request.bytes_per_number
     if request.model.lora is not None:
         trained = request.adapter_params
@@ -221,9 +229,10 @@ def learner_parts(request: SizingRequest) -> dict[str, float]:
 
 
 def activation_bytes(request: SizingRequest, longest: float) -> float:
-    """Return the bytes of activations that each rank of the learner keeps in one pass over
+    """Return the bytes of activations that each rank of the learner stores for the backward pass of one micro-batch:
     ``learner.tokens_per_microbatch`` tokens of samples of up to ``longest`` tokens."""
     shape, memory = request.shape, request.learner.memory
+    # recomputation stores only the input of each layer; ACTIVATION_BYTES is for numbers of two bytes
     kept = request.bytes_per_number if memory.recompute else ACTIVATION_BYTES * request.bytes_per_number / 2
     layers = 1 if memory.offload_activations else shape.layers
     linear = request.learner.tokens_per_microbatch * shape.hidden * layers * kept
@@ -231,9 +240,8 @@ def activation_bytes(request: SizingRequest, longest: float) -> float:
 
 
 def score_bytes(request: SizingRequest, longest: float) -> float:
-    """Return the bytes of written-out scores of attention that each rank of the learner keeps in one pass, for samples
-    of up to ``longest`` tokens; 0 for flex attention, which accelerators compute with unless padded rows are asked
-    for."""
+    """Return the bytes of attention scores that each rank of the learner stores in one pass over samples of up to
+    ``longest`` tokens. Only ``learner.attention = "padded"`` stores scores; return 0 for flex attention."""
     learner, shape = request.learner, request.shape
     if learner.attention != "padded":
         return 0.0
@@ -246,26 +254,26 @@ def score_bytes(request: SizingRequest, longest: float) -> float:
 
 
 def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:
-    """Return the error for a cluster that is too small for episodes of ``longest`` tokens: how much memory is missing,
-    and a change that would fit."""
-    division = _divide(request, cluster, longest)
+    """Return the error for a cluster that is too small for episodes of ``longest`` tokens. It says how much memory is
+    missing, and which changes would fit."""
+    division = _separate_division(request, cluster, longest)
     if not division.least_learner:
-        recomputing = _recomputing(request)
-        if request.learner.memory.recompute or activation_bytes(recomputing, longest) >= _usable(cluster):
+        recomputing = _with_recompute(request)
+        if request.learner.memory.recompute or activation_bytes(recomputing, longest) >= _usable_bytes(cluster):
             return _pass_too_large(request, cluster, longest)
         if _find_fit(recomputing, cluster, longest) is not None:
             return _pass_too_large(request, cluster, longest, "set learner.memory.recompute = true, or ")
         return _cluster_too_small(
             recomputing,
             cluster,
-            _divide(recomputing, cluster, longest),
+            _separate_division(recomputing, cluster, longest),
             longest,
             ", even with learner.memory.recompute = true",
         )
     return _cluster_too_small(request, cluster, division, longest)
 
 
-def _recomputing(request: SizingRequest) -> SizingRequest:
+def _with_recompute(request: SizingRequest) -> SizingRequest:
     """Return the request with ``learner.memory.recompute`` set, which saves activations."""
     learner = request.learner
     return replace(
@@ -276,10 +284,14 @@ def _recomputing(request: SizingRequest) -> SizingRequest:
 
 def _pass_too_large(request: SizingRequest, cluster: Cluster, longest: float, instead: str = "") -> ConfigError:
     """Return the error for a micro-batch whose activations, with samples of up to ``longest`` tokens, do not fit into
-    one accelerator. ``instead`` is the beginning of the remedy, if there is a better one than a smaller micro-batch."""
+    one accelerator. ``instead`` is a preferred remedy, which precedes the remedy of a smaller micro-batch."""
     if score_bytes(request, longest):
         instead = "leave learner.attention = 'padded' out, " + (instead or "or ")
-    usable, kept, tokens = _usable(cluster), activation_bytes(request, longest), request.learner.tokens_per_microbatch
+    usable, kept, tokens = (
+        _usable_bytes(cluster),
+        activation_bytes(request, longest),
+        request.learner.tokens_per_microbatch,
+    )
     return ConfigError(
         f"one pass of {tokens} tokens of {request.shape.name} keeps {kept / GB:,.1f} GB of activations, and of one "
         f"{cluster.device.name} {usable / GB:,.1f} GB can be used: {(kept - usable) / GB:,.1f} GB too little",
@@ -290,9 +302,10 @@ def _pass_too_large(request: SizingRequest, cluster: Cluster, longest: float, in
 def _cluster_too_small(
     request: SizingRequest, cluster: Cluster, division: Fit, longest: float, also: str = ""
 ) -> ConfigError:
-    """Return the error for a cluster that cannot hold the model. Its remedies are the smallest cluster, the largest
-    model, or adapters that would fit. ``also`` is added to the description of the problem."""
-    name, usable = cluster.device.name, _usable(cluster)
+    """Return the error for a cluster whose memory is too small for the model. Its remedies are the smallest cluster
+    that would fit, the largest model of the catalogue that would fit, and adapters if they would fit. ``also`` is added
+    to the description of the problem."""
+    name, usable = cluster.device.name, _usable_bytes(cluster)
     engine = division.engine_bytes + request.shape.kv_numbers * request.bytes_per_number * longest
     ways = 1
     while usable * ways < engine:
@@ -328,5 +341,5 @@ def _cluster_too_small(
 
 
 def _fits(request: SizingRequest, cluster: Cluster, longest: float) -> bool:
-    """Return whether engines and learner fit on the cluster, apart or alternating."""
+    """Return whether engines and learner fit on the cluster, on separate accelerators or alternating."""
     return _find_fit(request, cluster, longest) is not None

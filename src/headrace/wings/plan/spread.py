@@ -1,4 +1,5 @@
-"""Distributions of quantities: the tokens of an answer, the turns of an episode, the seconds of a reward.
+"""Distributions of the random quantities of a workload, such as the tokens of an answer, the turns of an episode or the
+seconds of a reward. They are settings of a cluster file.
 
 Shape legend: N draws.
 """
@@ -33,7 +34,7 @@ class ConstantSpread(Spread):
     value: NonNegativeFloat
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """Return ``count`` times the value, shape [N]."""
+        """Return the value ``count`` times, shape [N]."""
         return np.full(count, self.value)
 
 
@@ -45,7 +46,7 @@ class Uniform(Spread):
     high: PositiveFloat
 
     @model_validator(mode="after")
-    def _in_order(self) -> Self:
+    def _refuse_empty_range(self) -> Self:
         """Refuse a range whose lower end is above its upper end."""
         if self.low > self.high:
             raise ConfigError(
@@ -76,7 +77,8 @@ class Lognormal(Spread):
     """Upper limit to which greater draws are reduced; unset: no limit."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """Return ``count`` draws, shape [N], the greatest reduced to ``cap``."""
+        """Return ``count`` draws, shape [N], each at most ``cap``."""
+        # the underlying normal distribution has the variance log(1 + cv²) and the mean log(mean) - variance / 2
         sigma = math.sqrt(math.log1p(self.cv**2))
         return np.minimum(rng.lognormal(math.log(self.mean) - sigma**2 / 2, sigma, count), self.cap or math.inf)
 
@@ -93,7 +95,7 @@ class Pareto(Spread):
     """Upper limit to which greater draws are reduced; unset: no limit."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """Return ``count`` draws, shape [N], the greatest reduced to ``cap``."""
+        """Return ``count`` draws, shape [N], each at most ``cap``."""
         least = self.mean * (self.alpha - 1) / self.alpha
         return np.minimum(least * (1.0 + rng.pareto(self.alpha, count)), self.cap or math.inf)
 
@@ -110,7 +112,7 @@ class RecordedSpread(Spread):
 
 
 def _as_table(value: Any) -> Any:
-    """Return the table of a constant distribution for a plain number, and any other value as it is."""
+    """Return the table of a constant distribution if ``value`` is a number, and any other value unchanged."""
     return {"kind": "constant", "value": value} if type(value) in (int, float) else value
 
 

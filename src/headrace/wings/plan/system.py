@@ -1,4 +1,5 @@
-"""Builds the simulated world from settings, accelerators and a choice of how to divide them."""
+"""The context of a plan, and the choices that its search tries. :class:`PlanContext` builds the cost models and the
+simulated :class:`World` for a :class:`Choice` of split and settings."""
 
 from __future__ import annotations
 
@@ -29,27 +30,27 @@ from headrace.wings.plan.workload import Workload
 from headrace.wings.plan.world import World
 
 CODECS = {"full": 1.0, "cast_bf16": 0.5, "cast_fp8": 0.25, "delta": 0.03, "adapter": 1.0}
-"""The bytes that each codec sends, as a fraction of those of float32 weights; for 16-bit weights twice the fraction, at
-most 1."""
+"""The bytes that each codec sends, as a fraction of the bytes of float32 weights. For 16-bit weights the fraction is
+twice as large, but at most 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One way to divide the accelerators and configure the run, which a search tries."""
+    """One combination of a split of the accelerators and settings of the run, which the search tries."""
 
     generation: int
-    """Number of generating accelerators; all of them if they alternate with training."""
+    """Number of generating accelerators; the number of all accelerators if generation alternates with training."""
     flow: FlowConfig
     """Settings of the flow: batch size, staleness bound, lead and order."""
     interrupt: Interrupt
     """What becomes of running sequences at a commit."""
     transport: str
-    """Name of the transport that brings new weights to the engines."""
+    """Name of the transport that sends new weights to the engines."""
     shared: bool = False
     """Whether all accelerators alternate between generation and training."""
 
     def with_flow(self, **changes: Any) -> Choice:
-        """Return a copy of the choice with ``changes`` to the settings of the flow."""
+        """Return a copy of the choice with ``changes`` to the settings of the flow, validated."""
         tree = {**self.flow.model_dump(exclude_unset=True, mode="json"), **changes}
         return replace(self, flow=validate(FlowConfig, tree))
 
@@ -64,12 +65,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The costs that a calibration measured in recorded runs."""
+    """The costs that a calibration has fitted to recorded runs."""
 
     engine: EngineCost
-    """Cost model of one engine as the run configured it."""
+    """Cost model of one engine with the accelerators that it had in the run."""
     train_tok_s: float
-    """Tokens per second of the run's whole learner, prompts included, beside the fixed time of a step."""
+    """Tokens per second of the run's whole learner, prompts included and the fixed time of a step excluded."""
     train_fixed_s: float
     """Fixed seconds of every step."""
     sync: SyncCost
@@ -91,13 +92,13 @@ class PlanContext:
     fit: Fit
     """The division of memory: how many accelerators an engine and the learner need."""
     measured: Measured | None = None
-    """Measured costs; ``None`` without a calibration by a run."""
+    """Costs calibrated by a recorded run; ``None`` without such a calibration."""
     rates: CardRates | None = None
-    """Rates that ``headrace bench gpu`` measured, which ``cluster`` has already; ``None`` without its file."""
+    """Rates that ``headrace bench gpu`` has measured; ``cluster`` already contains them. ``None`` without its file."""
 
     @property
     def view(self) -> str:
-        """Return a sentence that names the source of the costs: a calibration, given rates, or the roofline."""
+        """Return a phrase that names the source of the costs: a calibration, constant rates, or a roofline."""
         if self.measured is not None:
             return "measured: calibrated by a run"
         if self.cluster.constant:
@@ -117,7 +118,7 @@ class PlanContext:
         return self.cluster.count if choice.shared else self.cluster.count - choice.generation
 
     def world(self, choice: Choice, steps: int) -> World:
-        """Return the description of the simulated run of ``steps`` steps for a choice."""
+        """Return the inputs of a simulated run of ``steps`` steps for a choice."""
         trainers = self.trainers(choice)
         generators = self.cluster.count if choice.shared else choice.generation
         return World(
@@ -157,15 +158,17 @@ class PlanContext:
         )
 
     def _overhead_s(self) -> float:
-        """Return the seconds of an engine's step beside reading memory and computing: measured, or the catalogue's."""
+        """Return the fixed seconds of an engine step, without reading memory and computing: the measured value, or the
+        catalogue's."""
         measured = None if self.rates is None else self.rates.overhead_s
         return self.cluster.device.overhead_ms / 1e3 if measured is None else measured
 
     def learner_cost(self, trainers: int) -> LearnerCost:
-        """Return the cost model of training on ``trainers`` accelerators: measured, by the rate in the cluster file, or
-        from the number of operations and the memory bandwidth."""
+        """Return the cost model of training on ``trainers`` accelerators: the measured model, the constant rate of the
+        cluster file, or a model from the number of operations and the memory bandwidth."""
         cluster, request = self.cluster, self.request
         if self.measured is not None:
+            # the recorded run is assumed to have had as many accelerators; its rate scales with the number of trainers
             measured_trainers = max(1, cluster.count - self.measured.engines * self.fit.ways)
             return TrainingRate(
                 tok_s=self.measured.train_tok_s * trainers / measured_trainers, fixed_s=self.measured.train_fixed_s
@@ -174,6 +177,7 @@ class PlanContext:
             assert cluster.training_tok_s is not None
             return TrainingRate(tok_s=cluster.training_tok_s * trainers)
         device = cluster.device
+        # 2 operations forward and 4 backward; with adapters the gradients of the base's weights (2) are not computed
         flop_per_param = 6.0 if request.model.lora is None else 4.0
         recompute_flop = 2.0 if request.learner.memory.recompute else 0.0
         return TrainingFlops(
@@ -184,7 +188,7 @@ class PlanContext:
         )
 
     def _sync_cost(self, choice: Choice, trainers: int) -> SyncCost:
-        """Return the cost of bringing a version to the engines in a choice with ``trainers`` ranks of the learner."""
+        """Return the cost of the weight sync for a choice, with ``trainers`` ranks of the learner."""
         engines = max(1, (self.cluster.count if choice.shared else choice.generation) // self.fit.ways)
         placed = machines_of(engines, self.fit.ways, trainers, self.cluster, shared=choice.shared)
         return self.sync_cost(choice.transport, choice.interrupt, placed, self.fit.ways)
@@ -192,16 +196,16 @@ class PlanContext:
     def sync_cost(
         self, transport: str, interrupt: Interrupt, placed: tuple[Sequence[int], Sequence[int]], width: int
     ) -> SyncCost:
-        """Return the cost of bringing a version by ``transport`` to engines of ``width`` accelerators: the measured
-        one, or one from the bytes sent and the rates of copies, network and memory. ``placed`` has the numbers of the
-        machines of the engines, and of those of the learner's ranks."""
+        """Return the cost of the weight sync by ``transport`` to engines of ``width`` accelerators: the measured cost,
+        or a cost computed from the bytes of a version and the rates of copies, network and memory. ``placed`` is the
+        machine number of each engine, and the machine number of each rank of the learner."""
         if self.measured is not None:
             return replace(self.measured.sync, interrupt=interrupt)
-        made = self.publication(transport, placed, width)
+        estimate = self.publication(transport, placed, width)
         return SyncCost(
-            snapshot_s=made.copy.seconds,
-            travel_s=made.travel_s,
-            gap_s=made.commit.seconds,
+            snapshot_s=estimate.copy.seconds,
+            travel_s=estimate.travel_s,
+            gap_s=estimate.commit.seconds,
             interrupt=interrupt,
             rolling=self.request.sync.rolling,
         )
@@ -209,12 +213,13 @@ class PlanContext:
     def publication(
         self, transport: str, placed: tuple[Sequence[int], Sequence[int]], width: int
     ) -> PublicationEstimate:
-        """Return the predicted publication by ``transport`` to engines of ``width`` accelerators. ``placed`` has the
-        numbers of the machines of the engines, and of those of the learner's ranks."""
-        found, (engines, ranks) = TRANSPORTS.load(transport), placed
-        whole = found.open_rank_outbox is None
-        gb_s = found.cost.gb_s
-        if found.one_machine and self.rates is not None:
+        """Return the predicted publication by ``transport`` to engines of ``width`` accelerators. ``placed`` is the
+        machine number of each engine, and the machine number of each rank of the learner."""
+        transport_type, (engines, ranks) = TRANSPORTS.load(transport), placed
+        # without an outbox for each rank, rank 0 sends the whole version
+        sends_whole = transport_type.open_rank_outbox is None
+        gb_s = transport_type.cost.gb_s
+        if transport_type.one_machine and self.rates is not None:
             gb_s = self.rates.sync_gb_s or gb_s
         embedded = self.request.engine.can.embedded
         on_host = EngineUptake.POINTERS if self.cluster.of_cores else EngineUptake.UPLOAD
@@ -222,35 +227,35 @@ class PlanContext:
             PublicationRequest(
                 image_bytes=self.request.version_bytes,
                 sent_bytes=min(self.sent_bytes(), self.request.version_bytes),
-                ranks=ranks[:1] if whole else ranks,
+                ranks=ranks[:1] if sends_whole else ranks,
                 engines=engines,
                 width=width,
                 uptake=on_host if embedded else EngineUptake.FILES,
-                fixed_s=found.cost.fixed_s,
-                rate_gb_s=(gb_s or self.cluster.network_gb_s) if whole else None,
+                fixed_s=transport_type.cost.fixed_s,
+                rate_gb_s=(gb_s or self.cluster.network_gb_s) if sends_whole else None,
                 on_accelerator=not self.cluster.of_cores,
             ),
             self.cluster.machine,
         )
 
     def sent_bytes(self) -> float:
-        """Return the number of bytes that are sent for one version, after the codec."""
+        """Return the number of bytes that the codec sends for one version."""
         request = self.request
         if request.model.lora is not None:
             return request.version_bytes
         return request.weight_bytes * min(1.0, CODECS[request.sync.codec] * 4 / request.bytes_per_number)
 
     def update(self, trainers: int) -> tuple[float, float]:
-        """Return the seconds of one update of the weights on ``trainers`` accelerators, and the number of tokens of its
-        batch, prompts included, for episodes of usual length."""
+        """Return the seconds of one update of the weights on ``trainers`` accelerators, and the number of tokens in its
+        batch, prompts included, for episodes of the workload's mean length."""
         flow = self.request.flow
         episodes = flow.groups_per_step * flow.group_size
         mean, square = self.workload.episode_tokens(float(self.request.engine.max_new_tokens))
         return self.learner_cost(trainers).step_s(episodes * mean, episodes * square), episodes * mean
 
     def _failure_cost(self, trainers: int) -> FailureCost:
-        """Return how often engines and a learner of ``trainers`` accelerators fail, and how long their restarts take;
-        without ``cluster.mtbf_h`` nothing fails."""
+        """Return the mean times between failures of an engine and of a learner of ``trainers`` accelerators, and the
+        times of their restarts; without ``cluster.mtbf_h``, nothing fails."""
         cluster = self.cluster
         if cluster.mtbf_h is None:
             return FailureCost()

@@ -69,9 +69,8 @@ def plan(
 
 
 def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile) -> None:
-    """Write the files that start the ``run`` (its file, the given overrides, and the recipe) on the cluster of
-    ``file``. The controller, and not a deployment, keeps the settings: these are the given ones, and those that every
-    run on a cluster needs."""
+    """Write the files that start a run on the cluster of ``file`` into ``directory``. ``run`` is (run file, overrides,
+    recipe). The overrides and the settings that every deployed run needs become arguments in the written files."""
     from headrace.base.errors import ConfigError
     from headrace.run.session import load_config
     from headrace.wings.plan import make_site
@@ -109,8 +108,8 @@ def _print(found: SearchResult, run_map: ClusterMap | None) -> None:
 
 
 def _calibration(path: Path) -> tuple[Measured | None, CardRates | None]:
-    """Return what was measured: in the run of a directory, or on a GPU by ``headrace bench gpu``, which wrote a
-    file."""
+    """Return (costs, ``None``) if ``path`` is the directory of a recorded run, and (``None``, rates) if it is a file
+    that ``headrace bench gpu`` has written."""
     if path.is_file():
         from headrace.wings.plan.card import read_rates
 
@@ -121,7 +120,8 @@ def _calibration(path: Path) -> tuple[Measured | None, CardRates | None]:
 
 
 def _refuse_picture(picture: Path | None) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a file ``picture`` that cannot be written as SVG."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the file ``picture`` cannot be written, or has another suffix
+    than ``.svg``."""
     from headrace.base.errors import ConfigError
 
     if picture is not None and (picture.is_dir() or not picture.parent.is_dir()):

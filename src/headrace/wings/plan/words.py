@@ -1,5 +1,5 @@
-"""The description of a plan in sentences, which ``headrace plan`` prints. ``bound`` is always the function that returns
-what limits the throughput of a run, from the account of its time."""
+"""The description of a plan in sentences, which ``headrace plan`` prints. In every function, ``bound`` is the function
+that returns in words what limits the throughput of a run, from the account of its time."""
 
 from __future__ import annotations
 
@@ -20,33 +20,36 @@ Bound = Callable[[Account], str]
 
 
 def describe(found: SearchResult, bound: Bound) -> list[str]:
-    """Return sentences on the source of the costs, the memory, the settings of the run file, the best settings found,
-    the effect of asynchrony, and what to change."""
+    """Return the sentences of a plan, each a line: the source of the costs, the memory, the results of the run file's
+    settings and of the best settings, the effect of asynchronous training, proposed changes of settings, and the load
+    of the controller."""
     site = found.site
     return [
-        f"{site.request.shape.name} on {site.cluster}. View: {site.view}. {_assumed(site)}",
+        f"{site.request.shape.name} on {site.cluster}. View: {site.view}. {_workload_source(site)}",
         f"Memory: {site.fit}.",
-        f"{'As asked' if site.fit.beside else 'In turn'}: {_describe(site, found.requested, bound)}",
-        f"Best of {len(found.tried)} simulated runs ({found.seconds:.0f} s): {_describe(site, found.best, bound)}",
-        _asynchrony(found, bound),
-        *_changes(found),
-        *_controller(found),
+        f"{'As asked' if site.fit.beside else 'In turn'}: {_describe_candidate(site, found.requested, bound)}",
+        f"Best of {len(found.tried)} simulated runs ({found.seconds:.0f} s): "
+        f"{_describe_candidate(site, found.best, bound)}",
+        _compare_with_synchronous(found, bound),
+        *_proposed_changes(found),
+        *_controller_load(found),
     ]
 
 
 def verdict_line(found: SearchResult, bound: Bound) -> str:
-    """Return the predicted speed of the requested settings and the effect of asynchrony in one line, for a dry run."""
+    """Return one line for a dry run: the predicted speed of the run file's settings, and the effect of asynchronous
+    training."""
     requested = found.requested.outcome
     return (
-        f"Plan ({found.site.cluster}; {found.site.view}): about {_rate(requested.tok_s)} trained tokens/s, "
-        f"a step every {time_words(requested.step_s)}, {bound(requested.account())}. {_asynchrony(found, bound)} "
-        f"{_assumed(found.site)}"
+        f"Plan ({found.site.cluster}; {found.site.view}): about {_rate_words(requested.tok_s)} trained tokens/s, "
+        f"a step every {time_words(requested.step_s)}, {bound(requested.account())}. "
+        f"{_compare_with_synchronous(found, bound)} {_workload_source(found.site)}"
     )
 
 
-def _uncounted(site: PlanContext) -> str:
-    """Return a sentence that says that the time of environments and rewards is not counted, if the workload gives none;
-    otherwise an empty text."""
+def _uncounted_times(site: PlanContext) -> str:
+    """Return a sentence that warns that the time of environments and rewards is not counted, if both times are 0 in the
+    workload; otherwise an empty text."""
     if not site.workload.turn_s == site.workload.reward_s == ConstantSpread(value=0):
         return ""
     return (
@@ -56,7 +59,7 @@ def _uncounted(site: PlanContext) -> str:
 
 
 def time_words(seconds: float) -> str:
-    """Return a time as text with enough digits: short ones are not rounded to 0.0 s.
+    """Return a time as text with enough digits, so that short times are not rounded to 0.0 s.
 
     >>> time_words(71.7), time_words(0.0312)
     ('71.7 s', '0.031 s')
@@ -64,31 +67,32 @@ def time_words(seconds: float) -> str:
     return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
 
 
-def _assumed(site: PlanContext) -> str:
-    """Return a sentence that says that lengths and latencies were measured, or which lengths of answers are assumed."""
+def _workload_source(site: PlanContext) -> str:
+    """Return a sentence on the source of the workload: measured lengths and latencies, or the assumed distribution of
+    answer lengths."""
     if site.measured is not None:
         return "Lengths and latencies: as the run has seen them."
     answers = site.workload.answer_tokens.model_dump(exclude_none=True)
     kind = answers.pop("kind")
     return (
         f"Lengths of answers: {kind} ({', '.join(f'{key} {value:g}' for key, value in answers.items())}), as assumed."
-        f"{_uncounted(site)}"
+        f"{_uncounted_times(site)}"
     )
 
 
-def _describe(site: PlanContext, each: Candidate, bound: Bound) -> str:
+def _describe_candidate(site: PlanContext, each: Candidate, bound: Bound) -> str:
     """Return the settings and the simulated results of one candidate in words."""
     choice, outcome = each.choice, each.outcome
     account = outcome.account()
-    who = (
+    division = (
         f"all {site.cluster.count} in turn"
         if choice.shared
         else f"{choice.generation} generate ({choice.generation // site.fit.ways} engines), "
         f"{site.trainers(choice)} train"
     )
     return (
-        f"{who}; {choice.flow.groups_per_step} groups a step, max_age {choice.flow.greatest_age}, lead "
-        f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_rate(outcome.tok_s)} trained "
+        f"{division}; {choice.flow.groups_per_step} groups a step, max_age {choice.flow.greatest_age}, lead "
+        f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_rate_words(outcome.tok_s)} trained "
         f"tokens/s, a step every {time_words(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
         f"{account.learner_idle:.0%}; ages {outcome.mean_age:.2f} on average, {outcome.max_age} at most; the learner "
         f"is blocked by the sync {account.of_time(account.exposed_sync_s):.1%} of the time, a version travels "
@@ -96,39 +100,39 @@ def _describe(site: PlanContext, each: Candidate, bound: Bound) -> str:
     )
 
 
-def _asynchrony(found: SearchResult, bound: Bound) -> str:
-    """Return in words what asynchronous training gains or loses, compared with the fastest synchronous run."""
+def _compare_with_synchronous(found: SearchResult, bound: Bound) -> str:
+    """Return a sentence that compares the speed of asynchronous training with the fastest synchronous run."""
     if not found.site.fit.beside:
         return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
-    fresh, other, subject = found.synchronous, found.requested, "Asynchrony"
+    synchronous, other, subject = found.synchronous, found.requested, "Asynchrony"
     if other.choice.flow.greatest_age == 0:
         other, subject = found.best, "The best asynchronous run"
         if other.choice.flow.greatest_age == 0:
             return "Asynchrony gains nothing here: the fastest run is synchronous."
-    ratio = other.tok_s / fresh.tok_s
-    who = (
+    ratio = other.tok_s / synchronous.tok_s
+    accelerators = (
         "all accelerators in turn"
-        if fresh.choice.shared
-        else plural(fresh.choice.generation // found.site.fit.ways, "engine")
+        if synchronous.choice.shared
+        else plural(synchronous.choice.generation // found.site.fit.ways, "engine")
     )
-    beside = f"the fastest synchronous run, with {who}, trains {_rate(fresh.tok_s)} tokens/s"
+    comparison = f"the fastest synchronous run, with {accelerators}, trains {_rate_words(synchronous.tok_s)} tokens/s"
     if ratio > 1 + EQUAL_WITHIN:
-        return f"{subject} gains {ratio - 1:.0%} here: {beside}, {bound(fresh.outcome.account())}."
+        return f"{subject} gains {ratio - 1:.0%} here: {comparison}, {bound(synchronous.outcome.account())}."
     if ratio < 1 - EQUAL_WITHIN:
-        return f"{subject} loses {1 - ratio:.0%} here, {bound(other.outcome.account())}: {beside}."
-    return f"{subject} changes nothing here, {bound(other.outcome.account())}: {beside}."
+        return f"{subject} loses {1 - ratio:.0%} here, {bound(other.outcome.account())}: {comparison}."
+    return f"{subject} changes nothing here, {bound(other.outcome.account())}: {comparison}."
 
 
-def _changes(found: SearchResult) -> list[str]:
-    """Return sentences that name the settings to change and the gain, if other settings than those of the run file are
-    faster."""
+def _proposed_changes(found: SearchResult) -> list[str]:
+    """Return a list with one sentence: the settings to change and the gain if other settings are faster than the run
+    file's, or that no tried settings are faster."""
     requested, best = found.requested, found.best
     if not found.site.fit.beside:
         return [_how_to_alternate(found)]
     gain = best.tok_s / requested.tok_s - 1
     if gain <= EQUAL_WITHIN:
         return ["What was asked is as fast as anything that was tried."]
-    sets = [
+    assignments = [
         f"{key} = {new!r}"
         for key, old, new in (
             ("flow.groups_per_step", requested.choice.flow.groups_per_step, best.choice.flow.groups_per_step),
@@ -143,14 +147,14 @@ def _changes(found: SearchResult) -> list[str]:
         f"give {best.choice.generation} of {found.site.cluster.count} accelerators to generation"
     )  # fmt: skip
     batch = "; a step then trains another number of groups, which changes what is learned" if any(
-        line.startswith("flow.groups_per_step") for line in sets
+        line.startswith("flow.groups_per_step") for line in assignments
     ) else ""  # fmt: skip
-    return [f"{gain:+.0%}: {split}" + (f", set {', '.join(sets)}" if sets else "") + batch + "."]
+    return [f"{gain:+.0%}: {split}" + (f", set {', '.join(assignments)}" if assignments else "") + batch + "."]
 
 
 def _how_to_alternate(found: SearchResult) -> str:
-    """Return a sentence that says which settings let engine and learner take turns on all devices, and whether another
-    batch size would be faster."""
+    """Return a sentence that names the settings with which engine and learner alternate on all devices, and says
+    whether another batch size would be faster."""
     request, turns, best = found.site.request, found.requested, found.best
     missing = ["flow.max_age = 0"] if request.flow.greatest_age else []
     if request.sync.interrupt is not Interrupt.SLEEP:
@@ -162,9 +166,9 @@ def _how_to_alternate(found: SearchResult) -> str:
     return f"{sets}; {gain:+.0%} with flow.groups_per_step = {batch}, which changes what is learned."
 
 
-def _controller(found: SearchResult) -> list[str]:
-    """Return a sentence on how busy the controller would be; nothing if no calibration measured its cost per
-    episode."""
+def _controller_load(found: SearchResult) -> list[str]:
+    """Return a list with a sentence on the load of the controller; an empty list if no calibration has measured the
+    controller's time per episode."""
     outcome, measured = found.requested.outcome, found.site.measured
     if measured is None or not measured.episode_s:
         return []
@@ -173,6 +177,6 @@ def _controller(found: SearchResult) -> list[str]:
     return [f"Controller: {measured.episode_s * 1e3:.2g} ms an episode, busy {busy:.0%} of the time as asked{advice}."]
 
 
-def _rate(tok_s: float) -> str:
-    """Return a number of tokens per second as text, with enough digits for small ones."""
+def _rate_words(tok_s: float) -> str:
+    """Return a number of tokens per second as text, with three significant digits below 10."""
     return f"{tok_s:,.0f}" if tok_s >= 10 else f"{tok_s:.3g}"

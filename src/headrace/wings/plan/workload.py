@@ -1,4 +1,5 @@
-"""The workload of a run: lengths of prompts and answers, and the times of environments and rewards."""
+"""The workload of a simulated run: distributions of the lengths of prompts and answers and of the times of environments
+and rewards, and the random draws from them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from headrace.base.config import Section
 from headrace.wings.plan.spread import AnySpread, ConstantSpread, Draws, Lognormal, Spread, Uniform
 
 MEAN_DRAWS = 8192
-"""Number of draws from which the mean length of an episode is taken."""
+"""Number of random draws from which the mean length of an episode is estimated."""
 
 
 class Workload(Section):
@@ -39,8 +40,8 @@ class Workload(Section):
     """Fraction of the episodes that end without a reward."""
 
     def episode_tokens(self, most: float) -> tuple[float, float]:
-        """Return the mean number of tokens of an episode and the mean of its square, from draws; an answer has at most
-        ``most`` tokens."""
+        """Return the mean number of tokens of an episode and the mean of its square, estimated from random draws.
+        Answers are cut to ``most`` tokens."""
         rng = np.random.default_rng(0)
 
         def drawn(spread: Spread) -> Draws:
@@ -54,8 +55,8 @@ class Workload(Section):
 
 
 class DrawBuffer:
-    """A buffer of random draws from a distribution, which are made thousands at a time and returned one by one, because
-    single draws are slow."""
+    """A buffer of random draws from a distribution. It draws thousands of values at a time and returns them one by one,
+    because single draws are slow."""
 
     def __init__(self, spread: Spread, rng: np.random.Generator, *, most: float = math.inf, whole: bool = True) -> None:
         """Create the buffer. Draws above ``most`` become ``most``; with ``whole`` they are rounded to integers of at
@@ -66,11 +67,11 @@ class DrawBuffer:
     def next(self) -> float:
         """Return the next draw."""
         if not self._drawn:
-            self._drawn = self._draw().tolist()[::-1]
+            self._drawn = self._draw_chunk().tolist()[::-1]
         return self._drawn.pop()
 
-    def _draw(self) -> Draws:
-        """Return the next few thousand draws, bounded and rounded."""
+    def _draw_chunk(self) -> Draws:
+        """Return new draws to refill the buffer, limited to the upper bound and, for whole numbers, rounded."""
         drawn_N = np.minimum(self._spread.draw(self._rng, 4096), self._most)
         return np.maximum(np.rint(drawn_N), 1.0) if self._whole else drawn_N
 

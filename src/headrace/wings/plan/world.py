@@ -1,4 +1,4 @@
-"""The inputs of a simulated run: a flow, the costs of its parts, and the workload."""
+"""The inputs of a simulated run: the settings of the flow, the cost models of its parts, and the workload."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class World:
     steps: int
     """Number of training steps that are simulated."""
     endless: bool = False
-    """Whether the run is a part of a longer one: groups are started until the end, so that the last steps are like the
-    ones before."""
+    """Whether the run is simulated as the beginning of a longer run: groups are started until its end, so that the
+    queues do not run empty in the last steps."""
     engine: EngineCost
     """Cost model of one engine."""
     num_engines: int = 1
@@ -40,4 +40,4 @@ class World:
     workload: Workload = field(default_factory=Workload)
     """Lengths of prompts and answers, and times of environments and rewards."""
     episode_s: float = 0.0
-    """Processor time of the controller per episode, in seconds; it handles one episode at a time."""
+    """Processor time of the controller per episode, in seconds; the controller handles one episode at a time."""

@@ -1,1 +1,2 @@
-"""The demo, and recipes: the settings by which a run chooses on every axis what a known system chooses."""
+"""The demo, and the recipes of known systems. A recipe is a set of settings with which a run makes the same choice as a
+known system on every axis, such as its loss and its staleness bound."""

@@ -23,13 +23,13 @@ def recipes(
         return
     out = console()
     if name:
-        (one,) = chosen
-        out.print(f"{one.name}: {one.system}", style="bold")
-        out.print(one.says)
-        for axis, words in one.axes.items():
+        (shown,) = chosen
+        out.print(f"{shown.name}: {shown.system}", style="bold")
+        out.print(shown.says)
+        for axis, words in shown.axes.items():
             out.print(f"  {axis.replace('_', ' '):<17}{words}")
-        out.print(f"Here: {one.differs}\n")
-        out.print(one.toml.rstrip())
+        out.print(f"Here: {shown.differs}\n")
+        out.print(shown.toml.rstrip())
         return
     width = max(len(each.name) for each in chosen)
     for each in chosen:

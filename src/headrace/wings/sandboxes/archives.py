@@ -1,8 +1,8 @@
-"""Files of tasks on their way into sessions: archives that keep modes, links and empty folders, and for which no file
-outside the folder of the task is ever read.
+"""Tar archives of task files for sessions. They keep modes, symbolic links and empty folders, and never contain a file
+from outside the task's folder.
 
-A link with a full path refers to the session's system, as in docker. It stays a link, and nothing follows it here. A
-link whose path would leave the folder is refused by name.
+A link with an absolute path refers to the session's file system, as in docker: it is copied as a link and not followed
+here. A link whose relative path leads out of the folder is refused with its name.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from headrace.wings.sandboxes.base import SandboxSession
 
 
 class RefusedFile(ValueError):
-    """The error of a file that is not what it must be: one of the folder, and a plain one."""
+    """The error of a path that lies outside the permitted folder or is not a regular file."""
 
 
 def read_inside(path: Path, root: Path) -> bytes:
-    """Return the content of a file of the folder ``root``. Raises :class:`RefusedFile` for one that lies outside, where
-    a link leads there too, and for what is no plain file; ``OSError`` for one that cannot be read."""
+    """Return the content of a file in the folder ``root``. Raises :class:`RefusedFile` if the path, with links
+    resolved, lies outside or is not a regular file, and ``OSError`` if it cannot be read."""
     return _content(resolved_inside(path, root))[0]
 
 
 def resolved_inside(path: Path, root: Path) -> Path:
-    """Return the path of a file or a folder of ``root`` without links. Raises :class:`RefusedFile` for one that lies
-    outside, and ``OSError`` where there is none."""
+    """Return the path of a file or folder in ``root`` with links resolved. Raises :class:`RefusedFile` if it lies
+    outside, and ``OSError`` if it does not exist."""
     try:
         found = path.resolve(strict=True)
     except RuntimeError:  # Python before 3.13 has no OSError for it
@@ -48,48 +48,46 @@ def packed_files(
     mode: int | None = None,
     leaves_out: Callable[[str], bool] = lambda path: False,
 ) -> bytes:
-    """Return files and folders of ``root``, each by the full path that it gets, as a tar archive for :func:`unpack`.
-    ``mode``, if given, is that of all files; ``leaves_out`` says of a path in ``root`` whether it is not wanted. Raises
-    :class:`RefusedFile` for what must not be copied, and ``OSError`` for what cannot be read."""
+    """Return a tar archive, for :func:`unpack`, of pairs of a file or folder in ``root`` and its full path in the
+    session. ``mode`` replaces the modes of all files. ``leaves_out`` returns whether a path relative to ``root`` is
+    excluded. Raises :class:`RefusedFile` for a path that must not be copied, and ``OSError`` for a file that cannot be
+    read."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path, target in pairs:
             source = resolved_inside(path, root)
-            members = _below(source, target, root.resolve(), leaves_out) if source.is_dir() else [(source, target)]
+            members = (
+                _members_below(source, target, root.resolve(), leaves_out) if source.is_dir() else [(source, target)]
+            )
             for each, name in members:
                 _add(archive, each, name, mode)
     return buffer.getvalue()
 
 
 async def unpack(session: SandboxSession, archive: bytes) -> None:
-    """Write the files of such an archive into a session; a link to a folder stands for the folder, as in docker. Raises
-    :class:`~headrace.base.errors.EpisodeError` where they cannot be written."""
+    """Unpack an archive of :func:`packed_files` in a session. Where the session has a link to a folder, the files go
+    into that folder, as in docker. Raises :class:`~headrace.base.errors.EpisodeError` if they cannot be written."""
     await session.unpack(archive, "-m", "--keep-directory-symlink")
 
 
 def ignore_rules(text: str) -> Callable[[str], bool]:
-    """Return the function that says of a path whether the text of a ``.dockerignore`` leaves it out.
-
-    >>> leaves_out = ignore_rules("**/*.pyc\\nout\\n!out/keep\\n")
-    >>> [leaves_out(path) for path in ("a/b.pyc", "out/x", "out/keep", "a.py")]
-    [True, True, False, False]
-    """
+    """Return a function of a path that returns whether the rules ``text`` of a ``.dockerignore`` exclude a path."""
     rules = []
     for line in text.splitlines():
         pattern = line.strip()
-        kept, pattern = pattern.startswith("!"), pattern.removeprefix("!").strip()
+        is_negated, pattern = pattern.startswith("!"), pattern.removeprefix("!").strip()
         if pattern and not pattern.startswith("#"):
-            rules.append((re.compile(_pattern(posixpath.normpath(pattern).lstrip("/")) + "(?:/.*)?"), not kept))
+            rules.append((re.compile(_pattern(posixpath.normpath(pattern).lstrip("/")) + "(?:/.*)?"), not is_negated))
 
     def leaves_out(path: str) -> bool:
-        """Return what the last rule that fits says."""
+        """Return whether the last matching rule excludes ``path``; ``False`` if none matches."""
         return next((out for rule, out in reversed(rules) if rule.fullmatch(path)), False)
 
     return leaves_out
 
 
 def _pattern(pattern: str) -> str:
-    """Return a pattern of ``.dockerignore`` as a regular expression."""
+    """Return a pattern of ``.dockerignore`` as the text of a regular expression."""
     if pattern == ".":
         return ".*"
     pieces = re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", pattern)
@@ -99,9 +97,12 @@ def _pattern(pattern: str) -> str:
     )
 
 
-def _below(folder: Path, target: str, root: Path, leaves_out: Callable[[str], bool]) -> Iterator[tuple[Path, str]]:
-    """Return all that is in a folder, and the folder, with the paths that they get."""
-    for parent, folders, names in os.walk(folder, followlinks=False, onerror=_raise):
+def _members_below(
+    folder: Path, target: str, root: Path, leaves_out: Callable[[str], bool]
+) -> Iterator[tuple[Path, str]]:
+    """Yield the folder and all files and folders below it, without the excluded ones, each with its path in the
+    session."""
+    for parent, folders, names in os.walk(folder, followlinks=False, onerror=_raise_error):
         place = Path(parent)
         if place == folder or not leaves_out(place.relative_to(root).as_posix()):
             yield place, posixpath.join(target, place.relative_to(folder).as_posix())
@@ -113,21 +114,21 @@ def _below(folder: Path, target: str, root: Path, leaves_out: Callable[[str], bo
             yield path, posixpath.join(target, path.relative_to(folder).as_posix())
 
 
-def _raise(error: OSError) -> None:
-    """Raise the error of a folder that cannot be listed."""
+def _raise_error(error: OSError) -> None:
+    """Raise ``error``; ``os.walk`` calls this for a folder that cannot be listed."""
     raise error
 
 
 def _refuse_leading_outside(link: Path, root: Path) -> None:
-    """Raise :class:`RefusedFile` for a link whose path, from where it is, leaves the folder ``root``."""
+    """Raise :class:`RefusedFile` for a link whose relative path leads out of the folder ``root``."""
     target = os.readlink(link)
-    reached = posixpath.normpath(posixpath.join(link.parent.relative_to(root).as_posix(), target))
-    if not target.startswith("/") and (reached == ".." or reached.startswith("../")):
+    resolved = posixpath.normpath(posixpath.join(link.parent.relative_to(root).as_posix(), target))
+    if not target.startswith("/") and (resolved == ".." or resolved.startswith("../")):
         raise RefusedFile(f"the link {link} leads to {target!r}, which lies outside {root}")
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str, mode: int | None) -> None:
-    """Add a file, a folder or a link to an archive."""
+    """Add a file, a folder or a link to an archive as ``name``. ``mode`` replaces the mode of a file."""
     member = tarfile.TarInfo(posixpath.normpath(name).strip("/"))
     if path.is_symlink():
         member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
@@ -143,7 +144,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, mode: int | None) -> N
 
 
 def _content(path: Path) -> tuple[bytes, int]:
-    """Return the content and the mode of a plain file, which is no link."""
+    """Return the content and the permission bits of a file. Raises :class:`RefusedFile` if it is not a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

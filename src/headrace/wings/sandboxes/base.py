@@ -1,14 +1,14 @@
-"""The contract of sandboxes: sessions in which an agent works with files and a shell, and the drivers that make them.
+"""The contract of sandboxes: sessions in which an agent works with files and a shell, and drivers that start sessions.
 
-    driver.start(spec) ──▶ session ── run, read, write ──▶ stop, or the end of its time
+    driver.start(spec) ──▶ session ── run, read, write ──▶ stop, or the end of its lifetime (life_s)
                               │ snapshot: files, directory, variables
                               ▼
                            snapshot ── driver.fork ──▶ another session that continues from there
                               └── release
 
-A driver makes sessions in one way: the jail of Headrace, bubblewrap, containers. A session holds no process that
-matters between two commands: its directory and its exported variables are carried from one shell to the next, so that
-a snapshot of files, directory and variables is all that a fork needs. Processes in the background are not part of it.
+A driver starts sessions of one kind: the jail of Headrace, bubblewrap, containers. Each command runs in a new shell,
+which receives the directory and the exported variables of the shell before it. So a fork needs only a snapshot of
+files, directory and variables. Background processes are not part of a snapshot.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
 LIMITS = SandboxLimits(
     wall_s=60.0, cpu_s=60, file_bytes=64 * MIB, disk_bytes=256 * MIB, processes=64, open_files=256, output_bytes=1 * MIB
 )
-"""The limits of a session, unless it has others. Those of time are limits of each command."""
+"""The default limits of a session. ``wall_s`` and ``cpu_s`` apply to each command."""
 MIN_OPEN_FILES = 128
-"""The smallest limit of open files: shells use numbers below it."""
+"""The smallest allowed limit of open files, because a shell needs file descriptors up to this number itself."""
 MAX_WORD_BYTES = 131_072
-"""The kernel's limit of one argument or variable of a program."""
+"""The kernel's limit of the size of one argument or one environment variable of a program, in bytes."""
 MAX_LIFE_S = 1e9
-"""The time under which that of a session must stay, in seconds."""
+"""The upper bound of a session's lifetime (``SandboxSpec.life_s``), in seconds; it is excluded."""
 MAX_COMMAND_BYTES = 100_000
-"""The longest command. The kernel takes no argument of more than 128 KiB."""
+"""The greatest length of a command in bytes of UTF-8. The kernel's limit of one argument is 128 KiB."""
 PROGRAMS = {
     name: next((path for path in (f"/usr/bin/{name}", f"/bin/{name}") if os.path.exists(path)), f"/bin/{name}")
     for name in ("bash", "cat", "mkdir", "tar")
 }
-"""The programs that sessions need, by name: where /bin is a link, in the folder that no session can take away."""
+"""The paths of the programs that a session needs, by name. /usr/bin comes first, because /bin may be a link to it that
+a session could remove."""
 _SHELL_SCRIPT = r"""
 __headrace_tell() {
   {
@@ -91,10 +92,11 @@ __headrace_end='{ __headrace_status=$?; builtin trap - ERR DEBUG; } 2> /dev/null
 builtin trap "$__headrace_end" EXIT
 builtin eval "$1"
 """
-"""Run a command, then write to the state pipe: the shell's directory and its exported variables, each with a zero byte
-at its end; the names of variables that no program can be given; a dot. A command's own EXIT trap runs after that."""
+"""Run the command ``$1``, then write to the state pipe: the shell's directory and its exported variables, each followed
+by a zero byte; the names of variables that are too long to pass to a program; a dot. An EXIT trap of the command runs
+after that."""
 _OWN_VARIABLES = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
-"""Variables that every shell sets by itself."""
+"""Variables that every shell sets itself."""
 
 
 _WRITE_SCRIPT = r"""
@@ -110,39 +112,43 @@ for ((i = 0; i < ${#kept[@]}; i += 2)); do
   [[ ${kept[i]} != *x ]] || chmod -- +x "${kept[i + 1]}"
 done
 """
-"""Unpack an archive of files; those that were there keep their modes, and those after ``x`` can be executed, too."""
+"""Unpack a tar archive from the standard input. A file that existed before keeps its mode. Arguments: the path of tar,
+then for each file a flag (``x``: make it executable; or empty) and its path."""
 FILES_AT_ONCE = 200
-"""The most files that are written at once: their paths are arguments."""
+"""The greatest number of files that one program writes: their paths are its arguments."""
 
 
 class SessionEnded(EpisodeError):
-    """The error of a call to a session that has ended, whatever ended it."""
+    """The error of a call to a session that has ended, for whatever reason."""
 
 
 class DriverLost(EnvError):
-    """The error of a driver that can make no sessions any more, since what makes them has gone: open it again."""
+    """The error of a driver that cannot start sessions any more, because its host process has ended. Open the driver
+    again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """The description of a session: its limits, and where its commands begin."""
+    """The description of a session: its limits, its lifetime, its image, and the state of its first shell."""
 
     limits: SandboxLimits = LIMITS
-    """The limits. ``wall_s`` and ``output_bytes`` are those of one command, ``cpu_s`` and ``memory_bytes`` of each
-    process; memory, files and processes are counted together too."""
+    """The limits. ``wall_s`` and ``output_bytes`` apply to each command, ``cpu_s`` and ``memory_bytes`` to each
+    process. Memory, files and processes are also limited in total."""
     life_s: float = 3600.0
-    """The time after which the session ends, whatever it does, in seconds."""
+    """The lifetime of the session in seconds. The session then ends, even while a command runs."""
     directory: str = "/workspace"
-    """The directory in which commands begin; it is made at the start."""
+    """The directory in which the first command begins; it is made at the start."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables besides ``PATH``, ``HOME`` and ``LANG``, or those of the image."""
+    """Environment variables to set in addition to the base variables: ``PATH``, ``HOME`` and ``LANG``, or the variables
+    of the image."""
     image: str = ""
-    """The image that the files begin as, for kinds that have images; empty: the one of the driver's settings."""
+    """The name of the image whose files the session starts with, for kinds with images; empty: the image in the
+    driver's settings."""
     loopback: bool = False
     """Whether programs in the session can reach each other by TCP and UDP over 127.0.0.1."""
     forwards: Mapping[int, str] = field(default_factory=dict)
-    """Ports of 127.0.0.1 in the session that lead to a TCP address outside, each by its port: ``HOST:PORT``. They are
-    all that the session can reach, and need ``loopback``."""
+    """TCP forwards: the address outside (``HOST:PORT``) by the port of 127.0.0.1 in the session that leads to it. The
+    session can reach no other address. Forwards need ``loopback``."""
 
 
 class SessionState(enum.StrEnum):
@@ -152,33 +158,35 @@ class SessionState(enum.StrEnum):
     """
 
     RUNNING = "running"
-    """It takes commands."""
+    """The session accepts commands."""
     ENDED = "ended"
-    """It was stopped, its time was over, or its sandbox has gone: its files and processes do not exist any more."""
+    """The session was stopped, its lifetime is over, or its sandbox is lost. Its files and processes do not exist any
+    more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """The result of one program in a session, as the driver returns it."""
+    """The result of one program in a session, as :meth:`SandboxSession.execute` returns it."""
 
     reason: Reason
-    """Why it ended."""
+    """Why the program ended: by itself, or by a limit."""
     stdout: bytes
-    """The standard output, as far as the limit allows."""
+    """The standard output, up to the limit."""
     stderr: bytes
-    """The standard error, with the same limit."""
+    """The standard error, up to the same limit."""
     status: int | None = None
-    """The exit code; the number of the signal that ended it, negative; ``None``: a limit ended it."""
+    """The exit code; a negative number: the number of the signal that ended the program, negated; ``None``: a limit
+    ended the program."""
     cpu_s: float = 0.0
-    """The processor time of the program itself."""
+    """The processor time of the program itself, in seconds."""
     state: bytes = b""
-    """What it wrote to the state pipe."""
+    """The bytes that the program wrote to the state pipe; see :data:`_SHELL_SCRIPT`."""
 
 
 @dataclass(kw_only=True)
 class SandboxSnapshot:
-    """The files of a session at one moment, with the directory and the variables of its shell. Release it when nothing
-    will be forked from it any more."""
+    """The files of a session at one moment, with the directory and the variables of its shell. Release a snapshot with
+    :meth:`SandboxDriver.release` when it will not be forked any more."""
 
     spec: SandboxSpec
     directory: str
@@ -186,28 +194,28 @@ class SandboxSnapshot:
     variables: Mapping[str, str]
     """The exported variables of the shell."""
     files: Any
-    """The files, in a form that the driver knows."""
+    """The files, in a form of the driver."""
     released: bool = False
-    """Whether the files are given up."""
+    """Whether the files were released; such a snapshot cannot be forked."""
 
 
 class SandboxSession(ABC):
-    """A sandbox with files and a shell. One call runs at a time; others wait for it. A call that is cancelled ends the
-    session."""
+    """A sandbox with files and a shell. Calls run one at a time; a second call waits for the first. Cancelling a call
+    ends the session."""
 
     def __init__(self, spec: SandboxSpec) -> None:
-        """Describe a session that runs as ``spec`` says."""
+        """Describe a session with the limits, directory and variables of ``spec``. A driver starts the session."""
         self.spec = spec
         self.directory = spec.directory
         """The directory in which the next command begins."""
         self.programs: Mapping[str, str] = PROGRAMS
         """The paths of bash, cat, mkdir and tar in the session."""
         self.surroundings: Mapping[str, str] = {**ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{ENVIRONMENT['PATH']}"}
-        """The variables that the session has by itself."""
+        """The environment variables of every command, without the variables of the spec."""
         self.variables: Mapping[str, str] = self.first_variables()
         """The exported variables with which the next command begins."""
         self.missing: Mapping[str, str] = {}
-        """The guards that the session lacks, each with the cause."""
+        """The guards (such as namespaces and limits) that the session lacks, each with the reason."""
         self.ended = ""
         """Why the session has ended; empty while it runs."""
         self._turn = asyncio.Lock()
@@ -218,37 +226,41 @@ class SandboxSession(ABC):
 
     @property
     def state(self) -> SessionState:
-        """Whether the session takes commands."""
+        """Whether the session accepts commands."""
         return SessionState.ENDED if self.ended else SessionState.RUNNING
 
     @abstractmethod
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
     ) -> Execution:
-        """Run a program to its end and return the result. Processes that it leaves in the background go on; at a limit
-        they end with it. Raises :class:`SessionEnded` if the session does not outlive the call."""
+        """Run the program ``argv`` until it ends, and return its result. Its background processes go on, but a limit
+        ends them with the program. Raises :class:`SessionEnded` if the session ends during the call."""
 
     @abstractmethod
     async def end_background(self) -> int:
-        """Kill all processes of the session, and return how many there were."""
+        """Kill all processes of the session, and return their number."""
 
     @abstractmethod
     async def count_background(self) -> int:
-        """Return how many processes run in the background."""
+        """Return the number of background processes."""
 
     @abstractmethod
     async def take_files(self) -> Any:
-        """Return the files as they are, for a snapshot; no process runs."""
+        """Return the present files for a snapshot, in a form of the driver. The caller makes sure that no process
+        runs."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End the session with its processes and files; a second time, do nothing."""
+        """End the session, and remove its processes and files. Do nothing if the session has ended."""
 
     async def run(self, command: str, *, stdin: bytes = b"", limits: SandboxLimits | None = None) -> Finished:
-        """Run a command in a shell, and return the result. The next command begins in its directory, with its exported
-        variables; where these could not be carried, as after ``exec``, ``detail`` of the result says so.
+        """Run a command in a shell, and return the result. The next command begins in the directory and with the
+        exported variables with which this command ends. ``detail`` of the result says if this state was lost, as after
+        ``exec``.
 
-        ``limits``, if given, are those of this command: time, output, size of a file, and those of each process.
+        ``limits``, if given, replace the limits of the spec for this command: time, output, file size, and the limits
+        of each process. Raises :class:`~headrace.base.errors.EpisodeError` for a command that is too long or that the
+        kernel does not accept as an argument.
         """
         if not _is_clean(command) or len(_encoded(command)) > MAX_COMMAND_BYTES:
             raise EpisodeError(
@@ -266,20 +278,20 @@ class SandboxSession(ABC):
     async def run_apart(
         self, script: str, *arguments: str, stdin: bytes = b"", limits: SandboxLimits | None = None
     ) -> Execution:
-        """Run a script of bash apart from the shell, whose directory and variables it neither sees nor changes, and
-        return the result in bytes. It begins in ``/``; ``arguments`` are its ``$1``, ``$2``, and so on."""
+        """Run a script of bash, and return the result in bytes. The script runs in ``/`` and neither uses nor changes
+        the directory and the variables of the session's shell. ``arguments`` are its ``$1``, ``$2``, and so on."""
         argv = [self.programs["bash"], "--norc", "--noprofile", "-c", script, "bash", *arguments]
-        given = limits or self.spec.limits
+        used_limits = limits or self.spec.limits
         async with self._running():
-            return await self.execute(argv, stdin=stdin, directory="/", variables=ENVIRONMENT, limits=given)
+            return await self.execute(argv, stdin=stdin, directory="/", variables=ENVIRONMENT, limits=used_limits)
 
     async def read(self, path: str, most_bytes: int = MIB) -> bytes:
-        """Return the content of a file, whose path may be relative to the directory. Raises
-        :class:`~headrace.base.errors.EpisodeError` if it cannot be read or has more than ``most_bytes`` bytes."""
+        """Return the content of a file. ``path`` may be relative to the present directory. Raises
+        :class:`~headrace.base.errors.EpisodeError` if the file cannot be read or has more than ``most_bytes`` bytes."""
         _refuse_path(path)
         limits = replace(self.spec.limits, output_bytes=most_bytes)
         async with self._running():
-            argv = [self.programs["cat"], "--", path]  # without the shell's variables, which may preload a library
+            argv = [self.programs["cat"], "--", path]  # the shell's variables may preload a library
             done = await self.execute(argv, stdin=b"", directory=self.directory, variables=ENVIRONMENT, limits=limits)
         if done.status != 0:
             text = done.stderr.decode("utf-8", "replace").strip() if done.reason is Reason.EXITED else done.reason
@@ -291,9 +303,9 @@ class SandboxSession(ABC):
         return done.stdout
 
     async def write(self, files: Mapping[str, str | bytes]) -> None:
-        """Write files, by their paths; folders are made. A file that is there keeps its mode, and one that begins with
-        ``#!`` can be executed. Raises
-        :class:`~headrace.base.errors.EpisodeError` if one cannot be written."""
+        """Write files, given as their contents by path; missing folders are made. A file that exists keeps its mode. A
+        file whose content begins with ``#!`` becomes executable. Raises :class:`~headrace.base.errors.EpisodeError` if
+        a file cannot be written."""
         for path in files:
             _refuse_path(path)
         contents = [
@@ -304,7 +316,7 @@ class SandboxSession(ABC):
                 await self._write(contents[start : start + FILES_AT_ONCE])
 
     async def _write(self, files: Sequence[tuple[str, bytes]]) -> None:
-        """Write files by their full paths."""
+        """Write files with one program, given as pairs of full path and content."""
         words = [word for path, data in files for word in ("x" if data.startswith(b"#!") else "", path)]
         argv = [
             self.programs["bash"],
@@ -319,10 +331,9 @@ class SandboxSession(ABC):
         await self._pass_archive(argv, _packed(files))
 
     async def snapshot(self, *, end_background: bool = False) -> SandboxSnapshot:
-        """Return a snapshot of the files and of the shell. Processes in the background are not part of it: the call is
-        refused while there are any, unless ``end_background`` ends them first.
-
-        Raises :class:`SessionEnded` for a session that has ended.
+        """Return a snapshot of the files and of the shell. A snapshot contains no processes: with ``end_background``,
+        all background processes are killed first; without it, :class:`~headrace.base.errors.EpisodeError` is raised if
+        there are any. Raises :class:`SessionEnded` if the session has ended.
         """
         async with self._running():
             if end_background:
@@ -347,17 +358,18 @@ class SandboxSession(ABC):
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        """Wait for the calls before, and refuse the body if the session has ended."""
+        """Run the body when all earlier calls have ended. Raises :class:`SessionEnded` if the session has ended."""
         async with self._turn:
             self.refuse_ended()
             yield
 
     async def _execute(self, argv: Sequence[str], stdin: bytes, limits: SandboxLimits) -> Execution:
-        """Run a program in the directory and with the variables of the session."""
+        """Run a program in the present directory of the session, with its present variables."""
         return await self.execute(argv, stdin=stdin, directory=self.directory, variables=self.variables, limits=limits)
 
     async def prepare(self) -> None:
-        """Make the directory of a new session."""
+        """Make the directory of a new session. Drivers call this after the start. Raises
+        :class:`~headrace.base.errors.ConfigError` if the directory cannot be made."""
         async with self._running():
             argv = [self.programs["mkdir"], "-p", "--", self.directory]
             done = await self.execute(argv, stdin=b"", directory="/", variables=ENVIRONMENT, limits=self.spec.limits)
@@ -369,15 +381,15 @@ class SandboxSession(ABC):
             )
 
     async def unpack(self, archive: bytes, *options: str) -> None:
-        """Write the files of a tar archive, with their modes; ``options`` are more of GNU tar. Raises
-        :class:`~headrace.base.errors.EpisodeError` if that fails, with the words of tar."""
+        """Unpack a tar archive at ``/``, with the modes of its files. ``options`` are further options of GNU tar.
+        Raises :class:`~headrace.base.errors.EpisodeError` with tar's error output if that fails."""
         argv = [self.programs["tar"], "--no-overwrite-dir", "-p", *options, "-xf", "-", "-C", "/"]
         async with self._running():
             await self._pass_archive(argv, archive)
 
     async def _pass_archive(self, argv: Sequence[str], archive: bytes) -> None:
-        """Run a program that unpacks an archive. Raises :class:`~headrace.base.errors.EpisodeError` with its words if
-        it fails."""
+        """Run a program that unpacks ``archive`` from its standard input. Raises
+        :class:`~headrace.base.errors.EpisodeError` with the program's error output if it fails."""
         done = await self.execute(argv, stdin=archive, directory="/", variables=ENVIRONMENT, limits=self.spec.limits)
         if done.status != 0:
             raise EpisodeError(
@@ -387,8 +399,9 @@ class SandboxSession(ABC):
             )
 
     def _take_state(self, state: bytes) -> str:
-        """Take over the directory and the variables that a shell has left, and return what of them is lost; empty if
-        nothing is. Bytes that no shell of ours would write change nothing: they come from the commands."""
+        """Set the directory and the variables of the next command to ``state``, the state pipe's content as
+        :data:`_SHELL_SCRIPT` writes it. Return in words which part was lost; empty if nothing was. Other content comes
+        from the command itself, and changes nothing."""
         directory, *entries = state.split(b"\0")
         if not (directory.startswith(b"/") and directory.endswith(b"\n")) or entries[-2:] != [b".", b""]:
             return "the next command begins where this one began: its shell was replaced, or could not tell its state"
@@ -399,7 +412,7 @@ class SandboxSession(ABC):
         return f"too long to be given to a program, and lost: {', '.join(lost)}" if lost else ""
 
     async def __aenter__(self) -> Self:
-        """Use the session in the body of ``async with``."""
+        """Return the session; the end of ``async with`` stops it."""
         return self
 
     async def __aexit__(
@@ -410,33 +423,35 @@ class SandboxSession(ABC):
 
 
 class SandboxDriver(ABC):
-    """One way to make sessions on this machine or elsewhere; ``async with`` closes it, which ends all of them."""
+    """The contract of a driver, which starts sessions of one kind, on this machine or elsewhere. The end of ``async
+    with`` closes the driver, which ends all its sessions."""
 
     kind: str
     """The name of the driver, such as ``jail``."""
     serves_forwards: ClassVar[bool] = False
-    """Whether its sessions serve the ``forwards`` of a spec; if not, they refuse such a spec."""
+    """Whether sessions of this driver serve the ``forwards`` of a spec; if not, a spec with forwards is refused."""
     missing: Mapping[str, str]
-    """The guards that sessions lack here, each with the cause."""
+    """The guards that sessions of this driver lack here, each with the reason."""
     closed: bool = False
-    """Whether it was closed: then it starts nothing any more."""
+    """Whether the driver was closed; a closed driver starts no session."""
 
     @abstractmethod
     async def start(self, spec: SandboxSpec) -> SandboxSession:
-        """Start a session without files of its own. Raises :class:`~headrace.base.errors.EpisodeError` if it cannot
-        be."""
+        """Start a session with the files of its image, or without files. Raises
+        :class:`~headrace.base.errors.EpisodeError` if it cannot start."""
 
     @abstractmethod
     async def fork(self, snapshot: SandboxSnapshot) -> SandboxSession:
-        """Start a session that continues from a snapshot; any number of them may. It has the whole time of its spec."""
+        """Start a session that continues from a snapshot. A snapshot can be forked any number of times. The lifetime of
+        the new session is ``life_s`` of the snapshot's spec."""
 
     @abstractmethod
     async def release(self, snapshot: SandboxSnapshot) -> None:
-        """Give up the files of a snapshot; sessions that were forked from it keep theirs."""
+        """Free the files of a snapshot. Sessions that were forked from it keep their files."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End all sessions of this driver."""
+        """End all sessions of this driver. The driver starts no more sessions."""
 
     def refuse_closed(self) -> None:
         """Raise :class:`~headrace.base.errors.EpisodeError` if the driver was closed."""
@@ -448,7 +463,7 @@ class SandboxDriver(ABC):
             )
 
     async def __aenter__(self) -> Self:
-        """Use the driver in the body of ``async with``."""
+        """Return the driver; the end of ``async with`` closes it."""
         return self
 
     async def __aexit__(
@@ -459,7 +474,7 @@ class SandboxDriver(ABC):
 
 
 def without_own(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without those that every shell sets by itself."""
+    """Return the variables without the variables that every shell, or :data:`_SHELL_SCRIPT`, sets itself."""
     return {
         name: value
         for name, value in variables.items()
@@ -468,7 +483,7 @@ def without_own(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def unusable_snapshot() -> EpisodeError:
-    """Return the error for a fork of a snapshot that its driver does not have, or not any more."""
+    """Return the error for a fork of a snapshot that was released or belongs to another driver."""
     return EpisodeError(
         "the snapshot has been released, or is one of another driver",
         remedy="fork before releasing it, with the driver of its session",
@@ -477,14 +492,14 @@ def unusable_snapshot() -> EpisodeError:
 
 
 def refuse_invalid(spec: SandboxSpec) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a description of a session that cannot work."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if no session could run with ``spec``."""
     limits = spec.limits
     limits.refuse_empty()
     if limits.open_files < MIN_OPEN_FILES:
         raise ConfigError(
             f"limits.open_files={limits.open_files} is too few for a shell", remedy=f"set it >= {MIN_OPEN_FILES}"
         )
-    if not 0 < spec.life_s < MAX_LIFE_S:  # also where it is no number
+    if not 0 < spec.life_s < MAX_LIFE_S:  # also refuses NaN
         raise ConfigError(
             f"life_s={spec.life_s} leaves nothing or has no end", remedy=f"set 0 < life_s < {MAX_LIFE_S:g}"
         )
@@ -504,7 +519,7 @@ def refuse_invalid(spec: SandboxSpec) -> None:
 
 
 def _refuse_variable(name: str, value: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a variable that no program can be given."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a variable that cannot be passed to a program."""
     if not (isinstance(name, str) and isinstance(value, str)):
         raise ConfigError(f"variables[{name!r}]={value!r} is no text", remedy="write names and values as texts")
     if not name or "=" in name or not _is_clean(name + value):
@@ -519,7 +534,8 @@ def _refuse_variable(name: str, value: str) -> None:
 
 
 def _is_clean(text: str) -> bool:
-    """Return whether the kernel takes a text as a name or an argument: without zero bytes and lone surrogates."""
+    """Return whether the kernel accepts a text as an argument or a file name: it has no zero bytes and no lone
+    surrogates."""
     try:
         return b"\0" not in _encoded(text)
     except UnicodeEncodeError:
@@ -527,13 +543,13 @@ def _is_clean(text: str) -> bool:
 
 
 def _encoded(text: str) -> bytes:
-    """Return a text as the bytes of an argument; bytes that are not UTF-8 stand in it as Python's ``surrogateescape``
-    has them."""
+    """Return a text as the bytes of an argument. Characters of Python's ``surrogateescape`` become the bytes that they
+    stand for."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def _refuse_path(path: str) -> None:
-    """Raise :class:`~headrace.base.errors.EpisodeError` for a path that no file can have."""
+    """Raise :class:`~headrace.base.errors.EpisodeError` for a path that the kernel does not accept."""
     if not _is_clean(path):
         raise EpisodeError(
             f"the path {path!r} is none of a file",
@@ -543,7 +559,8 @@ def _refuse_path(path: str) -> None:
 
 
 def _content(path: str, content: str | bytes) -> bytes:
-    """Return the content of the file ``path`` as bytes."""
+    """Return the content of the file ``path`` as bytes, text as UTF-8. Raises
+    :class:`~headrace.base.errors.EpisodeError` for a text with lone surrogates."""
     if isinstance(content, bytes):
         return content
     try:
@@ -557,7 +574,7 @@ def _content(path: str, content: str | bytes) -> bytes:
 
 
 def _packed(files: Sequence[tuple[str, bytes]]) -> bytes:
-    """Return files by their full paths as a tar archive."""
+    """Return a tar archive of files, given as pairs of full path and content."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path, data in files:
@@ -568,7 +585,8 @@ def _packed(files: Sequence[tuple[str, bytes]]) -> bytes:
 
 
 def _finished(done: Execution, lost: str) -> Finished:
-    """Return the result of a command with its outputs as text, and what its shell has ``lost``."""
+    """Return ``done`` as the result of a command, with its outputs as text. ``lost`` says in words which part of the
+    shell's state was lost."""
     stdout, stderr = (output.decode("utf-8", "replace") for output in (done.stdout, done.stderr))
     status = done.status
     return Finished(

@@ -1,7 +1,7 @@
-"""The making of a task's environment: the steps of its Dockerfile, carried out in a session as docker does it.
+"""The building of a task's environment: the steps of its Dockerfile run in a session as docker would run them.
 
-A step sees the variables of the session itself, of ``ENV`` and of ``ARG``; those of ``task.toml`` come after the last
-one, as docker sets them for a container and not for its image.
+A step has the variables of the session, of ``ENV`` and of ``ARG``. The variables of ``task.toml`` are set after the
+last step, as docker sets them for a container and not for its image.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from headrace.wings.sandboxes.dockerfile import BuildState, BuildStep, expand, s
 from headrace.wings.sandboxes.tasks import TaskDirectory
 
 OUTPUT_BYTES = 16 * MIB
-"""The most that one step may print."""
+"""The greatest size of one step's output and error output together, in bytes."""
 _FOLDER_ITSELF = (".", "./", "/")
 
 
 async def build(session: SandboxSession, task: TaskDirectory) -> None:
-    """Carry out the steps that make the environment of a task, within its time. Raises
-    :class:`~headrace.base.errors.EpisodeError` for one that fails."""
+    """Run the steps that build the environment of a task, within ``task.build_s`` seconds. Raises
+    :class:`~headrace.base.errors.EpisodeError` if a step fails."""
     if not task.steps:
         return
     state = BuildState(environment=dict(session.surroundings), directory=task.directory)
     try:
         async with asyncio.timeout(task.build_s):
             for step in task.steps:
-                await _carry_out(step, state, session, task)
+                await _run_build_step(step, state, session, task)
     except TimeoutError:
         raise _setup_failed(task, f"it took longer than {task.build_s:g} s") from None
     session.directory, session.variables = state.directory, {**state.environment, **task.variables}
 
 
 def variables_of(session: SandboxSession, task: TaskDirectory) -> dict[str, str]:
-    """Return the variables with which commands begin in the environment of a task."""
+    """Return the variables with which commands of the agent begin in the built environment of a task."""
     environment = settle(task.steps, session.surroundings, task.directory).environment
     return {**environment, **session.spec.variables}
 
 
 def task_directory(task: TaskDirectory, surroundings: Mapping[str, str]) -> str:
-    """Return the directory in which a task's commands begin, in a session that has the variables ``surroundings`` by
-    itself."""
+    """Return the directory in which commands of the agent begin. ``surroundings`` are the base variables of the
+    session."""
     return settle(task.steps, surroundings, task.directory).directory
 
 
-async def _carry_out(step: BuildStep, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:
-    """Carry out one step that makes the environment of a task."""
+async def _run_build_step(step: BuildStep, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:
+    """Run one build step in the session, and apply it to ``state``."""
     try:
         state.take(step)
         if step.kind in ("COPY", "ADD"):
@@ -67,11 +67,12 @@ async def _carry_out(step: BuildStep, state: BuildState, session: SandboxSession
         if made.status != 0:
             raise _setup_failed(task, f"WORKDIR {state.directory}: {made.stderr.decode('utf-8', 'replace').strip()}")
     elif step.kind == "RUN":
-        await _run_step(shlex.join(step.words), state, session, task)
+        await _run_command(shlex.join(step.words), state, session, task)
 
 
-async def _run_step(command: str, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:
-    """Run a command that must succeed, in a shell of its own."""
+async def _run_command(command: str, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:
+    """Run the command of a ``RUN`` step in a new shell. Raises :class:`~headrace.base.errors.EpisodeError` if it
+    fails."""
     session.directory, session.variables = state.directory, state.known
     limits = replace(session.spec.limits, wall_s=task.build_s, output_bytes=OUTPUT_BYTES)
     done = await session.run(command, limits=limits)
@@ -80,50 +81,51 @@ async def _run_step(command: str, state: BuildState, session: SandboxSession, ta
 
 
 async def _copy(step: BuildStep, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:
-    """Copy files of the task's folder into the session, as COPY of a Dockerfile does."""
-    *sources, named = (expand(word, state.known) for word in step.words)
-    target = posixpath.join(state.directory, named)
-    found = await asyncio.to_thread(_found, step, sources, task)
-    into_folder = named.endswith("/") or named in (".", "..", "")
-    if not into_folder and not all(path.is_dir() for path in found):
+    """Copy files of the task's folder into the session, as ``COPY`` and ``ADD`` of a Dockerfile do."""
+    *sources, target_word = (expand(word, state.known) for word in step.words)
+    target = posixpath.join(state.directory, target_word)
+    paths = await asyncio.to_thread(_matching_files, step, sources, task)
+    into_folder = target_word.endswith("/") or target_word in (".", "..", "")
+    if not into_folder and not all(path.is_dir() for path in paths):
         into_folder = (await session.run_apart('[ -d "$1" ]', target)).status == 0
-    if not into_folder and len(found) > 1:
-        raise ValueError(f"{len(found)} files need a folder; end the target {named!r} with a slash")
-    pairs = [(path, f"{target}/{path.name}" if into_folder and not path.is_dir() else target) for path in found]
+    if not into_folder and len(paths) > 1:
+        raise ValueError(f"{len(paths)} files need a folder; end the target {target_word!r} with a slash")
+    pairs = [(path, f"{target}/{path.name}" if into_folder and not path.is_dir() else target) for path in paths]
     try:
         archive = await asyncio.to_thread(
-            packed_files, pairs, task.context, mode=step.mode, leaves_out=_leaves_out(task.context)
+            packed_files, pairs, task.context, mode=step.mode, leaves_out=_ignore_function(task.context)
         )
     except OSError as error:
         raise ValueError(f"a file cannot be read: {error}") from None
     await unpack(session, archive)
 
 
-def _found(step: BuildStep, sources: list[str], task: TaskDirectory) -> list[Path]:
-    """Return the files and folders that the sources of a step name."""
-    leaves_out, found = _leaves_out(task.context), []
+def _matching_files(step: BuildStep, sources: list[str], task: TaskDirectory) -> list[Path]:
+    """Return the files and folders in the task's folder that match the patterns ``sources``, without the ignored files.
+    Raises :class:`~headrace.base.errors.EpisodeError` if a pattern matches none."""
+    is_ignored, found = _ignore_function(task.context), []
     for pattern in sources:
         matches = [task.context] if pattern in _FOLDER_ITSELF else sorted(task.context.glob(pattern.lstrip("/")))
         for path in matches:
             _refuse_outside(path, task)
-        wanted = [path for path in matches if not leaves_out(path.relative_to(task.context).as_posix())]
-        if not wanted:
+        copied = [path for path in matches if not is_ignored(path.relative_to(task.context).as_posix())]
+        if not copied:
             raise _setup_failed(task, f"{step.kind} {pattern}: there is no such file")
-        found += wanted
+        found += copied
     for path in found:
         if step.kind == "ADD" and path.is_file() and tarfile.is_tarfile(path):
             raise ValueError(f"{path.name} is an archive, which docker would unpack; copy it, and unpack it by RUN")
     return found
 
 
-def _leaves_out(context: Path) -> Callable[[str], bool]:
-    """Return the function that says which files of the folder are not copied."""
+def _ignore_function(context: Path) -> Callable[[str], bool]:
+    """Return a function of a path in the folder ``context`` that returns whether ``.dockerignore`` excludes it."""
     file = context / ".dockerignore"
     return ignore_rules(file.read_text(encoding="utf-8") if file.is_file() else "")
 
 
 def _refuse_outside(path: Path, task: TaskDirectory) -> None:
-    """Raise :class:`~headrace.base.errors.EpisodeError` for a file outside the folder of the environment."""
+    """Raise :class:`~headrace.base.errors.EpisodeError` for a path outside the task's folder."""
     try:
         resolved_inside(path, task.context)
     except RefusedFile as error:
@@ -133,12 +135,12 @@ def _refuse_outside(path: Path, task: TaskDirectory) -> None:
 
 
 def how(done: Finished) -> str:
-    """Return in words how a command ended."""
+    """Return in words how a command ended: its exit code, or the limit that ended it."""
     return f"exit code {done.exit_code}" if done.exit_code is not None else f"ended for {done.reason}"
 
 
 def _setup_failed(task: TaskDirectory, text: str) -> EpisodeError:
-    """Return the error for an environment that cannot be made."""
+    """Return the error for an environment that cannot be built because of ``text``."""
     return EpisodeError(
         f"the environment of the task {task.name} cannot be made: {text}",
         remedy="correct its set-up; sessions have no network and no root",
@@ -147,7 +149,7 @@ def _setup_failed(task: TaskDirectory, text: str) -> EpisodeError:
 
 
 def _invalid(task: TaskDirectory, text: str) -> EpisodeError:
-    """Return the error for an environment whose description is wrong."""
+    """Return the error for an environment whose description is invalid because of ``text``."""
     return EpisodeError(
         f"the environment of the task {task.name} cannot be made: {text}",
         remedy="correct its Dockerfile, or the files beside it",

@@ -1,4 +1,4 @@
-"""What an agent has changed: the files below a directory of a session, from one command to the next."""
+"""The files that each command of an agent has created, changed or deleted below a directory of a session."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes.base import SandboxSession
 
 MOST_NAMES = 12
-"""The largest number of files that are named; others are only counted."""
+"""The greatest number of changed files that are named; further files are only counted."""
 MOST_BYTES = 8 * MIB
-"""The longest list of files that is read; for a directory with more files no changes are reported."""
+"""The greatest size of a list of files in bytes. For a directory with a longer list no changes are reported."""
 LIST_S = 10.0
-"""The longest time of making a list."""
+"""The longest time to list the files, in seconds."""
 _PLAIN = re.compile(r"[\w./@+=%-]+")
-"""The names that are shown as they are; others are quoted, so that no name looks like several changes."""
+"""Matches file names that are shown unquoted. Other names are quoted, so that no name looks like several changes."""
 _LIST = """cd -- "$1" && find . -xdev ! -type d -printf '%C@ %P\\0'"""
-"""A script that lists the files below a directory, each with the time of its last change."""
+"""A script that lists the files below the directory ``$1``, each with the time of its last change."""
 
 
 class FileChanges:
-    """The changes of files below one directory of a session. The time of a change that the kernel keeps (``ctime``)
-    tells them apart, which no program can set."""
+    """Finds the changes of files below one directory of a session from one command to the next. A file has changed if
+    its ``ctime`` differs, which programs cannot set."""
 
     def __init__(self, directory: str) -> None:
-        """Watch ``directory``."""
+        """Observe the files below ``directory``."""
         self._directory = directory
         self._session: SandboxSession | None = None
         self._before: Mapping[str, str] | None = None
 
     async def begin(self, session: SandboxSession) -> None:
-        """Look at the files of a session, unless it is the one of before."""
+        """List the files of ``session`` before its first command; do nothing for a session that is observed already."""
         if session is not self._session:
             self._session, self._before = session, await self._list(session)
 
     async def look(self, session: SandboxSession) -> str:
-        """Return what has changed since the last look: ``+ new, ~ changed, - gone``, with names below the directory;
-        empty where the files cannot be listed."""
+        """Return the changes since the last list in words: ``+ new, ~ changed, - deleted``, with names relative to the
+        directory. Return an empty text if nothing has changed or the files cannot be listed."""
         before, self._before = self._before, await self._list(session)
         return "" if before is None or self._before is None else describe_changes(before, self._before)
 
     async def _list(self, session: SandboxSession) -> Mapping[str, str] | None:
-        """Return when each file was changed last; ``None`` where that cannot be found out."""
+        """Return the ``ctime`` of each file by name; ``None`` if the files cannot be listed."""
         limits = replace(session.spec.limits, wall_s=LIST_S, output_bytes=MOST_BYTES)
         try:
             done = await session.run_apart(_LIST, self._directory, limits=limits)
-        except EpisodeError:  # the session has ended: the next command tells so
+        except EpisodeError:  # the session has ended: the next command raises the error
             return None
         if done.status != 0:
             return None
@@ -58,13 +58,7 @@ class FileChanges:
 
 
 def describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Return in words how two lists of files differ.
-
-    >>> describe_changes({"a": "1", "b": "1", "d": "1"}, {"b": "2", "c": "1", "d": "1"})
-    '+ c, ~ b, - a'
-    >>> print(describe_changes({}, {"a, ~ b": "1", "é.py": "1"}))
-    + "a, ~ b", + é.py
-    """
+    """Return in words how two lists of files (``ctime`` by name) differ."""
     found = [f"+ {_quoted(name)}" for name in sorted(after.keys() - before.keys())]
     found += [f"~ {_quoted(name)}" for name in sorted(after.keys() & before.keys()) if after[name] != before[name]]
     found += [f"- {_quoted(name)}" for name in sorted(before.keys() - after.keys())]
@@ -73,5 +67,5 @@ def describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str
 
 
 def _quoted(name: str) -> str:
-    """Return the name of a file as it is shown."""
+    """Return the name of a file as it is shown: quoted unless it is plain."""
     return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""Dockerfiles as steps of a session, with the variables and the words of docker.
+"""Dockerfiles as build steps of a session, with docker's rules for variables and quotes.
 
-    Dockerfile ─▶ image, steps ─┬─▶ carried out in a session, once
-                                └─▶ settle: variables and directory, again for the agent and for the tests
+    Dockerfile ─▶ image, steps ─┬─▶ building.py runs the steps in a session, once
+                                └─▶ settle: the resulting variables and directory, for the agent and for the tests
 
 Source: docs.docker.com/reference/dockerfile, as of November 2026.
 """
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from headrace.base.errors import DataError
 
 _WITHOUT_EFFECT = frozenset({"LABEL", "EXPOSE", "CMD", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL"})
-"""Instructions that change nothing for the commands of an agent."""
+"""Instructions that have no effect on an agent's commands."""
 _STARTERS = frozenset({"bash", "sh", "tini", "dumb-init", "--", "-c", "-l", "-g"})
-"""Words of an entry point that does nothing but start a command."""
+"""Words of an entry point that only starts a command, and so has no effect on a session."""
 _ROOT = frozenset({"root", "0", "root:root", "0:0"})
 _PLATFORM = re.compile(r"(?:TARGET|BUILD)(?:PLATFORM|OS|ARCH|VARIANT)")
-"""Arguments that docker sets by itself."""
+"""Matches the names of arguments that docker sets itself."""
 _SHELL: tuple[str, ...] = ("/bin/sh", "-c")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""")
@@ -33,35 +33,36 @@ _ESCAPE = re.compile(r"\s*#\s*escape\s*=\s*(\S+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildStep:
-    """One step that makes the environment of a task, as its Dockerfile says."""
+    """One step of a Dockerfile that builds the environment of a task."""
 
     kind: str
     """``RUN``, ``COPY``, ``ADD``, ``ENV``, ``ARG`` or ``WORKDIR``."""
     words: tuple[str, ...]
-    """The program and its arguments; sources and a target; names and values in turns; a directory. All but those of
-    ``RUN`` may name variables."""
+    """The arguments of the step: for ``RUN`` a program and its arguments; for ``COPY`` and ``ADD`` the sources and the
+    target; for ``ENV`` and ``ARG`` names and values alternately; for ``WORKDIR`` a directory. Variables in them are not
+    expanded yet; those of ``RUN`` are left to its shell."""
     mode: int | None = None
-    """The mode that copied files get; ``None``: their own."""
+    """The mode of copied files; ``None``: their own modes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BuildState:
-    """The variables and the directory at one step."""
+    """The variables and the directory before one step of a build."""
 
     environment: dict[str, str]
-    """The variables that stay: those of the image, and those of ``ENV``."""
+    """The variables that the built environment keeps: of the image and of ``ENV``."""
     directory: str
     """The directory in which commands begin."""
     arguments: dict[str, str] = field(default_factory=dict)
-    """The variables of ``ARG``, which end with the last step."""
+    """The variables of ``ARG``, which exist only during the build."""
 
     @property
     def known(self) -> dict[str, str]:
-        """All variables that a step knows."""
+        """All variables of a step."""
         return {**self.arguments, **self.environment}
 
     def take(self, step: BuildStep) -> None:
-        """Go on by one step, as far as it changes variables or the directory."""
+        """Apply the effect of a step on the variables and the directory."""
         known = self.known
         if step.kind == "WORKDIR":
             self.directory = posixpath.normpath(posixpath.join(self.directory, expand(step.words[0], known)))
@@ -72,8 +73,8 @@ class BuildState:
 
 
 def settle(steps: Iterable[BuildStep], surroundings: Mapping[str, str], directory: str) -> BuildState:
-    """Return the variables and the directory after all steps, in a session that has the variables ``surroundings`` by
-    itself."""
+    """Return the variables and the directory after all ``steps``. ``surroundings`` are the base variables of the
+    session, and ``directory`` is the first directory."""
     state = BuildState(environment=dict(surroundings), directory=directory)
     for step in steps:
         state.take(step)
@@ -81,34 +82,30 @@ def settle(steps: Iterable[BuildStep], surroundings: Mapping[str, str], director
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Return a text with the values of its variables, and without its quotes, as docker reads it. Raises
-    ``ValueError`` for a text that docker would not read.
-
-    >>> expand(r'"$A b" ${B:-c} ${A:+d}', {"A": "1"}) + expand(r" \\$A '$A' $", {"A": "1"})
-    '1 b c d $A $A $'
-    """
+    """Return a text with its variables replaced and its quotes removed, by docker's rules. Raises ``ValueError`` for a
+    text that docker would refuse."""
     return _Expansion(text, variables).read()
 
 
 class _Expansion:
-    """The reading of one text with variables."""
+    """A parser that expands the variables of one text."""
 
     def __init__(self, text: str, variables: Mapping[str, str]) -> None:
-        """Begin at the start of ``text``."""
+        """Create a parser at the start of ``text``."""
         self._text, self._variables, self._at = text, variables, 0
 
     def read(self, until: str = "") -> str:
-        """Return the text up to its end, or up to the character ``until``, which is taken."""
+        """Return the expanded text up to its end, or up to the character ``until``, which is consumed."""
         parts: list[str] = []
         quoted = False
         while self._at < len(self._text):
-            character = self._take()
+            character = self._next_character()
             if character == until and not quoted:
                 return "".join(parts)
             if character == '"':
                 quoted = not quoted
             elif character == "'" and not quoted:
-                parts.append(self._single())
+                parts.append(self._single_quoted())
             elif character == "\\":
                 parts.append(self._escaped(quoted))
             else:
@@ -117,14 +114,14 @@ class _Expansion:
             raise ValueError(f"{self._text!r} has an opening {'quote' if quoted else 'brace'} without its end")
         return "".join(parts)
 
-    def _take(self) -> str:
-        """Return the next character, and go on; empty at the end."""
+    def _next_character(self) -> str:
+        """Return the next character and advance; return an empty text at the end."""
         character = self._text[self._at : self._at + 1]
         self._at += 1
         return character
 
-    def _single(self) -> str:
-        """Return the text in single quotes, in which nothing is replaced."""
+    def _single_quoted(self) -> str:
+        """Return the text up to the closing single quote, unchanged."""
         inside, end, _ = self._text[self._at :].partition("'")
         if not end:
             raise ValueError(f"{self._text!r} has an opening quote without its end")
@@ -132,12 +129,12 @@ class _Expansion:
         return inside
 
     def _escaped(self, quoted: bool) -> str:
-        """Return what a backslash and the next character stand for."""
-        character = self._take()
+        """Return the text that a backslash and the next character stand for; ``quoted``: inside double quotes."""
+        character = self._next_character()
         return f"\\{character}" if quoted and character not in ('"', "$", "\\") else character
 
     def _variable(self) -> str:
-        """Return what stands for a dollar sign and what follows it."""
+        """Return the value of the variable after a dollar sign; the sign itself if no name follows."""
         braced = self._text.startswith("{", self._at)
         match = _NAME.match(self._text, self._at + braced)
         if match is None and not braced:
@@ -146,15 +143,16 @@ class _Expansion:
             raise ValueError(f"{self._text!r} has braces without a name")
         self._at = match.end()
         value = self._variables.get(match[0])
-        return self._chosen(match[0], value) if braced else value or ""
+        return self._braced_value(match[0], value) if braced else value or ""
 
-    def _chosen(self, name: str, value: str | None) -> str:
-        """Return the value of a variable in braces, or what stands there for it."""
-        how = self._take()
+    def _braced_value(self, name: str, value: str | None) -> str:
+        """Return the value of a variable in braces, after its operator (``-``, ``+``, ``?``, each also after a colon)
+        is applied."""
+        how = self._next_character()
         if how == "}":
             return value or ""
         if how == ":":
-            value, how = value or None, self._take()
+            value, how = value or None, self._next_character()
         if how not in ("-", "+", "?"):
             raise ValueError(f"{self._text!r} has a form of variables that is not supported")
         other = self.read("}")
@@ -166,8 +164,8 @@ class _Expansion:
 
 
 def read_dockerfile(text: str, name: str) -> tuple[str, tuple[BuildStep, ...]]:
-    """Return the image and the steps of a Dockerfile. Raises :class:`~headrace.base.errors.DataError`, about the task
-    ``name``, for an instruction that has no counterpart in a session.
+    """Return the image and the steps of a Dockerfile. Raises :class:`~headrace.base.errors.DataError`, with the task's
+    ``name``, for an instruction that a session cannot carry out.
 
     >>> read_dockerfile("ARG V=3.12\\nFROM python:$V\\nRUN echo a && \\\\\\n  echo b", "it")[1][0].words
     ('/bin/sh', '-c', 'echo a &&   echo b')
@@ -185,10 +183,10 @@ def read_dockerfile(text: str, name: str) -> tuple[str, tuple[BuildStep, ...]]:
 
 
 class _Reader:
-    """The reading of one Dockerfile, line by line."""
+    """A parser of one Dockerfile, one instruction at a time."""
 
     def __init__(self, name: str) -> None:
-        """Begin the Dockerfile of the task ``name``."""
+        """Create a parser for the Dockerfile of the task ``name``."""
         self.image = ""
         self.steps: list[BuildStep] = []
         self._name = name
@@ -196,14 +194,15 @@ class _Reader:
         self._shell = _SHELL
 
     def refused(self, line: str) -> DataError:
-        """Return the error for an instruction that sessions do not have."""
+        """Return the error for an instruction that sessions do not support."""
         return DataError(
             f"the task {self._name} has {line[:120]!r} in its Dockerfile, which sessions do not support",
             remedy="write it as RUN, COPY, ENV, ARG, WORKDIR of one stage, run by root",
         )
 
     def read(self, line: str) -> None:
-        """Read one instruction."""
+        """Parse one instruction, and add its step. Raises :class:`~headrace.base.errors.DataError` if it is not
+        supported or not valid."""
         kind, rest = _split(line)
         try:
             if not self._read(kind.upper(), rest):
@@ -216,7 +215,7 @@ class _Reader:
             ) from None
 
     def _read(self, kind: str, rest: str) -> bool:
-        """Read one instruction; return whether it is supported."""
+        """Parse one instruction, given its name and its arguments; return whether it is supported."""
         if kind == "FROM":
             return not self.image and self._from(_words(rest))
         if kind == "ARG":
@@ -238,23 +237,25 @@ class _Reader:
         elif kind == "ENTRYPOINT":
             return all(posixpath.basename(word) in _STARTERS for word in _listed(rest) or rest.split() or ())
         elif kind == "USER":
-            return rest in _ROOT  # a session has one user, to whom the world belongs
+            return rest in _ROOT  # a session has one user, who owns all its files
         else:
             return kind in _WITHOUT_EFFECT
         return True
 
     def _add(self, kind: str, words: tuple[str, ...], mode: int | None = None) -> None:
-        """Add a step."""
+        """Add a step to :attr:`steps`."""
         self.steps.append(BuildStep(kind=kind, words=words, mode=mode))
 
     def _from(self, words: list[str]) -> bool:
-        """Read the image. The platform is that of the machine on which sessions are, whatever is named."""
+        """Parse ``FROM``; return whether it is supported. A platform is ignored: sessions have the platform of their
+        machine."""
         named = [word for word in words if not word.startswith("--platform=")]
         self.image = expand(named[0], self._arguments) if named else ""
         return bool(self.image) and (len(named) == 1 or (len(named) == 3 and named[1].upper() == "AS"))
 
     def _argument(self, words: list[str]) -> bool:
-        """Read ``ARG``: before the image they are variables of its name, and defaults of those after it."""
+        """Parse ``ARG``; return whether it is supported. Before ``FROM`` the arguments are variables of the image's
+        name, and defaults of later arguments without a value."""
         for word in words:
             name, given, value = word.partition("=")
             if not given and _PLATFORM.fullmatch(name):
@@ -268,14 +269,14 @@ class _Reader:
         return bool(words)
 
     def _run(self, rest: str) -> bool:
-        """Read ``RUN`` with a program and its arguments, or with a command for the shell."""
+        """Parse ``RUN``, with a program and its arguments or with a shell command; return whether it is supported."""
         if _HERE_DOCUMENT.search(rest) or rest.startswith("--") or not rest:
             return False
         self._add("RUN", _listed(rest) or (*self._shell, rest))
         return True
 
     def _copy(self, kind: str, rest: str) -> bool:
-        """Read ``COPY``, or ``ADD`` of files of the folder."""
+        """Parse ``COPY``, or ``ADD`` of local files; return whether its options and sources are supported."""
         if _HERE_DOCUMENT.search(rest):
             return False
         mode = None
@@ -296,20 +297,20 @@ class _Reader:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Return the first word of a text, and the rest."""
+    """Return the first word of a text, and the rest without spaces around it."""
     first, *rest = text.split(None, 1)
     return first, rest[0].strip() if rest else ""
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of a text, with their quotes. Raises ``ValueError`` for a quote without its end."""
+    """Return the words of a text, quotes included. Raises ``ValueError`` for a quote that is not closed."""
     if _WORD.sub("", text).strip():
         raise ValueError(f"{text[:80]!r} has an opening quote without its end")
     return _WORD.findall(text)
 
 
 def _pairs(rest: str) -> tuple[str, ...]:
-    """Return the names and values of ``ENV`` in turns. Raises ``ValueError`` where it has none."""
+    """Return the names and values of ``ENV`` alternately. Raises ``ValueError`` if a name or a value is missing."""
     name, _, value = rest.partition(" ")
     if "=" not in name:
         pairs = [(name, value.strip())]
@@ -325,7 +326,7 @@ def _pairs(rest: str) -> tuple[str, ...]:
 
 
 def _listed(rest: str) -> tuple[str, ...] | None:
-    """Return the words of a list in JSON; ``None`` if it is none, as docker reads it."""
+    """Return the strings of a JSON list, docker's exec form; ``None`` for another text."""
     if not rest.startswith("["):
         return None
     try:
@@ -336,5 +337,5 @@ def _listed(rest: str) -> tuple[str, ...] | None:
 
 
 def _literal(text: str) -> str:
-    """Return a text that :func:`expand` leaves as ``text``."""
+    """Return ``text`` escaped, so that :func:`expand` returns it unchanged."""
     return re.sub(r"([\\\"'$])", r"\\\1", text)

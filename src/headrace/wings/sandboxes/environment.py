@@ -1,8 +1,8 @@
-"""The environment ``shell``: an agent works on a task directory with the commands of a shell, in a session of its own.
+"""The environment ``shell``: an agent works on a task directory with shell commands, in a session of its own.
 
 row: instruction, directory ─▶ world of the task ─fork─▶ session
-answer ─▶ action ─▶ command in the session ─▶ its output is what the model reads next
-``submit``, the last command, or the end of its time ─▶ tests ─▶ reward
+answer of the model ─▶ command in the session ─▶ its output is the model's next message
+``submit``, the last command, or the end of the agent's time ─▶ tests ─▶ reward
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from headrace.wings.sandboxes.tasks import TaskDirectory
 from headrace.wings.sandboxes.world import WorldConfig, now_s, shared_worlds
 
 SUBMIT = "submit"
-"""The command that ends an episode."""
+"""The command that ends an episode, so that its tests run."""
 _BLOCK = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)```", re.DOTALL)
 _FENCED = re.compile(r"(```+|~~~+)(?:bash|sh|shell|console)?[ \t]*\n(.*?)\n?\1", re.DOTALL)
-"""A whole answer that is a block around a command."""
+"""Matches an answer that consists of one fenced block around a command."""
 _SYSTEM = {
     "block": "You work in a shell on Linux, without a network. Each answer holds one command in a block:\n"
     f"```bash\nls -la\n```\nYou then read what it prints. When the task is done, answer with the command {SUBMIT}.",
@@ -46,9 +46,9 @@ _SYSTEM = {
     "tool": "You work in a shell on Linux, without a network. Call the tool run with one command at a time. When the "
     "task is done, answer without a call.",
 }
-"""The instructions to a model, by the form of its actions."""
+"""The default system prompts, by the form of actions (``action``)."""
 _SYSTEM_MCP = " In place of a command, an answer may call the other tools that you have."
-"""Further instructions where servers offer tools."""
+"""An addition to the system prompt if MCP servers offer tools."""
 _OVER = "There is no time for more commands: answer without a call."
 _SERVER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -57,33 +57,33 @@ class ShellSettings(WorldSettings):
     """The settings of the environment: ``env.options``."""
 
     action: Literal["block", "line", "tool"] = "block"
-    """How an answer gives a command: as a block in triple backquotes, as its whole text, with or without a block
-    (three backquotes or tildes) around it, or as a call of a tool."""
+    """The form of a command in an answer. ``block``: a block in triple backquotes. ``line``: the whole text, with or
+    without a block (three backquotes or tildes) around it. ``tool``: a call of a tool."""
     system: str | None = None
-    """The system prompt; unset: one that explains the form of actions; empty: none."""
+    """The system prompt; unset: a prompt that explains the form of actions; empty: no system prompt."""
     commands: int = Field(default=30, ge=1)
-    """The most commands of an episode; after the last one its tests are run."""
+    """The limit of commands in an episode; after the last command the tests run."""
     command_s: float = Field(default=60.0, gt=0)
-    """The longest time of one command, in seconds."""
+    """The time limit of one command, in seconds."""
     output_chars: int = Field(default=8000, ge=100)
-    """The most characters of a command's output that the model reads: its beginning and its end."""
+    """The limit of characters of a command's output that the model reads: the beginning and the end of the output."""
     show_changes: bool = True
-    """Whether the files that each command has changed are shown with its answer; finding them is one more command of
-    the session after each."""
+    """Whether the files that each command has changed are recorded with its result. This costs one further command of
+    the session each time."""
     episodes: int = Field(default=64, ge=0)
-    """The number of episodes that have ended whose worlds are kept by each worker, so that branches of them
-    (``flow.pivots``) continue from the moment where they leave. Branches of others run the commands again."""
+    """The number of ended episodes whose moments each worker keeps, so that branches of them (``flow.pivots``) continue
+    from the moment at which they differ. Branches of other episodes run all commands again."""
 
     mcp: dict[str, str] = Field(default_factory=dict)
-    """MCP servers that run in the session: the command of each, as for bash, by its name. They begin in the directory
-    of the task, and talk over their standard input and output. Their tools are offered besides the form of actions; a
-    call counts as a command."""
+    """MCP servers that run in the session: the shell command that starts each server, by the server's name. Servers
+    start in the directory of the task, and communicate over standard input and output. Their tools are offered in
+    addition to the form of actions; a call counts as a command."""
     mcp_s: float = Field(default=60.0, gt=0)
-    """The longest wait for one answer of such a server, its start included, in seconds."""
+    """The time limit of one answer of an MCP server, which includes its start, in seconds."""
 
     @model_validator(mode="after")
     def _servers_can_be_run(self) -> Self:
-        """Refuse servers without a usable name or a command, and servers where the package of clients is missing."""
+        """Refuse an MCP server without a valid name or a command, and any server if the package ``mcp`` is missing."""
         for name, command in self.mcp.items():
             if not _SERVER_NAME.fullmatch(name) or not command.strip():
                 raise ConfigError(
@@ -98,27 +98,30 @@ class ShellSettings(WorldSettings):
 
     @property
     def worlds(self) -> WorldConfig:
-        """What the worlds of all tasks have in common."""
+        """The configuration that the worlds of all tasks share."""
         return self.world_config(command_s=self.command_s, episodes=self.episodes)
 
 
 class ShellEnv(Env):
-    """One episode of a task directory."""
+    """The environment of one episode on a task directory. The rollout calls :meth:`reset`, then :meth:`step` for each
+    answer."""
 
     def __init__(self, **options: Any) -> None:
-        """Read ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for one that cannot be used."""
+        """Read ``env.options`` as :class:`ShellSettings`. Raises :class:`~headrace.base.errors.EnvError` for an invalid
+        setting."""
         self.settings = read_settings(ShellSettings, options)
         self.tools: Sequence[Callable[..., Any]] = (self.run,) if self.settings.action == "tool" else ()
         self._servers = AsyncExitStack()
         self._task: TaskDirectory | None = None
         self._world: ForkedWorld | None = None
         self._changes: FileChanges | None = None
-        self._shown: dict[str, str | float] = {}
+        self._columns: dict[str, str | float] = {}
         self._commands = 0
         self._until_s = 0.0
 
     async def reset(self, task: Mapping[str, Any]) -> Messages:
-        """Begin an episode: fork the world of the task, and return its instruction."""
+        """Begin an episode: fork the world of the task, start the MCP servers, and return the system prompt and the
+        instruction."""
         self._task = self.settings.read_task(task)
         worlds = shared_worlds(self.settings.worlds)
         key = task_key(task)
@@ -136,13 +139,14 @@ class ShellEnv(Env):
         return [*messages, Message(role="user", content=self._task.instruction)]
 
     async def step(self, message: Message) -> StepResult:
-        """Run the command of an answer, and return its output; at the end, run the tests, and return the reward."""
+        """Run the command of an answer, and return its output. At the end of the episode, run the tests, and return the
+        reward."""
         result = await self._act(message)
-        extra, self._shown = self._shown, {}
+        extra, self._columns = self._columns, {}
         return msgspec.structs.replace(result, extra=extra)
 
     async def _act(self, message: Message) -> StepResult:
-        """Do what an answer says."""
+        """Carry out an answer: run its command, or end the episode."""
         if self.settings.action == "tool":
             return await self._end()
         command = self._command_in(message)
@@ -150,10 +154,10 @@ class ShellEnv(Env):
             return await self._end()
         if command is None:
             self._commands += 1
-            said = "Your answer held no command, or several. Answer with one block:\n```bash\nCOMMAND\n```"
+            reply = "Your answer held no command, or several. Answer with one block:\n```bash\nCOMMAND\n```"
         else:
-            said = await self.run(command)
-        return await self._end() if self._is_over() else StepResult(messages=said)
+            reply = await self.run(command)
+        return await self._end() if self._is_over() else StepResult(messages=reply)
 
     async def run(self, command: str) -> str:
         """Run a command in the shell, and return what it prints.
@@ -175,19 +179,19 @@ class ShellEnv(Env):
         return observation
 
     async def close(self) -> None:
-        """End the session."""
+        """End the session and the MCP servers."""
         await self._servers.aclose()
         if self._world is not None:
             await self._world.leave()
 
     @property
     def _attempt_kind(self) -> AttemptKind:
-        """The kind of the attempt for its world. A world in which servers run has no snapshot after its beginning, so
-        that a branch runs all commands and calls again, in a world of its own."""
+        """The kind of the attempt for its world. No snapshot can be taken while MCP servers run, so with servers each
+        branch repeats all commands and calls in a world of its own."""
         return AttemptKind.ALONE if self.settings.mcp else self.attempt_kind
 
     async def _start_servers(self, session: SandboxSession) -> None:
-        """Start the MCP servers in the session, and offer their tools."""
+        """Start the MCP servers in the session, and add their tools to :attr:`tools`."""
         offered: dict[str, Tools] = {}
         for name, command in self.settings.mcp.items():
             server = mcp.served(session, name, command, answer_s=self.settings.mcp_s, left_s=self._left_s)
@@ -197,7 +201,8 @@ class ShellEnv(Env):
         self.tools = [*self.tools, *(DescribedTool(tool, call) for tool, call in calls)]
 
     async def _call(self, tools: Tools, call: ToolCall) -> Message:
-        """Return a server's answer to a call, which the time of the agent may cut off."""
+        """Call a tool of an MCP server, and return its answer as a message; a message about the missing time if the
+        agent's time is over."""
         answer = Message(role="tool", content=_OVER, tool_call_id=call.id, name=call.name, failed=True)
         if self._is_over():
             return answer
@@ -211,18 +216,20 @@ class ShellEnv(Env):
         return msgspec.structs.replace(done, content=self._shortened(done.content))
 
     def _left_s(self) -> float:
-        """Return the time that the agent has left, in seconds."""
+        """Return the time that the agent has left, in seconds; negative after its end."""
         return self._until_s - now_s()
 
     async def _enter(self) -> SandboxSession:
-        """Return the session of the attempt, which begins where a branch leaves its origin."""
+        """Return the session of the attempt. For a branch, it is forked from the origin at the first different
+        command."""
         assert self._world is not None
         session = await self._world.enter(self._observe)
         self.settings.refuse_unguarded(session)
         return session
 
     async def _observe(self, session: SandboxSession, command: str) -> str:
-        """Run a command in a session, and return what the model reads of its result."""
+        """Run a command in a session, and return the observation for the model. Record its time and the changed
+        files."""
         assert self._task is not None
         if self._changes is None:
             self._changes = FileChanges(task_directory(self._task, session.surroundings))
@@ -231,13 +238,13 @@ class ShellEnv(Env):
             await self._changes.begin(session)
         begun_s = now_s()
         done = await session.run(command, limits=replace(session.spec.limits, wall_s=left_s))
-        self._shown["seconds"] = round(float(self._shown.get("seconds", 0.0)) + now_s() - begun_s, 3)
+        self._columns["seconds"] = round(float(self._columns.get("seconds", 0.0)) + now_s() - begun_s, 3)
         if self.settings.show_changes and (files := await self._changes.look(session)):
-            self._shown["files"] = ", ".join(filter(None, (str(self._shown.get("files", "")), files)))
+            self._columns["files"] = ", ".join(filter(None, (str(self._columns.get("files", "")), files)))
         return self._observation(done)
 
     def _command_in(self, message: Message) -> str | None:
-        """Return the command of an answer; ``None`` if it has none, or several."""
+        """Return the command in an answer; ``None`` if the answer contains no command, or several."""
         text = message.content.strip()
         if self.settings.action == "line":
             whole = _FENCED.fullmatch(text.replace("\r\n", "\n"))
@@ -248,19 +255,19 @@ class ShellEnv(Env):
         return found[0].strip() if len(found) == 1 else None
 
     def _is_over(self) -> bool:
-        """Return whether the agent has used its commands or its time."""
+        """Return whether the agent has used all its commands or its time."""
         return self._commands >= self.settings.commands or now_s() >= self._until_s
 
     async def _end(self) -> StepResult:
-        """Run the tests, and end the episode with their reward."""
+        """Run the tests, and return the last result of the episode, with their reward."""
         assert self._task is not None
         await self._servers.aclose()
         graded = await grade(await self._enter(), self._task)
-        self._shown |= graded.columns
+        self._columns |= graded.columns
         return StepResult(reward=graded.reward, done=True)
 
     def _observation(self, done: Finished) -> str:
-        """Return what the model reads of a command's result."""
+        """Return the text that the model reads about a command's result: output, exit code, and lost state."""
         text = self._shortened(done.stdout + done.stderr)
         if done.reason is not Reason.EXITED:
             return f"{text}\n[the command was ended: {done.reason.replace('_', ' ')}]".lstrip("\n")
@@ -269,7 +276,7 @@ class ShellEnv(Env):
         return "\n".join(part for part in (text.rstrip("\n"), ending, lost) if part)
 
     def _shortened(self, text: str) -> str:
-        """Return the beginning and the end of a text that is too long."""
+        """Return a text, or its beginning and its end if it has more than ``output_chars`` characters."""
         most = self.settings.output_chars
         if len(text) <= most:
             return text

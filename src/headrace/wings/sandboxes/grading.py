@@ -1,4 +1,4 @@
-"""The reward of a task: its tests, in the world as the agent has left it."""
+"""The reward of a task: its tests run in the session as the agent has left it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from headrace.wings.sandboxes.outputs import TestsReward, run_tests
 from headrace.wings.sandboxes.tasks import TaskDirectory
 
 _ALONE = {"PYTHONNOUSERSITE": "1"}
-"""Variables of tests: no Python executes what the agent has left in its home."""
+"""Variables of the tests: Python must not run files that the agent has left in its user site folder."""
 REWARDS = "/logs/verifier"
-"""The folder of the reward files."""
+"""The folder in which tests write their reward files."""
 _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
-_OF_PYTEST = (
+_PYTEST_FILES = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"),
     *("tox.ini", "setup.cfg", "pyproject.toml"),
 )
-"""Files by which pytest changes what it does with the tests below their folder."""
+"""Configuration files of pytest, which would affect the tests below their folder."""
 _SUMMARY = "short test summary info"
 _HAS_ROOM = "head -c 65536 /dev/zero > $1"
-"""Fail where the disk is full."""
+"""A script that fails if the disk is full."""
 
 
 async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
-    """Run the tests of a task in the world as the agent has left it, and return the reward. Processes of the agent are
-    ended before; its variables, and whatever it has put in the place of tests and rewards, are taken away. Tests that
-    do not come to a result earn 0."""
+    """Run the tests of a task in the session as the agent has left it, and return the reward. The agent's processes and
+    variables, and files that it has put in the place of tests and rewards, are removed first. Tests without a result
+    give the reward 0."""
     await session.end_background()
     if task.named is not None:
         session.variables = {**session.first_variables(), **_ALONE, **task.test_variables}
@@ -43,11 +43,12 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
     assert task.tests is not None
     directory = session.directory = task_directory(task, session.surroundings)
     archives = await asyncio.to_thread(_packed_tests, task)
-    taken = "/tests /logs"  # links and closed folders among them
-    if directory != "/":  # what pytest would take for the settings of /tests
-        taken += "".join(f" /{name}" for name in _OF_PYTEST)
+    removed = "/tests /logs"  # they may be links, or folders without permissions
+    if directory != "/":  # pytest would read them as the settings of /tests
+        removed += "".join(f" /{name}" for name in _PYTEST_FILES)
     await session.run(
-        f"rm -f {taken}; chmod -R u+rwX {taken}; rm -rf {taken}; mkdir -p /tests {REWARDS} {shlex.quote(directory)}"
+        f"rm -f {removed}; chmod -R u+rwX {removed}; rm -rf {removed}; "
+        f"mkdir -p /tests {REWARDS} {shlex.quote(directory)}"
     )
     try:
         for archive in archives:
@@ -56,7 +57,7 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
         if error.reason != "session_file":
             raise
         return TestsReward(reward=0.0, ended="the tests cannot be written")  # the agent has filled the disk
-    session.directory = directory  # the agent may have taken it away, and the command above has made it again
+    session.directory = directory  # the agent may have removed it, and the command above made it again
     done = await run_tests(session, task.test_command, task.tests_s)
     if task.prints_pytest:
         return TestsReward(reward=_pytest_reward(done.stdout), ended=done.ended)
@@ -64,8 +65,8 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
 
 
 def _packed_tests(task: TaskDirectory) -> list[bytes]:
-    """Return the tests of a task as archives. Raises :class:`~headrace.base.errors.EpisodeError` for files that must
-    not be copied."""
+    """Return the tests of a task as two tar archives. Raises :class:`~headrace.base.errors.EpisodeError` for files that
+    must not be copied."""
     assert task.tests is not None
     try:
         more = [(path, f"/tests/{path.name}") for path in task.more_tests]
@@ -79,19 +80,16 @@ def _packed_tests(task: TaskDirectory) -> list[bytes]:
 
 
 def _pytest_reward(stdout: str) -> float:
-    """Return 1 if pytest's summary names tests that passed, and none that failed; else 0.
-
-    >>> _pytest_reward(f"{_SUMMARY} ===\\nPASSED a\\n"), _pytest_reward(f"{_SUMMARY} ===\\nPASSED a\\nFAILED b - x\\n")
-    (1.0, 0.0)
-    """
+    """Return 1 if pytest's summary in ``stdout`` lists a passed test and no failed test, else 0."""
     _, found, summary = stdout.rpartition(_SUMMARY)
     outcomes = _OUTCOME.findall(summary) if found else []
     return float("PASSED" in outcomes and not {"FAILED", "ERROR"} & set(outcomes))
 
 
 async def _reward_of_files(session: SandboxSession, task: TaskDirectory, ended: str) -> TestsReward:
-    """Return the reward that the tests have written, as a number or as JSON with the key ``reward`` or one number.
-    ``ended`` is the limit that ended them, if one did. Tests without a result earn 0."""
+    """Return the reward that the tests have written to ``reward.json`` or ``reward.txt``: a number, or JSON with the
+    key ``reward`` or with one number. ``ended`` names the limit that ended the tests; empty: none did. Tests without a
+    result give 0."""
     texts = {}
     for name in ("reward.json", "reward.txt"):
         path = f"{REWARDS}/{name}"
@@ -117,8 +115,8 @@ async def _reward_of_files(session: SandboxSession, task: TaskDirectory, ended: 
 
 
 def _number_in(text: str, name: str, task: TaskDirectory) -> float:
-    """Return the reward in the ``text`` of the file ``name``. Raises :class:`~headrace.base.errors.EpisodeError` for
-    text that is no reward."""
+    """Return the reward in ``text``, the content of the file ``name``. Raises
+    :class:`~headrace.base.errors.EpisodeError` if it contains no finite number."""
     try:
         value = json.loads(text)
         if isinstance(value, dict):
@@ -136,6 +134,6 @@ def _number_in(text: str, name: str, task: TaskDirectory) -> float:
 
 
 def _only(values: dict[str, object]) -> object:
-    """Return the only value. Raises ``ValueError`` where there are several."""
+    """Return the only value of a dict. Raises ``ValueError`` if it has not exactly one."""
     (value,) = values.values()
     return value

@@ -1,7 +1,7 @@
-"""The environment ``harness``: a program written by somebody else works on a task directory, in a session.
+"""The environment ``harness``: an external agent program works on a task directory in a sandbox session.
 
-world of the task ─fork─▶ session ── command of the program ── 127.0.0.1:PORT ─▶ endpoint of the episode
-                             └─ the program has ended, or its time is over ─▶ tests ─▶ reward
+world of the task ─fork─▶ session ── command of the program ── 127.0.0.1:PORT ─▶ model endpoint of the episode
+                             └─ the program ends, or its time is over ─▶ tests ─▶ reward
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from headrace.wings.sandboxes.tasks import TaskDirectory
 from headrace.wings.sandboxes.world import shared_worlds
 
 INSTRUCTION = "/tmp/headrace/instruction.md"
-"""The file of a session with the instruction of the task."""
+"""The file in a session that contains the instruction of the task."""
 COMMAND_S = 60.0
-"""The longest time of a command that makes the world of a task and has no time of its own."""
+"""The time limit of commands that build the environment of a task and have no limit of their own, in seconds."""
 GIB = 1 << 30
 OUTPUT_BYTES = 16 * MIB
-"""The most that a program may write to its standard output and error; tests are run after that."""
+"""The greatest size of a program's output and error output together, in bytes; tests run after that."""
 KEPT_BYTES = 64 * MIB
-"""The largest file that is kept."""
+"""The greatest size of a file to keep, in bytes."""
 FIRST_PORT = 1024
-"""The first port on which a user without rights can listen."""
+"""The smallest port on which a user other than root can listen."""
 QUOTED = 600
-"""The number of characters of its last output that an error message quotes."""
+"""The number of characters of the last output that an error message quotes."""
 
 
 class HarnessSettings(WorldSettings):
@@ -47,21 +47,21 @@ class HarnessSettings(WorldSettings):
 
     command: str = Field(min_length=1)
     """The command that runs the program, as for bash, in the directory of the task. ``$HEADRACE_INSTRUCTION`` is the
-    file with the instruction; clients of OpenAI and Anthropic find the model by their variables."""
+    file with the instruction. Environment variables tell clients of OpenAI and Anthropic the model's address."""
     processes: int = Field(default=256, ge=4)
-    """The most processes and threads of one session."""
+    """The limit of processes and threads of one session."""
     address_space_gb: float = Field(default=256.0, gt=0)
-    """The address space of each process of the program, in GiB: programs of Node.js and Go reserve far more than they
-    use. What they use is bounded by ``memory_mb``."""
+    """The limit of each process's address space, in GiB. Programs of Node.js and Go reserve far more address space than
+    they use; ``memory_mb`` limits the memory in use."""
     variables: dict[str, str] = Field(default_factory=dict)
-    """More variables of the program."""
+    """Further environment variables of the program."""
     keep: tuple[str, ...] = ()
-    """Files of a session that are copied to ``keep_in`` after the program has ended, such as its own transcript."""
+    """Paths of files in a session that are copied to ``keep_in`` after the program ends, such as its transcript."""
     keep_in: str = ""
-    """The folder of this machine for these files; each episode has a folder of its own in it, ``TASK-SEED``."""
+    """The folder on this machine for the files of ``keep``; each episode has its own folder ``TASK-SEED`` in it."""
     on_exit_code: Literal["fail", "grade"] = "fail"
-    """What becomes of an episode whose program ends with another exit code than 0: it fails as ``program_failed``, or
-    its tests are run, as they are after the end of its time."""
+    """The handling of a program that ends with an exit code other than 0: the episode fails as ``program_failed``
+    (``fail``), or its tests are run (``grade``), as after the time limit."""
 
     @model_validator(mode="after")
     def _kept_files_have_a_folder(self) -> Self:
@@ -74,8 +74,9 @@ class HarnessSettings(WorldSettings):
 
 
 async def run_harness(task: Mapping[str, Any], policy: EpisodePolicy, **options: Any) -> Episode:
-    """Attempt the task of a row with the program of ``env.options``, and return the reward of its tests. Raises
-    :class:`~headrace.base.errors.EpisodeError` where the world cannot be made or the program fails."""
+    """Run the program of ``env.options`` (a :class:`HarnessSettings`) on the task of a row, and return an episode with
+    the reward of the tests. The program calls the model at ``policy.base_url``. Raises
+    :class:`~headrace.base.errors.EpisodeError` if the environment cannot be built or the program fails."""
     settings = read_settings(HarnessSettings, options)
     assigned = settings.read_task(task)
     endpoint = urlsplit(policy.base_url)
@@ -83,10 +84,10 @@ async def run_harness(task: Mapping[str, Any], policy: EpisodePolicy, **options:
     forwards = ((_inner_port(endpoint), f"{endpoint.hostname}:{endpoint.port}"),)
     worlds = shared_worlds(settings.world_config(command_s=COMMAND_S, address_bytes=address_bytes, forwards=forwards))
     driver = await worlds.open()
-    variables = _variables(policy, endpoint) if driver.serves_forwards else _networked(settings, policy)
+    variables = _variables(policy, endpoint) if driver.serves_forwards else _network_variables(settings, policy)
     async with await worlds.enter(task_key(task), assigned) as session:
         settings.refuse_unguarded(session)
-        done = await _work(session, assigned, settings, variables)
+        done = await _run_program(session, assigned, settings, variables)
         await _keep_files(session, settings, f"{assigned.name}-{policy.seed}")
         if done.reason is Reason.EXITED and not done.ok and settings.on_exit_code == "fail":
             raise EpisodeError(
@@ -98,13 +99,14 @@ async def run_harness(task: Mapping[str, Any], policy: EpisodePolicy, **options:
         return Episode(reward=graded.reward, extra={LAST: graded.columns} if graded.columns else {})
 
 
-async def _work(
+async def _run_program(
     session: SandboxSession, task: TaskDirectory, settings: HarnessSettings, variables: Mapping[str, str]
 ) -> Finished:
-    """Run the program on its task until it ends or its time is over."""
+    """Write the instruction into the session, run the program with ``variables`` until it ends or its time is over, and
+    return its result."""
     await session.write({INSTRUCTION: task.instruction})
-    given = {**variables, "HEADRACE_INSTRUCTION": INSTRUCTION, **settings.variables}
-    session.variables = {**session.variables, **given}
+    more_variables = {**variables, "HEADRACE_INSTRUCTION": INSTRUCTION, **settings.variables}
+    session.variables = {**session.variables, **more_variables}
     limits = replace(
         session.spec.limits,
         wall_s=task.agent_s,
@@ -114,7 +116,8 @@ async def _work(
 
 
 async def _keep_files(session: SandboxSession, settings: HarnessSettings, name: str) -> None:
-    """Copy the files that are to be kept to this machine; one that is not there is left out."""
+    """Copy the files of the setting ``keep`` to the folder ``name`` below ``keep_in``. A file that does not exist is
+    skipped."""
     for path in settings.keep:
         try:
             content = await session.read(path, KEPT_BYTES)
@@ -126,14 +129,15 @@ async def _keep_files(session: SandboxSession, settings: HarnessSettings, name: 
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    """Write a file, and make its folder."""
+    """Write a file, and make its folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 
 
 def _variables(policy: EpisodePolicy, endpoint: SplitResult) -> dict[str, str]:
-    """Return the variables by which a program finds the endpoint over the 127.0.0.1 of its session. Raises
-    :class:`~headrace.base.errors.EnvError` for an endpoint that this name does not reach."""
+    """Return the environment variables with the model endpoint's address as the session reaches it, over a forward of
+    its 127.0.0.1. Raises :class:`~headrace.base.errors.EnvError` for an endpoint with TLS, whose certificate is not
+    valid for that name."""
     if endpoint.scheme != "http":
         raise EnvError(
             f"sessions cannot reach {policy.base_url} over their own 127.0.0.1: its certificate is of another name",
@@ -144,14 +148,15 @@ def _variables(policy: EpisodePolicy, endpoint: SplitResult) -> dict[str, str]:
 
 
 def _inner_port(endpoint: SplitResult) -> int:
-    """Return the port of a session that leads to the endpoint: the same one, where a user may listen at it."""
+    """Return the port of a session's 127.0.0.1 that leads to the endpoint: the endpoint's own port, or a higher port if
+    users may not listen on it."""
     port = endpoint.port or FIRST_PORT
     return port if port >= FIRST_PORT else port + FIRST_PORT
 
 
-def _networked(settings: HarnessSettings, policy: EpisodePolicy) -> dict[str, str]:
-    """Return the variables for a session that has no way to the endpoint but a network of its own. Raises
-    :class:`~headrace.base.errors.EnvError` where it has none."""
+def _network_variables(settings: HarnessSettings, policy: EpisodePolicy) -> dict[str, str]:
+    """Return the environment variables with the model endpoint's address for a session that has a network but no
+    forwards. Raises :class:`~headrace.base.errors.EnvError` if its network is disabled."""
     if settings.driver.get("network") in (None, False, "none"):
         raise EnvError(
             f"sessions of kind {settings.sandbox!r} have no network, and no way to the endpoint {policy.base_url}",
@@ -162,6 +167,7 @@ def _networked(settings: HarnessSettings, policy: EpisodePolicy) -> dict[str, st
 
 
 def _quoted(done: Finished) -> str:
-    """Return the end of a program's output, to be appended to an error; empty if it wrote nothing."""
+    """Return the end of a program's output with a colon before it, to append to an error message; empty if there is no
+    output."""
     text = (done.stderr.strip() or done.stdout.strip())[-QUOTED:]
     return f": {visible(text)}" if text else ""

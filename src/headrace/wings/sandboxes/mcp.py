@@ -1,10 +1,11 @@
-"""MCP servers in the session of an episode: each runs in the background, and its tools are called from outside.
+"""MCP servers that run inside the session of an episode. The environment calls their tools from outside.
 
     client ─ message ─▶ command of the session: line ─▶ /tmp/headrace/mcp/NAME.in ─▶ server
-           ◀─ lines ──  the same one, or the next:      /tmp/headrace/mcp/NAME.out ◀─┘
+           ◀─ lines ──  the same or a later command:    /tmp/headrace/mcp/NAME.out ◀─┘
 
-No network is needed, nor a way into the sandbox besides its commands, of which one runs at a time. The server holds
-both ends of its pipes open, so that it sees no end of them between two commands; a command opens one end, and sees it.
+Messages pass through commands of the session, one at a time, so neither a network nor another channel is needed. The
+server opens both ends of its named pipes, so that its pipes do not end between two commands. A command opens only one
+end of a pipe, so that it detects the end of the server.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from headrace.wings.sandboxes.base import Execution, SandboxSession
 from headrace.wings.sandboxes.world import now_s
 
 FAILED = "session_mcp"
-"""The reason of episodes that fail by a server."""
+"""The reason of episodes that fail because of an MCP server."""
 FOLDER = "/tmp/headrace/mcp"
-"""The folder of a session for the pipes of its servers, and for what they write to their standard error."""
+"""The folder in a session with the servers' pipes and error output."""
 MAX_LINES = 10_000
-"""The most lines that a server may write for one answer: reading each costs more than its bytes do."""
+"""The greatest number of lines of one answer, because each line costs more time than its bytes."""
 QUOTED = 600
-"""The number of bytes of a server's last words that an error message quotes."""
+"""The number of bytes of a server's error output that an error message quotes."""
 _START = """mkdir -p {folder} && mkfifo {place}.in {place}.out && {{
 {bash} --norc --noprofile -c {command} <>{place}.in 1<>{place}.out 2>{place}.err 99>&- &
 }}"""
-"""Start a server, in the directory and with the variables of the shell."""
+"""Start a server in the background, in the directory and with the variables of the shell."""
 _EXCHANGE = f"""cd {FOLDER} || exit
 if [[ $2 ]]; then
   exec 3<>"$1.in" 4>"$1.in" 3>&-  # opened without waiting for a reader; without one, writing fails
@@ -45,26 +46,28 @@ if [[ $3 ]]; then
     read -r -t 0 -u 5 || break
   done
 fi"""
-"""Write the standard input to the server ``$1`` if there is a ``$2``. If there is a ``$3``, wait for what it writes,
-and read that: at most 15 times what a pipe holds, which is less than the output of a command."""
+"""Write the standard input to the server ``$1`` if ``$2`` is not empty. If ``$3`` is not empty, wait for output of the
+server, and print at most 15 blocks of 64 KiB, which is less than the output limit of a command."""
 
 
 class SessionServer(LineChannel):
-    """One MCP server in a session."""
+    """A channel to one MCP server in a session; each exchange of messages is a command of the session."""
 
     def __init__(self, session: SandboxSession, name: str, *, answer_s: float, left_s: Callable[[], float]) -> None:
-        """The server ``name`` may take ``answer_s`` seconds for an answer, as long as ``left_s()`` seconds are left."""
+        """Describe the server ``name``. An answer may take ``answer_s`` seconds, but at most ``left_s()``, the agent's
+        time left."""
         self._session = session
         self._name = name
         self._answer_s = answer_s
         self._left_s = left_s
         self._until_s = 0.0
-        self._taken = 0
-        self._lines = 0
-        self._begun = b""
+        self._num_bytes = 0
+        self._num_lines = 0
+        self._incomplete = b""
 
     async def start(self, command: str) -> None:
-        """Start the server. Raises :class:`~headrace.base.errors.EpisodeError` where its pipes cannot be made."""
+        """Start the server with a shell command. Raises :class:`~headrace.base.errors.EpisodeError` if its pipes cannot
+        be made."""
         words = {"folder": FOLDER, "place": f"{FOLDER}/{self._name}", "command": shlex.quote(command)}
         done = await self._session.run(_START.format(bash=shlex.quote(self._session.programs["bash"]), **words))
         if not done.ok:
@@ -73,32 +76,33 @@ class SessionServer(LineChannel):
             )
 
     def begin(self) -> None:
-        """Begin a request: its exchanges have one time, and one bound on what the server writes."""
+        """Begin a request: start its time limit, and reset the count of its output."""
         self._until_s = now_s() + min(self._answer_s, self._left_s())
-        self._taken = len(self._begun)
-        self._lines = 0
+        self._num_bytes = len(self._incomplete)
+        self._num_lines = 0
 
     async def exchange(self, line: bytes, *, waits: bool) -> list[bytes]:
-        """Send a line, unless it is empty. If ``waits``, wait until the server has written something, and return the
-        lines that are complete. Raises :class:`~headrace.base.errors.EpisodeError` if the server has ended, writes too
-        much or takes too long."""
+        """Send ``line``, unless it is empty. If ``waits``, wait for output of the server. Return the complete lines of
+        the output. Raises :class:`~headrace.base.errors.EpisodeError` if the server has ended, writes too much or takes
+        too long."""
         limits = replace(self._session.spec.limits, wall_s=max(0.1, self._until_s - now_s()))
         flags = ("send" if line else "", "read" if waits else "")
         done = await self._session.run_apart(_EXCHANGE, self._name, *flags, stdin=line, limits=limits)
         await self._refuse_failed(done, waits=waits)
-        self._taken += len(done.stdout)
-        self._lines += done.stdout.count(b"\n")
+        self._num_bytes += len(done.stdout)
+        self._num_lines += done.stdout.count(b"\n")
         most = limits.output_bytes
-        if self._taken > most or self._lines > MAX_LINES:
+        if self._num_bytes > most or self._num_lines > MAX_LINES:
             raise self.failure(
                 f"has written more than {most} bytes or {MAX_LINES} lines for one answer",
                 "have it write less, and its log to its standard error",
             )
-        *lines, self._begun = (self._begun + done.stdout).split(b"\n")
+        *lines, self._incomplete = (self._incomplete + done.stdout).split(b"\n")
         return [each for each in lines if each.strip()]
 
     async def _refuse_failed(self, done: Execution, *, waits: bool) -> None:
-        """Raise :class:`~headrace.base.errors.EpisodeError` for an exchange that did not come to its end."""
+        """Raise :class:`~headrace.base.errors.EpisodeError` if an exchange failed: by its time limit, or because the
+        server has ended."""
         if done.reason is Reason.WALL_TIME:
             raise self.failure(
                 f"has not answered in {self._answer_s:g} s",
@@ -119,12 +123,11 @@ class SessionServer(LineChannel):
 async def served(
     session: SandboxSession, name: str, command: str, *, answer_s: float, left_s: Callable[[], float]
 ) -> AsyncIterator[Tools]:
-    """Run an MCP server in a session for the body of ``async with``, and yield its tools. It is ended with the other
-    processes of the session. Raises :class:`~headrace.base.errors.EpisodeError` if it does not start or speaks another
-    protocol."""
+    """Start the MCP server ``name`` in a session, and yield its tools for the body of ``async with``. The server ends
+    with the session. Raises :class:`~headrace.base.errors.EpisodeError` if it does not start or does not speak MCP."""
     server = SessionServer(session, name, answer_s=answer_s, left_s=left_s)
     await server.start(command)
-    connection = connected(server, 2 * answer_s)  # the server's own time is over before
+    connection = connected(server, 2 * answer_s)  # the server's own, shorter limit raises the better error
     try:
         tools = await connection.__aenter__()
     except Exception as error:  # noqa: BLE001 - errors of the client come in groups; all say that there is no connection
@@ -136,15 +139,15 @@ async def served(
 
 
 def _words(error: BaseException) -> str:
-    """Return what an error says, or the first one of a group."""
+    """Return the message of an error; of a group of errors, the message of the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return visible(f"{type(error).__name__}: {error}"[:QUOTED])
 
 
 def refuse_same_names(offered: Mapping[str, Tools], *, taken: str) -> None:
-    """Raise :class:`~headrace.base.errors.EpisodeError` if two servers offer tools of one name, or one offers a tool
-    with the name of the shell's own, ``taken``."""
+    """Raise :class:`~headrace.base.errors.EpisodeError` if two servers offer tools with the same name, or if a tool has
+    the name ``taken`` of the shell's own tool."""
     owners = {taken: "the shell"} if taken else {}
     for server, tools in offered.items():
         for tool in tools.described:

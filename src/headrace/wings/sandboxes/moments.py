@@ -1,13 +1,13 @@
-"""The moments of episodes: what each command of an attempt has brought, with a snapshot of the world after it, so that
-branches of the episode continue from there.
+"""The moments of episodes. A moment is the result of one command of an attempt, with a snapshot of the session after
+it. Branches of the episode continue from the moments of their origin.
 
     origin   begin ─▶ command 1 ─▶ command 2 ─▶ command 3 ─▶ tests
                │          │            │            │             a moment after each of them
-    branch     └─ its model gives the same answers: it reads what the origin has read, and no session runs ─┐
-                       another command, or the tests: a session is forked from the last moment in common ◀──┘
+    branch     └─ its model gives the same answers: it reads the origin's results, and no session runs ──────┐
+                       another command, or the tests: a session is forked from the last common moment ◀──────┘
 
-A moment of which no snapshot could be taken, since processes ran in the background, is made again from the one before:
-its commands run once more, and must print the same.
+No snapshot can be taken while processes run in the background. Such a moment is restored from the moment before it:
+its command runs again, and must print the same.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from headrace.base.types.episode import AttemptKind
 from headrace.wings.sandboxes.base import DriverLost, SandboxDriver, SandboxSession, SandboxSnapshot
 
 _WITHOUT_SNAPSHOT = ("session_busy", "session_snapshot")
-"""The reasons for which a moment has no snapshot, and the episode goes on."""
+"""The reasons of errors after which a moment has no snapshot, and the episode continues."""
 BeginWorld = Callable[[], Awaitable[SandboxSession]]
-"""Return a session at the beginning of an episode."""
+"""A function that returns a session at the beginning of an episode."""
 RunCommand = Callable[[SandboxSession, str], Awaitable[str]]
-"""Run a command of the agent in a session, and return what the model reads of its result."""
+"""A function that runs a command of the agent in a session, and returns the observation for the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldMoment:
-    """The world after one command of an episode, or at its beginning."""
+    """The state of an episode after one command, or at its beginning."""
 
     command: str
     """The command; empty at the beginning."""
     observation: str
-    """What the model has read of its result."""
+    """The result of the command, as the model has read it."""
     snapshot: SandboxSnapshot | None
-    """The world; ``None`` if there was no snapshot to be had."""
+    """The snapshot of the session; ``None`` if none could be taken."""
     left_s: float
     """The time that the agent had left, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EpisodeMoments:
-    """The moments of one episode. Its origin adds them, and branches read them."""
+    """The moments of one episode. The origin adds moments, and its branches read them."""
 
     driver: SandboxDriver
-    """The driver of the snapshots."""
+    """The driver that made the snapshots."""
     moments: list[WorldMoment] = field(default_factory=list)
-    """The moments in order, the first of which is the beginning."""
+    """The moments in order; the first is the beginning of the episode."""
     num_users: int = 1
-    """The number of attempts that run and may need them."""
+    """The number of running attempts that may read them."""
 
     async def add(self, session: SandboxSession, *, command: str, observation: str, left_s: float) -> None:
-        """Add the present moment of the origin's session."""
+        """Add a moment with the present state of the origin's session."""
         snapshot: SandboxSnapshot | None = None
         try:
             snapshot = await session.snapshot()
@@ -64,9 +64,9 @@ class EpisodeMoments:
         self.moments.append(WorldMoment(command=command, observation=observation, snapshot=snapshot, left_s=left_s))
 
     async def resume(self, number: int, run: RunCommand, begin: BeginWorld) -> SandboxSession:
-        """Return a session in the world of the moment ``number``. Where the snapshots are lost with their driver, the
-        commands run again in the world that ``begin`` makes. Raises :class:`~headrace.base.errors.EpisodeError` if
-        commands that had to run again have printed something else."""
+        """Return a session in the state of the moment ``number``: fork the nearest earlier snapshot, and repeat the
+        commands after it with ``run``. If the driver and its snapshots are lost, repeat all commands in the session of
+        ``begin``. Raises :class:`~headrace.base.errors.EpisodeError` if a repeated command prints something else."""
         first = max(place for place in range(number + 1) if self.moments[place].snapshot is not None)
         snapshot = self.moments[first].snapshot
         assert snapshot is not None
@@ -91,34 +91,36 @@ class EpisodeMoments:
         return session
 
     async def release(self) -> None:
-        """Give up all snapshots."""
+        """Release all snapshots."""
         for moment in self.moments:
             if moment.snapshot is not None:
                 await self.driver.release(moment.snapshot)
 
 
 class MomentStore:
-    """The moments of the latest episodes of a process: of those that run, and of some that have ended."""
+    """The moments of the episodes of one process: of all running episodes, and of the latest ended episodes."""
 
     def __init__(self, most_ended: int) -> None:
-        """Keep the moments of ``most_ended`` episodes that have ended."""
+        """Keep the moments of ``most_ended`` ended episodes."""
         self._most_ended = most_ended
         self._kept: OrderedDict[Hashable, EpisodeMoments] = OrderedDict()
 
     async def begin(
         self, key: Hashable, session: SandboxSession, driver: SandboxDriver, left_s: float
     ) -> EpisodeMoments:
-        """Begin the moments of an origin in the world of its session, in place of those of an earlier attempt."""
-        begun = EpisodeMoments(driver=driver)
-        await begun.add(session, command="", observation="", left_s=left_s)
+        """Create the moments of an origin, with the present state of ``session`` as the first, and store them under
+        ``key``. They replace the moments of an earlier attempt."""
+        created = EpisodeMoments(driver=driver)
+        await created.add(session, command="", observation="", left_s=left_s)
         replaced = self._kept.pop(key, None)
-        self._kept[key] = begun
+        self._kept[key] = created
         if replaced is not None and not replaced.num_users:
             await replaced.release()
-        return begun
+        return created
 
     def find(self, key: Hashable) -> EpisodeMoments | None:
-        """Return the moments of an origin for one more attempt; ``None`` if there are none, or no more."""
+        """Return the moments under ``key`` for one more attempt, which calls :meth:`leave` at its end; ``None`` if they
+        are not kept or have no first snapshot."""
         found = self._kept.get(key)
         if found is None or not found.moments or found.moments[0].snapshot is None:
             return None
@@ -126,9 +128,10 @@ class MomentStore:
         return found
 
     async def leave(self, key: Hashable, moments: EpisodeMoments) -> None:
-        """End the use of moments by one attempt, and give up those that ended longest ago, if there are too many."""
+        """End the use of moments by one attempt. Release the moments that ended longest ago beyond the number to
+        keep."""
         moments.num_users -= 1
-        if self._kept.get(key) is not moments:  # another attempt has taken their place
+        if self._kept.get(key) is not moments:  # another attempt has replaced them
             if not moments.num_users:
                 await moments.release()
             return
@@ -138,13 +141,13 @@ class MomentStore:
             await self._kept.pop(each).release()
 
     async def clear(self) -> None:
-        """Give up the moments of all episodes."""
+        """Release the moments of all episodes."""
         while self._kept:
             await self._kept.popitem()[1].release()
 
 
 class ForkedWorld:
-    """The world of one attempt: a session of its own, from the moment at which it differs from its origin."""
+    """The world of one attempt. A branch has no session until its first command that differs from its origin's."""
 
     def __init__(
         self,
@@ -156,41 +159,43 @@ class ForkedWorld:
         begin: BeginWorld,
         kind: AttemptKind,
     ) -> None:
-        """Begin in ``session`` or, if it is ``None``, at the beginning of ``moments``. ``begin`` makes another session
-        at the beginning."""
+        """Begin in ``session``; if it is ``None``, as a branch at the beginning of ``moments``. ``begin`` returns a new
+        session at the beginning of the episode."""
         self.session = session
-        """The session; ``None`` as long as the attempt repeats its origin."""
+        """The session; ``None`` while the attempt repeats its origin."""
         self._store = store
         self._key = key
         self._moments = moments
         self._begin = begin
         self._kind = kind
-        self._place = 0
+        self._number = 0
 
     def repeat(self, command: str) -> WorldMoment | None:
-        """Return the moment after ``command``, if the origin has run the same one in the same world; else ``None``."""
+        """Return the next moment of the origin if its command is ``command`` too, and continue from there. Return
+        ``None`` if the attempt has a session of its own, or the commands differ."""
         if self.session is not None or self._moments is None:
             return None
-        if self._place + 1 >= len(self._moments.moments) or self._moments.moments[self._place + 1].command != command:
+        if self._number + 1 >= len(self._moments.moments) or self._moments.moments[self._number + 1].command != command:
             return None
-        self._place += 1
-        return self._moments.moments[self._place]
+        self._number += 1
+        return self._moments.moments[self._number]
 
     async def enter(self, run: RunCommand) -> SandboxSession:
-        """Return the session, which is forked from the last moment in common with the origin where it is not there."""
+        """Return the session. If there is none, fork it from the last common moment; ``run`` repeats commands as in
+        :meth:`EpisodeMoments.resume`."""
         if self.session is None:
             assert self._moments is not None
-            self.session = await self._moments.resume(self._place, run, self._begin)
+            self.session = await self._moments.resume(self._number, run, self._begin)
         return self.session
 
     async def keep(self, *, command: str, observation: str, left_s: float) -> None:
-        """Keep the present moment, if the attempt is an origin."""
+        """Store the present moment if the attempt is an origin; ``observation`` is the result of ``command``."""
         if self._kind is AttemptKind.ORIGIN and self._moments is not None:
             assert self.session is not None
             await self._moments.add(self.session, command=command, observation=observation, left_s=left_s)
 
     async def leave(self) -> None:
-        """End the session; moments of it are kept."""
+        """End the session and the use of the moments, which the store may keep."""
         try:
             if self.session is not None:
                 await self.session.stop()

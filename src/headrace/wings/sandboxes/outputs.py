@@ -1,5 +1,5 @@
-"""The running of tests: what they print goes to files of the session, and its last part is read, so that no amount of
-it ends them.
+"""Runs the tests of a task. Their output is written to files of the session, and only the last part is read, so that
+the limit of a command's output does not end the tests.
 """
 
 from __future__ import annotations
@@ -11,42 +11,43 @@ from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes.base import SandboxSession
 
 FOLDER = "/tmp/headrace/tests"
-"""The folder of a session with what tests print."""
+"""The folder in a session for the output of tests."""
 KEPT_BYTES = 16 * MIB
-"""The most that is read of it: a line for each of thousands of tests."""
+"""The greatest number of bytes of output that are read; this is enough for thousands of tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestsRun:
-    """The end of a run of tests."""
+    """The result of one run of tests."""
 
-    __test__ = False  # no class of tests
+    __test__ = False  # pytest must not collect it
 
     stdout: str
-    """The last part of what they printed to their standard output."""
+    """The last part of the standard output."""
     ended: str = ""
-    """The limit that ended them; empty: none did."""
+    """The limit that ended the tests; empty if none did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestsReward:
-    """The reward of an episode."""
+    """The reward of an episode, as its tests determine it."""
 
     __test__ = False
 
     reward: float
-    """What its tests say."""
+    """The reward; 1.0 usually means that all tests passed."""
     ended: str = ""
-    """Why the tests did not come to their end; empty: they did."""
+    """Why the tests did not finish; empty if they finished."""
 
     @property
     def columns(self) -> dict[str, str | float]:
-        """What is shown with the episode's last answer."""
+        """The columns that are recorded with the episode's last answer."""
         return {"tests": f"ended: {self.ended}"} if self.ended else {}
 
 
 async def run_tests(session: SandboxSession, command: str, wall_s: float) -> TestsRun:
-    """Run tests by a command, for ``wall_s`` seconds at most; processes that they leave are ended."""
+    """Run tests with the shell command ``command``, for at most ``wall_s`` seconds, and kill the processes that they
+    leave."""
     directory = session.directory
     await session.run(f"chmod -R u+rwX {FOLDER}; rm -rf {FOLDER}; mkdir -p {FOLDER}")
     session.directory = directory

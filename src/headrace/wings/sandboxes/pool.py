@@ -1,4 +1,4 @@
-"""A warm pool: sessions that are started before they are asked for."""
+"""A pool of started sessions, from which a caller receives a session without waiting for its start."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from headrace.wings.sandboxes.base import SandboxDriver, SandboxSession, Sandbox
 
 
 class SessionPool:
-    """A pool of sessions that all begin alike, as a description says or as a snapshot holds. It keeps some of them
-    ready; ``async with`` opens it, and ends those that were not used.
+    """A pool that keeps a number of sessions ready, all started from the same spec or snapshot. ``async with`` starts
+    filling it, and its end stops the sessions that were not taken.
 
-    The time of a session (``life_s``) counts from its start, so a ready one has less of it left.
+    The lifetime of a session (``life_s``) counts from its start, so a session that waited in the pool has less of it
+    left.
     """
 
     def __init__(self, driver: SandboxDriver, origin: SandboxSpec | SandboxSnapshot, *, ready: int) -> None:
-        """Keep ``ready`` sessions that begin as ``origin`` says."""
+        """Describe a pool that keeps ``ready`` sessions, started from the spec or snapshot ``origin``. Raises
+        :class:`~headrace.base.errors.ConfigError` for ``ready`` below 1."""
         if ready < 1:
             raise ConfigError(f"ready={ready} keeps no session ready", remedy="set ready >= 1")
         self._driver = driver
@@ -32,17 +34,17 @@ class SessionPool:
         self._failure: BaseException | None = None
 
     async def take(self) -> SandboxSession:
-        """Return a session that is ready; if there is none, wait for the next. A session that has ended meanwhile is
-        replaced. Raises the error of its start where sessions cannot start."""
+        """Return a ready session; if there is none, wait for the next. Sessions that have ended in the pool are
+        skipped. Raises the error of the last start if it failed."""
         while True:
             async with self._changed:
                 while (session := self._pop()) is None:
                     await self._changed.wait()
-            if await _answers(session):
+            if await _is_running(session):
                 return session
 
     def _pop(self) -> SandboxSession | None:
-        """Return a session that is ready; ``None`` if there is none. Raises the error of the last start."""
+        """Return a ready session; ``None`` if there is none. Raises the error of the last start if it failed."""
         self._changed.notify_all()
         while self._ready:
             session = self._ready.popleft()
@@ -54,13 +56,13 @@ class SessionPool:
         return None
 
     async def fill(self) -> None:
-        """Wait until as many sessions are ready as the pool keeps, or one could not start."""
+        """Wait until the pool is full, or until a session could not start."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._ready) >= self._size or self._failure is not None)
 
     async def _refill(self) -> None:
-        """Start sessions for ever, as soon as fewer are ready than the pool keeps. After a failure the next one is
-        started when a caller has got the error."""
+        """Start sessions whenever the pool is not full, until cancelled. After a failed start, wait until :meth:`take`
+        has raised its error."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: len(self._ready) < self._size and self._failure is None)
@@ -76,13 +78,13 @@ class SessionPool:
                 self._changed.notify_all()
 
     async def _start(self) -> SandboxSession:
-        """Start one session from the origin."""
+        """Start one session from the spec or the snapshot."""
         if isinstance(self._origin, SandboxSnapshot):
             return await self._driver.fork(self._origin)
         return await self._driver.start(self._origin)
 
     async def __aenter__(self) -> Self:
-        """Begin to start sessions."""
+        """Begin to fill the pool."""
         await self._tasks.__aenter__()
         self._refilling = self._tasks.create_task(self._refill())
         return self
@@ -90,7 +92,7 @@ class SessionPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Start no more sessions, and end those that are ready."""
+        """Start no more sessions, and stop the ready sessions."""
         assert self._refilling is not None
         self._refilling.cancel()
         await self._tasks.__aexit__(kind, error, trace)
@@ -98,8 +100,8 @@ class SessionPool:
             await session.stop()
 
 
-async def _answers(session: SandboxSession) -> bool:
-    """Return whether a session still runs: only a call finds out that its time is over, or that it was killed."""
+async def _is_running(session: SandboxSession) -> bool:
+    """Return whether a session still runs. Only a call to the session detects the end of its lifetime or its death."""
     try:
         await session.count_background()
     except SessionEnded:

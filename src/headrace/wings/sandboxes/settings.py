@@ -1,4 +1,4 @@
-"""What the environments of task directories have in common: the settings of their worlds, and the reading of a row."""
+"""The settings and the row format that all environments of task directories share."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ class WorldSettings(Section):
     """The settings of the worlds of tasks: a part of ``env.options``."""
 
     sandbox: str = "jail"
-    """The kind of sandbox: ``jail``, ``bubblewrap``, or what an installed package offers."""
+    """The kind of sandbox: ``jail``, ``bubblewrap``, or a kind that an installed package registers."""
     driver: dict[str, Any] = Field(default_factory=dict)
     """The settings of the kind of sandbox, such as ``client`` of docker."""
     image: Literal["none", "machine", "task"] = "none"
-    """What becomes of tasks that name an image. ``none``: their episodes fail by name. ``machine``: the system of this
-    machine takes the place of the image, and the steps of the Dockerfile are carried out in it. ``task``: sessions
-    begin in the image, and the steps are carried out in it; only some kinds have images, such as docker."""
+    """The handling of tasks that name an image. ``none``: their episodes fail with that reason. ``machine``: the system
+    of this machine replaces the image, and the steps of the Dockerfile run in it. ``task``: sessions start from the
+    image, and the steps run in it; only some kinds have images, such as docker."""
     image_names: str = "swebench/sweb.eval.x86_64.{id_1776}:latest"
-    """The image of a row of SWE-bench that names none. ``{instance_id}`` is its id, ``{id_1776}`` and ``{id_s}`` are
-    the id in small letters with ``_1776_`` or ``_s_`` for ``__``."""
+    """The image of a row of SWE-bench that does not name an image. ``{instance_id}`` is its id; ``{id_1776}`` and
+    ``{id_s}`` are the id in lower case with ``_1776_`` or ``_s_`` for ``__``."""
     repositories: str = ""
     """The folder of the repositories (``OWNER/NAME`` or ``OWNER__NAME``) of rows of SWE-bench, for ``image =
     "machine"``."""
     test_command: str = ""
-    """The command that runs the named tests of a row of SWE-bench, before the files of the tests; unset: pytest."""
+    """The command that runs the tests of a row of SWE-bench; the test files are appended to it; unset: pytest."""
     offline: bool = False
-    """Whether tasks that ask for a network are attempted without one; if not, their episodes fail by name."""
+    """Whether tasks that request a network are attempted without a network; if not, their episodes fail."""
     memory_mb: int = Field(default=1024, ge=64)
-    """The most memory of one session, in MiB; a task that asks for less gets less."""
+    """The limit of memory of one session, in MiB; a task that requests less has a lower limit."""
     disk_mb: int = Field(default=512, ge=1)
-    """The most files of one session and of its environment, in MiB each; they take memory."""
+    """The limit of the size of one session's files, and of its environment's files, in MiB each; they use memory."""
     processes: int = Field(default=64, ge=4)
-    """The most processes of one session."""
+    """The limit of processes of one session."""
     loopback: bool = False
     """Whether programs in a session reach each other over 127.0.0.1, such as a server that the agent starts."""
     readable: tuple[str, ...] = ()
-    """Paths of this machine that sessions can read, besides the system and this Python."""
+    """Paths of this machine that sessions can read, in addition to the system and this Python."""
     may_lack: tuple[str, ...] = ("user", "network", "process numbers", "overlay")
-    """Guards that this system may refuse; an episode fails if another one is missing. A missing network namespace is
-    replaced by the filter of system calls."""
+    """Guards that this system may lack; an episode fails if another guard is missing. Without a network
+    namespace, the filter of system calls blocks the network."""
     environments: int = Field(default=32, ge=1)
-    """The number of tasks whose environments are kept by each worker, so that an episode begins with a fork."""
+    """The number of tasks whose built environments each worker caches, so that an episode begins with a fork."""
 
     @model_validator(mode="after")
     def _sandbox_is_known(self) -> Self:
@@ -71,10 +71,10 @@ class WorldSettings(Section):
         address_bytes: int | None = None,
         forwards: tuple[tuple[int, str], ...] = (),
     ) -> WorldConfig:
-        """Return what the worlds of all tasks have in common, whose commands take ``command_s`` seconds at most unless
-        they are given other limits, and whose processes have an address space of ``address_bytes``. The moments of
-        ``episodes`` ended episodes are kept. ``forwards`` are the ways out of their
-        sessions, for drivers that have such ways."""
+        """Return the configuration of the worlds of all tasks. ``command_s`` is the default time limit of a command in
+        seconds, ``address_bytes`` the limit of each process's address space (``None``: the memory limit),
+        ``episodes`` the number of ended episodes whose moments are kept, and ``forwards`` the TCP forwards of sessions
+        (port and address), for drivers that serve forwards."""
         limits = replace(
             LIMITS,
             wall_s=command_s,
@@ -98,8 +98,8 @@ class WorldSettings(Section):
         )
 
     def read_task(self, row: Mapping[str, Any]) -> TaskDirectory:
-        """Return the task of a row. Raises :class:`~headrace.base.errors.EpisodeError` for one that cannot be
-        attempted."""
+        """Return the task of a row. Raises :class:`~headrace.base.errors.EpisodeError` if these settings cannot attempt
+        it."""
         if "directory" not in row and not swe.is_row(row):
             raise EpisodeError(
                 "the row has no column 'directory', nor those of SWE-bench",
@@ -130,7 +130,8 @@ class WorldSettings(Section):
         return task
 
     def refuse_unguarded(self, session: SandboxSession) -> None:
-        """Raise :class:`~headrace.base.errors.EpisodeError` where the session lacks a guard that it must have."""
+        """Raise :class:`~headrace.base.errors.EpisodeError` if the session lacks a guard that ``may_lack`` does
+        not list."""
         refused = {name: why for name, why in session.missing.items() if name not in self.may_lack}
         if refused:
             words = "; ".join(f"{name} ({why})" for name, why in refused.items())
@@ -142,8 +143,8 @@ class WorldSettings(Section):
 
 
 def read_settings(kind: type[S], options: Mapping[str, Any]) -> S:
-    """Return ``env.options`` as settings of this kind. Raises :class:`~headrace.base.errors.EnvError` for one that
-    cannot be used."""
+    """Return ``env.options`` as settings of the class ``kind``. Raises :class:`~headrace.base.errors.EnvError` for an
+    invalid setting."""
     try:
         return validate(kind, options, "env.options")
     except ConfigError as error:
@@ -151,5 +152,5 @@ def read_settings(kind: type[S], options: Mapping[str, Any]) -> S:
 
 
 def task_key(row: Mapping[str, Any]) -> str:
-    """Return the name of a row's task among those of the run."""
+    """Return the key of a row's task, unique among the tasks of the run: its directory, or its id."""
     return str(row.get("directory", row.get("instance_id")))

@@ -1,10 +1,9 @@
-"""Tasks as rows of SWE-bench, SWE-Gym and SWE-smith: a problem of a repository, and tests by name that say whether it
-is solved.
+"""Tasks from rows of SWE-bench, SWE-Gym and SWE-smith: a problem in a repository, and named tests that must pass.
 
-    row ─▶ image, or a repository of a folder of this machine at its base commit ─▶ agent
-        ─▶ patch of the tests ─▶ the files of the named tests ─▶ 1 if all of FAIL_TO_PASS and PASS_TO_PASS pass, else 0
+    row ─▶ image, or a local repository at its base commit ─▶ agent
+        ─▶ test patch ─▶ run the files of the named tests ─▶ 1 if all of FAIL_TO_PASS and PASS_TO_PASS pass, else 0
 
-In rows of SWE-smith, which have no patch of tests, ``patch`` makes the bug, and its reverse is the solution. Sources:
+Rows of SWE-smith have no test patch: their ``patch`` introduces the bug, and its reverse is the solution. Sources:
 the dataset cards of SWE-bench/SWE-bench, SWE-Gym/SWE-Gym and SWE-bench/SWE-smith-*, as of November 2026.
 """
 
@@ -29,12 +28,12 @@ from headrace.wings.sandboxes.outputs import TestsReward, run_tests
 from headrace.wings.sandboxes.tasks import NamedTests, TaskDirectory
 
 DIRECTORY = "/testbed"
-"""The directory of the repository, as images of SWE-bench have it."""
+"""The directory of the repository in a session, as in images of SWE-bench."""
 TEST_COMMAND = "python -m pytest -rA -q --tb=no --show-capture=no -p no:cacheprovider"
 _ACTIVATE = "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate testbed; fi"
-"""Enter the environment of Python that images of SWE-bench have beside the one of their system."""
+"""Activate the conda environment of images of SWE-bench."""
 _IMAGES = ("image_name", "docker_image", "image")
-"""Columns that name an image."""
+"""The columns of a row that may name an image, in order of preference."""
 _CHANGED = re.compile(r"^diff --git a/(.+?) b/(.+)$", re.MULTILINE)
 _WRITTEN = re.compile(r"^\+\+\+ (?:b/)?([^\t\n]+)", re.MULTILINE)
 _QUOTED = re.compile(r"^(?:diff --git|\+\+\+) .*\"", re.MULTILINE)
@@ -42,12 +41,13 @@ _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (.+)$", re.MULTILINE)
 _PASSING = frozenset({"PASSED", "XFAIL"})
 _SUMMARY = "short test summary info"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FITS = (
+_CHECK_PATCH = (
     """(folder=$(mktemp -d) && trap 'rm -rf "$folder"' EXIT && export GIT_INDEX_FILE=$folder/index """
     "&& {git}read-tree {commit} && {git}apply --cached --check -)"
 )
-"""Say whether a patch fits to a commit, by an index apart from the repository, and without writing an object of it."""
-_FORGET = rf"""cd {DIRECTORY} && [[ -d .git && ! -L .git ]] || exit
+"""Check that a patch applies to a commit, with an index outside the repository, so that the repository stays
+unchanged."""
+_CLEAN_REPOSITORY = rf"""cd {DIRECTORY} && [[ -d .git && ! -L .git ]] || exit
 kept=$(git config --file .git/config --get-regexp \
   '^(core\.(repositoryformatversion|bare)|extensions\.(objectformat|refstorage|partialclone))$')
 rm -rf .git/config .git/config.worktree .git/commondir .git/info/attributes .git/info/grafts .git/hooks || exit
@@ -56,24 +56,25 @@ while read -r name value; do
   [[ ! $name ]] || git config --file .git/config "$name" "$value"
 done <<< "$kept"
 true"""
-"""Remove the hooks and settings of a repository by which git would run programs of the agent, such as filters of files,
-and the locks that a command of git which was killed has left."""
-_LACKS = (
+"""Remove hooks and settings of a repository through which git would run programs of the agent, such as filters, and
+lock files that a killed git has left."""
+_MISSING_FILES = (
     """while IFS= read -r file; do ({git}cat-file -e "{commit}:$file" || [ -e {folder}/"$file" ]) 2> /dev/null """
     """|| printf '%s\\n' "$file"; done"""
 ).replace("{folder}", DIRECTORY)
-"""Print those of some files that are neither in a commit nor in the directory."""
+"""Print the files of the standard input that exist neither in a commit nor in the directory."""
 
 
 def is_row(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is a task of this kind."""
+    """Return whether a row has the columns of a task of SWE-bench."""
     return "instance_id" in row and "problem_statement" in row
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the tasks in the files of a directory (JSONL, Parquet): their columns, the problem as ``prompt``, the id
-    as ``task``, and as ``solution`` the answer that would solve it, which no model reads. A task that cannot be
-    attempted has the reason as ``problem``; its episodes fail by name."""
+    """Return the tasks in the JSONL and Parquet files of a directory as rows: their columns, the problem as ``prompt``,
+    the id as ``task``, and as ``solution`` an answer that solves the task (for checks; no model reads it). A row that
+    cannot be attempted has the reason as ``problem``, and its episodes fail with that reason. Return no rows if a row
+    is not a task of this kind."""
     rows: list[Row] = []
     for file in sorted(each for each in path.iterdir() if each.suffix in (".jsonl", ".parquet")):
         for row in load_rows(file):
@@ -89,9 +90,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def open_row(row: Mapping[str, Any], image_names: str = "", test_command: str = "") -> TaskDirectory:
-    """Return the task of a row. ``image_names`` is the form of the image's name where the row has none, and
-    ``test_command`` runs the tests, before their files. Raises :class:`~headrace.base.errors.DataError` for a row that
-    lacks a part, or has one that is not supported."""
+    """Return the task of a row. ``image_names`` is a template for the image's name if the row has none.
+    ``test_command`` runs the tests; the test files are appended to it; empty: :data:`TEST_COMMAND`. Raises
+    :class:`~headrace.base.errors.DataError` for a row that lacks a required column or is not supported."""
     name = str(row["instance_id"])
     if "expected_output_json" in row:
         words = "compares the output of tests that its image hides, as R2E-Gym does"
@@ -129,9 +130,9 @@ def open_row(row: Mapping[str, Any], image_names: str = "", test_command: str = 
 
 
 async def begin(session: SandboxSession, task: TaskDirectory, repositories: str) -> None:
-    """Make the world of a task: in the folder ``repositories`` its repository at the base commit, without what came
-    after, or, if that is empty, in the image; then the bug, where the row makes one. Raises
-    :class:`~headrace.base.errors.EpisodeError` where that fails."""
+    """Build the environment of a task in a session. The repository comes from the folder ``repositories``, at the base
+    commit and without other commits; if that is empty, from the image. Then apply the row's bug, if it has one, and
+    check its tests. Raises :class:`~headrace.base.errors.EpisodeError` if that fails."""
     assert task.named is not None
     if repositories or session.spec.image == "":
         archive = await asyncio.to_thread(_checked_out, task, task.named, repositories)
@@ -141,36 +142,35 @@ async def begin(session: SandboxSession, task: TaskDirectory, repositories: str)
     await session.run(_ACTIVATE)
     if task.named.bug:
         await _apply(session, task, task.named.bug)
-        await _must(session, task, _git("add -A && git commit -q -m task --no-verify"))
-    await _try_tests(session, task, task.named)
+        await _run_or_fail(session, task, _git("add -A && git commit -q -m task --no-verify"))
+    await _refuse_unusable_tests(session, task, task.named)
 
 
-async def _try_tests(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> None:
-    """Look whether the patch of the tests fits to the base commit, as :func:`grade` will apply it, and whether the
-    files of the named tests exist there, in the world, in that patch or in the one that solves the task. Nothing of the
-    patches stays in the world. Raises :class:`~headrace.base.errors.EpisodeError` where no agent could solve the task.
-    """
+async def _refuse_unusable_tests(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> None:
+    """Raise :class:`~headrace.base.errors.EpisodeError` if no agent could solve the task: the test patch does not apply
+    to the base commit, or a file of the named tests does not exist in that commit, in the session's directory, in the
+    test patch or in the solution. The session is not changed."""
     commit = named.base_commit or "HEAD"
     if named.patch:
-        done = await session.run(_FITS.format(git=_git(""), commit=commit), stdin=_as_patch(named.patch))
+        done = await session.run(_CHECK_PATCH.format(git=_git(""), commit=commit), stdin=_as_patch(named.patch))
         if not done.ok:
             raise _no_tests(task, f"test_patch does not fit to {commit}: {done.stderr[-300:].strip()}")
     patches = f"{named.patch}\n{named.solution}"
     if task.test_command != TEST_COMMAND or _QUOTED.search(patches):
-        return  # names that are not those of files
-    made = {*(path for _, path in _CHANGED.findall(patches)), *_WRITTEN.findall(patches)}
-    wanted = "".join(f"{file}\n" for file in _files(named.names) if file not in made)
-    done = await session.run(_LACKS.format(git=_git(""), commit=commit), stdin=wanted.encode())
-    if lacking := done.stdout.splitlines():
-        raise _no_tests(task, f"there is no {lacking[0]!r}, which its tests name, and {len(lacking) - 1} more of them")
+        return  # the names of tests or files cannot be compared as paths
+    patched_files = {*(path for _, path in _CHANGED.findall(patches)), *_WRITTEN.findall(patches)}
+    needed_files = "".join(f"{file}\n" for file in _files(named.names) if file not in patched_files)
+    done = await session.run(_MISSING_FILES.format(git=_git(""), commit=commit), stdin=needed_files.encode())
+    if missing := done.stdout.splitlines():
+        raise _no_tests(task, f"there is no {missing[0]!r}, which its tests name, and {len(missing) - 1} more of them")
 
 
 async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> TestsReward:
-    """Return 1 if all named tests pass in the world as the agent has left it, else 0. The files that the patch of the
-    tests changes are those of the base commit before it is applied."""
+    """Return the reward 1 if all named tests pass in the session as the agent has left it, else 0. The files of the
+    test patch are first reset to the base commit."""
     session.directory = DIRECTORY
-    if not (await session.run(_FORGET)).ok:
-        return TestsReward(reward=0.0, ended="their patch cannot be applied")  # there is no repository any more
+    if not (await session.run(_CLEAN_REPOSITORY)).ok:
+        return TestsReward(reward=0.0, ended="their patch cannot be applied")  # the agent has removed the repository
     for path in dict.fromkeys(path for pair in _CHANGED.findall(named.patch) for path in pair):
         quoted = shlex.quote(path)
         await session.run(_git(f"checkout -q {named.base_commit} -- {quoted} || rm -rf {quoted}"))
@@ -180,9 +180,8 @@ async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests)
         except EpisodeError as error:
             if error.reason not in ("task_setup", "session_file"):
                 raise
-            return TestsReward(
-                reward=0.0, ended="their patch cannot be applied"
-            )  # what the agent has done to the files does not go with the tests
+            # the agent's changes conflict with the test patch
+            return TestsReward(reward=0.0, ended="their patch cannot be applied")
     files = _files(named.names)
     session.directory = DIRECTORY
     done = await run_tests(session, f"{_ACTIVATE}; {task.test_command} {shlex.join(files)}", task.tests_s)
@@ -190,8 +189,8 @@ async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests)
 
 
 def passes(stdout: str, names: Sequence[str]) -> float:
-    """Return 1 if the summary of pytest says that all tests passed, else 0. Rows may have names up to their first
-    space, since that is how SWE-bench reads summaries; one of several with the same beginning that failed counts.
+    """Return 1 if pytest's summary in ``stdout`` lists all tests ``names`` as passed, else 0. A row's name may end at
+    its first space, because SWE-bench cuts names there; then no test whose name begins with it may have failed.
 
     >>> said = f"{_SUMMARY} ===\\nPASSED t.py::a[x y]\\nFAILED t.py::b - no\\n"
     >>> passes(said, ["t.py::a[x"]), passes(said, ["t.py::a[x y]", "t.py::b"]), passes(said, ["t.py::c"])
@@ -207,17 +206,17 @@ def passes(stdout: str, names: Sequence[str]) -> float:
 
 
 def _files(names: Sequence[str]) -> list[str]:
-    """Return the files of tests, each once."""
+    """Return the files of tests, given as ``FILE::TEST``, each once."""
     return list(dict.fromkeys(name.partition("::")[0] for name in names if "::" in name))
 
 
 def _as_patch(patch: str) -> bytes:
-    """Return a patch as git reads it."""
+    """Return a patch as bytes with a line end, as git requires."""
     return (patch if patch.endswith("\n") else f"{patch}\n").encode("utf-8", "surrogateescape")
 
 
 def _image(row: Mapping[str, Any], name: str, image_names: str) -> str:
-    """Return the image of a row."""
+    """Return the name of a row's image: from its columns, or from the template ``image_names``."""
     for column in _IMAGES:
         if row.get(column):
             return str(row[column])
@@ -233,8 +232,8 @@ def _image(row: Mapping[str, Any], name: str, image_names: str) -> str:
 
 
 def _names(row: Mapping[str, Any], column: str) -> tuple[str, ...]:
-    """Return the tests in a column: a list, or a list as JSON. Raises :class:`~headrace.base.errors.DataError` for
-    anything else."""
+    """Return the names of tests in a column, a list or its JSON. Raises :class:`~headrace.base.errors.DataError` for
+    another value."""
     value = row.get(column)
     try:
         value = json.loads(value) if isinstance(value, str) else value
@@ -248,7 +247,8 @@ def _names(row: Mapping[str, Any], column: str) -> tuple[str, ...]:
 
 
 def _solution(task: TaskDirectory, row: Mapping[str, Any]) -> str:
-    """Return the command that solves a task, in the form of an answer."""
+    """Return an answer of a model that solves the task: a block with the command that applies the solution; empty if
+    there is none."""
     assert task.named is not None
     patch = str(row.get("patch") or "").rstrip("\n")
     if not patch:
@@ -258,7 +258,8 @@ def _solution(task: TaskDirectory, row: Mapping[str, Any]) -> str:
 
 
 def _checked_out(task: TaskDirectory, named: NamedTests, repositories: str) -> bytes:
-    """Return a checkout of the base commit, with no other commit, as a tar archive."""
+    """Return a tar archive of the repository at the base commit, without other commits. ``repositories`` is the folder
+    of the clones. Raises :class:`~headrace.base.errors.EpisodeError` if there is no such clone or commit."""
     if not repositories:
         raise _failed(task, "there is no image and no folder of repositories", "set env.options.repositories")
     owner, _, name = named.repository.rpartition("/")
@@ -282,50 +283,50 @@ def _checked_out(task: TaskDirectory, named: NamedTests, repositories: str) -> b
         Path(folder, ".git", "FETCH_HEAD").unlink(missing_ok=True)
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
-            archive.add(folder, arcname=DIRECTORY.lstrip("/"), filter=_of_nobody)
+            archive.add(folder, arcname=DIRECTORY.lstrip("/"), filter=_without_names)
     return buffer.getvalue()
 
 
-def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Return a member of an archive without the names of this machine's users."""
+def _without_names(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Return a member of an archive without the user and group names of this machine."""
     member.uname = member.gname = ""
     return member
 
 
 def _git(words: str) -> str:
-    """Return a command of git in the repository, whose files may belong to another user."""
-    # the agent may have settings for itself, and may have replaced objects by others
+    """Return a shell command that runs git in the repository, whose files may belong to another user."""
+    # ignore settings and replaced objects that the agent may have left
     program = "GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_NO_REPLACE_OBJECTS=1 git"
     git = f"&& {program} -c safe.directory='*' -c user.name=task -c user.email=task@localhost "
     return f"cd {DIRECTORY} {git}" + words.replace("&& git ", git)
 
 
 async def _apply(session: SandboxSession, task: TaskDirectory, patch: str) -> None:
-    """Apply a patch to the repository. Raises :class:`~headrace.base.errors.EpisodeError` if it does not fit."""
-    await _must(session, task, _git("apply --whitespace=nowarn -"), _as_patch(patch))
+    """Apply a patch to the repository. Raises :class:`~headrace.base.errors.EpisodeError` if it does not apply."""
+    await _run_or_fail(session, task, _git("apply --whitespace=nowarn -"), _as_patch(patch))
 
 
-async def _must(session: SandboxSession, task: TaskDirectory, command: str, stdin: bytes = b"") -> None:
-    """Run a command that must succeed."""
+async def _run_or_fail(session: SandboxSession, task: TaskDirectory, command: str, stdin: bytes = b"") -> None:
+    """Run a command. Raises :class:`~headrace.base.errors.EpisodeError` if it fails."""
     done = await session.run(command, stdin=stdin)
     if not done.ok:
         raise _failed(task, f"{command[-80:]!r}: {(done.stderr or done.stdout)[-300:].strip()}", "correct the row")
 
 
 def _failed(task: TaskDirectory, text: str, remedy: str) -> EpisodeError:
-    """Return the error for a world that cannot be made."""
+    """Return the error for an environment that cannot be built because of ``text``."""
     return EpisodeError(
         f"the environment of the task {task.name} cannot be made: {text}", remedy=remedy, reason="task_setup"
     )
 
 
 def _no_tests(task: TaskDirectory, text: str) -> EpisodeError:
-    """Return the error for a row whose tests cannot be run."""
+    """Return the error for a row whose tests cannot be run because of ``text``."""
     return EpisodeError(
         f"the tests of the task {task.name} cannot be run: {text}", remedy="leave it out", reason="task_invalid"
     )
 
 
 def _unsupported(name: str, text: str, remedy: str) -> DataError:
-    """Return the error for a row with a part that is not supported."""
+    """Return the error for the row ``name`` with a part that is not supported."""
     return DataError(f"the task {name} {text}, which is not supported", remedy=remedy)

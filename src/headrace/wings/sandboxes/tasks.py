@@ -1,5 +1,5 @@
-"""Task directories: an instruction, an environment, and tests that say what was earned, as Harbor and Terminal-Bench
-write them.
+"""Task directories in the formats of Harbor and Terminal-Bench: an instruction, an environment, and tests that give the
+reward.
 
     Harbor                                    Terminal-Bench
     instruction.md                            task.yaml: instruction, limits
@@ -35,18 +35,18 @@ log = logging.getLogger("headrace")
 T = TypeVar("T")
 HARBOR, TERMINAL_BENCH = "task.toml", "task.yaml"
 DEPTH = 3
-"""How many folders deep tasks are looked for."""
+"""The number of folder levels in which task directories are searched."""
 WORK_DIRECTORY = "/app"
-"""The directory in which an agent begins, unless the environment says otherwise."""
+"""The default directory in which the agent's commands begin."""
 _SIZE = re.compile(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?b)?\s*")
 LONGEST_SOLUTION_BYTES = 90_000
-"""The longest solution that is given as one command, as it is."""
+"""The greatest length of a solution that stays a plain command, in bytes; a longer solution is compressed."""
 MIN_MEMORY_BYTES, MIN_DISK_BYTES = 64 * MIB, MIB
-"""The smallest session, as ``env.options`` allow it."""
+"""The smallest memory and disk of a session that ``env.options`` allow, in bytes."""
 MAX_S = 30 * 24 * 3600.0
-"""The longest time of a task's parts, in seconds."""
-_FROM_OUTSIDE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
-"""A value that Harbor takes from a variable of its own machine."""
+"""The greatest time limit of the agent, the tests or the build, in seconds."""
+_HOST_VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
+"""Matches a value that Harbor replaces by a variable of its own machine: ``${NAME}`` or ``${NAME:-DEFAULT}``."""
 _KEYS: Mapping[str, frozenset[str]] = {
     name: frozenset(words.split())
     for name, words in {
@@ -58,75 +58,75 @@ _KEYS: Mapping[str, frozenset[str]] = {
         "allow_internet network_mode allowed_hosts mcp_servers env skills_dir workdir healthcheck",
     }.items()
 }
-"""The keys of ``task.toml``, by their table; not all of them change a session."""
+"""The known keys of ``task.toml`` by table; some of them have no effect on a session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTests:
-    """Tests of a repository by their names, as rows of SWE-bench have them."""
+    """The tests of a task from a row of SWE-bench: tests of the repository, by name."""
 
     repository: str
-    """The repository, ``OWNER/NAME``."""
+    """The name of the repository, ``OWNER/NAME``."""
     base_commit: str
-    """The commit from which the agent begins; empty: the one that the image has."""
+    """The commit at which the agent begins; empty: the commit in the image."""
     bug: str = ""
-    """A patch that makes the task: it is applied before the agent begins."""
+    """A patch that introduces the bug of the task; it is applied before the agent begins. Empty: none."""
     patch: str = ""
-    """A patch of the tests, which the agent does not see."""
+    """A patch that adds the tests; the agent does not see it. Empty: none."""
     names: tuple[str, ...]
-    """All tests that must pass in the end, as pytest names them."""
+    """The names of all tests that must pass, in pytest's format."""
     solution: str = ""
-    """The patch that solves the task, whose files may be tests too; the agent does not see it."""
+    """The patch that solves the task, which may change tests too; the agent does not see it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDirectory:
-    """One task, read from its directory, or from a row."""
+    """One task, from a task directory or a row."""
 
     name: str
-    """The name of the directory, or of the row."""
+    """The name of the directory, or the id of the row."""
     instruction: str
-    """What the agent is asked to do."""
+    """The instruction for the agent."""
     context: Path
-    """The folder of the files that the environment is made from."""
+    """The folder of the files from which the environment is built."""
     image: str = ""
-    """The image that the environment is made from; empty if none is named."""
+    """The name of the environment's image; empty if the task names none."""
     steps: tuple[BuildStep, ...] = ()
-    """The steps that make the environment."""
+    """The steps that build the environment."""
     tests: Path | None = None
-    """The folder of the tests; ``None`` for tests of the repository itself."""
+    """The folder of the tests; ``None`` if the repository contains the tests."""
     test_command: str
-    """The command that runs the tests, which are in ``/tests``."""
+    """The shell command that runs the tests; files of :attr:`tests` are in ``/tests``."""
     named: NamedTests | None = None
-    """The tests of the repository that are the reward; ``None``: those in ``tests`` are."""
+    """The named tests that determine the reward; ``None``: the tests in :attr:`tests` do."""
     directory: str = WORK_DIRECTORY
-    """The directory in which an agent begins, unless a step says otherwise."""
+    """The directory in which the agent's commands begin, unless a build step changes it."""
     more_tests: tuple[Path, ...] = ()
-    """Files that belong to the tests, from elsewhere."""
+    """Further files to copy to ``/tests``."""
     prints_pytest: bool = False
-    """Whether the result is the summary that pytest prints; if not, it is in a reward file."""
+    """Whether the reward is read from pytest's printed summary; if not, from a reward file."""
     build_s: float = 600.0
-    """The longest time of the steps together."""
+    """The time limit of all build steps together, in seconds."""
     agent_s: float = 900.0
-    """The longest time of the agent."""
+    """The time limit of the agent, in seconds."""
     tests_s: float = 900.0
-    """The longest time of the tests."""
+    """The time limit of the tests, in seconds."""
     memory_bytes: int | None = None
-    """The memory that the task asks for; ``None``: it does not say."""
+    """The memory that the task requests, in bytes; ``None``: the task requests no amount."""
     disk_bytes: int | None = None
-    """The disk that the task asks for; ``None``: it does not say."""
+    """The disk space that the task requests, in bytes; ``None``: the task requests no amount."""
     asks_network: bool = False
-    """Whether the task names a network that it needs."""
+    """Whether the task requests a network."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the agent and of the tests."""
+    """Environment variables of the agent's commands and of the tests, by name."""
     test_variables: Mapping[str, str] = field(default_factory=dict)
-    """More environment variables of the tests."""
+    """Further environment variables of the tests, by name."""
 
 
 def read_tasks(path: Path) -> list[Row]:
-    """Return a row for each task directory in ``path``, or for ``path`` itself: its instruction as ``prompt``, its name
-    as ``task``, its ``directory``, and as ``solution`` the answer that would solve it, which no model reads; empty if
-    it has none. A task that cannot be read has the reason as ``problem``; its episodes fail by name."""
+    """Return a row for each task directory at or below ``path``: its instruction as ``prompt``, its name as ``task``,
+    its ``directory``, and as ``solution`` an answer that solves the task (for checks; no model reads it), empty if
+    there is none. A task that cannot be read has the reason as ``problem``, and its episodes fail with that reason."""
     rows: list[Row] = []
     for directory in sorted(_task_directories(path, DEPTH)):
         row: Row = {
@@ -145,8 +145,8 @@ def read_tasks(path: Path) -> list[Row]:
 
 
 def _solution(directory: Path) -> str:
-    """Return the commands that solve a task, in the form of an answer. Those that cannot stand in a block as they are,
-    such as a text with a block of its own, stand there in base64."""
+    """Return the solution of a task as an answer of a model: a block with its commands. A solution that is long, or
+    contains a block itself, is compressed and given in base64."""
     files = [directory / name for name in ("solution/solve.sh", "solution.sh")]
     content = next((read_inside(file, directory) for file in files if file.is_file()), b"").strip()
     try:
@@ -160,7 +160,7 @@ def _solution(directory: Path) -> str:
 
 
 def _task_directories(path: Path, depth: int) -> list[Path]:
-    """Return the task directories at ``path`` and below it."""
+    """Return the task directories at ``path`` and in ``depth`` levels of folders below it."""
     if any((path / name).is_file() for name in (HARBOR, TERMINAL_BENCH)):
         return [path]
     if not depth:
@@ -170,14 +170,14 @@ def _task_directories(path: Path, depth: int) -> list[Path]:
 
 
 def open_task(directory: Path) -> TaskDirectory:
-    """Return the task in a directory. Raises :class:`~headrace.base.errors.DataError` where it lacks a part, or has one
-    that is not supported."""
+    """Return the task in a directory. Raises :class:`~headrace.base.errors.DataError` if a required part is missing or
+    a part is not supported."""
     return _read(directory, _open_harbor if (directory / HARBOR).is_file() else _open_terminal_bench)
 
 
 def _read(directory: Path, reader: Callable[[Path], T]) -> T:
-    """Return what ``reader`` reads from a directory. Raises :class:`~headrace.base.errors.DataError` where it fails,
-    with the name of the task."""
+    """Return the result of ``reader`` for a directory. Raises its errors as :class:`~headrace.base.errors.DataError`
+    with the task's name."""
     try:
         return reader(directory)
     except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
@@ -187,10 +187,10 @@ def _read(directory: Path, reader: Callable[[Path], T]) -> T:
 
 
 def _open_harbor(directory: Path) -> TaskDirectory:
-    """Read a task in the form of Harbor."""
+    """Return the task in a directory in Harbor's format."""
     settings = tomllib.loads(_text(directory, HARBOR, "settings"))
     environment, agent, verifier = tables = [_table(settings, name) for name in ("environment", "agent", "verifier")]
-    _refuse_misspelt(settings)
+    _refuse_misspelled(settings)
     if (directory / "steps").is_dir():
         raise _unsupported(directory, "has several steps", "give a task of one step")
     if verifier.get("environment_mode", "shared") != "shared":
@@ -220,7 +220,7 @@ def _open_harbor(directory: Path) -> TaskDirectory:
 
 
 def _open_terminal_bench(directory: Path) -> TaskDirectory:
-    """Read a task in the form of Terminal-Bench."""
+    """Return the task in a directory in Terminal-Bench's format."""
     settings = _yaml(directory, TERMINAL_BENCH)
     if not isinstance(settings, dict) or not str(settings.get("instruction") or "").strip():
         raise DataError(f"the task {directory} has no instruction in {TERMINAL_BENCH}", remedy="write one")
@@ -245,7 +245,7 @@ def _open_terminal_bench(directory: Path) -> TaskDirectory:
 
 
 def _yaml(directory: Path, name: str) -> Any:
-    """Return what a file of YAML holds."""
+    """Return the parsed content of a YAML file. Raises ``ValueError`` if it is not valid YAML."""
     import yaml  # transformers needs it too
 
     try:
@@ -255,7 +255,8 @@ def _yaml(directory: Path, name: str) -> Any:
 
 
 def _read_environment(directory: Path, context: Path) -> tuple[str, tuple[BuildStep, ...]]:
-    """Return the image and the steps of the environment that the folder ``context`` describes."""
+    """Return the image and the build steps of the environment that the folder ``context`` describes. Raises
+    :class:`~headrace.base.errors.DataError` for several services."""
     composed = [name for name in ("docker-compose.yaml", "docker-compose.yml") if (context / name).is_file()]
     if composed and context != directory:  # each task of Terminal-Bench has one, which only starts its image
         raise _unsupported(directory, f"has services in {composed[0]}", "describe one environment in a Dockerfile")
@@ -273,15 +274,16 @@ def _read_environment(directory: Path, context: Path) -> tuple[str, tuple[BuildS
 
 
 def _tests(directory: Path, needed: str, folder: str) -> Path:
-    """Return the folder of a task's tests. Raises :class:`~headrace.base.errors.DataError` if there are none."""
+    """Return the folder of a task's tests. Raises :class:`~headrace.base.errors.DataError` if it, or the file
+    ``needed`` in it, does not exist."""
     path = _existing(directory / folder, "tests", directory)
     _existing(path / needed, "tests", path)
     return path
 
 
 def _existing(path: Path, what: str, root: Path) -> Path:
-    """Return a path. Raises :class:`~headrace.base.errors.DataError` if it does not exist, so that the task is without
-    ``what``, or lies outside the folder ``root``."""
+    """Return ``path``. Raises :class:`~headrace.base.errors.DataError` if it does not exist (``what`` names the missing
+    part of the task), and ``ValueError`` if it lies outside the folder ``root``."""
     if not path.exists():
         raise DataError(f"the task {path.parent} has no {what}: {path} does not exist", remedy="add it")
     resolved_inside(path, root)
@@ -289,7 +291,7 @@ def _existing(path: Path, what: str, root: Path) -> Path:
 
 
 def _instruction(directory: Path) -> str:
-    """Return the instruction of a task in the form of Harbor. Raises ``ValueError`` if it is empty."""
+    """Return the instruction of a task in Harbor's format. Raises ``ValueError`` if it is empty."""
     text = _text(directory, "instruction.md", "instruction")
     if not text:
         raise ValueError("instruction.md is empty")
@@ -297,7 +299,7 @@ def _instruction(directory: Path) -> str:
 
 
 def _text(directory: Path, name: str, what: str) -> str:
-    """Return the text of a file that a task must have."""
+    """Return the stripped text of the file ``name``, which a task must have; ``what`` names that part of the task."""
     path = directory / name
     content = read_inside(_existing(path, what, directory), directory)
     try:
@@ -308,32 +310,32 @@ def _text(directory: Path, name: str, what: str) -> str:
 
 
 def _table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a table of settings. Raises ``ValueError`` for something else in its place."""
+    """Return a table of settings; an empty dict if it is not set. Raises ``ValueError`` if the value is not a table."""
     value = settings.get(name, {})
     if not isinstance(value, dict):
         raise ValueError(f"{name}={value!r} is no table")
     return value
 
 
-def _refuse_misspelt(settings: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a key of ``task.toml`` that is almost one of the format. Others may be those of a later
-    version of it: they are named in the log."""
+def _refuse_misspelled(settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for an unknown key of ``task.toml`` that resembles a known key. Other unknown keys may
+    belong to a later version of the format, and are logged."""
     for table, known in _KEYS.items():
         for key in sorted((settings if not table else _table(settings, table)).keys() - known):
             suggestion = nearest(key, known)
             if suggestion.startswith("did you mean"):
                 raise ValueError(f"{HARBOR} has the unknown key {f'{table}.{key}'.lstrip('.')!r}; {suggestion}")
-            _tell_unknown(f"{table}.{key}".lstrip("."))
+            _warn_unknown(f"{table}.{key}".lstrip("."))
 
 
 @cache
-def _tell_unknown(key: str) -> None:
-    """Say once that a key changes nothing."""
+def _warn_unknown(key: str) -> None:
+    """Log once that a key of ``task.toml`` is unknown and has no effect."""
     log.warning("%s: the key %r is not known and changes nothing", HARBOR, key)
 
 
 def _literal(table: Mapping[str, Any], name: str) -> str:
-    """Return a text of a table, empty if it is not set. Raises ``ValueError`` for something else."""
+    """Return a text of a table; empty if it is not set. Raises ``ValueError`` for another value."""
     value = table.get(name) or ""
     if not isinstance(value, str) or "\0" in value:
         raise ValueError(f"{name}={value!r} is no text")
@@ -341,7 +343,7 @@ def _literal(table: Mapping[str, Any], name: str) -> str:
 
 
 def _seconds(table: Mapping[str, Any], name: str, default: float) -> float:
-    """Return a time in seconds. Raises ``ValueError`` for one that no session can have."""
+    """Return a time limit in seconds. Raises ``ValueError`` unless it is above 0 and at most :data:`MAX_S`."""
     value = _number(name, table.get(name, default))
     if not 0 < value <= MAX_S:
         raise ValueError(f"{name}={value:g} is no time from 0 to {MAX_S:g} seconds")
@@ -349,21 +351,21 @@ def _seconds(table: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def _number(name: str, value: object) -> float:
-    """Return a number. Raises ``ValueError`` for something else, and for one that is not finite."""
+    """Return ``value`` as a number. Raises ``ValueError`` for another value and for a number that is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name}={value!r} is no number")
     return float(value)
 
 
 def _variables(table: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables of a table of settings, as text. Raises ``ValueError`` for those that cannot be
-    set."""
+    """Return the table ``env`` as environment variables. ``${NAME:-DEFAULT}`` becomes its default. Raises
+    ``ValueError`` for a variable that cannot be set."""
     found = {}
     for name, value in _table(table, "env").items():
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError(f"env.{name}={value!r} is no text")
         text = str(value)
-        if match := _FROM_OUTSIDE.fullmatch(text):
+        if match := _HOST_VARIABLE.fullmatch(text):
             if match[2] is None:
                 raise ValueError(f"env.{name}={text!r} names a variable of the machine, and sessions have none of them")
             text = match[2]
@@ -375,7 +377,7 @@ def _variables(table: Mapping[str, Any]) -> dict[str, str]:
 
 def _bytes(table: Mapping[str, Any], name: str, least: int) -> int | None:
     """Return a size in bytes from ``NAME_mb = 2048`` or ``NAME = "2G"``; ``None`` if neither is set. Raises
-    ``ValueError`` for something else, and for less than a session has."""
+    ``ValueError`` for another value, and for a size below ``least`` bytes."""
     if f"{name}_mb" in table:
         size = _number(f"{name}_mb", table[f"{name}_mb"]) * MIB
     elif name in table:
@@ -391,5 +393,5 @@ def _bytes(table: Mapping[str, Any], name: str, least: int) -> int | None:
 
 
 def _unsupported(task: object, text: str, remedy: str) -> DataError:
-    """Return the error for a task with a part that sessions do not have."""
+    """Return the error for a task with a part that sessions do not support."""
     return DataError(f"the task {task} {text}, which sessions do not support", remedy=remedy)

@@ -1,6 +1,6 @@
-"""The worlds of tasks: sessions in which the environment of a task directory has been made.
+"""The worlds of tasks. A world is a session in which the environment of a task has been built.
 
-first episode of a task:  start ─▶ steps of the environment ─▶ snapshot, which is kept
+first episode of a task:  start ─▶ steps of the environment ─▶ snapshot, which is cached
 every episode:                                                    └─▶ fork ─▶ agent ─▶ tests ─▶ reward
 """
 
@@ -35,50 +35,51 @@ from headrace.wings.sandboxes.tasks import TaskDirectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConfig:
-    """What the worlds of a run have in common."""
+    """The configuration that the worlds of all tasks of a run share."""
 
     kind: str
-    """The kind of sandbox."""
+    """The kind of sandbox, such as ``jail``."""
     readable: tuple[str, ...]
     """Paths of this machine that sessions can read."""
     limits: SandboxLimits
-    """The most that a task may have."""
+    """The greatest limits of a session; a task may request less memory and disk."""
     kept: int
-    """The number of environments whose snapshots are kept."""
+    """The number of environments whose snapshots are cached."""
     episodes: int = 64
-    """The number of episodes that have ended whose moments are kept for branches."""
+    """The number of ended episodes whose moments are kept for branches."""
     options: str = "{}"
     """The settings of the driver, as JSON."""
     images: bool = False
-    """Whether sessions begin in the images that tasks name."""
+    """Whether sessions start from the images that tasks name."""
     repositories: str = ""
-    """The folder of the repositories of tasks that are rows, where no image has them."""
+    """The folder of repositories for tasks that are rows of SWE-bench, if images do not contain the repositories."""
     loopback: bool = False
-    """Whether sessions have a loopback network."""
+    """Whether programs in a session can reach each other over 127.0.0.1."""
     forwards: tuple[tuple[int, str], ...] = ()
-    """The ways out of sessions: a port of their 127.0.0.1, and the address to which it leads. Sessions of drivers
-    without such ways do not get them."""
+    """TCP forwards of sessions: pairs of a port of their 127.0.0.1 and the address outside to which it leads. Drivers
+    that serve no forwards ignore them."""
 
 
 class Worlds:
-    """The worlds of the tasks that one process attempts, each made once and forked for every episode."""
+    """The worlds of the tasks of one process. Each environment is built once, and forked for every episode."""
 
     def __init__(self, config: WorldConfig) -> None:
-        """Make worlds as ``config`` says."""
+        """Create worlds with this configuration; the driver is opened at the first use."""
         self._config = config
         self._driver: SandboxDriver | None = None
         self._opening = asyncio.Lock()
-        self._made: OrderedDict[str, SandboxSnapshot] = OrderedDict()
-        self._making: dict[str, asyncio.Lock] = {}
-        self._failed: dict[str, EpisodeError] = {}
+        self._snapshots: OrderedDict[str, SandboxSnapshot] = OrderedDict()
+        self._build_locks: dict[str, asyncio.Lock] = {}
+        self._failures: dict[str, EpisodeError] = {}
         self._moments = MomentStore(config.episodes)
 
     async def attempt(
         self, key: str, task: TaskDirectory, *, seed: int = 0, kind: AttemptKind = AttemptKind.ALONE
     ) -> ForkedWorld:
-        """Return the world of one attempt at ``task``, which ``key`` names. That of a branch begins as its origin with
-        the same ``seed`` did, if the moments of that one are kept; all others begin in the environment of the task.
-        Raises :class:`~headrace.base.errors.EpisodeError` where that cannot be made."""
+        """Return the world of one attempt at ``task``, whose cache key is ``key``. A branch continues from the moments
+        of its origin, the attempt with the same ``seed``, if they are kept. Every other attempt begins in the
+        environment of the task. Raises :class:`~headrace.base.errors.EpisodeError` if that environment cannot be
+        built."""
         moments = self._moments.find((key, seed)) if kind is AttemptKind.BRANCH else None
         session = None if moments is not None else await self.enter(key, task)
         if session is not None and kind is AttemptKind.ORIGIN:
@@ -91,8 +92,9 @@ class Worlds:
         return ForkedWorld(self._moments, (key, seed), session=session, moments=moments, begin=begin, kind=kind)
 
     async def enter(self, key: str, task: TaskDirectory) -> SandboxSession:
-        """Return a session in the world of ``task``, which ``key`` names. A driver that is lost is opened again, once.
-        Raises :class:`~headrace.base.errors.EpisodeError` where the environment cannot be made."""
+        """Return a new session in the environment of ``task``, whose cache key is ``key``. If the driver's host process
+        has ended, the driver is opened again, once. Raises :class:`~headrace.base.errors.EpisodeError` if the
+        environment cannot be built."""
         driver = await self.open()
         try:
             return await self._enter(driver, key, task)
@@ -101,49 +103,49 @@ class Worlds:
             return await self._enter(await self.open(), key, task)
 
     async def _enter(self, driver: SandboxDriver, key: str, task: TaskDirectory) -> SandboxSession:
-        """Return a session in the world of ``task``. An environment that could not be made fails all who waited for it;
-        the next one tries again."""
-        before = self._failed.get(key)
-        async with self._making.setdefault(key, asyncio.Lock()):
-            failed = self._failed.get(key)
+        """Return a new session in the environment of ``task``, which the first call builds. If the build fails, the
+        error is raised in all calls that waited for this build; a later call tries again."""
+        before = self._failures.get(key)
+        async with self._build_locks.setdefault(key, asyncio.Lock()):
+            failed = self._failures.get(key)
             if failed is not None and failed is not before:
                 raise EpisodeError(failed.problem, remedy=failed.remedy, reason=failed.reason)
-            if key not in self._made:
+            if key not in self._snapshots:
                 try:
-                    self._made[key] = await self._make(driver, task)
+                    self._snapshots[key] = await self._build_snapshot(driver, task)
                 except EpisodeError as error:
-                    self._failed[key] = error
+                    self._failures[key] = error
                     raise
-            self._made.move_to_end(key)
-            session = await driver.fork(self._made[key])
-        while len(self._made) > self._config.kept:
-            _, oldest = self._made.popitem(last=False)
+            self._snapshots.move_to_end(key)
+            session = await driver.fork(self._snapshots[key])
+        while len(self._snapshots) > self._config.kept:
+            _, oldest = self._snapshots.popitem(last=False)
             await driver.release(oldest)
         return session
 
     async def _give_up(self, driver: SandboxDriver) -> None:
-        """Forget a driver that is lost, with all that it has made."""
+        """Close a driver whose host process has ended, and release its snapshots and moments."""
         async with self._opening:
             if self._driver is not driver:
                 return  # another episode has done it
             self._driver = None
-            made, self._made = list(self._made.values()), OrderedDict()
-            with suppress(HeadraceError, OSError):  # of what is lost, only what lies here can be given up
+            snapshots, self._snapshots = list(self._snapshots.values()), OrderedDict()
+            with suppress(HeadraceError, OSError):  # releasing fails where the host process is gone
                 await self._moments.clear()
-                for snapshot in made:
+                for snapshot in snapshots:
                     await driver.release(snapshot)
                 await driver.close()
 
     async def close(self) -> None:
-        """End all sessions, and give up all snapshots."""
+        """End all sessions, and release all snapshots."""
         if self._driver is not None:
             await self._moments.clear()
-            while self._made:
-                await self._driver.release(self._made.popitem()[1])
+            while self._snapshots:
+                await self._driver.release(self._snapshots.popitem()[1])
             await self._driver.close()
 
     async def open(self) -> SandboxDriver:
-        """Return the driver, which the first call opens."""
+        """Return the driver of sandboxes. The first call opens it."""
         async with self._opening:
             if self._driver is None:
                 self._refuse_absent()
@@ -153,19 +155,19 @@ class Worlds:
         return self._driver
 
     def _refuse_absent(self) -> None:
-        """Raise :class:`~headrace.base.errors.EnvError` for a path that sessions are to read and that is not there."""
+        """Raise :class:`~headrace.base.errors.EnvError` if a path of ``readable`` does not exist."""
         if absent := [path for path in self._config.readable if not Path(path).exists()]:
             raise EnvError(
                 f"env.options.readable={absent} names what is not on this machine", remedy="correct it, or leave it out"
             )
 
-    async def _make(self, driver: SandboxDriver, task: TaskDirectory) -> SandboxSnapshot:
-        """Make the environment of a task, and return its snapshot."""
+    async def _build_snapshot(self, driver: SandboxDriver, task: TaskDirectory) -> SandboxSnapshot:
+        """Build the environment of a task in a new session, and return its snapshot."""
         most = self._config.limits
         life_s = task.agent_s + task.tests_s + task.build_s
         limits = replace(
             most,
-            cpu_s=math.ceil(life_s),  # the time of each command bounds it before
+            cpu_s=math.ceil(life_s),  # wall_s of each command is the effective limit
             memory_bytes=min(most.memory_bytes, task.memory_bytes or most.memory_bytes),
             disk_bytes=min(most.disk_bytes, task.disk_bytes or most.disk_bytes),
         )
@@ -190,18 +192,19 @@ _SHARED: dict[tuple[WorldConfig, int], Worlds] = {}
 
 
 def shared_worlds(config: WorldConfig) -> Worlds:
-    """Return the worlds of this event loop with this configuration: all its episodes share the environments."""
+    """Return the :class:`Worlds` of the running event loop with this configuration, so that its episodes share
+    environments."""
     key = (config, id(asyncio.get_running_loop()))
     return _SHARED.setdefault(key, Worlds(config))
 
 
 async def close_shared_worlds() -> None:
-    """End the sandboxes of this event loop. A process that ends does so by itself."""
+    """Close the worlds of the running event loop. Without this call the sandboxes end with the process."""
     here = id(asyncio.get_running_loop())
     for key in [key for key in _SHARED if key[1] == here]:
         await _SHARED.pop(key).close()
 
 
 def now_s() -> float:
-    """Return the seconds of a clock that never goes back."""
+    """Return the time of the monotonic clock, in seconds."""
     return RealClock().now()

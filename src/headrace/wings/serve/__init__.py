@@ -1,4 +1,5 @@
-"""The server of ``headrace serve``: an engine over HTTP, in the protocol of OpenAI's completions and chat completions.
+"""The server of ``headrace serve``, which offers an engine over HTTP in OpenAI's protocols: completions, chat
+completions and responses.
 
     bytes ──body──▶ JSON ──schema──▶ Body ──prompts──▶ ChoiceRequest ──choices──▶ ChoicePiece ──answers─▶ JSON, events
                                                          └── LocalEngine.generate, one stream per choice

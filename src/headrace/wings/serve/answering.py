@@ -1,6 +1,6 @@
-"""The way of one completion request, from its body to the last byte of its answer. A request asks for one or several
-choices, each an answer of its own; a choice arrives from the engine in pieces. A refusal is an error that becomes the
-HTTP answer."""
+"""The processing of one completion request, from its body to the last byte of its answer. A request asks for one or
+several choices; each choice is a separate answer, which the engine returns in pieces. A refusal is an error that
+becomes the HTTP response."""
 
 from __future__ import annotations
 
@@ -41,26 +41,27 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What requests are answered with: the engine, the tokenizer and the limits; made once the model is loaded, and
-    shared by all requests."""
+    """The components that all requests use: the engine, the tokenizer and the limits. They are created once the model
+    is loaded."""
 
     engine: Engine
     tokenizer: ServedTokenizer
     served: prompts.ServedModel
     """The model's name, its context and the limits of requests."""
     clock: Clock
-    """The clock by which requests are timed."""
+    """The clock that measures the durations of requests."""
     masks: MaskMaker | None = None
-    """The maker of masks that the engine uses to keep answers to a structure, such as a JSON schema. It refuses a
-    structure that cannot be kept to before the request reaches the engine; ``None``: nothing is checked before."""
+    """The compiler of structures, such as JSON schemas, to token masks, which the engine uses too. Requests with a
+    structure that cannot be compiled are refused before they reach the engine; ``None``: only the engine checks
+    structures."""
     encoder: Executor
-    """The thread that turns prompts into tokens, so that a long prompt does not hold up the event loop and with it all
+    """The thread that tokenizes prompts, so that a long prompt does not block the event loop and with it all
     streams."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A request that has been read, checked and encoded, and what its answer needs."""
+    """A checked request with its tokenized prompts, and the data that its answer needs."""
 
     body: AnyBody
     choices: list[ChoiceRequest]
@@ -68,11 +69,11 @@ class ParsedRequest:
     num_prompt_tokens: int
     """Number of tokens of all prompts; a prompt with several choices counts once."""
     head: AnswerHead
-    """What the JSON of all parts of the answer shares."""
+    """The common fields of all parts of the answer."""
     text_options: TextOptions
-    """How the tokens of choices become text."""
+    """The options for the text of the choices."""
     response: ResponseForm | None = None
-    """The form of the answer to a request for a response; ``None`` for completions and chats."""
+    """The builder of the answer to ``/v1/responses``; ``None`` for completions and chats."""
 
     def whole(self, pieces: list[list[ChoicePiece]]) -> Json:
         """Return the JSON of the whole answer. ``pieces`` are the pieces of each choice, in order."""
@@ -83,7 +84,7 @@ class ParsedRequest:
 
 
 def body_limits(service: Service) -> BodyLimits:
-    """Return the limits of the body of one request, by the settings of the server."""
+    """Return the limits for the body of one request, from the settings of the server."""
     limits = service.served.settings
     return BodyLimits(
         max_bytes=limits.max_body_bytes,
@@ -93,8 +94,8 @@ def body_limits(service: Service) -> BodyLimits:
 
 
 async def parse_request(request: Request, service: Service) -> ParsedRequest:
-    """Read, check and encode an HTTP request to one of the completion routes. Prompts are encoded in a thread of the
-    service, so that streams go on meanwhile. Raises :class:`Refusal` for a request that cannot be answered."""
+    """Read and check an HTTP request to one of the completion routes, and tokenize its prompts in a thread of the
+    service, so that streams continue meanwhile. Raises :class:`Refusal` for an invalid or unsupported request."""
     path, name = request.url.path, secrets.token_hex(12)
     created_s = int(service.clock.wall())
     tree = await read_object(request, body_limits(service))
@@ -132,17 +133,16 @@ async def parse_request(request: Request, service: Service) -> ParsedRequest:
 
 
 def _read(path: str, tree: Json, context: ExchangeContext, name: str) -> tuple[AnyBody, ResponseForm | None]:
-    """Return the checked body of a request to ``path``, whose JSON is ``tree``, and the form of its answer if it asks
-    for a response (``/v1/responses``), otherwise ``None``. ``name`` is the model's name where the request names
-    none."""
+    """Return the checked body of a request to ``path``, whose JSON is ``tree``, and the builder of its answer for
+    ``/v1/responses``, otherwise ``None``. ``name`` is the model's name if the request has no model."""
     if path.endswith("/responses"):
         return read_response(tree, context, name)
     return (read_body(ChatBody, tree) if path.endswith("/chat/completions") else read_body(CompletionBody, tree)), None
 
 
 def _text_options(body: AnyBody, ids: list[list[int]], tokenizer: ServedTokenizer) -> TextOptions:
-    """Return how the tokens of the choices become text: when text is sent, whether the position of each token is
-    needed, and whether calls of tools are looked for. ``ids`` are the prompts as token ids."""
+    """Return the options for the text of the choices: when text is sent, whether the position of each token is
+    computed, and whether the text is searched for calls of tools. ``ids`` are the prompts as token ids."""
     if not isinstance(body, ChatBody):
         return TextOptions(decode=tokenizer.decode, streaming=body.stream, offsets=body.logprobs is not None)
     if not body.offered:
@@ -152,8 +152,8 @@ def _text_options(body: AnyBody, ids: list[list[int]], tokenizer: ServedTokenize
 
 
 def _compile(masks: MaskMaker, structure: str, param: str) -> None:
-    """Compile the ``structure`` that the field ``param`` of a request asks for. The compiled form is kept, so that the
-    engine finds it without delay. Raises :class:`Refusal` if it is refused."""
+    """Compile the ``structure`` from the field ``param`` of a request. The compiled form is cached, so that the engine
+    does not compile it again. Raises :class:`Refusal` if the structure is not supported."""
     try:
         masks(structure)
     except RequestError as error:
@@ -161,10 +161,10 @@ def _compile(masks: MaskMaker, structure: str, param: str) -> None:
 
 
 class Meter:
-    """The measurements of one request, from its arrival to its end, which are added to the server's metrics."""
+    """A meter of one request, from its arrival to its end, which adds its measurements to the server's metrics."""
 
     def __init__(self, service: Service, metrics: ServerMetrics, path: str) -> None:
-        """Begin to measure a request to ``path``, which has just arrived."""
+        """Start to measure a request to ``path``, which has just arrived."""
         self._clock, self._metrics, self._path = service.clock, metrics, path
         self._start_s = service.clock.now()
         self._first: dict[int, float] = {}
@@ -187,7 +187,7 @@ class Meter:
             self._tokens[piece.index] = self._tokens.get(piece.index, 0) + count
         if piece.stop_reason is not None:
             self._metrics.choices.labels(piece.stop_reason.value).inc()
-            # the first piece is left out: its time is that of the prompt
+            # the first piece is left out, because its time includes the pass over the prompt
             later = self._tokens.get(piece.index, 0)
             if later:
                 self._metrics.token_seconds.observe((now_s - self._first[piece.index]) / later)
@@ -198,13 +198,12 @@ class Meter:
 
 
 async def answer_whole(parsed: ParsedRequest, service: Service, meter: Meter) -> JSONResponse:
-    """Sample all choices and return them in one JSON answer, with the numbers of tokens. ``meter`` measures the pieces
-    as they arrive."""
+    """Sample all choices, and return them in one JSON response with the usage. ``meter`` measures the pieces as they
+    arrive."""
     pieces: list[list[ChoicePiece]] = [[] for _ in parsed.choices]
 
     async def keep(piece: ChoicePiece) -> None:
-        """Keep a piece of a choice. If the choice was sampled again from its start, its earlier pieces are
-        discarded."""
+        """Store a piece of a choice. If the choice was sampled again from its start, discard its earlier pieces."""
         if piece.restarted:
             pieces[piece.index].clear()
         meter.piece(piece)
@@ -215,13 +214,13 @@ async def answer_whole(parsed: ParsedRequest, service: Service, meter: Meter) ->
 
 
 class AnswerEventStream:
-    """An answer that is sent as server-sent events, one for each piece. The HTTP response begins with the first piece:
-    until then (while ``begun`` is false) the request can still be refused with a status."""
+    """An answer that is sent as server-sent events, one for each piece. The HTTP response begins with the first piece.
+    Before that, while ``begun`` is false, the request can still be refused with an HTTP status."""
 
     def __init__(self, parsed: ParsedRequest, meter: Meter, send: Send) -> None:
-        """Stream the answer to ``parsed``. ``meter`` measures its pieces, and ``send`` is ASGI's function that sends to
-        the client."""
-        self._job, self._meter, self._send = parsed, meter, send
+        """Create the stream of the answer to ``parsed``. ``meter`` measures its pieces, and ``send`` is ASGI's function
+        for sending to the client."""
+        self._parsed, self._meter, self._send = parsed, meter, send
         self._seen: set[int] = set()
         self._usage: Json = {"usage": None} if parsed.body.stream_options.include_usage else {}
         self.begun = False
@@ -242,20 +241,20 @@ class AnswerEventStream:
         await self._write(piece, first=is_first)
 
     async def _write(self, piece: ChoicePiece, *, first: bool) -> None:
-        """Send a piece as an event in the form of completions or chats; ``first`` says whether it is the first of its
+        """Send a piece as an event in the format of completions or chats; ``first`` is true for the first piece of a
         choice."""
-        choice = self._job.head.event_choice(piece, first=first)
-        await self.event({**self._job.head.frame([choice], streaming=True), **self._usage})
+        choice = self._parsed.head.event_choice(piece, first=first)
+        await self.event({**self._parsed.head.frame([choice], streaming=True), **self._usage})
 
     async def finish(self) -> None:
-        """Send the event with the numbers of tokens, if the request asks for it, and end the stream."""
+        """Send the event with the usage, if the request asks for it, and end the stream."""
         if self._usage:
-            numbers = usage(self._job.num_prompt_tokens, self._meter.num_sampled)
-            await self.event({**self._job.head.frame([], streaming=True), "usage": numbers})
+            numbers = usage(self._parsed.num_prompt_tokens, self._meter.num_sampled)
+            await self.event({**self._parsed.head.frame([], streaming=True), "usage": numbers})
         await self._data(b"data: [DONE]\n\n", more=False)
 
     async def fail(self, refusal: Refusal) -> None:
-        """Send the error of a stream that has begun as its last event."""
+        """Send ``refusal`` as the last event of a stream that has begun."""
         await self._data(_event(refusal.body()), more=False)
 
     async def event(self, tree: Json) -> None:
@@ -264,14 +263,14 @@ class AnswerEventStream:
 
     @staticmethod
     def of(parsed: ParsedRequest, meter: Meter, send: Send) -> AnswerEventStream:
-        """Return the stream of the answer to ``parsed``, in the form of its protocol. ``send`` is ASGI's function that
-        sends to the client."""
+        """Return the stream of the answer to ``parsed``, in the format of its protocol. ``send`` is ASGI's function for
+        sending to the client."""
         if parsed.response is not None:
             return _ResponseEventStream(parsed, parsed.response, meter, send)
         return AnswerEventStream(parsed, meter, send)
 
     async def _data(self, data: bytes, *, more: bool) -> None:
-        """Send bytes to the client, after the head of the HTTP response if it has not been sent. ``more`` says whether
+        """Send bytes to the client; send the head of the HTTP response before the first bytes. ``more`` is true if
         further bytes follow."""
         if not self.begun:
             self.begun = True
@@ -280,10 +279,11 @@ class AnswerEventStream:
 
 
 class _ResponseEventStream(AnswerEventStream):
-    """A response (``/v1/responses``) as server-sent events, each with a name. ``form`` makes its JSON and its
+    """An answer to ``/v1/responses`` as server-sent events, each with a name. ``form`` builds its JSON and its
     events."""
 
     def __init__(self, parsed: ParsedRequest, form: ResponseForm, meter: Meter, send: Send) -> None:
+        """Create the stream of the answer to ``parsed``, whose JSON and events ``form`` builds."""
         super().__init__(parsed, meter, send)
         self._pieces: list[ChoicePiece] = []
         self._events = form.stream(lambda _: parsed.whole([self._pieces]))
@@ -291,7 +291,7 @@ class _ResponseEventStream(AnswerEventStream):
     async def _write(self, piece: ChoicePiece, *, first: bool) -> None:
         """Send the events that a piece adds to the response."""
         self._pieces.append(piece)
-        text = AnswerPiece(num_prompt_tokens=self._job.num_prompt_tokens, content=piece.text)
+        text = AnswerPiece(num_prompt_tokens=self._parsed.num_prompt_tokens, content=piece.text)
         await self._send_all(self._events.add(piece.index, text))
 
     async def finish(self) -> None:
@@ -300,7 +300,7 @@ class _ResponseEventStream(AnswerEventStream):
         await self._data(b"", more=False)
 
     async def fail(self, refusal: Refusal) -> None:
-        """Send the error as the last event."""
+        """Send ``refusal`` as the last event."""
         await self._send_all([RESPONSES.broken(refusal)])
         await self._data(b"", more=False)
 
@@ -312,7 +312,7 @@ class _ResponseEventStream(AnswerEventStream):
 
 
 def engine_died(death: ComponentDied) -> Refusal:
-    """Return the refusal, with status 503, that tells a client that the engine has died."""
+    """Return the refusal, with status 503, of a request after the death of the engine."""
     return Refusal(death.problem, remedy=death.remedy, status=503, code="engine_died")
 
 
@@ -327,6 +327,6 @@ def _sampled(pieces: list[list[ChoicePiece]]) -> int:
 
 
 def _named(token: int) -> str:
-    """Return the name ``token_id:N`` of a token, for requests that ask for ids in place of texts, because two tokens
+    """Return ``token_id:N`` as the text of a token, for requests with ``return_tokens_as_token_ids``, since two tokens
     may have the same text."""
     return f"token_id:{token}"

@@ -1,8 +1,8 @@
-"""The JSON of OpenAI's answers: whole answers and events of a stream, for completions and chat completions. An answer
-holds one or several choices; a piece is the part of a choice that arrives at once.
+"""The building of OpenAI's JSON answers: whole answers and events of a stream, for completions and chat completions. An
+answer has one or several choices. A piece is a part of a choice that the engine returns at once.
 
-Beyond OpenAI's fields every choice carries ``token_ids``, ``versions`` (the weights that sampled each token),
-``stop_reason`` as this library names it, and, if requested, ``kept_sizes``. A logprob that is not finite is ``null``.
+In addition to OpenAI's fields every choice has ``token_ids``, ``versions`` (the version of the weights that sampled
+each token), Headrace's ``stop_reason`` and, if requested, ``kept_sizes``. A logprob that is not finite is ``null``.
 """
 
 from __future__ import annotations
@@ -24,31 +24,34 @@ FINISH = {
     StopReason.DEADLINE: "length",
     StopReason.ABORTED: "length",
 }
-"""OpenAI's ``finish_reason`` for each of Headrace's stop reasons. OpenAI has none for a deadline or a withdrawn
+"""OpenAI's ``finish_reason`` for each of Headrace's stop reasons. OpenAI has no value for a deadline or a withdrawn
 request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What all parts of one answer share: its identity, and which fields its choices have."""
+    """A builder of the JSON of one answer, with the values that all its parts share: its identity, and the fields that
+    its choices have."""
 
     id: str
     """The id of the answer, such as ``chatcmpl-...``."""
     model: str
-    """The model's name in the request, or else its own."""
+    """The model's name in the request, or the served model's name if the request has none."""
     created_s: int
-    """When the request arrived, in seconds since 1970."""
+    """The time at which the request arrived, in seconds since 1970."""
     is_chat: bool
-    """Whether the answer is in the form of chat completions; otherwise in that of completions."""
+    """Whether the answer has the format of chat completions; otherwise it has the format of completions."""
     with_logprobs: bool
-    """Whether choices carry log-probabilities."""
+    """Whether choices have log-probabilities."""
     with_kept_sizes: bool
-    """Whether each token carries the size of its kept-set, the tokens that survived top-k, top-p and min-p."""
+    """Whether choices have the size of each token's kept-set (the tokens that remained after top-k, top-p and
+    min-p)."""
     spell: Callable[[int], str]
-    """Returns the text of one token alone, or its name ``token_id:N``."""
+    """A function that returns the text of one token alone, or ``token_id:N``."""
 
     def frame(self, choices: list[Json], *, streaming: bool) -> Json:
-        """Return the JSON object of an answer that holds ``choices``; with ``streaming``, of an event of a stream."""
+        """Return the JSON object of an answer or, with ``streaming``, of an event of a stream, with these
+        ``choices``."""
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if streaming else "chat.completion"
@@ -57,7 +60,7 @@ class AnswerHead:
         }  # fmt: skip
 
     def event_choice(self, piece: ChoicePiece, *, first: bool) -> Json:
-        """Return ``piece`` as a choice of an event; the ``first`` event of a chat choice also names the role."""
+        """Return ``piece`` as a choice of an event; the ``first`` event of a chat choice also has the role."""
         content: Json = {"text": piece.text}
         if self.is_chat:
             content = {"delta": {**({"role": "assistant"} if first else {}), **self._content(piece, streaming=True)}}
@@ -72,8 +75,7 @@ class AnswerHead:
         return self._choice(content, whole)
 
     def calls(self, piece: ChoicePiece) -> list[ToolCall]:
-        """Return the tool calls of ``piece``, which has only their names and arguments. Each gets an id that no call of
-        another answer has."""
+        """Return the tool calls of ``piece``, each with a unique id."""
         stem = f"call_{self.id.rpartition('-')[2]}_{piece.index}"
         return [
             ToolCall(id=f"{stem}_{number}", name=name, arguments=arguments)
@@ -82,7 +84,7 @@ class AnswerHead:
 
     def _content(self, piece: ChoicePiece, *, streaming: bool = False) -> Json:
         """Return ``content`` and, if there are any, ``tool_calls`` of one piece of a chat choice: fields of the message
-        or, with ``streaming``, of an event's ``delta``. A message that only calls tools has ``null`` as its content.
+        or, with ``streaming``, of an event's ``delta``. The content of a message that only calls tools is ``null``.
         With ``streaming``, each call has an ``index`` from 0, as OpenAI's events require."""
         if not piece.calls:
             return {"content": piece.text}
@@ -98,8 +100,8 @@ class AnswerHead:
         return {"content": piece.text or None, "tool_calls": calls}
 
     def _choice(self, content: Json, piece: ChoicePiece) -> Json:
-        """Return the JSON of a choice, or of one piece of it: ``content``, its text or message, with the fields that
-        every choice has."""
+        """Return the JSON of a choice or of one of its pieces: ``content``, which has its text or message, with the
+        fields that every choice has."""
         tokens, reason = piece.tokens, piece.stop_reason
         choice = {
             "index": piece.index,
@@ -121,7 +123,7 @@ class AnswerHead:
         return FINISH[piece.stop_reason] if piece.stop_reason else None
 
     def _logprobs(self, piece: ChoicePiece) -> Json:
-        """Return the log-probabilities of a piece in OpenAI's form, which differs between completions and chats."""
+        """Return the log-probabilities of a piece in OpenAI's format, which differs between completions and chats."""
         spelled = [self.spell(token) for token in piece.tokens.ids_T.tolist()]
         logprobs = [value if math.isfinite(value) else None for value in piece.tokens.logprobs_T.tolist()]
         tops = self._tops(piece)
@@ -139,8 +141,8 @@ class AnswerHead:
         return {"content": content, "refusal": None}
 
     def _tops(self, piece: ChoicePiece) -> list[list[tuple[str, float]]] | None:
-        """Return the likeliest entries at each token of a piece, as pairs of text and log-probability, and the token
-        itself where it is not among them; ``None`` unless requested."""
+        """Return the likeliest entries at each token of a piece as pairs of text and log-probability, with the token
+        itself added if it is not among them; ``None`` unless requested."""
         top = piece.top
         if top is None:
             return None
@@ -155,22 +157,22 @@ class AnswerHead:
 
 
 def _by_text(top: list[tuple[str, float]], logprob: float | None) -> dict[str, float] | None:
-    """Return the likeliest entries ``top`` at one token as an object, log-probability by text; of two entries with the
-    same text, the likelier one stays. Return ``None`` for the first token of a prompt, whose ``logprob`` is ``None``
-    and which has no entries."""
+    """Return the likeliest entries ``top`` at one token as an object, log-probability by text. Of two entries with the
+    same text, keep the likelier entry. Return ``None`` for the first token of a prompt, which has no entries and whose
+    ``logprob`` is ``None``."""
     if logprob is None:
         return None
     return dict(reversed(top))
 
 
 def _entry(token: str, logprob: float | None) -> Json:
-    """Return a token and its log-probability in the form of chat completions, with the bytes of its text; ``None`` in
-    place of the bytes of a token that is only a part of a character."""
+    """Return a token and its log-probability in the format of chat completions, with the bytes of its text; the bytes
+    of a token that is only a part of a character are ``None``."""
     return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else list(token.encode())}
 
 
 def usage(num_prompt: int, num_sampled: int) -> Json:
-    """Return the numbers of tokens of prompts and of sampled tokens as OpenAI's object ``usage``. A prompt with several
+    """Return the numbers of prompt tokens and of sampled tokens as OpenAI's object ``usage``. A prompt with several
     choices counts once."""
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled

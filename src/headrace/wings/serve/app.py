@@ -1,5 +1,5 @@
-"""The routes of the server, and the answer to a request that fails. A refusal is an error that becomes the HTTP answer
-to one request."""
+"""The HTTP application of ``headrace serve``: its routes, and the responses to requests that fail. A refusal is an
+error that becomes the HTTP response to one request."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 @dataclass(slots=True, eq=False)
 class ServerState:
-    """What the routes know of the server: starting ──▶ serving ──▶ draining. The code that starts and ends the server
-    changes it."""
+    """The state of the server, which the routes read: starting ──▶ serving ──▶ draining. The code that starts and ends
+    the server changes it."""
 
     service: Service | None = None
     """The service that answers requests; ``None`` until the model is loaded."""
     draining: bool = False
-    """Whether the server is ending: requests that run continue, new ones are refused."""
+    """Whether the server is ending: running requests continue, and new requests are refused."""
 
     def ready(self) -> Service:
         """Return the service that answers requests. Raises :class:`Refusal` while the server starts or ends, and after
@@ -66,13 +66,13 @@ class ServerState:
 
 
 def make_app(state: ServerState, token: str) -> TokenAuth:
-    """Return the whole server as an ASGI application, which answers by what ``state`` holds. A request must carry
-    ``token``, unless it is empty."""
+    """Return the whole server as an ASGI application, which answers requests with the service in ``state``. Every
+    request must have ``token``, unless the token is empty."""
     metrics = ServerMetrics(state.stats)
     answer = _CompletionHandler(state, metrics)
 
     async def health(_: Request) -> Response:
-        """Answer whether requests can be served, with the version of the weights in use."""
+        """Answer a health check with the version of the weights in use; status 503 if requests cannot be served."""
         service = state.ready()
         return JSONResponse({"status": "ok", "version": service.engine.stats().version})
 
@@ -81,13 +81,13 @@ def make_app(state: ServerState, token: str) -> TokenAuth:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(_: Request) -> Response:
-        """Answer with the list of the models that requests may name: the served model, and the agents with adapters."""
+        """Answer with the list of valid model names of requests: the served model, and the agents with adapters."""
         service = state.ready()
         names = (service.served.name, *service.served.agents)
         return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
     async def model(request: Request) -> Response:
-        """Answer with the facts of the model that the path names; status 404 if it is not served."""
+        """Answer with the description of the model that the path names; status 404 if it is not served."""
         service = state.ready()
         name = request.path_params["name"]
         check_model(name, service.served)
@@ -117,11 +117,11 @@ def make_app(state: ServerState, token: str) -> TokenAuth:
 
 
 class _CompletionHandler:
-    """An ASGI application that answers ``POST`` for completions, chat completions and responses. It cancels the work
-    when the client disconnects."""
+    """An ASGI application that answers ``POST`` requests for completions, chat completions and responses. It cancels
+    the sampling when the client disconnects."""
 
     def __init__(self, state: ServerState, metrics: ServerMetrics) -> None:
-        """``state`` says whether requests can be answered; ``metrics`` counts them."""
+        """Create the handler. ``state`` has the service that answers requests; ``metrics`` counts them."""
         self._state, self._metrics = state, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,8 +139,8 @@ class _CompletionHandler:
             self._metrics.requests.labels(path, status).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Read a request and send its answer, as a stream or whole; return the HTTP status. Sampling stops if the
-        client disconnects: this then raises :class:`ClientGone`."""
+        """Read a request and send its answer, as a stream or as one JSON body; return the HTTP status. If the client
+        disconnects, stop sampling and raise :class:`ClientGone`."""
         request = Request(scope, receive)
         try:
             service = self._state.ready()
@@ -168,8 +168,9 @@ class _CompletionHandler:
     async def _respond_stream(
         self, parsed: ParsedRequest, service: Service, meter: Meter, asgi: tuple[Scope, Receive, Send]
     ) -> int:  # fmt: skip
-        """Send the answer as a stream of events, and return the HTTP status. A refusal before the first event is an
-        ordinary response; after it, the last event. ``asgi`` are ASGI's scope, receive and send of the request."""
+        """Send the answer as a stream of events, and return the HTTP status. A refusal before the first event is sent
+        as an HTTP response, and a later refusal as the last event. ``asgi`` are ASGI's scope, receive and send of the
+        request."""
         events = AnswerEventStream.of(parsed, meter, asgi[2])
         refusal = await _or_refusal(
             lambda: sample_all(service.engine, parsed.choices, parsed.text_options, events.write)
@@ -185,7 +186,7 @@ class _CompletionHandler:
 
 
 async def _or_refusal(work: Callable[[], Awaitable[A]]) -> A | Refusal:
-    """Return the result of ``work``; where the engine refuses the request or fails, return that as a
+    """Return the result of ``work``; if the engine refuses the request or fails, return the error as a
     :class:`Refusal`."""
     try:
         return await work()
@@ -202,8 +203,8 @@ async def _or_refusal(work: Callable[[], Awaitable[A]]) -> A | Refusal:
 
 
 def _model(service: Service, name: str) -> dict[str, object]:
-    """Return the served model ``name`` in OpenAI's format, with its context in tokens and the version of its
-    weights."""
+    """Return the description of the model ``name`` in OpenAI's format, with its context in tokens and the version of
+    its weights."""
     return {
         "id": name,
         "object": "model",
@@ -221,7 +222,8 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    """Return the response to a path or a method that is not served; it names those that are."""
+    """Return the response to a request for a path or a method that is not served; it lists the paths that are
+    served."""
     assert isinstance(error, HTTPException)
     path = shown(request.url.path)
     known = "GET /health, /metrics, /v1/models; POST " + ", ".join((*COMPLETIONS, "/tokenize", "/detokenize"))
@@ -231,6 +233,6 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _broken(_: Request, error: Exception) -> Response:
-    """Return the HTTP response, with status 500, to a request that has met an unexpected error."""
+    """Return the HTTP response, with status 500, to a request during which an unexpected error occurred."""
     words = f"the server failed: {type(error).__name__}"
     return Refusal(words, remedy="look at the server's log, and report it", status=500, code="internal").response()

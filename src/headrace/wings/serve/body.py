@@ -1,4 +1,4 @@
-"""The reading of a request: its body as a JSON object, within limits, and the cancelling of its work when the client
+"""The reading of a request's body as a JSON object, within limits, and the cancellation of work when the client
 disconnects."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class BodyLimits:
 
 
 async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
-    """Return the JSON object in the body of ``request``. Fields that are ``null`` are left out, as if they were not
-    sent. Raises :class:`Refusal` for a wrong content type, a body that is too long or late, and invalid JSON."""
+    """Read the body of ``request`` and return its JSON object, without fields that are ``null``. Raises
+    :class:`Refusal` for a wrong content type, a body that is too long or arrives too late, and invalid JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # browsers send this type across origins only after a CORS check
         raise Refusal(
@@ -55,8 +55,8 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Return the JSON object that the bytes of a body hold. Raises :class:`Refusal` for a body that is no JSON object,
-    and for one in which an object has the same name twice."""
+    """Parse the bytes of a body as a JSON object. Raises :class:`Refusal` for a body that is not a JSON object, and for
+    a body in which an object has the same name twice."""
     # from_json keeps the last of two values with one name; the second pass refuses such a body
     try:
         tree = pydantic_core.from_json(data, allow_inf_nan=False)
@@ -71,8 +71,8 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
-    """Raise :class:`Refusal` if a name occurs twice among the members of a JSON object: it is not clear which value was
-    meant. The JSON decoder calls this for every object."""
+    """Raise :class:`Refusal` if a name occurs twice among the members of a JSON object, since it is unclear which value
+    is meant. The JSON decoder calls this function for every object."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -86,8 +86,8 @@ def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
 
 
 async def _read(request: Request, limits: BodyLimits) -> bytes:
-    """Return the bytes of the body of a request. Raises :class:`Refusal` as soon as it is longer than the limit, and if
-    the client disconnects before its end."""
+    """Return the bytes of the body of a request. Raises :class:`Refusal` as soon as the body is longer than the limit,
+    and if the client disconnects before the end of the body."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limits.max_bytes:
         raise _too_long(limits)
@@ -114,12 +114,13 @@ Receive = Callable[[], Awaitable[Message]]
 
 
 class ClientGone(Exception):
-    """The error that ends the work for a client that has disconnected: the answer would not be read."""
+    """The error that ends the work for a client that has disconnected."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, A]) -> A:
     """Run ``work`` while the client is connected, and return its result or raise its error. ``receive`` is ASGI's
-    function that tells when the client disconnects; ``work`` is then cancelled, and :class:`ClientGone` raised."""
+    function that reports the disconnection of the client. When it does, ``work`` is cancelled, and :class:`ClientGone`
+    is raised."""
     is_gone = False
 
     async def watch() -> None:

@@ -1,8 +1,8 @@
-"""Calls of tools in chats: the grammar that makes the model call one, and the search for calls in an answer. A tool is
-a function of the client that the model may ask for; a call is its name with arguments as JSON.
+"""Calls of tools in chats: the grammar that forces the model to call a tool, and the filter that finds calls in an
+answer. A tool is a function of the client. A call is the name of a tool with arguments as JSON.
 
-The parsers are those of the environments (:mod:`headrace.rollout.answers`). A thought (the text between ``<think>`` and
-``</think>``) before the answer is part of its text, and calls are looked for after it.
+The parsers are shared with the environments (:mod:`headrace.rollout.answers`). A thought (the text between ``<think>``
+and ``</think>``) at the beginning of an answer is part of its content; calls are searched only after it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from headrace.rollout.answers.base import END_THINK, THINK, ContentFilter, Frame
 
 
 class CallFinder:
-    """A filter of the text of one answer, which arrives in pieces: it passes on the content, and holds back what may be
-    a call of a tool until the answer has ended. Its time is linear in the length of the text."""
+    """A filter of the text of one answer, which arrives in pieces. It returns the content at once, and holds back text
+    that may be a call of a tool until the answer has ended. Its time is linear in the length of the text."""
 
     def __init__(self, parser: Parser, *, opened: bool) -> None:
-        """Make the filter of one answer. ``opened`` says that the prompt ends with ``<think>``, so that the answer
+        """Create the filter of one answer. ``opened`` is true if the prompt ends with ``<think>``, so that the answer
         begins within a thought."""
         self._parser = parser
         self._thought = _Thought(opened=opened)
@@ -33,8 +33,8 @@ class CallFinder:
         self._num_shown = 0
 
     def push(self, text: str, *, ended: bool) -> tuple[str, tuple[tuple[str, str], ...]]:
-        """Append text of the answer. Return the content that has become certain and, when the answer has ``ended``, its
-        calls: the name and the arguments (JSON) of each; before, no calls."""
+        """Append text of the answer. Return the new content that is certainly not part of a call and, when the answer
+        has ``ended``, its calls (name and JSON arguments of each); before that, no calls."""
         thought, rest = self._thought.push(text, ended=ended)
         self._rest.append(rest)
         if not ended:
@@ -46,7 +46,7 @@ class CallFinder:
 
 
 class _Place(Enum):
-    """How far the text of an answer has come: ``BEGINNING → THOUGHT → AFTER → REST``, or ``BEGINNING → REST``."""
+    """The state of the division of an answer: ``BEGINNING → THOUGHT → AFTER → REST``, or ``BEGINNING → REST``."""
 
     BEGINNING = "it may begin with a thought"
     THOUGHT = "within the thought"
@@ -59,18 +59,19 @@ class _Thought:
     with its tags and the empty lines after it, and the rest. With ``opened``, the answer begins within a thought."""
 
     def __init__(self, *, opened: bool) -> None:
-        """Divide one answer; with ``opened``, it begins within a thought."""
+        """Create the filter of one answer; with ``opened``, the answer begins within a thought."""
         self._place = _Place.THOUGHT if opened else _Place.BEGINNING
         self._held: list[str] = []
-        """The text so far, until it is certain whether it begins with a thought."""
+        """The text so far, while it is unknown whether it begins with a thought."""
         self._first = ""
-        """The first characters that are no space, as many as a tag has."""
+        """The first characters that are not whitespace, as many as the opening tag has."""
         self._last = ""
-        """The last characters of the thought, one less than its closing tag has."""
+        """The last characters of the thought, one fewer than the closing tag has, since the tag may be split between
+        pieces."""
 
     def push(self, text: str, *, ended: bool) -> tuple[str, str]:
-        """Append text of the answer. Return what it adds to the thought, and what it adds to the rest. Text of which
-        both are still possible is held back, unless the answer has ``ended``."""
+        """Append text of the answer. Return the text that is added to the thought, and the text that is added to the
+        rest. Text that may belong to either is held back, unless the answer has ``ended``."""
         thought = ""
         if self._place is _Place.BEGINNING:
             self._held.append(text)
@@ -97,12 +98,12 @@ class _Thought:
 def forced_calls(
     parser: Parser, tools: Sequence[Tool], *, many: bool, special: frozenset[str] = frozenset()
 ) -> str:  # fmt: skip
-    """Return the description of an answer that is a call of one of ``tools`` and, with ``many``, maybe further ones, in
-    the form that the engine takes as the structure of an answer.
+    """Return the structure, in the engine's format, of an answer that is a call of one of ``tools`` or, with ``many``,
+    one or more calls.
 
-    ``special`` are those texts at the beginning and end of a call that are special tokens of the tokenizer. Raises
-    :class:`Refusal` for a parser whose calls no grammar describes, and for a tool whose parameters are not those of an
-    object, or of one that no finite JSON follows.
+    ``special`` are the markers of the beginning and end of a call that are special tokens of the tokenizer. Raises
+    :class:`Refusal` for a parser whose calls cannot be described by a grammar, and for a tool whose parameters are not
+    an object, or whose schema no finite JSON matches.
     """
     if not isinstance(parser, FramedParser):
         raise Refusal(
@@ -127,8 +128,8 @@ def forced_calls(
 
 
 def _of_object(tool: Tool) -> Mapping[str, Any]:
-    """Return the JSON schema of a tool's arguments, which must be those of an object. Raises :class:`Refusal` for
-    another type, and for a schema that no finite JSON follows."""
+    """Return the JSON schema of a tool's arguments, which must be an object. Raises :class:`Refusal` for another type,
+    and for a schema that no finite JSON matches."""
     kind = tool.parameters.get("type", "object")
     if kind != "object":
         raise Refusal(

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that a chat template may raise on messages it does not expect. The template is a program that comes with the
-model."""
+"""Errors that a chat template may raise for unexpected messages. The template is a Jinja program from the model's
+directory."""
 
 _TAIL = 16
-"""The number of tokens at the end of a prompt that are searched for the beginning of a thought."""
+"""The number of tokens at the end of a prompt that are searched for ``<think>``."""
 
 
 class ServedTokenizer:
-    """A tokenizer that turns text into token ids and back. Its methods may be called from any thread."""
+    """A tokenizer that converts text to token ids and back. Its methods may be called from any thread."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...], tool_parser: str = "auto"
     ) -> None:
-        """``stop_ids`` are the model's own end-of-sequence tokens. ``tool_parser`` names the parser that finds calls of
-        tools in answers; ``auto`` chooses it by the chat template."""
+        """Wrap ``tokenizer``. ``stop_ids`` are the model's own end-of-sequence tokens. ``tool_parser`` is the name of
+        the parser that finds calls of tools in answers; ``auto`` selects it by the chat template."""
         self._tokenizer = tokenizer
         template = str(tokenizer.chat_template or "")
         self._knows_tools = "tools" in template
@@ -50,7 +50,7 @@ class ServedTokenizer:
         self.vocab_size = len(tokenizer)
         """Number of tokens that have a text."""
         self.longest_token = max(map(len, tokenizer.get_vocab()))
-        """Largest number of characters that one token stands for."""
+        """Largest number of characters of one token."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds."""
@@ -58,7 +58,7 @@ class ServedTokenizer:
         return ids
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of a rendered chat template, which already holds its special tokens."""
+        """Return the token ids of a text rendered by the chat template, which already contains its special tokens."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -70,9 +70,9 @@ class ServedTokenizer:
         tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return ``messages`` as one text under the chat template, by default ready for the assistant's turn. A
-        template without a place for ``tools`` gets them in the system message. Raises :class:`Refusal` if there is no
-        template, if it refuses the messages, or if ``variables`` holds a reserved name."""
+        """Return ``messages`` rendered by the chat template, by default with the beginning of the assistant's turn. If
+        the template does not support ``tools``, they are described in the system message. Raises :class:`Refusal` if
+        there is no template, if the template refuses the messages, or if ``variables`` has a reserved name."""
         if not self.has_template:
             raise Refusal(
                 "the model's tokenizer has no chat template",
@@ -114,8 +114,8 @@ class ServedTokenizer:
         return text
 
     def decode_calls(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` for an answer that may call tools: without stop tokens and special tokens, except
-        those that mark a call, which the parser looks for."""
+        """Return the text of ``ids`` for an answer that may call tools: without stop tokens and special tokens, but
+        with the special tokens that mark a call, which the parser needs."""
         return self.decode_all([token for token in ids if token not in self._hidden_ids])
 
     def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
@@ -123,7 +123,7 @@ class ServedTokenizer:
         return self.decode_all(prompt_ids[-_TAIL:]).rstrip().endswith(THINK)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` with special tokens; the engine looks for stop strings in it."""
+        """Return the text of ``ids`` with special tokens, in which the engine searches for stop strings."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
@@ -134,5 +134,6 @@ class ServedTokenizer:
 
 
 def _reserved(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the names that ``chat_template_kwargs`` of a request must not set, because the server sets them itself."""
+    """Return the names of variables that ``chat_template_kwargs`` of a request must not set, because they are
+    parameters of the rendering function."""
     return frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "add_special_tokens"}

@@ -1,5 +1,5 @@
-"""The sampling of choices. A choice is one of the answers that a request asks for: one sequence of the engine, which
-arrives as pieces of text with their tokens."""
+"""The sampling of choices. A choice is one of the answers that a request asks for. It is one sequence of the engine,
+which arrives in pieces of text with their tokens."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from headrace.wings.serve.calls import CallFinder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
-    """The request that a choice begins with its prompt (``echo`` of the completions)."""
+    """The settings of an echo: a choice that begins with its prompt (``echo`` of a completion request)."""
 
     alone: bool
-    """Whether the choice is the prompt alone, and nothing is sampled after it."""
+    """Whether the choice is the prompt alone, without sampled tokens."""
     scored: bool
-    """Whether the tokens of the prompt carry logprobs."""
+    """Whether logprobs are returned for the tokens of the prompt."""
     num_top: int
-    """The number of likeliest entries that each token of the prompt carries."""
+    """The number of likeliest entries that are returned for each token of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,30 +45,31 @@ class ChoiceRequest:
     options: RequestOptions
     """The options of the request to the engine, such as its priority."""
     echo: Echo | None = None
-    """``None`` for a choice without its prompt."""
+    """The settings of the echo; ``None`` for a choice without its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicePiece:
-    """A piece of a choice: the tokens and the text that were added since the piece before."""
+    """A piece of a choice: the tokens and the text that were added since the previous piece."""
 
     index: int
     """The choice's place in the answer."""
     tokens: Tokens
-    """The tokens as sampled. The prompt of an echo counts as not sampled; its logprobs are those of the model at
-    temperature 1, and that of the first token is NaN."""
+    """The tokens as sampled. The prompt of an echo counts as not sampled; its logprobs are computed by the model at
+    temperature 1, and the logprob of its first token is NaN."""
     text: str
-    """Text that no later token can change, without stop strings. It may belong to tokens of earlier pieces."""
+    """The new text that later tokens cannot change, without stop strings. It may belong to tokens of earlier pieces."""
     offsets: list[int] = field(default_factory=list)
     """Position of each token's text within the choice's text, in characters; empty unless requested."""
     top: TopScores | None = None
     """The model's likeliest entries at each token; ``None`` unless requested."""
     calls: tuple[tuple[str, str], ...] = ()
-    """The calls of tools, on the last piece: the name and the arguments of each. Their text is not part of ``text``."""
+    """The calls of tools, in the last piece: the name and the arguments (JSON text) of each. Their text is not part of
+    ``text``."""
     stop_reason: StopReason | None = None
-    """The reason why the choice ended, on its last piece; ``None`` before."""
+    """The reason why the choice ended, in its last piece; ``None`` in earlier pieces."""
     restarted: bool = False
-    """Whether the choice was sampled again from its start, so that all its earlier pieces are void."""
+    """Whether the choice was sampled again from its start, so that all its earlier pieces must be discarded."""
 
     @classmethod
     def joined(cls, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
@@ -86,7 +87,7 @@ class ChoicePiece:
 
 
 Emit = Callable[[ChoicePiece], Awaitable[None]]
-"""A function that takes each piece of a choice as soon as it is there."""
+"""A function that receives each piece of a choice as soon as it is available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,29 +95,29 @@ class TextOptions:
     """The options for the text of the choices of one request."""
 
     decode: Decode
-    """Returns the text of token ids."""
+    """A function that returns the text of token ids."""
     streaming: bool
-    """Whether text is sent with the piece of its tokens; otherwise all text comes with the last piece."""
+    """Whether each piece contains the text of its tokens; otherwise the last piece contains all text."""
     offsets: bool
     """Whether the position of each token in the text is computed."""
     finder: Callable[[], CallFinder] | None = None
-    """Makes the filter that finds calls of tools in a choice; ``None``: all text is content."""
+    """A function that creates the filter that finds calls of tools in a choice; ``None``: all text is content."""
 
 
 async def sample_all(engine: Engine, requests: Sequence[ChoiceRequest], text_options: TextOptions, emit: Emit) -> None:
     """Sample ``requests`` concurrently and pass their pieces to ``emit``; the pieces of one choice arrive in order. If
-    one fails, the others are withdrawn and its error is raised."""
+    one choice fails, the others are cancelled, and its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            for request in requests:  # all start in one turn of the event loop, so they join the batch together
+            for request in requests:  # all start before the first await, so they join the batch together
                 group.create_task(_sample(engine, request, text_options, emit))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
 async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOptions, emit: Emit) -> None:
-    """Sample one choice, and pass its pieces to ``emit`` in order; the prompt comes first if the request asks for an
-    echo. If the engine samples the choice again from its start, its text begins anew."""
+    """Sample one choice, and pass its pieces to ``emit`` in order. If the request asks for an echo, the first piece is
+    the prompt. If the engine samples the choice again from its start, the text is assembled again from the start."""
     length = 0
     if request.echo is not None:
         echoed = await _echoed(engine, request, request.echo, text_options)
@@ -136,8 +137,8 @@ async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOpti
 
 
 async def _echoed(engine: Engine, request: ChoiceRequest, echo: Echo, text_options: TextOptions) -> ChoicePiece:
-    """Return the prompt of a choice as its first piece, with logprobs from a forward pass of the model if ``echo`` asks
-    for them."""
+    """Return the prompt of a choice as its first piece, with logprobs from a forward pass of the model if
+    ``echo.scored``."""
     tokens = Tokens.observed(request.prompt_ids_T)
     top: TopScores | None = None
     if echo.scored:
@@ -155,31 +156,31 @@ async def _echoed(engine: Engine, request: ChoiceRequest, echo: Echo, text_optio
 
 
 class _Text:
-    """The text of one choice, which grows with each chunk of tokens from the engine."""
+    """The detokenization of one choice: it converts each chunk of tokens from the engine to a piece with text."""
 
     def __init__(self, stops: Sequence[str], text_options: TextOptions, length: int = 0) -> None:
-        """``stops`` are the stop strings; ``length`` is the number of characters of the choice before this text, those
-        of an echoed prompt."""
-        self._manner = text_options
+        """Create the text of one choice. ``stops`` are the stop strings; ``length`` is the number of characters of the
+        echoed prompt before this text."""
+        self._text_options = text_options
         self._detokenizer = Detokenizer(text_options.decode)
         self._finder = StopFinder(stops)
         self._calls = None if text_options.finder is None else text_options.finder()
         self._length = length
-        self._held_back: list[int] = []
+        self._held_back_ids: list[int] = []
 
     def piece(self, index: int, chunk: TokenChunk) -> ChoicePiece:
-        """Return the piece that a chunk of tokens adds to choice number ``index``. Text that may belong to a stop
-        string or to a call of a tool is held back until that is certain."""
+        """Return the piece that a chunk of tokens adds to the choice number ``index``. Text that may belong to a stop
+        string or to a call of a tool is held back until later tokens decide."""
         ids, reason = chunk.tokens.ids_T.tolist(), chunk.stop_reason
         text, offsets = "", list[int]()
-        if self._manner.offsets:
+        if self._text_options.offsets:
             for token in ids:
                 offsets.append(self._length)
                 text += self._push([token])
-        elif self._manner.streaming or reason is not None:
-            text = self._push([*self._held_back, *ids])
+        elif self._text_options.streaming or reason is not None:
+            text = self._push([*self._held_back_ids, *ids])
         else:
-            self._held_back += ids
+            self._held_back_ids += ids
         if reason is not None:
             text += self._detokenizer.end()
         cut = self._finder.push(text)
@@ -202,11 +203,12 @@ class _Text:
         )
 
     def rest(self) -> str:
-        """Return the text that is still held back when a prompt has ended."""
-        return self._push(self._held_back) + self._detokenizer.end()
+        """Return the remaining text after the last token of a prompt."""
+        return self._push(self._held_back_ids) + self._detokenizer.end()
 
     def _push(self, ids: list[int]) -> str:
-        """Append tokens; return the text that has become certain, and add its length to that of the choice."""
+        """Append tokens; return the text that later tokens cannot change, and add its length to the length of the
+        choice."""
         text = self._detokenizer.push(ids)
         self._length += len(text)
         return text

@@ -22,8 +22,8 @@ class ServeSection(Section):
     name: str = ""
     """Name of the model in requests and answers; empty takes the name of its directory."""
     tool_parser: str = "auto"
-    """Name of the parser that finds calls of tools in answers, one of those of ``env.tool_parser``; ``auto``: the one
-    that fits the chat template."""
+    """Name of the parser that finds calls of tools in answers, with the same values as ``env.tool_parser``; ``auto``
+    selects the parser that fits the chat template."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1)
     """Size of the longest request body that is read, in bytes. A longer body is refused with status 413."""
     max_prompts: int = Field(default=128, ge=1)
@@ -42,7 +42,8 @@ class ServeSection(Section):
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Longest wait for the whole body of a request, in seconds."""
     grace_s: float = Field(default=10.0, ge=0)
-    """Seconds that running requests may continue after Ctrl-C. Then each ends with the tokens it has."""
+    """Seconds that running requests may continue after Ctrl-C. After that, each choice ends with the tokens sampled so
+    far."""
     tls_certificate: str = ""
     """PEM file with the server's certificate, followed by the intermediate certificates up to its authority; unset: no
     TLS."""

@@ -1,10 +1,9 @@
-"""``headrace eval --harness``: an evaluation program of another project, called a harness, measures weights of a run,
-which are served to it.
+"""The implementation of ``headrace eval --harness``: a harness, which is an evaluation program of another project,
+measures the weights of a run through a server.
 
     run or checkpoint ──export──▶ a plain model ──headrace serve, free port──▶ its URL ──▶ the harness, unmodified
 
-The harness is a program of its own, started with the arguments that the user gives; what it prints and writes is its
-own too.
+The harness runs as a separate process with the user's arguments. Its output is not changed.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from headrace.models.settings import context_length
 from headrace.run.session.exporting import export
 
 START_S = 900.0
-"""Longest time that a server may take to load its model."""
+"""Longest time in seconds for the server to load its model."""
 END_S = 30.0
-"""Longest time that a server may take to end; then it is killed."""
+"""Seconds between the request to exit and the kill of the server."""
 POLL_S = 0.2
 _PROGRAM = "from headrace.run.cli import main; main()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSnapshot:
-    """A model that is served for a harness, and how the harness reaches it."""
+    """A model that is served for a harness, with the address and the key of its server."""
 
     url: str
     """The server's URL without ``/v1``."""
@@ -45,22 +44,24 @@ class ServedSnapshot:
     name: str
     """The model's name in requests."""
     directory: Path
-    """The model's files, for harnesses that read its tokenizer."""
+    """The directory of the model's files, for harnesses that load its tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessProgram:
-    """A harness that can be run: which Python module it is, and how the address of a server is passed to it. An
-    instance is called with what it is to measure."""
+    """The description of a harness: its Python module, and the way to pass the address of a server to it. Calling an
+    instance runs the harness."""
 
     module: str
     """The module that is run with ``python -m``."""
     install: str
     """The arguments of ``pip install`` that install it."""
     arguments: Callable[[ServedSnapshot, Sequence[str]], list[str]]
-    """Returns its command-line arguments for a served model, with those of the user."""
+    """A function that returns the harness's command-line arguments for a served model, including the user's
+    arguments."""
     variables: Callable[[ServedSnapshot], Mapping[str, str]]
-    """Returns the environment variables from which it reads address and key of the server."""
+    """A function that returns the environment variables from which the harness reads the address and the key of the
+    server."""
 
     def __call__(self, where: Path, arguments: Sequence[str]) -> int:
         """Serve the newest weights of ``where``, a run directory or a checkpoint, run the harness on them with the
@@ -118,7 +119,7 @@ def _ready(process: subprocess.Popen[bytes], log: Path, token: str) -> str:
 
 
 def _healthy(url: str, token: str) -> bool:
-    """Return whether the server at ``url`` answers that it can serve requests."""
+    """Return whether the server at ``url`` answers a health check with status 200."""
     try:
         return httpx.get(f"{url}/health", headers={"authorization": f"Bearer {token}"}, timeout=5).status_code == 200
     except httpx.HTTPError:

@@ -24,7 +24,7 @@ _GAUGES = {
     "routing_bytes": "Memory of the experts that are stored beside it.",
     "pinned_bytes": "Memory of weights that are kept for pinned sequences.",
 }
-"""Figures of the engine that rise and fall, each with its help text."""
+"""Gauges: figures of the engine that rise and fall, each with its help text."""
 _COUNTERS = {
     "generated_tokens": "Tokens sampled.",
     "prompt_tokens": "Prompt tokens taken in.",
@@ -34,7 +34,7 @@ _COUNTERS = {
     "accepted_tokens": "Drafted tokens that were drawn; each spared its sequence a pass.",
     "preempted": "Times a sequence left the batch because the cache was full.",
 }
-"""Figures of the engine that only rise, each with its help text."""
+"""Counters: figures of the engine that only rise, each with its help text."""
 
 
 class _EngineFigures(Collector):
@@ -42,6 +42,7 @@ class _EngineFigures(Collector):
     ``None`` before the engine has started."""
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        """Create a collector of the figures that ``stats`` returns."""
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:

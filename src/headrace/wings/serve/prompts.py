@@ -1,5 +1,5 @@
-"""The checks of a request body against the server's limits, and its conversion to choices that the engine samples. A
-choice is one of the answers that a request asks for. Checks raise :class:`Refusal`, which becomes the HTTP answer."""
+"""The checks of a request body against the server's limits, and the conversion of the body to requests to the engine. A
+choice is one of the answers that a request asks for. Checks raise :class:`Refusal`, which becomes the HTTP response."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class ServedModel:
     name: str
     """The model's name in requests."""
     agents: tuple[str, ...] = ()
-    """Names of the agents whose adapters may answer, as models of their own."""
+    """Names of the agents with adapters; a request may name one of them as its model."""
     max_context: int
     """Largest number of tokens of a prompt and its choice together."""
     settings: ServeSection
-    """The settings ``[serve]``, which hold the limits of requests."""
+    """The settings ``[serve]``, which contain the limits of requests."""
 
 
 def check_model(model: str | None, served: ServedModel) -> None:
-    """Raise :class:`Refusal` for a request that names a model that is not served; ``None`` stands for the default
+    """Raise :class:`Refusal` with status 404 if the server does not serve ``model``; ``None`` stands for the default
     model."""
     names = (served.name, *served.agents)
     if model is not None and model not in names:
@@ -51,8 +51,8 @@ def check_model(model: str | None, served: ServedModel) -> None:
 
 
 def check_body(body: AnyBody, served: ServedModel) -> None:
-    """Raise :class:`Refusal` for a request that exceeds a limit of the server or contradicts itself, before anything is
-    computed."""
+    """Raise :class:`Refusal` for a request that exceeds a limit of the server or has contradictory fields, before
+    anything is computed."""
     check_model(body.model, served)
     limits = served.settings
     if body.n > limits.max_n:
@@ -90,8 +90,8 @@ def check_body(body: AnyBody, served: ServedModel) -> None:
 
 
 def encode(body: AnyBody, tokenizer: ServedTokenizer, served: ServedModel) -> list[list[int]]:
-    """Return the prompts of ``body`` as token ids, one list for each prompt; a chat has one prompt, its messages under
-    the chat template. A text that is too long for the context is refused before it is encoded."""
+    """Return the prompts of ``body`` as token ids, one list for each prompt; a chat has one prompt, its messages
+    rendered by the chat template. A text that is certainly too long for the context is refused before it is encoded."""
     if isinstance(body, ChatBody):
         messages = named_answers(message.message() for message in body.messages)
         text = tokenizer.render(messages, body.chat_template_kwargs, tools=body.offered)
@@ -104,8 +104,8 @@ def encode(body: AnyBody, tokenizer: ServedTokenizer, served: ServedModel) -> li
 
 
 def structure(body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenizer) -> str:
-    """Return the structure that every choice must follow, such as a JSON schema, as the engine takes it; an empty
-    string for none. Where the request requires a call of a tool, it is the structure of such calls. ``prompts`` are the
+    """Return the structure that every choice must follow, such as a JSON schema, in the engine's format; an empty
+    string for none. If the request requires a call of a tool, return the structure of such calls. ``prompts`` are the
     prompts as token ids. Raises :class:`Refusal` for calls that cannot be enforced."""
     if not isinstance(body, ChatBody) or body.tool_choice.kind != "required":
         return body.structure
@@ -130,8 +130,8 @@ def choices(
     body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenizer, served: ServedModel, structure: str
 ) -> list[ChoiceRequest]:
     """Return the requests to the engine: ``body.n`` choices for each of ``prompts`` (token ids), in the order of the
-    prompts. Each follows ``structure`` (empty: none), and choice *i* of the request draws with the seed of the request
-    + *i*."""
+    prompts. Each choice follows ``structure`` (empty: none). The seed of choice *i* is the seed of the request +
+    *i*."""
     seed = secrets.randbits(62) if body.seed is None else body.seed
     agent = body.model if body.model in served.agents else ""
     options = RequestOptions(priority=body.priority, deadline_s=body.deadline_s, agent=agent)
@@ -152,8 +152,8 @@ def choices(
 
 
 def _refuse_long(text: str, param: str, tokenizer: ServedTokenizer, served: ServedModel) -> None:
-    """Raise :class:`Refusal` for a text that cannot fit the context, whatever its tokens are, before it is tokenised.
-    ``param`` is the field of the request that holds it."""
+    """Raise :class:`Refusal` for a text that has more characters than the longest tokens could represent in the
+    context, so that it need not be tokenized. ``param`` is the field of the request that contains the text."""
     longest = served.max_context * tokenizer.longest_token
     if len(text) > longest:
         raise Refusal(
@@ -202,21 +202,21 @@ def _check_chat(body: ChatBody) -> None:
 
 
 def num_top(body: AnyBody) -> int:
-    """Return how many likeliest entries the request asks for at each token."""
+    """Return the number of likeliest entries that the request asks for at each token."""
     return (body.top_logprobs if isinstance(body, ChatBody) else body.logprobs) or 0
 
 
 def _requested_max_tokens(body: AnyBody) -> int | None:
-    """Return the largest number of tokens of a choice that the request asks for; ``None`` if it sets none."""
+    """Return the largest number of tokens of a choice that the request sets; ``None`` if it sets none."""
     if isinstance(body, ChatBody):
         return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return body.max_tokens
 
 
 def _max_new_tokens(body: AnyBody, length: int, served: ServedModel) -> int:
-    """Return the largest number of tokens of a choice after a prompt of ``length`` tokens: as many as the request asks
-    for or, if it sets no number, as the context and the server's limit allow. Raises :class:`Refusal` if the prompt is
-    empty or if both do not fit the context."""
+    """Return the largest number of tokens of a choice after a prompt of ``length`` tokens: the number that the request
+    sets or, without one, the number that the context and the server's limit allow. Raises :class:`Refusal` if the
+    prompt is empty, or if prompt and choice do not fit the context."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     if length == 0:
         raise Refusal(f"{param} holds no tokens", remedy="give at least one token", param=param)
@@ -233,15 +233,15 @@ def _max_new_tokens(body: AnyBody, length: int, served: ServedModel) -> int:
 
 
 def _echo(body: AnyBody) -> Echo | None:
-    """Return how the choices of a completion repeat their prompt; ``None`` for a chat, and if no echo is requested."""
+    """Return the settings of the echo of a completion request; ``None`` for a chat, and if no echo is requested."""
     if isinstance(body, ChatBody) or not body.echo:
         return None
     return Echo(alone=body.max_tokens == 0, scored=body.logprobs is not None, num_top=num_top(body))
 
 
 def _sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, seed: int) -> Sampling:
-    """Return the sampling parameters of one choice, with its own ``seed``. Stop tokens are those of the model, unless
-    the request ignores them, and those of the request."""
+    """Return the sampling parameters of one choice, with its own ``seed``. Stop tokens are the model's (unless
+    ``ignore_eos`` is set) and the request's."""
     ends = () if body.ignore_eos else tokenizer.stop_ids
     return Sampling(
         max_new_tokens=max(1, max_new_tokens),  # with 0, only the prompt is returned

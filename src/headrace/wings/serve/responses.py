@@ -1,8 +1,8 @@
-"""OpenAI's responses, ``POST /v1/responses``: another form of chats, whose request is converted to a chat and whose
-answer is converted back.
+"""The conversion of requests to OpenAI's ``POST /v1/responses`` to chat requests, and of their answers back to
+responses.
 
-The bodies and the events are those of :mod:`headrace.wings.agents.responses`. The server keeps no response: a request
-sends its whole conversation.
+The models of bodies and the events come from :mod:`headrace.wings.agents.responses`. The server stores no responses, so
+a request must contain the whole conversation.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class _ServedBody(ResponsesBody):
-    """The body of a request for a response, without ``tool_choice`` and ``text.format``, which are read apart. Unlike
-    an environment's endpoint, the server lets it set ``parallel_tool_calls``, and refuses one that continues an earlier
-    response."""
+    """The body of a request to ``/v1/responses``, without ``tool_choice`` and ``text.format``, which are parsed
+    separately. Unlike an environment's endpoint, the server accepts ``parallel_tool_calls``, and refuses
+    ``previous_response_id``."""
 
     unsupported: ClassVar = {
         **{name: harmless for name, harmless in ResponsesBody.unsupported.items() if name != "parallel_tool_calls"},
@@ -36,9 +36,9 @@ class _ServedBody(ResponsesBody):
 
 
 def read_response(tree: Mapping[str, Any], context: ExchangeContext, name: str) -> tuple[ChatBody, ResponseForm]:
-    """Return the chat that a request for a response is converted to, and the form of its answer. ``tree`` is the JSON
-    of the request; ``name`` is the model's name in the answer where the request names none. Raises :class:`Refusal` for
-    what this server does not support."""
+    """Parse a request to ``/v1/responses``, and return it as the body of a chat request, with the builder of its
+    answer. ``tree`` is the JSON of the request; ``name`` is the model's name in the answer if the request has none.
+    Raises :class:`Refusal` for invalid or unsupported fields."""
     fields = dict(tree)
     choice = fields.pop("tool_choice", "auto")
     text = fields.get("text") or {}
@@ -80,8 +80,8 @@ def read_response(tree: Mapping[str, Any], context: ExchangeContext, name: str) 
 
 
 def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], num_prompt_tokens: int) -> Json:
-    """Return the JSON of a complete response, whose only choice came in ``pieces``. Besides OpenAI's fields it holds
-    the tokens, the version that sampled each of them, and the stop reason."""
+    """Return the JSON of a complete response, whose only choice consists of ``pieces``. In addition to OpenAI's fields
+    it has the token ids, the version that sampled each token, and the stop reason."""
     whole = ChoicePiece.joined(pieces)
     assert whole.stop_reason is not None, "a choice has ended with its last piece"
     tokens = whole.tokens
@@ -104,7 +104,8 @@ def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], n
 
 @contextmanager
 def naming_the_response() -> Iterator[None]:
-    """Within this context, name the field of a response in a :class:`Refusal` of the field of a chat that it became."""
+    """Return a context that rewrites a :class:`Refusal` of the chat field ``response_format`` to name ``text.format``,
+    the field of the response from which it was converted."""
     try:
         yield
     except Refusal as error:
@@ -118,7 +119,7 @@ def naming_the_response() -> Iterator[None]:
 
 
 def _refuse_unsampled(body: ResponsesBody) -> None:
-    """Raise :class:`Refusal` for settings that would change the answer of other servers, but have no effect here."""
+    """Raise :class:`Refusal` for the settings of effort and verbosity, which this server does not implement."""
     settings = {"reasoning.effort": body.reasoning.effort, "text.verbosity": body.text.verbosity}
     for name, value in settings.items():
         if value not in ("", "none"):
@@ -131,7 +132,7 @@ def _refuse_unsampled(body: ResponsesBody) -> None:
 
 
 def _message(message: Message) -> Json:
-    """Return a message as JSON in the form of chat completions."""
+    """Return a message as JSON in the format of chat completions."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.tool_calls
@@ -141,8 +142,8 @@ def _message(message: Message) -> Json:
 
 
 def _chat_choice(choice: object) -> object:
-    """Return the field ``tool_choice`` of a response, converted to the form of chat completions; a value of another
-    form is returned as it is, and checked later."""
+    """Return the field ``tool_choice`` of a response, converted to the format of chat completions. A value in another
+    format is returned unchanged, and checked later."""
     match choice:
         case {"type": "function", "name": name, **rest} if not rest:
             return {"type": "function", "function": {"name": name}}
@@ -150,8 +151,8 @@ def _chat_choice(choice: object) -> object:
 
 
 def _chat_format(format_: object) -> object:
-    """Return the field ``text.format`` of a response, converted to the form of chat completions' ``response_format``; a
-    value of another form is returned as it is, and checked later."""
+    """Return the field ``text.format`` of a response, converted to the format of chat completions' ``response_format``.
+    A value in another format is returned unchanged, and checked later."""
     match format_:
         case {"type": "json_schema", "schema": schema, **rest} if rest.keys() <= {"name", "strict", "description"}:
             return {"type": "json_schema", "json_schema": {"schema": schema}}

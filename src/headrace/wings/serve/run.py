@@ -1,8 +1,8 @@
-"""A server from its settings to its end.
+"""The lifetime of the server of ``headrace serve``, from its settings to its end.
 
     bind ─▶ listen (503: loading) ─▶ load model, make engine ─▶ serve ─▶ Ctrl-C ─▶ drain for grace_s ─▶ withdraw ─▶ end
 
-The port is taken before the model is loaded, so that a wrong port is reported at once.
+The port is bound before the model is loaded, so that an unusable port is reported at once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from headrace.engine.structure import Grammars
 from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
+from headrace.models.heads import wanted_head
 from headrace.models.hub import called
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
@@ -41,7 +42,7 @@ from headrace.wings.serve.config import ServeConfig, ServeSection
 from headrace.wings.serve.prompts import ServedModel
 
 LAST_RESORT_S = 5.0
-"""After the grace period, how long connections may take to end before they are cut."""
+"""Seconds after the grace period before open connections are closed by force."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +52,15 @@ class LoadedModel:
     core: EngineCore
     """The engine's core, with weights committed."""
     masks: MaskMaker
-    """The maker of masks that the core uses."""
+    """The compiler of structures to token masks, which the core uses."""
     tokenizer: ServedTokenizer
     name: str
     agents: tuple[str, ...] = ()
-    """Names of the agents that have adapters of their own. A request whose model is one of them is answered by that
-    agent."""
+    """Names of the agents with adapters. A request whose model is the name of an agent is answered with the agent's
+    adapter."""
     max_context: int
-    """Largest number of tokens of a prompt and its choice together: the model's context, or the cache where that holds
-    less."""
+    """Largest number of tokens of a prompt and its choice together: the smaller of the model's context and the size of
+    the cache."""
     facts: Mapping[str, str | int | float]
     """The device, the kernels and the memory of the engine, under the names of
     :meth:`~headrace.engine.native.NativeEngine.facts`; and ``device`` and ``weights_bytes``."""
@@ -67,20 +68,20 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerEvents:
-    """The functions that the server calls to report its state; the command prints it."""
+    """The callbacks by which the server reports its state to the command, which prints it."""
 
     listening: Callable[[str], None]
-    """Called with the server's URL when the port is bound; the model is not loaded yet."""
+    """A function that is called with the server's URL when the port is bound; the model is not loaded yet."""
     serving: Callable[[str, LoadedModel], None]
-    """Called with the server's URL and the loaded model when requests are answered."""
+    """A function that is called with the server's URL and the loaded model when requests are answered."""
     ending: Callable[[int], None]
-    """Called when the server begins to end, with the number of requests that are still open."""
+    """A function that is called with the number of open requests when the server begins to end."""
 
 
 def serve(
     limits: ServeSection, token: str, load: Callable[[], LoadedModel], *, clock: Clock, events: ServerEvents
 ) -> None:  # fmt: skip
-    """Serve what ``load`` returns until Ctrl-C or SIGTERM.
+    """Serve the model that ``load`` returns until Ctrl-C or SIGTERM.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound or would be open to other machines
     without a token, the errors of ``load``, and :class:`~headrace.base.errors.ComponentDied` when the engine dies.
@@ -101,7 +102,7 @@ class _DrainingServer(HttpServer):
     """An HTTP server that calls ``ending`` when it begins to shut down, before it waits for the open requests."""
 
     def __init__(self, app: ASGIApp, limits: ShellLimits, ending: Callable[[], None]) -> None:
-        """Serve ``app`` within ``limits``; ``ending`` is called once, when the shutdown begins."""
+        """Create the server of ``app`` with these ``limits``; ``ending`` is called once, when the shutdown begins."""
         super().__init__(app, limits, own_logging=True, takes_signals=True)
         self._ending = ending
 
@@ -112,11 +113,11 @@ class _DrainingServer(HttpServer):
 
 
 class _ServeServer:
-    """The HTTP server and the engine of one ``headrace serve``, and the order in which both start and end."""
+    """The HTTP server and the engine of one ``headrace serve``. It starts and ends both in the right order."""
 
     def __init__(self, limits: ServeSection, token: str, clock: Clock, events: ServerEvents) -> None:
-        """Create the HTTP server, which answers nothing yet. ``limits`` are the settings ``[serve]``, ``token`` is what
-        callers must send."""
+        """Create the HTTP server, which answers nothing yet. ``limits`` are the settings ``[serve]``, and ``token`` is
+        the token that clients must send."""
         self._limits, self._clock, self._events = limits, clock, events
         self._state = ServerState()
         self._engine: LocalEngine | None = None
@@ -143,8 +144,8 @@ class _ServeServer:
             raise errors.exceptions[0] from None
 
     async def _live(self, url: str, load: Callable[[], LoadedModel]) -> None:
-        """Load the model in a thread, and keep its engine until the HTTP server has ended (this is then cancelled) or
-        the engine has died, whose error is raised. In the end the HTTP server is asked to stop."""
+        """Load the model in a thread, and run its engine until the HTTP server has ended, which cancels this coroutine,
+        or the engine has died, whose error is raised. At the end, request the HTTP server to stop."""
         try:
             loaded = await asyncio.to_thread(load)
             queue = LocalEngineConfig(max_requests=self._limits.max_sequences)
@@ -158,8 +159,8 @@ class _ServeServer:
             self._http.should_exit = True
 
     def _service(self, loaded: LoadedModel, engine: LocalEngine, encoder: ThreadPoolExecutor) -> Service:
-        """Return what requests are answered with, once the model is loaded; ``encoder`` is the thread that turns
-        prompts into tokens."""
+        """Return the service that answers requests with the loaded model; ``encoder`` is the thread that tokenizes
+        prompts."""
         return Service(
             engine=engine,
             masks=loaded.masks,
@@ -172,7 +173,8 @@ class _ServeServer:
         )
 
     def _drain(self) -> None:
-        """Accept no new requests. After the grace period, end each running request with the tokens it has."""
+        """Refuse new requests from now on, and schedule the end of the grace period, at which each running request is
+        ended with its tokens so far."""
         self._state.draining = True
         self._events.ending(len(self._http.server_state.tasks))
         if self._engine is not None:
@@ -180,7 +182,7 @@ class _ServeServer:
 
 
 def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
-    """Read the tokenizer and the model, and make an engine with weights of version 0. Raises
+    """Load the tokenizer and the model, and create an engine with weights of version 0. Raises
     :class:`~headrace.base.errors.ModelError` and :class:`~headrace.base.errors.ConfigError`."""
     path, engine = config.model.path, config.engine
     engine.refuse_server("headrace serve")
@@ -205,6 +207,7 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
         clock=clock,
         decode=tokenizer.decode_all,
         masks=masks,
+        head=wanted_head(engine.speculation, config.model, model),
     )
     core.commit(INITIAL)
     fits = min(max_context, core.stats().cache_blocks * BLOCK)  # the cache may hold less than one context

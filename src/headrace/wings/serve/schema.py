@@ -1,5 +1,5 @@
-"""The bodies of requests, strictly typed: every field is used, or refused by name. A structure is what an answer must
-look like, such as a JSON schema or a regular expression; it is stored as the text that the engine takes.
+"""The models of request bodies, strictly typed: every field is used, or refused by name. A structure is a constraint
+that an answer must match, such as a JSON schema or a regular expression; it is stored as text in the engine's format.
 
 Fields of OpenAI's protocol that have no effect on the answer are ignored. Fields whose effect is not supported are
 refused, unless their value asks for no effect.
@@ -74,8 +74,8 @@ def _are_ids(values: list[Any]) -> bool:
 
 
 def _read_format(value: object) -> str:
-    """Return the structure that ``response_format`` asks for, as the engine takes it; an empty string for plain text.
-    Raises pydantic's error for another value."""
+    """Return the structure in ``response_format``, in the engine's format; an empty string for plain text. Raises
+    pydantic's error for another value."""
     match value:
         case {"type": "text", **rest} if not rest:
             return ""
@@ -90,8 +90,8 @@ def _read_format(value: object) -> str:
 
 
 def _read_schema(value: object) -> str:
-    """Return the structure that a JSON schema asks for, as the engine takes it; the schema is an object or its text.
-    Raises pydantic's error for another value."""
+    """Return the structure of a JSON schema, in the engine's format; the schema is an object or JSON text. Raises
+    pydantic's error for another value."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -103,24 +103,24 @@ def _read_schema(value: object) -> str:
 
 
 def _read_regex(value: object) -> str:
-    """Return the structure of text that matches a regular expression, as the engine takes it. Raises pydantic's error
-    for another value."""
+    """Return the structure, in the engine's format, of an answer that must match a regular expression. Raises
+    pydantic's error for another value."""
     if not isinstance(value, str) or not value:
         raise PydanticCustomError("regex", "expected a regular expression as text")
     return regex(value)
 
 
 def _read_choice(value: object) -> str:
-    """Return the structure of text that is one of the texts in a list, as the engine takes it. Raises pydantic's error
-    for another value."""
+    """Return the structure, in the engine's format, of an answer that must be one of the texts in a list. Raises
+    pydantic's error for another value."""
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         raise PydanticCustomError("choice", "expected a list of texts, none empty")
     return choice(value)
 
 
 def _read_structured(value: object) -> str:
-    """Return the structure that ``structured_outputs``, the option of vLLM, asks for, as the engine takes it. Raises
-    pydantic's error for another value."""
+    """Return the structure in ``structured_outputs``, an option of vLLM, in the engine's format. Raises pydantic's
+    error for another value."""
     if isinstance(value, dict):
         given = {name: part for name, part in value.items() if part is not None}
         match given:
@@ -150,7 +150,7 @@ def _read_bias(value: object) -> dict[int, float]:
 
 
 class Body(StrictBody):
-    """The fields that the bodies of completions and of chat completions share."""
+    """The common fields of the bodies of completions and chat completions."""
 
     ignored: ClassVar = IGNORED
     unsupported: ClassVar = UNSUPPORTED
@@ -160,11 +160,11 @@ class Body(StrictBody):
     n: int = Field(default=1, ge=1)
     """Number of choices per prompt."""
     stream: bool = False
-    """Whether the text is sent while it is sampled, as server-sent events."""
+    """Whether the text is sent as server-sent events while it is sampled."""
     stream_options: StreamOptions = StreamOptions()
     """Options of a stream; only with ``stream``."""
     temperature: float = Field(default=1.0, ge=0, le=100)
-    """Temperature of the softmax; 0 takes the most likely token."""
+    """Temperature of the softmax; 0 always selects the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Smallest total probability of the most likely tokens to draw from; 1 for all tokens."""
     top_k: int = Field(default=0, ge=0, le=INT32_MAX)
@@ -172,9 +172,9 @@ class Body(StrictBody):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Smallest probability of a token to draw, as a fraction of the most likely token's; 0 for all tokens."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """A number that is subtracted from the logits of tokens that the choice already holds."""
+    """A number that is subtracted from the logits of tokens that the choice already contains."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """A number that is subtracted from the logit of a token for each time that the choice already holds it."""
+    """A number that is subtracted from the logit of a token for each occurrence of the token in the choice."""
     repetition_penalty: float = Field(default=1.0, ge=0.1, le=10)
     """Factor by which tokens of the prompt and of the choice become less likely; 1 for none."""
     logit_bias: Annotated[dict[int, float], PlainValidator(_read_bias)] = Field(default={})
@@ -190,9 +190,9 @@ class Body(StrictBody):
     priority: int = Field(default=0, ge=-INT32_MAX, le=INT32_MAX)
     """Priority of the request; requests with a higher number are served first."""
     deadline_s: float | None = Field(default=None, gt=0, le=1e6)
-    """Seconds after which each choice ends with the tokens it has; unset: no limit."""
+    """Seconds after which each choice ends with the tokens sampled so far; unset: no limit."""
     kept_sizes: bool = False
-    """Whether each token carries the size of the kept-set that it was drawn from."""
+    """Whether the size of the kept-set is returned for each token."""
     response_format: Annotated[str, PlainValidator(_read_format)] = ""
     """OpenAI's form of a structure: ``json_object``, or ``json_schema`` with a schema."""
     guided_json: Annotated[str, PlainValidator(_read_schema)] = ""
@@ -200,33 +200,34 @@ class Body(StrictBody):
     guided_regex: Annotated[str, PlainValidator(_read_regex)] = ""
     """A regular expression that each choice matches from beginning to end."""
     guided_choice: Annotated[str, PlainValidator(_read_choice)] = ""
-    """Texts of which each choice must be one."""
+    """A list of texts; each choice must be one of them."""
     structured_outputs: Annotated[str, PlainValidator(_read_structured)] = ""
     """A structure in vLLM's newer form: an object with one of ``json``, ``regex``, ``choice`` and ``json_object``."""
     return_tokens_as_token_ids: bool = False
-    """Whether tokens are named ``token_id:N`` among the logprobs, as two tokens may have the same text."""
+    """Whether the logprobs identify tokens as ``token_id:N`` instead of their text, since two tokens may have the same
+    text."""
 
     @property
     def structure(self) -> str:
-        """Return the structure that every choice must follow, from the one field that asks for it, as the engine takes
-        it; an empty string for none."""
+        """Return the structure that every choice must follow, in the engine's format, from the field that sets it; an
+        empty string for none."""
         return next(iter(self._structures().values()), "")
 
     @property
     def structure_field(self) -> str:
-        """Return the name of the field that asks for a structure; an empty string for none."""
+        """Return the name of the field that sets a structure; an empty string for none."""
         return next(iter(self._structures()), "")
 
     def _structures(self) -> dict[str, str]:
-        """Return every structure that is asked for, by the name of its field."""
+        """Return every structure that the request sets, by the name of its field."""
         names = ("response_format", "guided_json", "guided_regex", "guided_choice", "structured_outputs")
         given = (self.response_format, self.guided_json, self.guided_regex, self.guided_choice, self.structured_outputs)
         return {name: structure for name, structure in zip(names, given, strict=True) if structure}
 
     @pydantic.model_validator(mode="after")
     def _one_structure(self) -> Body:
-        """Refuse a request that asks for several structures, and a structure together with ``ignore_eos``, because such
-        an answer must be able to end."""
+        """Refuse a request with several structures, and a structure together with ``ignore_eos``, because a structured
+        answer must be able to end."""
         if len(given := self._structures()) > 1:
             raise PydanticCustomError(
                 "structure", f"expected one structure, and {' and '.join(given)} ask for one each"
@@ -238,15 +239,15 @@ class Body(StrictBody):
     @pydantic.field_validator("temperature")
     @classmethod
     def _dividable(cls, value: float) -> float:
-        """Refuse a temperature above 0 and below 0.01, by which the logits would be divided; 0 itself is allowed, and
-        takes the most likely token."""
+        """Refuse a temperature above 0 and below 0.01, since logits are divided by the temperature; 0 itself is
+        allowed, and selects the most likely token."""
         if 0 < value < 0.01:
             raise PydanticCustomError("temperature", "expected 0, for the most likely token, or at least 0.01")
         return value
 
 
 class CompletionBody(Body):
-    """The body of ``POST /v1/completions``: prompts that are continued as they are, without a chat template."""
+    """The body of ``POST /v1/completions``: prompts to continue, without a chat template."""
 
     ignored: ClassVar = IGNORED | {"parallel_tool_calls"}
     unsupported: ClassVar = {
@@ -258,7 +259,7 @@ class CompletionBody(Body):
     max_tokens: int = Field(default=16, ge=0, le=INT32_MAX)
     """Largest number of tokens of a choice; 0, which samples nothing, only with ``echo``."""
     echo: bool = False
-    """Whether a choice begins with its prompt, which carries logprobs if sampled tokens do."""
+    """Whether a choice begins with its prompt, which has logprobs if ``logprobs`` is set."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
     """The number of likeliest entries at each token; 0 to get the logprob of each token alone."""
 
@@ -279,7 +280,7 @@ def read_content(value: object) -> str:
 
 
 class ChatMessageBody(Strict):
-    """One message of a conversation, as a request holds it."""
+    """One message of a conversation in a request."""
 
     role: str = Field(min_length=1, max_length=64)
     """Role of the author, such as ``user`` or ``assistant``."""
@@ -319,12 +320,12 @@ class ChatMessageBody(Strict):
 
 
 class ToolChoice(NamedTuple):
-    """Whether the model may, must or must not call a tool, and which one (``tool_choice`` of a request)."""
+    """The field ``tool_choice`` of a request: whether the model may, must or must not call a tool, and which tool."""
 
     kind: str
     """``none``, ``auto`` or ``required``."""
     name: str = ""
-    """The tool that is to be called; empty for any."""
+    """The tool that must be called; empty for any tool."""
 
 
 def _read_tool_choice(value: object) -> ToolChoice:
@@ -350,9 +351,9 @@ class ChatBody(Body):
     tool_choice: Annotated[ToolChoice, PlainValidator(_read_tool_choice)] = ToolChoice("auto")
     """Whether the model may or must call a tool, and which."""
     parallel_tool_calls: bool = True
-    """Whether one answer may hold several calls."""
+    """Whether one answer may contain several calls."""
     max_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
-    """The older name of ``max_completion_tokens``."""
+    """The deprecated name of ``max_completion_tokens``."""
     max_completion_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
     """Largest number of tokens of a choice; unset: the space that the prompt leaves in the context."""
     logprobs: bool = False

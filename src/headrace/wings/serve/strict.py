@@ -1,5 +1,5 @@
-"""The base of strictly typed request bodies: every field is used, ignored because it has no effect, or refused by
-name."""
+"""The base classes of strictly typed request bodies. Every field is used, ignored because it has no effect, or refused
+by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B = TypeVar("B", bound="StrictBody")
 
 
 class Strict(pydantic.BaseModel):
-    """A model for a part of a request body: unknown fields and values of other types are refused."""
+    """A base class for models of parts of a request body. Unknown fields and values of wrong types are refused."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -28,13 +28,13 @@ class StreamOptions(Strict):
     """The options of a stream."""
 
     include_usage: bool = False
-    """Whether one more event at the end gives the numbers of tokens."""
+    """Whether a further event at the end of the stream contains the numbers of tokens."""
     include_obfuscation: bool = False
     """Accepted for compatibility, without effect: events are not padded."""
 
 
 class StrictBody(Strict):
-    """A model for a whole request body, with lists of the fields that are ignored and of those that are refused."""
+    """A base class for models of whole request bodies, with lists of ignored and of refused fields."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Fields that clients may send and that do not change the answer."""

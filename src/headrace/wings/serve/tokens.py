@@ -1,5 +1,4 @@
-"""The routes that turn text into tokens and back without a model's pass: ``/tokenize`` and ``/detokenize``, in the form
-of vLLM's."""
+"""The routes ``/tokenize`` and ``/detokenize``, which convert text to token ids and back, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -27,15 +26,15 @@ class TokenizeBody(StrictBody):
     prompt: str | None = None
     """The text to encode; unset where ``messages`` are given."""
     add_special_tokens: bool = True
-    """Whether a ``prompt`` gets the special tokens that the tokenizer adds, as a completion's does."""
+    """Whether the tokenizer adds its special tokens to a ``prompt``, as it does for completions."""
     messages: list[ChatMessageBody] | None = Field(default=None, min_length=1)
     """The messages to render by the chat template and encode; unset where a ``prompt`` is given."""
     add_generation_prompt: bool = True
-    """Whether ``messages`` end with the beginning of the assistant's turn, as a chat's do."""
+    """Whether the beginning of the assistant's turn is added after ``messages``, as it is for chat completions."""
     chat_template_kwargs: TemplateVariables = Field(default={}, max_length=32)
     """Further variables of the chat template."""
     return_token_strs: bool = False
-    """Whether the answer holds the text of each token."""
+    """Whether the answer contains the text of each token."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeBody:
@@ -46,14 +45,14 @@ class TokenizeBody(StrictBody):
 
 
 class DetokenizeBody(StrictBody):
-    """The body of ``POST /detokenize``: the token ids whose text is asked for."""
+    """The body of ``POST /detokenize``: the token ids to convert to text."""
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, le=INT32_MAX)]]
 
 
 async def tokenize(request: Request, service: Service) -> Response:
-    """Answer ``POST /tokenize`` with the token ids of a prompt or of a rendered chat, and how many there are. Raises
+    """Answer ``POST /tokenize`` with the token ids of a prompt or of a rendered chat, and their number. Raises
     :class:`Refusal` for an invalid request."""
     body = read_body(TokenizeBody, await read_object(request, body_limits(service)))
     check_model(body.model, service.served)
@@ -75,8 +74,8 @@ async def tokenize(request: Request, service: Service) -> Response:
 
 
 async def detokenize(request: Request, service: Service) -> Response:
-    """Answer ``POST /detokenize`` with the text of token ids, that of special tokens included. Raises :class:`Refusal`
-    for an id that the tokenizer does not have."""
+    """Answer ``POST /detokenize`` with the text of the token ids, including special tokens. Raises :class:`Refusal` for
+    an id that the tokenizer does not have."""
     body = read_body(DetokenizeBody, await read_object(request, body_limits(service)))
     check_model(body.model, service.served)
     unknown = next((token for token in body.tokens if token >= service.tokenizer.vocab_size), None)

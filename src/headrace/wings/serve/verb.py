@@ -71,8 +71,8 @@ def serve(
 
 
 def _events(config: ServeConfig, *, with_token: bool) -> ServerEvents:
-    """Return the functions that the server calls to report its state; they print it to the console. ``with_token`` says
-    whether callers need a token."""
+    """Return the callbacks by which the server reports its state; they print it to the console. ``with_token`` is true
+    if clients need a token."""
     from headrace.wings.serve.run import ServerEvents
 
     out = console()
@@ -82,7 +82,7 @@ def _events(config: ServeConfig, *, with_token: bool) -> ServerEvents:
         out.print(f"listening on {url}; loading {readable(config.model.path)} ...")
 
     def serving(url: str, loaded: LoadedModel) -> None:
-        """Print what is served, and how to call it."""
+        """Print the facts of the served model, and a command that calls it."""
         _say_serving(url, loaded, with_token=with_token)
 
     def ending(num_open: int) -> None:
@@ -95,7 +95,7 @@ def _events(config: ServeConfig, *, with_token: bool) -> ServerEvents:
 
 
 def _token(given: str, file: Path | None) -> str:
-    """Return the token that callers must send, from ``file`` or else from ``given``; empty for no token."""
+    """Return the token that clients must send, from ``file`` or else from ``given``; empty for no token."""
     if file is None:
         return given.strip()
     try:
@@ -110,7 +110,7 @@ def _token(given: str, file: Path | None) -> str:
 
 
 def _is_named(model: Path) -> bool:
-    """Return whether ``model`` is a name on a hub, and no directory on this machine."""
+    """Return whether ``model`` is a name on a hub, and not a directory on this machine."""
     from headrace.models.hub import is_hub_name
 
     return is_hub_name(str(model)) and not model.exists()
@@ -134,7 +134,7 @@ def _local(model: ModelConfig) -> ModelConfig:
 
 
 def _say_serving(url: str, loaded: LoadedModel, *, with_token: bool) -> None:
-    """Print what is served, how it is computed, and a command that calls it."""
+    """Print the facts of the served model, its device and kernels, and a command that calls it."""
     facts, out = loaded.facts, console()
     kernels, *why = str(facts["kernels"]).split("; ")
     why = [str(facts["fallback"])] if "fallback" in facts else why

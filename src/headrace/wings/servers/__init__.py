@@ -1,4 +1,5 @@
-"""The engines that are servers of their own, vLLM and SGLang. Each folder registers one object."""
+"""The engines that sample through a separate server, vLLM or SGLang. Each of the folders ``vllm`` and ``sglang``
+registers one engine; ``client`` is their common part."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    # a run file is read without torch
+    # these imports would load torch, which reading a run file must not need
     from headrace.engine.config import EngineSetup, OpenedEngine
 
 

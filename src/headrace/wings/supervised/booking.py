@@ -1,8 +1,8 @@
 """The ledger of a run on given rows: which row was trained in which step, exactly once.
 
-A row is a group, and each of its samples (one, or the two of a pair) is an episode. Its trained tokens count as sampled
-by a frozen author, the rows themselves. The number of a row in the run is its place in the order of training: a row
-that is visited in two epochs has two numbers.
+A row is a group, and each of its samples (one, or two for a pair) is an episode. The ledger records tokens that carry
+loss as sampled by a frozen version. The number of a row in the run is its place in the order of training, so a row that
+is trained in two epochs has two numbers.
 
     row ──▶ SUBMITTED ──▶ TAKEN(step) ──▶ TRAINED ──▶ RELEASED, with the version that its step made
 """
@@ -28,13 +28,13 @@ from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, 
 from headrace.wings.supervised.rendering import RenderedSample
 
 GIVEN, TRAINED = "task", "rows"
-"""The authors of a sample's tokens: those that are given, and those that carry loss."""
+"""The authors of a sample's tokens: of tokens without loss, and of tokens that carry loss."""
 
 
 def episode_of(key: EpisodeKey, sample: RenderedSample) -> EpisodeGraph:
-    """Return the episode of a sample, as the ledger and the batch take it: a chain of turns, one for each run of
-    neighbouring tokens that carry loss, and one for each run of those that do not. The reward is 1 for a chosen (or
-    good) answer and -1 for a rejected (or bad) one, and ``None`` for a sample to imitate."""
+    """Return the episode of a sample for the ledger and the batch: a chain of turns, one for each run of neighbouring
+    tokens that all carry loss or all do not. The reward is 1 for a chosen (or good) answer, −1 for a rejected (or bad)
+    answer, and ``None`` for a sample to imitate."""
     cuts = np.flatnonzero(np.diff(sample.mask_T)) + 1
     borders = sorted({0, *cuts.tolist(), sample.num_prompt, len(sample.ids_T)})
     turns = [
@@ -60,8 +60,8 @@ def _turn(sample: RenderedSample, start: int, end: int, parent: int | None) -> T
 
 
 def credit_of(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
-    """Return the advantages of a sample: 1 for all tokens of a sample to imitate. For a compared answer, one for each
-    turn of its ``episode``: the side of the answer (1 chosen, -1 rejected), and 0 for its prompt."""
+    """Return the advantages of a sample: 1 for all tokens of a sample to imitate. For a sample with a side, one
+    advantage for each turn of its ``episode``: the side (1 chosen, −1 rejected), and 0 for the prompt."""
     if not sample.side:
         return 1.0
     ends = np.cumsum([len(turn.tokens) for turn in episode.turns])
@@ -69,23 +69,23 @@ def credit_of(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
 
 
 def batch_of(step: int, groups: Sequence[tuple[int, tuple[RenderedSample, ...]]]) -> tuple[Batch, list[EpisodeGraph]]:
-    """Return the batch of ``step`` and the episodes of its samples. ``groups`` are the rows of the batch, each as its
-    number in the run and its rendered samples."""
+    """Return the batch of ``step`` and the episodes of its samples. ``groups`` are the rows of the batch, as pairs of
+    the row's number in the run and its samples."""
     pairs = [
-        (episode_of(EpisodeKey(number, place), sample), sample)
+        (episode_of(EpisodeKey(number, index), sample), sample)
         for number, samples in groups
-        for place, sample in enumerate(samples)
+        for index, sample in enumerate(samples)
     ]
     laid_out = [path for episode, sample in pairs for path in paths(episode, credit_of(episode, sample))]
     return Batch.collate(step, laid_out), [episode for episode, _ in pairs]
 
 
 class RowLedger:
-    """Records the life of every row in the ledger of the run, and knows which rows an earlier life of a resumed run has
-    recorded already, so that none is submitted twice."""
+    """Records the states of every row in the ledger of the run. In a resumed run, rows that an earlier life has
+    recorded are not submitted again."""
 
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
-        """Write into ``ledger``; ``clock`` gives the times of records."""
+        """Write into ``ledger``, with the times of ``clock``."""
         self._ledger = ledger
         self._clock = clock
         self._num_recorded = 0
@@ -106,22 +106,22 @@ class RowLedger:
         self._num_recorded = resumed.num_submitted
 
     def take(self, step: int, numbers: Sequence[int], rows: Sequence[int], episodes: Sequence[EpisodeGraph]) -> None:
-        """Record that ``step`` takes a batch: the rows ``rows`` (indices into the dataset), whose numbers in the run
-        are ``numbers``, and their ``episodes``. Rows and episodes that an earlier life has recorded are not recorded
-        again."""
+        """Record that ``step`` takes a batch of rows. ``numbers`` are the rows' numbers in the run, ``rows`` their
+        indices into the dataset, and ``episodes`` their episodes. Rows and episodes that an earlier life has recorded
+        are not recorded again."""
         at_s = self._clock.wall()
         fresh = [(number, row) for number, row in zip(numbers, rows, strict=True) if number >= self._num_recorded]
         submit = Submit(numbers=tuple(n for n, _ in fresh), rows=tuple(row for _, row in fresh), at_s=at_s)
         ended = [EndEpisode(episode=one, at_s=at_s) for one in episodes if one.key.group >= self._num_recorded]
-        taken = Move(numbers=tuple(numbers), state=GroupState.TAKEN, at_s=at_s, oldest_version=step, step=step)
-        self._ledger.apply(*([submit] if fresh else []), *ended, taken)
+        move = Move(numbers=tuple(numbers), state=GroupState.TAKEN, at_s=at_s, oldest_version=step, step=step)
+        self._ledger.apply(*([submit] if fresh else []), *ended, move)
         self._num_recorded = max(self._num_recorded, numbers[-1] + 1)
 
     def trained(
         self, report: StepReport, numbers: Sequence[int], batch: Batch, episodes: Sequence[EpisodeGraph]
     ) -> None:
-        """Record that the optimizer has made the step of ``report`` with the rows ``numbers``, with what the learner
-        computed for the tokens of their ``episodes``, and that the new weights are in use."""
+        """Record that the optimizer has made the step of ``report`` with the rows ``numbers``, the learner's results
+        for the tokens of their ``episodes``, and the commit of the new weights."""
         at_s = self._clock.wall()
         learned = TokenResults.of([episode.key for episode in episodes], batch, report.log_pi_N)
         ended = EndStep(

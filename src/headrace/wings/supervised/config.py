@@ -1,4 +1,5 @@
-"""The settings of training on given rows: the sections of a run file of ``headrace sft`` and ``headrace dpo``."""
+"""The settings of ``headrace sft``, ``dpo`` and ``distill``, which train on the rows of a dataset: the sections of
+their run files."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ COLUMNS = (
     *("messages", "tools", "prompt", "completion", "text", "input_ids", "labels"),
     *("chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "label", "teacher_ids", "teacher_logprobs"),
 )
-"""The names by which the columns of a row are read."""
+"""The column names that the forms of rows use (rendering.py)."""
 
 
 class SourceConfig(Section):
@@ -42,7 +43,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _weight_is_positive(self) -> Self:
-        """Refuse a weight at which no row of the source would ever be trained."""
+        """Refuse a weight with which no row of the source would be trained."""
         if self.weight is not None and self.weight <= 0:
             raise ConfigError(
                 f"data.sources: {self.path!r} has weight={self.weight:g}, so none of its rows would ever be trained",
@@ -52,34 +53,35 @@ class SourceConfig(Section):
 
 
 class RowsConfig(Section):
-    """The section ``[data]``: the rows to train on and the held-out rows, and how they are read."""
+    """The section ``[data]``: the rows to train on, the held-out rows, and the rules for reading them."""
 
     path: str = ""
-    """A ``.jsonl``, ``.csv`` or ``.parquet`` file. Empty where rows are passed in Python or ``sources`` are given."""
+    """A ``.jsonl``, ``.csv`` or ``.parquet`` file. Empty if rows are passed in Python or ``sources`` is set."""
     sources: tuple[SourceConfig, ...] = ()
     """Several files, a table ``[[data.sources]]`` for each, in place of ``path``."""
     eval_path: str = ""
     """A file of held-out rows in the same form, on which the loss is measured; empty: no evaluation."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """The columns of the files by the names that are expected: ``columns = { completion = "answer" }``."""
+    """The names of the files' columns by the expected names: ``columns = { completion = "answer" }``."""
     loss_on: LossOn = "assistant"
     """The tokens that carry loss. ``assistant``: all turns of the assistant, or the completion. ``last``: the last turn
     of the assistant only. ``all``: every token but the first. A row of plain text has loss on every token but the
     first."""
     max_length: int | None = Field(default=None, ge=2)
-    """The longest row, in tokens. Unset: the longest context of the model, or ``learner.tokens_per_microbatch``."""
+    """The greatest length of a row, in tokens. Unset: the smaller of the model's context and
+    ``learner.tokens_per_microbatch``."""
     long_rows: Literal["refuse", "skip", "cut"] = "refuse"
-    """What happens to rows that are longer: they are refused by name, left out and counted, or cut off at the end and
-    counted."""
+    """The handling of longer rows: the run is refused with the first of them (``refuse``), or they are left out
+    (``skip``) or truncated (``cut``) and counted."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What happens to rows that cannot be trained: they are refused by name before the run starts, or left out,
-    counted and listed in ``left_out.jsonl`` of the run directory."""
+    """The handling of rows that cannot be trained: the run is refused with the first of them (``refuse``), or they are
+    left out, counted and listed in ``left_out.jsonl`` of the run directory (``skip``)."""
     shuffle: bool = True
-    """Whether the rows are visited in a new random order in every epoch."""
+    """Whether each epoch has a new random order of rows."""
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> Self:
-        """Refuse a mapping of columns to a name that no row is read by."""
+        """Refuse a mapping to a column name that no form of row uses."""
         unknown = next((name for name in self.columns if name not in COLUMNS), None)
         if unknown is not None:
             raise ConfigError(f"data.columns.{unknown}: no row is read by that name", remedy=nearest(unknown, COLUMNS))
@@ -101,8 +103,8 @@ class RowsConfig(Section):
 
     @property
     def files(self) -> tuple[SourceConfig, ...]:
-        """Return the files to train on, as sources: ``sources``, or ``path`` as the only one; empty if rows are passed
-        in Python."""
+        """Return the files to train on, as sources: ``sources``, or ``path`` as the only source; empty if rows are
+        passed in Python."""
         return self.sources or ((SourceConfig(path=self.path),) if self.path else ())
 
 
@@ -141,12 +143,12 @@ class TuningSection(Section):
 
 
 class TuningConfig(Section):
-    """The sections of a run file that ``headrace sft``, ``dpo`` and ``distill`` have in common."""
+    """The sections of a run file that ``headrace sft``, ``dpo`` and ``distill`` share."""
 
     verb: ClassVar[str]
     """The name of the verb."""
     has_teacher: ClassVar[bool] = False
-    """Whether the loss reads what a teacher says."""
+    """Whether the loss uses a teacher's log-probabilities."""
     model: ModelConfig
     """The model that is trained."""
     data: RowsConfig = RowsConfig()
@@ -154,10 +156,10 @@ class TuningConfig(Section):
     learner: LearnerConfig = LearnerConfig(lr=1e-5, betas=(0.9, 0.999))
     """The optimizer, its schedule, and the reference policy."""
     eval: dict[str, Any] = Field(default_factory=dict)
-    """The sections of a run file of ``headrace train`` that say how rewards and pass@k of the weights are measured,
-    without the model; empty: they are not. It is done when the held-out loss is measured, while training goes on."""
+    """The evaluation of rewards and pass@k: sections of a run file of ``headrace train`` without the model; empty: no
+    evaluation. It runs at the same steps as the held-out loss, while training continues."""
     observe: ObserveConfig = ObserveConfig()
-    """The display of the run, and the files it leaves for people."""
+    """The display of the run, its writers, its alarms and its report."""
     run: TuningSection = TuningSection()
     """The length of the run, its batches, its seed and its directory."""
 
@@ -171,7 +173,7 @@ class TuningConfig(Section):
 
     @model_validator(mode="after")
     def _learner_reads_rows(self) -> Self:
-        """Refuse settings of the learner that no loss on given rows reads, such as adapters of agents."""
+        """Refuse settings of the learner that supervised losses do not use, such as adapters of agents."""
         if (self.learner.teachers and not self.has_teacher) or self.learner.old is not None:
             what = "learner.teachers" if self.learner.teachers and not self.has_teacher else "learner.old"
             raise ConfigError(f"{what} has no effect: the loss does not read it", remedy=f"leave {what} out")
@@ -183,7 +185,8 @@ class TuningConfig(Section):
 
 
 _LEARNER = {"lr": 1e-5, "betas": (0.9, 0.999)}
-"""Defaults of ``[learner]`` that differ from those of ``headrace train``: given rows allow a higher rate."""
+"""The defaults of ``[learner]`` that differ from ``headrace train``: training on given rows allows a higher learning
+rate."""
 
 
 class SftConfig(TuningConfig):
@@ -193,26 +196,26 @@ class SftConfig(TuningConfig):
 
 
 class ServerTeacher(Section):
-    """The settings of a teacher that a server computes: any engine behind OpenAI's completions that tells the logprobs
-    of prompts and has ``/detokenize``, such as ``headrace serve`` and vLLM."""
+    """The settings of a teacher on a server. The server must offer OpenAI's completions with the log-probabilities of
+    prompts, and ``/detokenize``, as ``headrace serve`` and vLLM do."""
 
     base_url: str
     """The URL of its API, such as ``http://localhost:8000/v1``."""
     model: str = ""
-    """The server's name for the model; unset: the first that it lists."""
+    """The server's name for the model; unset: the first model that the server lists."""
     api_key_env: str = ""
-    """The environment variable that holds the key; unset: no key is sent."""
+    """The name of the environment variable with the API key; unset: no key is sent."""
     top_k: int = Field(default=20, ge=1)
     """The number of the teacher's likeliest entries that are compared at each token; the remaining probability counts
-    as one more entry. ``headrace serve`` tells at most 20, and vLLM too unless ``--max-logprobs`` says otherwise."""
+    as one more entry. ``headrace serve`` returns at most 20 entries, and vLLM too unless ``--max-logprobs`` is set."""
     concurrency: int = Field(default=8, ge=1)
-    """The most requests at once."""
+    """The greatest number of requests at the same time."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds after which a request without an answer ends the run, which ``--resume`` goes on with."""
+    """The time limit of one request, in seconds. A request without an answer ends the run, which can be resumed."""
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:
-        """Refuse a ``base_url`` that is no address, and one that contains a password."""
+        """Refuse a ``base_url`` that is not an HTTP address or contains a password."""
         refuse_secret("teacher.base_url", self.base_url, "name an environment variable that holds the key: api_key_env")
         if urlsplit(self.base_url).scheme not in ("http", "https") or not urlsplit(self.base_url).hostname:
             raise ConfigError(
@@ -223,28 +226,28 @@ class ServerTeacher(Section):
 
 
 class DistillConfig(TuningConfig):
-    """A run file of ``headrace distill``: the tokens of the rows, as a teacher would have continued them.
+    """A run file of ``headrace distill``: the divergence from a teacher's distribution, on the tokens of the rows.
 
     The teacher is ``[[learner.teachers]]``, a model that the learner or an engine of this process computes, or
-    ``[teacher]``, a server; without both, the rows themselves say what a teacher gave each token."""
+    ``[teacher]``, a server; without both, the rows contain a teacher's scores of each token."""
 
     verb: ClassVar[str] = "distill"
     has_teacher: ClassVar[bool] = True
     loss: Distill = Distill(divergence="forward")
     """The divergence between teacher and model. ``forward`` by default: the rows are not the model's own samples."""
     teacher: ServerTeacher | None = None
-    """A teacher that a server computes; unset: there is none."""
+    """A teacher on a server; unset: no server."""
 
     @property
     def has_engine(self) -> bool:
-        """Return whether the teacher scores the rows before the first step, by an engine of this process or a server,
-        instead of beside the learner in every step."""
+        """Return whether an engine of this process, or a server, scores all rows before the first step. If not, the
+        learner computes the teacher in every step, or the rows contain its scores."""
         return self.teacher is not None or bool(self.learner.served_teachers)
 
     @model_validator(mode="after")
     def _there_is_one_teacher(self) -> Self:
-        """Refuse several teachers, and settings of the teacher's engine that have no effect because it only scores
-        given rows."""
+        """Refuse several teachers, and engine settings that have no effect because the engine only scores given
+        rows."""
         if self.teacher is not None and self.learner.teachers:
             raise ConfigError("[teacher] and [[learner.teachers]] are both set", remedy="leave one of them out")
         if len(self.learner.teachers) > 1:
@@ -265,7 +268,7 @@ class DistillConfig(TuningConfig):
 
     @model_validator(mode="after")
     def _nothing_is_idle(self) -> Self:
-        """Refuse settings that distillation does not read, and that would therefore have no effect."""
+        """Refuse settings that have no effect, because distillation does not use them."""
         if self.data.eval_path or (self.run.eval_every and not self.eval):
             raise ConfigError(
                 "data.eval_path and run.eval_every: a divergence from a teacher is not measured on held-out rows",
@@ -279,7 +282,7 @@ class DistillConfig(TuningConfig):
 
 
 class DpoConfig(TuningConfig):
-    """A run file of ``headrace dpo``: learning from pairs of answers."""
+    """A run file of ``headrace dpo``: a preference loss on pairs of answers, or on labelled answers."""
 
     verb: ClassVar[str] = "dpo"
 
@@ -297,7 +300,7 @@ class DpoConfig(TuningConfig):
 
     @model_validator(mode="after")
     def _reference_is_read(self) -> Self:
-        """Refuse a reference policy that the loss does not read."""
+        """Refuse a reference policy that the loss does not use."""
         if self.learner.reference is not None and "log_ref" not in self.loss.columns():
             raise ConfigError(
                 f"learner.reference has no effect: loss={self.loss.kind!r} has no reference policy",
@@ -310,12 +313,11 @@ C = TypeVar("C", bound=TuningConfig)
 
 
 def load_tuning(kind: type[C], source: str | Path | dict[str, Any] | TuningConfig, overrides: Sequence[str] = ()) -> C:
-    """Return the checked settings of a run file as a ``kind``, the settings of one of the verbs, with the
-    ``section.key=value`` pairs of ``overrides`` applied. ``source`` is the path of the file, its content as a tree, or
-    settings.
+    """Return the validated settings of a run file as ``kind``, the class of one verb's settings. ``source`` is the path
+    of the file, its content as a tree, or settings. ``overrides`` are ``section.key=value`` pairs to apply.
 
-    Paths in a file are relative to it; paths in a tree and in ``overrides`` are relative to the working directory.
-    Raises :class:`~headrace.base.errors.ConfigError`.
+    Paths in a file are relative to its directory; paths in a tree and in ``overrides`` are relative to the working
+    directory. Raises :class:`~headrace.base.errors.ConfigError`.
     """
     if isinstance(source, TuningConfig):
         tree: dict[str, Any] = source.model_dump(mode="json")
@@ -328,8 +330,8 @@ def load_tuning(kind: type[C], source: str | Path | dict[str, Any] | TuningConfi
 
 
 def with_absolute_rows(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return ``tree``, the content of a run file, with every relative path in it resolved against ``directory``, those
-    of ``[eval]`` and ``[[data.sources]]`` included."""
+    """Return ``tree``, the content of a run file, with every relative path resolved against ``directory``, also in
+    ``[eval]`` and ``[[data.sources]]``."""
     tree = with_absolute_paths(tree, directory)
     if isinstance(tree.get("eval"), dict):
         tree = {**tree, "eval": with_absolute_paths(tree["eval"], directory)}

@@ -2,7 +2,8 @@
 
     the run ──▶ every rank: the same order (train, evaluate, save) ──▶ all compute it together ──▶ rank 0 answers
 
-A *rank* is one process of a learner that is divided among several (``learner.parallel``).
+A *rank* is one of the processes among which the learner is divided (``learner.parallel``). An *order* is a message from
+the run's process to the ranks, and an *answer* is the reply of rank 0.
 """
 
 from __future__ import annotations
@@ -46,85 +47,85 @@ from headrace.wings.supervised.preparing import PreparedTuning, learner_settings
 from headrace.wings.supervised.tied import TiedProcess, read_order
 
 LOGS = "logs"
-"""The directory, in that of the run, of the logs of its processes."""
+"""The directory of the processes' logs, in the run directory."""
 LOST_S = 10.0
-"""Seconds to wait, after one rank has ended, for another whose end was the cause."""
+"""The time to wait, after one rank has ended, for another rank whose end was the cause, in seconds."""
 VERBS: dict[str, type[TuningConfig]] = {kind.verb: kind for kind in (SftConfig, DpoConfig, DistillConfig)}
 
 
 class TuningLearner(Protocol):
-    """What a run on given rows asks of its learner; see :class:`~headrace.learner.core.LearnerCore`."""
+    """The contract of the learner of a run on given rows; :class:`~headrace.learner.core.LearnerCore` satisfies it."""
 
     def train(self, batch: Batch) -> StepReport:
-        """Make one step on ``batch``."""
+        """Train one step on ``batch``, and return its report."""
         ...
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
-        """Return the loss of ``batch`` and its metrics, without training."""
+        """Return the loss of ``batch`` and the loss's metrics, without training."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write a snapshot into ``directory``."""
+        """Write a snapshot of weights and optimizer into ``directory``."""
         ...
 
     def take_spans(self) -> tuple[Span, ...]:
-        """Return the spans of time since the last call."""
+        """Return the spans (timings for the event trace) since the last call."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedLearner:
-    """A learner that has loaded its model, and where it computes."""
+    """A learner that has loaded its model, and the devices and processes on which it computes."""
 
     learner: TuningLearner
     devices: tuple[str, ...]
-    """The device of each rank."""
+    """The device of each rank, or of the run's own process."""
     pids: tuple[int, ...] = ()
-    """The process of each rank; empty if the run's own process computes."""
+    """The process id of each rank; empty if the run's own process computes."""
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one rank of a learner on given rows."""
+    """The settings of one rank, which the run's process sends to it at its start."""
 
     verb: str
     """``sft``, ``dpo`` or ``distill``."""
     config: dict[str, Any]
-    """The run file, as JSON data."""
+    """The settings of the run, as JSON data."""
     snapshot: str
     """The directory of the snapshot to continue from; empty for a new run."""
     total_steps: int
-    """Optimizer steps of the whole run."""
+    """The number of optimizer steps of the whole run."""
     device: str
     """The device of this rank."""
     num_threads: int
-    """The number of threads that it computes with."""
+    """The number of threads of its computations."""
     rank: int
-    """The index of this rank. Rank 0 answers the orders."""
+    """The index of this rank. Rank 0 answers orders."""
     world: int
     """The number of ranks."""
     rendezvous: str
-    """The address at which the ranks find each other: torch's ``init_method``."""
+    """The address at which the ranks meet: torch's ``init_method``."""
 
     @property
     def place(self) -> RankPlace:
-        """The place of this rank among all, which are on one machine."""
+        """The place of this rank among all ranks, which are on one machine."""
         return RankPlace(rank=self.rank, local_rank=self.rank, world=self.world)
 
 
 class Evaluate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to compute the loss of a batch without training."""
+    """The order to compute the loss and the metrics of a batch without training."""
 
     batch: Batch
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Evaluate``."""
+    """The answer to :class:`Evaluate`: the metrics of its batch."""
 
     metrics: dict[str, float]
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first answer of rank 0: the model is loaded on all ranks."""
+    """The first answer of rank 0, after all ranks have loaded the model."""
 
 
 Order = Train | Evaluate | Save
@@ -180,91 +181,92 @@ def open_learner(config: TuningConfig, ranks: AnyRanks, snapshot: str, total_ste
 
 
 class RankedLearner:
-    """The learner of a run as its ranks compute it. Each call sends the same order to all ranks, and returns the answer
-    of rank 0, or raises the error of whichever rank reports one."""
+    """The learner of a run on several ranks. Each call sends the same order to all ranks, and returns the answer of
+    rank 0, or raises the error that a rank reports."""
 
     def __init__(self, starts: Sequence[RankStart], logs: Path, stack: ExitStack) -> None:
-        """Start a process for each of ``starts``, the settings of the ranks in their order, and wait until all have
-        loaded the model. ``logs`` is the directory of their logs; ``stack`` ends the processes."""
+        """Start a process for each of ``starts``, and wait until all have loaded the model. ``logs`` is the directory
+        of their logs; ``stack`` ends the processes."""
         self._codec = MessageCodec(Answer)
         self._spans: list[Span] = []
         self.processes: list[TiedProcess] = []
         self._pipes: list[Connection] = []
         for start in starts:
-            pipe, theirs = Pipe()
+            pipe, rank_end = Pipe()
             process = TiedProcess(
                 __name__,
                 msgspec.json.encode(start),
                 logs / f"learner-{start.rank}.log",
-                arguments=[str(theirs.fileno())],
+                arguments=[str(rank_end.fileno())],
                 environment={**child_environment(start.num_threads), **rank_environment(start.place)},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[rank_end.fileno()],
             )
             stack.callback(process.end)
             stack.callback(pipe.close)
-            theirs.close()  # so that the end of the process is the end of the pipe
+            rank_end.close()  # so that the pipe ends with the process
             self.processes.append(process)
             self._pipes.append(pipe)
         self._receive()
 
     def train(self, batch: Batch) -> StepReport:
-        """Make one step on ``batch``, and return its report."""
-        answer = self._order(Train(call=batch.step, batch=batch))
+        """Train one step on ``batch``, and return its report."""
+        answer = self._send_order(Train(call=batch.step, batch=batch))
         assert isinstance(answer, Trained)
         self._spans += answer.spans
         return answer.report
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
         """Return the loss of ``batch`` and the loss's metrics, without training."""
-        answer = self._order(Evaluate(batch=batch))
+        answer = self._send_order(Evaluate(batch=batch))
         assert isinstance(answer, Evaluated)
         return answer.metrics
 
     def save(self, directory: Path) -> None:
-        """Write a snapshot into the existing, empty ``directory``; each rank writes its part."""
-        answer = self._order(Save(call=0, directory=str(directory)))
+        """Write a snapshot into ``directory``, which exists and is empty; each rank writes its part."""
+        answer = self._send_order(Save(call=0, directory=str(directory)))
         assert isinstance(answer, Saved)
         self._spans += answer.spans
 
     def take_spans(self) -> tuple[Span, ...]:
-        """Return the spans of rank 0 that were recorded since the last call, and forget them."""
+        """Return the spans of rank 0 since the last call, and clear them."""
         spans, self._spans = tuple(self._spans), []
         return spans
 
-    def _order(self, order: Order) -> Any:
-        """Send ``order`` to all ranks, and return the answer of rank 0."""
+    def _send_order(self, order: Order) -> Any:
+        """Send ``order`` to all ranks, and return the answer of rank 0. Raises the error that a rank reports."""
         words = self._codec.encode(order)
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send_bytes(words)
             except OSError:
-                raise self._lost(rank) from None
+                raise self._rank_error(rank) from None
         return self._receive()
 
     def _receive(self) -> Any:
-        """Return the answer of rank 0 to the last order. Raises the error that a rank reports, and
-        :class:`~headrace.base.errors.RankLost` if one ends."""
+        """Return the answer of rank 0 to the last order. Raises the error that a rank reports, or
+        :class:`~headrace.base.errors.RankLost` if a rank has ended."""
         for pipe in wait(self._pipes):
             assert isinstance(pipe, Connection)
             try:
                 answer = self._codec.decode(pipe.recv_bytes())
             except (EOFError, OSError):
-                raise self._lost(self._pipes.index(pipe)) from None
+                raise self._rank_error(self._pipes.index(pipe)) from None
             if isinstance(answer, Failure):
                 raise error_of(answer)
             return answer
         raise AssertionError("wait returned without a pipe")
 
-    def _lost(self, rank: int) -> HeadraceError:
-        """Return the error for the end of ``rank``, whose pipe is closed. The others end because they wait for each
-        other, so it is the error that one of them has reported, or names the one that ended by itself."""
+    def _rank_error(self, rank: int) -> HeadraceError:
+        """Return the error to raise after the pipe of ``rank`` has closed: the error that a rank has reported, or an
+        error that names the rank that ended first. The ranks wait for each other, so the end of one rank soon ends all
+        of them."""
         clock = RealClock()
         limit_s = clock.now() + LOST_S
         for other in (rank, *(each for each in range(len(self.processes)) if each != rank)):
             code = self.processes[other].wait(max(0.0, limit_s - clock.now()))
             if (failure := self._failure_of(other)) is not None:
                 return error_of(failure)
-            if code != EXIT_RANK_LOST:  # it ended by itself, or it is the one for which the others waited in vain
+            if code != EXIT_RANK_LOST:  # it ended first, or it still runs and the others waited for it
                 rank = other
                 break
         process, code = self.processes[rank], self.processes[rank].wait(0.0)
@@ -282,7 +284,7 @@ class RankedLearner:
         )
 
     def _failure_of(self, rank: int) -> Failure | None:
-        """Return the failure that ``rank`` has reported and that has not been read yet; ``None`` for none."""
+        """Return an unread failure that ``rank`` has reported; ``None`` if there is none."""
         try:
             answer = self._codec.decode(self._pipes[rank].recv_bytes()) if self._pipes[rank].poll() else None
         except (EOFError, OSError):
@@ -294,22 +296,22 @@ class RankedLearner:
 
 
 def main() -> None:
-    """Run one rank: read its settings, join the other ranks, and carry out orders that come over the descriptor in the
-    first argument, until the run's process closes it."""
+    """Run one rank: read its settings, join the other ranks, and carry out the orders from the pipe whose descriptor is
+    the first argument, until the run's process closes the pipe."""
     start = msgspec.json.decode(read_order(), type=RankStart)
     exit_with(partial(_run, start, Connection(int(sys.argv[1]))))
 
 
 def _run(start: RankStart, pipe: Connection) -> int:
-    """Run the rank ``start``, report an error that ends it over ``pipe``, and return the exit code. The loss of another
-    rank is not reported: the user needs that rank's error."""
+    """Run the rank ``start``, report an error of it over ``pipe``, and return the exit code. The loss of another rank
+    is not reported, because the user needs that rank's own error."""
     codec = MessageCodec(Order)
     try:
         torch.set_num_threads(start.num_threads)
         config = load_tuning(VERBS[start.verb], start.config)
         device = use("learner.device", start.device)
         joining = joined(config.learner.parallel, start.place, device, start.rendezvous)
-        with joining as ranks, _ending_with_the_others(start.rank), gc_frozen():
+        with joining as ranks, _exit_on_rank_loss(start.rank), gc_frozen():
             _serve(open_learner(config, ranks, start.snapshot, start.total_steps), ranks, pipe, codec)
     except HeadraceError as error:
         traceback.print_exc()
@@ -320,9 +322,9 @@ def _run(start: RankStart, pipe: Connection) -> int:
 
 
 @contextmanager
-def _ending_with_the_others(rank: int) -> Iterator[None]:
-    """End this process, which is ``rank``, at once if another rank is lost within this context: threads that wait for
-    it never end."""
+def _exit_on_rank_loss(rank: int) -> Iterator[None]:
+    """End this process, ``rank``, at once if another rank is lost during the body, because threads that wait for the
+    other rank would never end."""
     try:
         with explained_rank_loss(rank):
             yield
@@ -333,8 +335,8 @@ def _ending_with_the_others(rank: int) -> Iterator[None]:
 
 
 def _serve(core: LearnerCore, ranks: AnyRanks, pipe: Connection, codec: MessageCodec) -> None:
-    """Carry out the orders that come over ``pipe`` with the learner ``core``, until it is closed. Rank 0 answers, first
-    that the learner is loaded."""
+    """Carry out the orders from ``pipe`` with the learner ``core`` until the pipe is closed. Rank 0 sends the answers,
+    the first after the learner is loaded."""
     answer: Answer = Loaded()
     while True:
         if ranks.is_leader:

@@ -1,11 +1,10 @@
-"""Rewards and pass@k of the weights of a run on given rows, measured while it goes on training, as the table ``[eval]``
-of its run file says.
+"""The measurement of rewards and pass@k of a run's weights while the run trains, by the table ``[eval]``.
 
-    snapshot ──▶ MEASURED/step-N, as other programs load it ──▶ a process of its own: headrace's evaluation, with an
-    engine and scoring workers ──▶ the measured version, in the metrics of the next step
+    snapshot ──▶ measured/step-N, weights in the Hugging Face format ──▶ another process: the evaluation of headrace,
+    with an engine and scoring workers ──▶ its result, in the metrics of the run's next step
 
-One measurement runs at a time, in order. What a killed run has not measured lies there still, and is measured when it
-is resumed.
+One measurement runs at a time, in the order of versions. Versions that a killed run has not measured stay on the disk,
+and are measured when the run is resumed.
 """
 
 from __future__ import annotations
@@ -29,29 +28,28 @@ from headrace.run.session.prepare import Inputs, prepare
 from headrace.wings.supervised.tied import TiedProcess, read_order
 
 MEASURED = "measured"
-"""The directory, in that of the run, of the weights that are or will be measured, and of the logs of it."""
+"""The directory, in the run directory, of the weights to measure and of the log of measurements."""
 MOST_WAITING = 2
-"""The most versions that lie on the disk and wait to be measured; training waits for a measurement when there are
-more."""
+"""The greatest number of versions that wait on the disk to be measured; beyond it, training waits for a measurement."""
 RESULT, LOG = "result.json", "measuring.log"
 Tree = dict[str, Any]
 
 
 class VersionRewards(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of measuring one version of the weights."""
+    """The result of the evaluation of one version of the weights."""
 
     version: int
     mean_reward: float
-    """The mean over all attempts; one that fails counts as 0."""
+    """The mean over all attempts; a failed attempt counts as 0."""
     pass_at: dict[int, float]
-    """By k, the share of tasks that at least one of k attempts solves."""
+    """pass@k by k: the share of tasks that at least one of k attempts solves."""
     warnings: list[str] = []
     """Warnings of the evaluation, in words."""
 
 
 def check_measuring(settings: Tree, model: str) -> None:
-    """Check, before training, that the evaluation would start: its settings, its rows and its reward. ``settings`` are
-    the table ``[eval]``, sections of a run file of ``headrace train``; ``model`` is the directory of the first weights.
+    """Check, before training, that the evaluation can start: its settings, its rows and its reward. ``settings`` is the
+    table ``[eval]``, sections of a run file of ``headrace train``; ``model`` is the directory of the first weights.
     Raises :class:`~headrace.base.errors.HeadraceError`, whose text names the table."""
     try:
         prepare(load_config(merge(settings, {"model": {"path": model}})), Inputs(thorough=True), training=False)
@@ -61,87 +59,87 @@ def check_measuring(settings: Tree, model: str) -> None:
 
 
 class Measurements:
-    """The queue of the versions that are to be measured in one run, and the process that measures the first of them.
-    The run calls :meth:`begin` with each version, and :meth:`take` for results; :meth:`close` ends the process."""
+    """The queue of versions to measure in one run, and the process that measures the first of them. The run calls
+    :meth:`begin` with each version and :meth:`take` for results; :meth:`close` kills the process."""
 
     def __init__(self, settings: Tree, run_dir: Path, base: str) -> None:
-        """``settings`` are the table ``[eval]``; ``base`` is the directory of the weights with which the run begins,
-        version 0. Versions that an earlier life of the run left unmeasured are measured first."""
+        """``settings`` is the table ``[eval]``; ``base`` is the directory of the run's first weights, version 0.
+        Versions that an earlier life of the run did not measure are measured first."""
         self._settings, self._run_dir, self._base = settings, run_dir, base
-        self._place = run_dir / MEASURED
-        self._waiting = deque(sorted(int(path.name.removeprefix("step-")) for path in self._place.glob("step-*")))
-        self._ended: list[VersionRewards] = []
-        self._running: _Process | None = None
-        self._next()
+        self._directory = run_dir / MEASURED
+        self._queue = deque(sorted(int(path.name.removeprefix("step-")) for path in self._directory.glob("step-*")))
+        self._results: list[VersionRewards] = []
+        self._running: _MeasuringProcess | None = None
+        self._start_next()
 
     def begin(self, version: int) -> None:
-        """Have ``version`` measured, as soon as the versions before it are. Its weights are those of the run's newest
-        snapshot, which are exported to a directory; for version 0, those with which the run begins. A version that
-        waits already, from an earlier life, is not added again. If more than :data:`MOST_WAITING` versions wait, this
-        waits for results."""
+        """Queue ``version`` for measurement. Its weights are exported from the run's newest snapshot to a directory;
+        version 0 uses the run's first weights. A version that is queued already, from an earlier life, is not added
+        again. While more than :data:`MOST_WAITING` versions wait, wait for results."""
         if self._weights(version).exists():
             return
         if version:
             export(self._run_dir, self._weights(version))
         else:
-            self._weights(version).mkdir(parents=True)  # empty: these directories show what is left to do after a kill
-        self._waiting.append(version)
-        self._next()
-        while len(self._waiting) > MOST_WAITING:
-            self._wait()
+            # an empty directory marks version 0 as queued, also after a kill
+            self._weights(version).mkdir(parents=True)
+        self._queue.append(version)
+        self._start_next()
+        while len(self._queue) > MOST_WAITING:
+            self._finish_running()
 
     def take(self) -> Sequence[VersionRewards]:
-        """Return the results that have come since the last call, in the order of the versions; empty if there are none.
-        This does not wait. Raises :class:`~headrace.base.errors.EnvError` if a measurement has failed."""
+        """Return the results since the last call, in the order of versions, without waiting; empty if there are none.
+        Raises :class:`~headrace.base.errors.EnvError` if a measurement has failed."""
         while self._running is not None and self._running.has_ended:
-            self._wait()
-        ended, self._ended = self._ended, []
+            self._finish_running()
+        ended, self._results = self._results, []
         return ended
 
     def finish(self) -> None:
-        """Wait until all versions of the queue are measured."""
+        """Wait until all queued versions are measured."""
         while self._running is not None:
-            self._wait()
+            self._finish_running()
 
     def close(self) -> None:
-        """Kill the measurement that runs, if one does; its weights stay on the disk for the next life of the run."""
+        """Kill the running measurement, if there is one. Its weights stay on the disk for the next life of the run."""
         if self._running is not None:
             self._running.end()
             self._running = None
 
     def _weights(self, version: int) -> Path:
         """Return the directory of the exported weights of ``version``."""
-        return self._place / f"step-{version}"
+        return self._directory / f"step-{version}"
 
-    def _next(self) -> None:
-        """Start the process that measures the first waiting version, if no process runs."""
-        if self._running is None and self._waiting:
-            version = self._waiting.popleft()
+    def _start_next(self) -> None:
+        """Start the process that measures the first queued version, if no process runs."""
+        if self._running is None and self._queue:
+            version = self._queue.popleft()
             model = str(self._weights(version)) if version else self._base
             tree = merge(self._settings, {"model": {"path": model}})
-            self._running = _Process(tree, self._place, version)
+            self._running = _MeasuringProcess(tree, self._directory, version)
 
-    def _wait(self) -> None:
-        """Wait for the measurement that runs, keep its result, remove its weights, and start the next."""
+    def _finish_running(self) -> None:
+        """Wait for the running measurement, store its result, remove its weights, and start the next measurement."""
         running, self._running = self._running, None
         assert running is not None
-        self._ended.append(running.result())
+        self._results.append(running.result())
         shutil.rmtree(self._weights(running.version), ignore_errors=True)
-        self._next()
+        self._start_next()
 
 
-class _Process:
+class _MeasuringProcess:
     """The process that measures one version."""
 
-    def __init__(self, tree: Tree, place: Path, version: int) -> None:
-        """Start the process. ``tree`` are the settings of the evaluation, model included; ``place`` is the directory of
-        its result and its log."""
+    def __init__(self, tree: Tree, directory: Path, version: int) -> None:
+        """Start the process. ``tree`` is the settings of the evaluation with the model; ``directory`` is for its result
+        and log."""
         self.version = version
-        self._place = place
-        place.mkdir(parents=True, exist_ok=True)
-        (place / RESULT).unlink(missing_ok=True)
-        arguments = [str(place / RESULT)]
-        self._process = TiedProcess(__name__, json.dumps(tree).encode(), place / LOG, arguments=arguments)
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / RESULT).unlink(missing_ok=True)
+        arguments = [str(directory / RESULT)]
+        self._process = TiedProcess(__name__, json.dumps(tree).encode(), directory / LOG, arguments=arguments)
 
     @property
     def has_ended(self) -> bool:
@@ -149,8 +147,8 @@ class _Process:
         return self._process.has_ended
 
     def result(self) -> VersionRewards:
-        """Wait for the process to end, and return what it measured. Raises :class:`~headrace.base.errors.EnvError` if
-        the process failed."""
+        """Wait for the process to end, and return its result. Raises :class:`~headrace.base.errors.EnvError` if the
+        process failed."""
         status = self._process.wait()
         self._process.end()
         if status != 0:
@@ -159,20 +157,20 @@ class _Process:
                 + (self._process.last_lines() or f"status {status}"),
                 remedy=f"look at {self._process.log}, mend [eval], and --resume",
             )
-        found = json.loads((self._place / RESULT).read_bytes())
+        found = json.loads((self._directory / RESULT).read_bytes())
         pass_at = {int(k): each["value"] for k, each in found["pass_at"].items()}
         return VersionRewards(
             version=self.version, mean_reward=found["mean_reward"], pass_at=pass_at, warnings=found["warnings"]
         )
 
     def end(self) -> None:
-        """End the process and all that it has started."""
+        """Kill the process and its child processes."""
         self._process.end()
 
 
 def main() -> None:
-    """Run the evaluation in the process that measures one version: read its settings as JSON, and write the result into
-    the file that the first argument names."""
+    """Run the evaluation of one version; this is the program of the measuring process. Read its settings as JSON, and
+    write the result to the file that the first argument names."""
     from headrace.run.session import evaluate
 
     tree = json.loads(read_order())

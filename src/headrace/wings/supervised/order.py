@@ -1,4 +1,4 @@
-"""The order of rows: which row has which place in the run, as a function of the seed alone."""
+"""The order of training: the row at each place of the run, as a function of the seed alone."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from headrace.rollout.environments.data import RowOrder
 
 CHUNK = 4096
-"""The number of places whose sources are drawn together. Another number would be another order."""
+"""The number of places whose sources are drawn together; another number changes the order."""
 
 
 class RowStream:
-    """The rows of a run in the order of training, without an end. A place is a position in this order, from 0 on.
+    """The endless sequence of rows in the order of training. A place is a position in this sequence, counted from 0.
 
-    Without weights every row of every source comes once per epoch. With weights the source of each place is drawn by
-    its weight, and each source visits its own rows epoch by epoch. The row of a place does not depend on how many
-    places a run has, so that a longer run begins like a shorter one.
+    Without weights, every row of every source occurs once per epoch. With weights, the source of each place is drawn by
+    its weight, and each source repeats its own rows epoch by epoch. The row at a place does not depend on the length of
+    the run, so that a longer run begins like a shorter run.
 
     >>> stream = RowStream([2, 1], None, seed=0, shuffle=False)
     >>> stream.rows(0, 5).tolist()
@@ -35,29 +35,30 @@ class RowStream:
             for number, size in enumerate(parts)
         ]
         self._starts = np.cumsum([0, *sizes])[:-1]
-        self._drawn = np.zeros(0, np.int64)
-        """The rows of the places that were drawn so far."""
-        self._visited = np.zeros(len(sizes), np.int64)
-        """The number of places that each source has among them."""
+        self._drawn_rows = np.zeros(0, np.int64)
+        """The rows at the places that were drawn so far."""
+        self._num_visits = np.zeros(len(sizes), np.int64)
+        """The number of these places that belong to each source."""
 
     def rows(self, first: int, end: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the rows at the places from ``first`` up to ``end``, without ``end``, as indices into the rows of all
-        sources, one source after the other."""
-        while len(self._drawn) < end:
-            self._drawn = np.concatenate([self._drawn, self._next_chunk()])
-        return self._drawn[first:end]
+        """Return the rows at the places ``first`` to ``end - 1``, as indices into the rows of all sources,
+        concatenated."""
+        while len(self._drawn_rows) < end:
+            self._drawn_rows = np.concatenate([self._drawn_rows, self._next_chunk()])
+        return self._drawn_rows[first:end]
 
     def _next_chunk(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the rows of the next :data:`CHUNK` places, as indices into the rows of all sources: in the order of
-        one epoch after the other, or drawn from the sources by their weights."""
-        first = len(self._drawn)
+        """Return the rows at the next :data:`CHUNK` places, as indices into the rows of all sources: epoch by epoch, or
+        drawn from the sources by their weights."""
+        first = len(self._drawn_rows)
         if self._shares is None:
             return np.array([self._orders[0](place) for place in range(first, first + CHUNK)], np.int64)
+        # the draws of a chunk depend only on the seed and on its number
         rng = np.random.default_rng([self._seed, 1, first // CHUNK])
         rows = np.zeros(CHUNK, np.int64)
         for place, source in enumerate(rng.choice(len(self._sizes), size=CHUNK, p=self._shares).tolist()):
-            row = self._orders[source](int(self._visited[source]))
+            row = self._orders[source](int(self._num_visits[source]))
             assert row is not None
             rows[place] = self._starts[source] + row
-            self._visited[source] += 1
+            self._num_visits[source] += 1
         return rows

@@ -1,5 +1,7 @@
-"""Everything that is loaded and checked before the first step: rows, their order, the loss, the length of the run. A
-place is a position in the order of training, from 0 on; a row that is visited in two epochs has two places."""
+"""The preparation of a run on given rows: it loads and checks the rows, their order, the loss and the run's length.
+
+A *place* is a position in the order of training, counted from 0. A row that is trained in two epochs has two places.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,14 @@ Rows = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSchedule:
-    """The schedule of a run: which rows each step trains."""
+    """The schedule of a run: the rows of each step."""
 
     stream: RowStream
-    """The row of every place."""
+    """The endless sequence of rows, by place."""
     num_places: int
-    """The number of rows that the run trains, counting every visit."""
+    """The number of places of the run: a row counts once for each time it is trained."""
     rows_per_step: int
-    """The number of rows of every step but the last."""
+    """The number of rows of each step; the last step may have fewer."""
 
     @property
     def num_steps(self) -> int:
@@ -56,12 +58,12 @@ class RowSchedule:
         return -(-self.num_places // self.rows_per_step)
 
     def places(self, step: int) -> range:
-        """Return the places that ``step``, counted from 0, trains."""
+        """Return the places of step ``step``, counted from 0."""
         first = step * self.rows_per_step
         return range(first, min(first + self.rows_per_step, self.num_places))
 
     def rows(self, step: int) -> Sequence[int]:
-        """Return the rows that ``step`` trains, as indices into the rows of all sources."""
+        """Return the rows of step ``step``, as indices into the rows of all sources."""
         places = self.places(step)
         found: list[int] = self.stream.rows(places.start, places.stop).tolist()
         return found
@@ -69,21 +71,21 @@ class RowSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTuning:
-    """A run on given rows, with everything loaded and checked, ready to start; made by :func:`prepare_tuning`."""
+    """A run on given rows, loaded and checked by :func:`prepare_tuning`, and ready to start."""
 
     config: TuningConfig
-    """The settings, with a local directory in place of the model's name on a hub."""
+    """The settings; a model's name on a hub is replaced by its local directory."""
     verb: str
     """``sft``, ``dpo`` or ``distill``."""
     objective: Objective
-    """The loss, and how it is averaged over the tokens or rows of a step."""
+    """The loss, and its averaging over the tokens or rows of a step."""
     rows: RowSet
     """The rows to train on, rendered as tokens."""
     eval_rows: RowSet | None
-    """The held-out rows; ``None`` without any."""
+    """The held-out rows, rendered as tokens; ``None`` if there are none."""
     schedule: RowSchedule
     note: str
-    """A remark about how the rows are read, in words; empty for none."""
+    """A note about columns that are not read; empty if there is none."""
 
     @property
     def samples_per_row(self) -> int:
@@ -91,20 +93,20 @@ class PreparedTuning:
         return 2 if "pairs" in self.objective.columns else 1
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings as they are stored in ``config.json``: models of a hub by name and commit instead of
-        their local directory."""
+        """Return the settings as they are stored in ``config.json``; models of a hub have their name and commit instead
+        of a local directory."""
         tree = self.config.model_dump(mode="json")
         return {"verb": self.verb, **with_models(tree, lambda _, path: pinned(path))}
 
     def fingerprint(self) -> str:
-        """Return two hashes, separated by a colon: of the rows and their order, without which a run cannot be resumed,
-        and of the other settings that decide what is learned, whose change is only reported."""
+        """Return two hashes, separated by a colon: of the rows and their order, which must not change when the run is
+        resumed, and of the other settings that affect training, whose change is only reported."""
         run = self.config.run
         order: list[Any] = [run.seed, run.rows_per_step, self.config.data.shuffle]
         order += [(len(source.rows), source.weight) for source in self.rows.sources]
         settings = self.recorded()
-        left = {key: settings[key] for key in ("model", "learner", "loss", "teacher") if settings.get(key)}
-        return f"{self.rows.fingerprint()}{_hash(order)}:{_hash(left)}"
+        other = {key: settings[key] for key in ("model", "learner", "loss", "teacher") if settings.get(key)}
+        return f"{self.rows.fingerprint()}{_hash(order)}:{_hash(other)}"
 
 
 def _hash(tree: Any) -> str:
@@ -115,9 +117,9 @@ def _hash(tree: Any) -> str:
 def prepare_tuning(
     config: TuningConfig, *, data: Rows | None = None, eval_data: Rows | None = None, weights: bool = True
 ) -> PreparedTuning:
-    """Load and check everything that a run needs, and return it. ``data`` and ``eval_data`` are rows in place of those
-    of the files that ``config`` names. With ``weights=False``, the weights of a model on a hub are not downloaded,
-    which is enough to describe the run.
+    """Load and check everything that a run needs. ``data`` and ``eval_data`` are rows that replace the files in
+    ``config``. With ``weights=False``, the weights of a model on a hub are not downloaded, which is enough to describe
+    the run.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError` and
     :class:`~headrace.base.errors.ModelError`.
@@ -138,14 +140,14 @@ def prepare_tuning(
     renderer = RowRenderer(
         tokenizer, endings, config.data.loss_on, prompt_loss=isinstance(objective.loss, Orpo)
     )  # fmt: skip
-    render = _render(renderer, objective, config)
-    limits = _limits(config, path)
+    render = _render_method(renderer, objective, config)
+    limits = _row_limits(config, path)
     rows = read_rows(
         [(file.path, file.weight) for file in config.data.files], data, config.data, render, limits=limits
     )  # fmt: skip
     if isinstance(objective.loss, Kto):
-        _refuse_unrated(config, rows, limits)
-    _refuse_uneven(rows)
+        _refuse_kto_without_pairs(config, rows, limits)
+    _refuse_unequal_scores(rows)
     if isinstance(config, DistillConfig):
         check_teacher(config, tokenizer, rows)
     if config.eval:
@@ -155,16 +157,15 @@ def prepare_tuning(
         verb=config.verb,
         objective=objective,
         rows=rows,
-        eval_rows=_held_out(config, eval_data, render, limits),
+        eval_rows=_read_eval_rows(config, eval_data, render, limits),
         schedule=_schedule(config, rows),
         note=renderer.unread,
     )
 
 
 def _refuse_ranks(config: TuningConfig) -> None:
-    """Refuse a learner on several ranks whose model cannot be divided among them, which the installed libraries cannot
-    compute, or whose process is one of several that a launcher such as torchrun started. Raises
-    :class:`~headrace.base.errors.ConfigError`."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a learner on several ranks if the model cannot be divided
+    among them, the installed libraries cannot compute it, or a launcher such as torchrun started this process."""
     parallel, path = config.learner.parallel, config.model.path
     parallel.refuse_settings(config.model)
     if (world := rank_place().world) > 1:
@@ -179,9 +180,9 @@ def _refuse_ranks(config: TuningConfig) -> None:
         settle("cpu", config.learner.device, ranks=parallel.world, gpus=num_gpus())
 
 
-def _render(renderer: RowRenderer, objective: Objective, config: TuningConfig) -> Render:
-    """Return the method of ``renderer`` that turns a row into samples for this loss: with a teacher's scores
-    (distillation without a model as the teacher), as a pair, as a labelled answer (KTO), or as a sample to imitate."""
+def _render_method(renderer: RowRenderer, objective: Objective, config: TuningConfig) -> Render:
+    """Return the method of ``renderer`` that renders rows for the loss of the run: with a teacher's scores, as a pair,
+    as a labelled answer (KTO), or as a sample to imitate."""
     if isinstance(config, DistillConfig) and not config.learner.teachers and config.teacher is None:
         return renderer.distilled
     if "pairs" in objective.columns:
@@ -189,10 +190,10 @@ def _render(renderer: RowRenderer, objective: Objective, config: TuningConfig) -
     return renderer.labelled if isinstance(objective.loss, Kto) else renderer.supervised
 
 
-def _refuse_unrated(config: TuningConfig, rows: RowSet, limits: RowLimits) -> None:
-    """Refuse a run in whose batches KTO's divergence cannot be estimated. The estimate pairs every answer with the
-    prompt of another row, so a step needs more than one row, and the longest prompt together with the longest answer
-    must fit into the context. Raises :class:`~headrace.base.errors.ConfigError`."""
+def _refuse_kto_without_pairs(config: TuningConfig, rows: RowSet, limits: RowLimits) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if KTO's divergence cannot be estimated. The estimate combines
+    each answer with the prompt of another row of the step. So each step needs several rows, and the longest prompt with
+    the longest answer must fit into the context."""
     per_step, num_places = config.run.rows_per_step, _num_places(config, rows)
     if per_step == 1 or num_places % per_step == 1:
         raise ConfigError(
@@ -216,9 +217,9 @@ def _refuse_unrated(config: TuningConfig, rows: RowSet, limits: RowLimits) -> No
         )
 
 
-def _refuse_uneven(rows: RowSet) -> None:
-    """Refuse rows that hold a teacher's scores with different numbers of entries per token, because the loss would
-    differ from row to row. Raises :class:`~headrace.base.errors.DataError`."""
+def _refuse_unequal_scores(rows: RowSet) -> None:
+    """Raise :class:`~headrace.base.errors.DataError` if rows contain different numbers of a teacher's entries per
+    token, because the loss would differ from row to row."""
     sizes = [0 if row[0].teacher_scores is None else row[0].teacher_scores.ids_TK.shape[1] for row in rows.rows]
     other = next((place for place, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
@@ -229,14 +230,14 @@ def _refuse_uneven(rows: RowSet) -> None:
         )
 
 
-def _held_out(
+def _read_eval_rows(
     config: TuningConfig,
     data: Rows | None,
     render: Render,
     limits: RowLimits,
 ) -> RowSet | None:
     """Return the held-out rows, from ``data`` or else from ``data.eval_path``; ``None`` if there are none. Raises
-    :class:`~headrace.base.errors.ConfigError` if evaluations are asked for and nothing can be evaluated."""
+    :class:`~headrace.base.errors.ConfigError` if evaluations are configured and there is nothing to evaluate."""
     if data is None and not config.data.eval_path:
         if config.run.eval_every and not config.eval:
             raise ConfigError(
@@ -259,35 +260,35 @@ def objective_of(config: TuningConfig) -> Objective:
 
 
 def learner_settings(config: TuningConfig, objective: Objective) -> LearnerConfig:
-    """Return the learner's settings for ``objective``. Where the rows themselves hold a teacher's scores, a teacher is
-    added to the settings that computes elsewhere, so that the learner reads recorded scores."""
+    """Return the learner's settings for ``objective``. If the rows contain a teacher's scores, add a teacher that is
+    computed elsewhere, so that the learner uses the recorded scores."""
     learner = config.learner
     if "top_k" in objective.columns and not learner.teachers:
         return learner.model_copy(update={"teachers": (FrozenTeacher(engine=OwnEngine()),)})
     return learner
 
 
-def _limits(config: TuningConfig, path: str) -> RowLimits:
-    """Return the limits of length and vocabulary that every row must keep, from the settings, the learner and the model
-    in ``path``. Raises :class:`~headrace.base.errors.ConfigError` if ``data.max_length`` is more than learner and model
-    allow."""
+def _row_limits(config: TuningConfig, path: str) -> RowLimits:
+    """Return the limits of length and vocabulary for every row, from the settings, the learner and the model in
+    ``path``. Raises :class:`~headrace.base.errors.ConfigError` if ``data.max_length`` exceeds the limit of learner or
+    model."""
     budget, context = config.learner.tokens_per_microbatch, limit_of(path).length
     length, why = min(
         (budget, f"learner.tokens_per_microbatch={budget}"), (context, f"the context of the model, {context}")
     )
-    wanted = config.data.max_length
-    if wanted is not None and wanted > length:
+    max_length = config.data.max_length
+    if max_length is not None and max_length > length:
         raise ConfigError(
-            f"data.max_length={wanted} is more than {why}", remedy=f"set data.max_length <= {length}"
+            f"data.max_length={max_length} is more than {why}", remedy=f"set data.max_length <= {length}"
         )  # fmt: skip
-    if wanted is not None:
-        length, why = wanted, f"data.max_length={wanted}"
+    if max_length is not None:
+        length, why = max_length, f"data.max_length={max_length}"
     vocab_size = int(read_config(path).get_text_config().vocab_size)
     return RowLimits(length=length, together=budget, why=why, vocab_size=vocab_size)
 
 
 def _schedule(config: TuningConfig, rows: RowSet) -> RowSchedule:
-    """Return the schedule of the run's steps: which rows each of them trains."""
+    """Return the schedule of the run: the rows of each step."""
     run = config.run
     weights = [source.weight for source in rows.sources if source.weight is not None]
     stream = RowStream(
@@ -297,7 +298,7 @@ def _schedule(config: TuningConfig, rows: RowSet) -> RowSchedule:
 
 
 def _num_places(config: TuningConfig, rows: RowSet) -> int:
-    """Return how many rows the run trains, counting every visit of a row: by ``run.steps``, or by ``run.epochs``."""
+    """Return the number of places of the run, from ``run.steps`` or ``run.epochs``."""
     run = config.run
     return len(rows.rows) * run.epochs if run.steps is None else run.steps * run.rows_per_step
 
@@ -317,7 +318,11 @@ def explain_tuning(prepared: PreparedTuning) -> str:
         f"the longest has {max(len(sample.ids_T) for sample in samples):,}.",
         f"{plural(schedule.num_steps, 'step')} of {plural(schedule.rows_per_step, unit)}: "
         f"{plural(float(f'{epochs:.3g}'), 'epoch')}"
-        + (f"; the last step has {len(schedule.places(schedule.num_steps - 1))}." if _rest(schedule) else "."),
+        + (
+            f"; the last step has {len(schedule.places(schedule.num_steps - 1))}."
+            if _has_short_last_step(schedule)
+            else "."
+        ),
         f"Loss: {loss_name(prepared)}, learning rate {learner.lr:g} ({learner.schedule}).",
     ]
     if (world := learner.parallel.world) > 1:
@@ -346,7 +351,7 @@ def explain_tuning(prepared: PreparedTuning) -> str:
 
 
 def loss_name(prepared: PreparedTuning) -> str:
-    """Return the name of the run's loss for people; that of distillation with its teacher."""
+    """Return the name of the run's loss for people; for distillation it includes the teacher."""
     config = prepared.config
     if isinstance(config, DistillConfig):
         models: list[object] = [*config.learner.teachers]
@@ -357,6 +362,6 @@ def loss_name(prepared: PreparedTuning) -> str:
     return config.loss.kind if isinstance(config, DpoConfig) else "cross-entropy"
 
 
-def _rest(schedule: RowSchedule) -> bool:
+def _has_short_last_step(schedule: RowSchedule) -> bool:
     """Return whether the last step has fewer rows than the others."""
     return schedule.num_places % schedule.rows_per_step != 0

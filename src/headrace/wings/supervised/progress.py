@@ -22,14 +22,13 @@ from headrace.run.observe.words import duration, number
 
 
 class TuningView(Observer, AbstractContextManager["TuningView"], Protocol):
-    """What shows the progress of a run: an observer, which the run calls with every step and event, and a context
+    """The display of a run's progress: an observer, which the run calls with every step and event, and a context
     manager that restores the terminal at its end."""
 
 
 def open_progress(view: Literal["auto", "plain", "none"], num_steps: int) -> TuningView:
-    """Return the display that ``view`` asks for: ``auto`` for a bar that is redrawn on a terminal and plain lines
-    elsewhere, ``plain`` for plain lines, ``none`` for no output. ``num_steps`` is the number of steps of the whole
-    run."""
+    """Return the display for the setting ``view``: ``auto`` for a progress bar on a terminal and plain lines elsewhere,
+    ``plain`` for plain lines, ``none`` for no output. ``num_steps`` is the number of steps of the whole run."""
     if view == "none":
         return SilentView()
     stream = LossTolerantStream(sys.stdout)
@@ -40,11 +39,7 @@ def open_progress(view: Literal["auto", "plain", "none"], num_steps: int) -> Tun
 
 
 def figures(record: StepRecord) -> str:
-    """Return the main figures of a step on one line, for people; figures that the step does not have are left out.
-
-    >>> figures(StepRecord(step=0, version=1, clock_s=0, wall_s=4, metrics={"loss": 2.5, "lr": 1e-5}, seconds=2.0))
-    'loss 2.5  lr 1e-05'
-    """
+    """Return the main figures of a step on one line, for people; missing figures are left out."""
     metrics = record.metrics
     named = [("loss", "loss"), ("lr", "lr"), ("grad_norm", "grad norm")]
     named += [(name, name.replace("_", " ")) for name in metrics if name.endswith("_accuracy")]
@@ -74,7 +69,7 @@ class LineView:
         self._print(f"{'warning: ' if event.level == 'warning' else ''}{visible(event.text)}")
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: this observer has no use for spans."""
+        """Do nothing: this display does not show spans."""
 
     def update(self, state: LiveState) -> None:
         """Do nothing: lines are printed for steps and events alone."""
@@ -83,6 +78,7 @@ class LineView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Flush the stream."""
         self._stream.flush()
 
     def _print(self, line: str) -> None:
@@ -115,14 +111,16 @@ class BarView:
         )  # fmt: skip
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: this observer has no use for spans."""
+        """Do nothing: this display does not show spans."""
 
     def update(self, state: LiveState) -> None:
         """Do nothing: the bar is drawn for steps."""
 
     def __enter__(self) -> Self:
+        """Draw the bar, and return the display."""
         self._progress.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Remove the bar from the terminal."""
         self._progress.stop()

@@ -1,6 +1,6 @@
-"""The rows of a run: read from their sources, rendered as samples (sequences of tokens with a loss mask), checked
-against what the model can hold, and counted. A row that cannot be trained is refused, or left out if the settings say
-so."""
+"""The rows of a run: they are read from their sources, rendered as samples (sequences of tokens with a loss mask), and
+checked against the limits of the model. A row that cannot be trained is refused, or left out if the settings allow it.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from headrace.wings.supervised.config import RowsConfig
 from headrace.wings.supervised.rendering import RenderedSample, RowProblem
 
 Render = Callable[[Mapping[str, Any]], tuple[RenderedSample, ...]]
-"""Renders a row as its samples: one, or the two of a pair. It raises :class:`RowProblem`."""
+"""A function that renders a row as its samples: one, or two for a pair. It raises :class:`RowProblem`."""
 PYTHON = "data"
-"""The name of the source of rows that were passed in Python, in messages."""
+"""The name, in messages, of the source of rows that were passed in Python."""
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that is not trained because something is wrong with it; also a line of ``left_out.jsonl``."""
+    """A row that is not trained because it is invalid; also a line of ``left_out.jsonl``."""
 
     source: str
     """The path of the file, or ``data`` for rows that were passed in Python."""
@@ -36,56 +36,56 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """The reason in one word, by which rows are counted, such as ``too_long``."""
     problem: str
-    """What is wrong with the row, in a sentence."""
+    """A description of the problem in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRows:
-    """The rows of one source (a file, or rows passed in Python) that are trained, in the order of the source."""
+    """The rows of one source (a file, or rows passed in Python) to train on, in the order of the source."""
 
     name: str
     """The path of the file, or ``data`` for rows that were passed in Python."""
     weight: float | None
-    """The share of the source among the trained rows, relative to the other sources; ``None``: every row once per
-    epoch."""
+    """The share of this source among the trained rows, relative to the weights of the other sources; ``None``: every
+    row is trained once per epoch."""
     rows: list[tuple[RenderedSample, ...]]
-    """The samples of each row: one, or the two of a pair."""
+    """The samples of each row: one, or two for a pair."""
     numbers: list[int]
     """The number of each row in the source, from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLimits:
-    """The limits of size that a row must keep, in tokens."""
+    """The limits for each row, in tokens."""
 
     length: int
-    """The most tokens of one sample."""
+    """The greatest number of tokens of one sample."""
     together: int
-    """The most tokens of all samples of a row, which are computed in one pass."""
+    """The greatest number of tokens of all samples of a row together, because they are computed in one pass."""
     why: str
-    """The setting or fact that ``length`` comes from, in words for messages."""
+    """The origin of ``length`` in words for messages, such as the name of a setting."""
     vocab_size: int
-    """The number of token ids that the model knows."""
+    """The number of token ids of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSet:
-    """The rows of a run for one purpose, to train on or held out, with what was left out."""
+    """The rows of a run for one purpose (training or evaluation), and the rows that were left out."""
 
     sources: list[SourceRows]
     left_out: list[LeftOut]
-    """The rows that cannot be trained."""
+    """The rows that were left out."""
     num_cut: int
-    """The number of rows that were cut off at their limit."""
+    """The number of rows that were truncated."""
 
     @property
     def rows(self) -> list[tuple[RenderedSample, ...]]:
-        """Return the samples of every row, one source after the other: one sample a row, or the two of a pair."""
+        """Return the samples of every row, one source after the other: one sample per row, or two for a pair."""
         return [row for source in self.sources for row in source.rows]
 
     def place(self, row: int) -> str:
-        """Return where a row was read, as text for messages: its source, and its number there. ``row`` is its index in
-        :attr:`rows`; ``IndexError`` if there is no such row."""
+        """Return a row's source and its number there, as text for messages. ``row`` is its index in :attr:`rows`.
+        Raises ``IndexError`` if there is no such row."""
         for source in self.sources:
             if row < len(source.rows):
                 return f"{source.name}, row {source.numbers[row]}"
@@ -93,8 +93,8 @@ class RowSet:
         raise IndexError(row)
 
     def fingerprint(self) -> str:
-        """Return a hash of all tokens, masks, sides and teacher's scores in their order, by which a resumed run sees
-        that its rows are the same."""
+        """Return a hash of all tokens, masks, sides and teacher's scores in order, with which a resumed run checks that
+        its rows are unchanged."""
         digest = hashlib.blake2b(digest_size=8)
         for sample in (sample for row in self.rows for sample in row):
             digest.update(sample.ids_T.tobytes() + sample.mask_T.tobytes() + bytes([sample.side % 256, 255]))
@@ -103,10 +103,11 @@ class RowSet:
         return digest.hexdigest()
 
     def words(self) -> str:
-        """Return how many rows were left out and cut off, and why, in words for a message; empty if there are none."""
+        """Return the numbers of rows that were left out or truncated, with the reasons, in words for a message; empty
+        if there are none."""
         parts = []
         if self.left_out:
-            parts.append(f"{plural(len(self.left_out), 'row')} left out ({_counted(self.left_out)})")
+            parts.append(f"{plural(len(self.left_out), 'row')} left out ({_reason_counts(self.left_out)})")
         if self.num_cut:
             parts.append(f"{plural(self.num_cut, 'row')} cut off at their limit")
         return ", ".join(parts)
@@ -120,22 +121,22 @@ def read_rows(
     *,
     limits: RowLimits,
 ) -> RowSet:
-    """Read the rows of ``files`` (each a path and a weight), or take ``data`` in their place, and turn each into
-    samples with ``render``. Rows beyond ``limits`` are refused, left out or cut off, as ``config`` says.
+    """Read the rows of ``files`` (each a path and a weight), or of ``data`` if it is given, and render each as samples
+    with ``render``. Rows beyond ``limits`` are refused, left out or truncated, as ``config`` specifies.
 
-    Raises :class:`~headrace.base.errors.DataError` that names the first row that cannot be trained and counts the
-    others, unless ``data.bad_rows`` leaves them out; and where a source has no row left.
+    Raises :class:`~headrace.base.errors.DataError` for rows that cannot be trained, unless ``config`` leaves them out,
+    and for a source without any other rows. The error names the first such row and counts the others.
     """
-    given = [(PYTHON, None, as_rows(data))] if data is not None else [
+    sources_of_rows = [(PYTHON, None, as_rows(data))] if data is not None else [
         (path, weight, load_rows(Path(path))) for path, weight in files
     ]  # fmt: skip
     sources, left_out, num_cut = [], list[LeftOut](), 0
     first: RowProblem | None = None
-    for name, weight, rows in given:
+    for name, weight, rows in sources_of_rows:
         source = SourceRows(name=name, weight=weight, rows=[], numbers=[])
         for number, row in enumerate(rows, start=1):
             try:
-                samples, cut = _fitted(render(_renamed(row, config)), config, limits)
+                samples, cut = _fit_to_limits(render(_rename_columns(row, config)), config, limits)
             except RowProblem as problem:
                 first = first or problem
                 left_out.append(LeftOut(source=name, row=number, reason=problem.reason, problem=problem.problem))
@@ -145,19 +146,20 @@ def read_rows(
             source.numbers.append(number)
         sources.append(source)
     found = RowSet(sources=sources, left_out=left_out, num_cut=num_cut)
-    _refuse(found, first, config)
+    _refuse_bad_rows(found, first, config)
     return found
 
 
-def _refuse(found: RowSet, first: RowProblem | None, config: RowsConfig) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` if rows that cannot be trained may not be left out, or if a source
-    has no other rows. ``first`` is the problem of the first such row, ``None`` if there was none."""
-    hard = [row for row in found.left_out if not _may_leave(row, config)]
+def _refuse_bad_rows(found: RowSet, first: RowProblem | None, config: RowsConfig) -> None:
+    """Raise :class:`~headrace.base.errors.DataError` if a row was left out that the settings do not allow to leave out,
+    or if a source has no rows left. ``first`` is the problem of the first row that was left out; ``None`` if there was
+    none."""
+    hard = [row for row in found.left_out if not _may_be_left_out(row, config)]
     empty = next((source for source in found.sources if not source.rows), None)
     if first is None or (not hard and empty is None):
         return
     one = (hard or found.left_out)[0]
-    others = f"; {plural(len(found.left_out), 'row')} in all cannot be trained ({_counted(found.left_out)})"
+    others = f"; {plural(len(found.left_out), 'row')} in all cannot be trained ({_reason_counts(found.left_out)})"
     words = f"{one.source}, row {one.row}: {one.problem}{others if len(found.left_out) > 1 else ''}"
     if empty is not None and not hard:
         raise DataError(f"{empty.name} has no row left to train: {words}", remedy=first.remedy)
@@ -165,30 +167,30 @@ def _refuse(found: RowSet, first: RowProblem | None, config: RowsConfig) -> None
     raise DataError(words, remedy=f"{first.remedy}; or set {leave} to leave such rows out, listed and counted")
 
 
-def _may_leave(row: LeftOut, config: RowsConfig) -> bool:
-    """Return whether the settings let this row be left out: ``data.long_rows`` decides for a row that is too long,
-    ``data.bad_rows`` for any other."""
+def _may_be_left_out(row: LeftOut, config: RowsConfig) -> bool:
+    """Return whether the settings allow to leave out this row: ``data.long_rows`` for a row that is too long,
+    ``data.bad_rows`` for any other problem."""
     return (config.long_rows if row.reason == "too_long" else config.bad_rows) == "skip"
 
 
-def _counted(rows: Iterable[LeftOut]) -> str:
-    """Return how many rows were left out for each reason, as text, such as ``too_long 3, no_text 1``."""
+def _reason_counts(rows: Iterable[LeftOut]) -> str:
+    """Return the number of left-out rows for each reason, as text, such as ``too_long 3, no_text 1``."""
     return ", ".join(f"{reason} {count:,}" for reason, count in Counter(row.reason for row in rows).most_common())
 
 
-def _renamed(row: Row, config: RowsConfig) -> Row:
-    """Return a row whose columns have the names that rows are read by, as ``data.columns`` maps them."""
-    given = {name: row[column] for name, column in config.columns.items() if column in row}
-    return {**row, **given}
+def _rename_columns(row: Row, config: RowsConfig) -> Row:
+    """Return a row whose columns are renamed by ``data.columns``."""
+    renamed = {name: row[column] for name, column in config.columns.items() if column in row}
+    return {**row, **renamed}
 
 
-def _fitted(
+def _fit_to_limits(
     samples: tuple[RenderedSample, ...], config: RowsConfig, limits: RowLimits
 ) -> tuple[tuple[RenderedSample, ...], bool]:
-    """Return the samples of a row within the limits, cut off if the settings say so, and whether they were cut off.
+    """Return the samples of a row within the limits, and whether they were truncated, which the settings must allow.
     Raises :class:`RowProblem` for a row that is too long, and for token ids that the model does not have."""
-    said = [sample.teacher_scores.ids_TK for sample in samples if sample.teacher_scores is not None]
-    largest = max(int(ids.max()) for ids in (*said, *(sample.ids_T for sample in samples)))
+    teacher_ids = [sample.teacher_scores.ids_TK for sample in samples if sample.teacher_scores is not None]
+    largest = max(int(ids.max()) for ids in (*teacher_ids, *(sample.ids_T for sample in samples)))
     if largest >= limits.vocab_size:
         raise RowProblem(
             "unknown_token",
@@ -201,7 +203,7 @@ def _fitted(
     if longest <= most and whole <= limits.together:
         return samples, False
     if config.long_rows == "cut":
-        cut = tuple(_cut(sample, most) for sample in samples)
+        cut = tuple(_truncate(sample, most) for sample in samples)
         if len(cut) == 2 and np.array_equal(cut[0].ids_T, cut[1].ids_T):
             raise RowProblem(
                 "same_answers",
@@ -223,8 +225,9 @@ def _fitted(
     )
 
 
-def _cut(sample: RenderedSample, most: int) -> RenderedSample:
-    """Return the first ``most`` tokens of a sample. Raises :class:`RowProblem` if none of them carries loss."""
+def _truncate(sample: RenderedSample, most: int) -> RenderedSample:
+    """Return a sample truncated to its first ``most`` tokens. Raises :class:`RowProblem` if none of them carries
+    loss."""
     mask_T = sample.mask_T[:most]
     if not mask_T.any():
         raise RowProblem(

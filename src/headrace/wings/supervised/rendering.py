@@ -1,16 +1,17 @@
 """The rendering of rows as tokens, with the mask of the tokens that carry loss.
 
     messages            the whole conversation by the chat template; loss on the assistant's turns
-    prompt, completion  text: each is tokenised alone, as when the model is asked; messages: as one conversation
+    prompt, completion  text: each is tokenised alone, as for generation; messages: as one conversation
     text                plain text; loss on every token but the first
-    input_ids           tokens, with labels (−100: no loss) if there are some
+    input_ids           tokens, optionally with labels (−100: no loss)
     prompt, chosen, rejected     a pair of answers to one prompt, as text, messages or tokens
     prompt, completion, label    one answer, good (true) or bad (false)
-    input_ids, teacher_ids, teacher_logprobs     tokens, and what a teacher gave each of them
+    input_ids, teacher_ids, teacher_logprobs     tokens, and a teacher's log-probabilities for each of them
 
-A template marks the assistant's turns with ``{% generation %}``. The turns of one that does not are found by exact
-prefixes: the conversation up to a turn, with the opening of an answer, must begin the whole conversation, in text and
-in tokens. A row of which that is not true is refused, because a model that is asked would read another prompt.
+A chat template may mark the assistant's turns with ``{% generation %}``. Without such marks the turns are found by
+exact prefixes: the rendered conversation up to a turn, with the generation prompt, must be a prefix of the rendered
+whole conversation, in text and in tokens. A row that violates this is refused, because at generation the model would
+read another prompt than in training.
 
 Shape legend: T tokens of one sample.
 """
@@ -40,49 +41,51 @@ _MARKS = re.compile(r"{%-?\s*generation\b")
 
 
 FORMS: tuple[tuple[str, ...], ...] = (("messages",), ("input_ids",), ("prompt", "completion"), ("text",))
-"""The columns that say what a row of supervised training is. A row with several of these is read by the first."""
+"""The sets of columns that identify the form of a row of supervised training, in order of preference."""
 
 
 class RowProblem(DataError):
-    """The error of a row that cannot be trained on. ``reason`` is one word, by which such rows are counted; ``problem``
-    says what is wrong in words."""
+    """The error of a row that cannot be trained. ``reason`` is one word, by which such rows are counted; ``problem``
+    describes the error in words."""
 
     def __init__(self, reason: str, problem: str, *, remedy: str) -> None:
+        """Store ``reason``; problem and remedy are the error's text."""
         super().__init__(problem, remedy=remedy)
         self.reason = reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedSample:
-    """One sequence of tokens that is trained. A row has one sample, or two if it is a pair of answers."""
+    """One sequence of tokens to train on. A row has one sample, or two if it is a pair of answers."""
 
     ids_T: IntColumn
-    """The token ids, prompt first."""
+    """The token ids, prompt included."""
     mask_T: npt.NDArray[np.bool_]
-    """Whether each token carries loss; never the first, which follows no token."""
+    """Whether each token carries loss. The first token never does, because no token precedes it."""
     side: int = 0
     """1 for a chosen (or good) answer, −1 for a rejected (or bad) one, 0 for a sample to imitate."""
     num_prompt: int = 0
-    """The number of tokens of the prompt, for an answer with a side; 0 otherwise."""
+    """The number of prompt tokens of a sample with a side (chosen or rejected); 0 otherwise."""
     teacher_scores: TeacherScores | None = None
-    """The log-probabilities that a teacher gave each token; ``None`` unless the row holds them or a teacher has
-    computed them."""
+    """The teacher's log-probabilities of each token; ``None`` unless the row contains them or a teacher has computed
+    them."""
 
 
 class RowRenderer:
-    """Turns rows into samples with the tokenizer and the chat template of one model. Each public method renders one
+    """Renders rows as samples with the tokenizer and the chat template of one model. Each public method renders one
     form of row, and returns all samples of the row."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], loss_on: LossOn, *, prompt_loss: bool = False) -> None:
-        """``stop_ids`` are the ids of the tokens that end an answer. ``loss_on`` says which tokens of a conversation
-        carry loss: all turns of the assistant (``assistant``), only its last turn (``last``), or every token (``all``).
-        With ``prompt_loss``, the prompt before a chosen answer carries loss too."""
+        """``stop_ids`` are the ids of the tokens that end an answer. ``loss_on`` selects the tokens of a conversation
+        that carry loss: all turns of the assistant (``assistant``), its last turn (``last``), or every token (``all``).
+        With ``prompt_loss``, the prompt before a chosen answer also carries loss."""
         self._prompt_loss = prompt_loss
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._loss_on = loss_on
         self.unread = ""
-        """Which columns of a row that could be read in several ways are not read, in words; empty: no such row."""
+        """A note about columns that were not read, set by the first row that has the columns of several forms; empty if
+        there was no such row."""
         self._template: str | None = tokenizer.chat_template
         self._marked = self._template is not None and _MARKS.search(self._template) is not None
 
@@ -96,15 +99,15 @@ class RowRenderer:
         if "messages" in row:
             ids, mask = self._conversation(_messages(row["messages"], "messages"), 0, _tools(row))
         elif "input_ids" in row:
-            ids, mask = _labelled(row)
+            ids, mask = _labelled_ids(row)
         elif "completion" in row and "prompt" in row:
             ids, mask = self._completion(row["prompt"], row["completion"], _tools(row))
         elif "text" in row:
-            ids = self._ended([*self._opening(_text(row["text"], "text"))])
-            mask = [True] * len(ids)  # _checked takes the loss off the first token
+            ids = self._with_stop_token([*self._encode_start(_text(row["text"], "text"))])
+            mask = [True] * len(ids)  # _sample removes the loss from the first token
         else:
-            raise _columns(row, "messages; prompt and completion; text; or input_ids")
-        return (_checked(ids, mask),)
+            raise _missing_columns(row, "messages; prompt and completion; text; or input_ids")
+        return (_sample(ids, mask),)
 
     def _completion(self, prompt: Any, completion: Any, tools: Any) -> tuple[list[int], list[bool]]:
         """Return the token ids of a prompt followed by its completion, and whether each carries loss. Both are text or
@@ -116,15 +119,15 @@ class RowRenderer:
             before = _messages(prompt, "prompt")
             answer_turn = {"role": "assistant", "content": _text(completion, "completion")}
             return self._conversation([*before, answer_turn], len(before), tools)
-        asked = self._opening(_text(prompt, "prompt"))
-        answer = self._ended(self._encode(_text(completion, "completion")))
-        return [*asked, *answer], [self._loss_on == "all"] * len(asked) + [True] * len(answer)
+        prompt_ids = self._encode_start(_text(prompt, "prompt"))
+        answer = self._with_stop_token(self._encode(_text(completion, "completion")))
+        return [*prompt_ids, *answer], [self._loss_on == "all"] * len(prompt_ids) + [True] * len(answer)
 
     def distilled(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
-        """Return the only sample of a row of tokens, with the scores that a teacher gave each token, as the row holds
-        them. Raises :class:`RowProblem` for another row."""
+        """Return the only sample of a row of tokens that contains a teacher's scores of each token. Raises
+        :class:`RowProblem` for another row."""
         if not {"input_ids", "teacher_ids", "teacher_logprobs"} <= row.keys():
-            raise _columns(
+            raise _missing_columns(
                 row,
                 "input_ids, teacher_ids and teacher_logprobs, since no model is the teacher",
             )
@@ -134,79 +137,79 @@ class RowRenderer:
     # -- a pair a row -------------------------------------------------------------------------------------------------
 
     def pair(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
-        """Return the two samples of a row with a pair of answers: the chosen one with side 1, then the rejected one
-        with side −1. Raises :class:`RowProblem` for a row that is no pair."""
+        """Return the two samples of a row with a pair of answers: the chosen answer with side 1, then the rejected
+        answer with side −1. Raises :class:`RowProblem` for a row that is not a pair."""
         both: list[tuple[list[int], list[int]]]
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= row.keys():
-            asked = _ids(row["prompt_ids"], "prompt_ids")
-            both = [(asked, _ids(row[name], name)) for name in ("chosen_ids", "rejected_ids")]
+            prompt_ids = _token_ids(row["prompt_ids"], "prompt_ids")
+            both = [(prompt_ids, _token_ids(row[name], name)) for name in ("chosen_ids", "rejected_ids")]
         elif {"chosen", "rejected"} <= row.keys():
             if row["chosen"] == row["rejected"]:
                 raise _same_answers()
             both = [self._answer(row, name) for name in ("chosen", "rejected")]
         else:
-            raise _columns(row, "prompt, chosen and rejected; or prompt_ids, chosen_ids and rejected_ids")
+            raise _missing_columns(row, "prompt, chosen and rejected; or prompt_ids, chosen_ids and rejected_ids")
         if both[0] == both[1]:
             raise _same_answers()
         return tuple(
-            _checked(
-                [*asked, *answer],
-                [self._prompt_loss and side > 0] * len(asked) + [True] * len(answer),
+            _sample(
+                [*prompt_ids, *answer],
+                [self._prompt_loss and side > 0] * len(prompt_ids) + [True] * len(answer),
                 side=side,
-                num_prompt=len(asked),
+                num_prompt=len(prompt_ids),
             )
-            for (asked, answer), side in zip(both, (1, -1), strict=True)
+            for (prompt_ids, answer), side in zip(both, (1, -1), strict=True)
         )
 
     def _answer(self, row: Mapping[str, Any], name: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of the prompt of a row, and those of the answer in its column ``name`` (``chosen`` or
+        """Return the token ids of a row's prompt, and of the answer in its column ``name`` (``chosen`` or
         ``rejected``). Prompt and answer are text or messages; an answer may also be a whole conversation that begins
         with the prompt."""
-        given = row[name]
-        if not isinstance(given, list):
+        value = row[name]
+        if not isinstance(value, list):
             if "prompt" not in row:
-                raise _columns(row, "prompt, chosen and rejected")
+                raise _missing_columns(row, "prompt, chosen and rejected")
             prompt = row["prompt"]
             if isinstance(prompt, list):
-                before, answer = _messages(prompt, "prompt"), [{"role": "assistant", "content": _text(given, name)}]
-                return self._split([*before, *answer], len(before), _tools(row))
-            return self._opening(_text(prompt, "prompt")), self._ended(self._encode(_text(given, name)))
-        answer = _messages(given, name)
+                before, answer = _messages(prompt, "prompt"), [{"role": "assistant", "content": _text(value, name)}]
+                return self._split_answer([*before, *answer], len(before), _tools(row))
+            return self._encode_start(_text(prompt, "prompt")), self._with_stop_token(self._encode(_text(value, name)))
+        answer = _messages(value, name)
         if isinstance(row.get("prompt"), list):
             before = _messages(row["prompt"], "prompt")
             if answer[: len(before)] == before:
-                answer = answer[len(before) :]  # whole conversations beside their prompt
+                answer = answer[len(before) :]  # the answer column contains the whole conversation
         else:
             before = _common_prompt(row)
             answer = answer[len(before) :]
         _refuse_other_turns(answer, name)
-        return self._split([*before, *answer], len(before), _tools(row))
+        return self._split_answer([*before, *answer], len(before), _tools(row))
 
-    def _split(self, messages: Messages, num_before: int, tools: Any) -> tuple[list[int], list[int]]:
-        """Return the token ids of a conversation in two parts: the first ``num_before`` messages, which are the prompt,
-        with the opening of an answer; and the rest, which is the answer up to its last stop token."""
+    def _split_answer(self, messages: Messages, num_before: int, tools: Any) -> tuple[list[int], list[int]]:
+        """Return the token ids of a conversation in two parts: the first ``num_before`` messages with the generation
+        prompt, and the rest, which is the answer up to its last stop token."""
         text = self._render(messages, tools, answer=False)
         ids = self._encode(text)
-        start = self._place(ids, text, self._render(messages[:num_before], tools, answer=True), num_before)
+        start = self._prefix_length(ids, text, self._render(messages[:num_before], tools, answer=True), num_before)
         return ids[:start], self._without_tail(ids[start:])
 
     def labelled(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
-        """Return the only sample of a row with one answer and its label, with side 1 if it is good (true) and −1 if it
-        is bad (false). Raises :class:`RowProblem` for another row."""
+        """Return the only sample of a row with one answer and its label: with side 1 if the answer is good (true), and
+        −1 if it is bad (false). Raises :class:`RowProblem` for another row."""
         if not {"prompt", "completion", "label"} <= row.keys():
-            raise _columns(row, "prompt, completion and label")
+            raise _missing_columns(row, "prompt, completion and label")
         label = _read(row["label"].lower() if isinstance(row["label"], str) else row["label"])
         if label not in (True, False):
             raise RowProblem("no_label", f"label is {row['label']!r}", remedy="give true for a good answer, or false")
-        asked, answer = self._answer({**row, "chosen": row["completion"]}, "chosen")
-        mask = [False] * len(asked) + [True] * len(answer)
-        return (_checked([*asked, *answer], mask, side=1 if label else -1, num_prompt=len(asked)),)
+        prompt_ids, answer = self._answer({**row, "chosen": row["completion"]}, "chosen")
+        mask = [False] * len(prompt_ids) + [True] * len(answer)
+        return (_sample([*prompt_ids, *answer], mask, side=1 if label else -1, num_prompt=len(prompt_ids)),)
 
     # -- conversations ------------------------------------------------------------------------------------------------
 
     def _conversation(self, messages: Messages, num_before: int, tools: Any) -> tuple[list[int], list[bool]]:
         """Return the token ids of a conversation, and whether each carries loss. The first ``num_before`` messages are
-        a prompt without loss, unless every token carries loss. ``tools`` are the descriptions of tools for the chat
+        a prompt without loss, unless ``loss_on`` is ``all``. ``tools`` are the descriptions of tools for the chat
         template, or ``None``."""
         turns = [n for n, one in enumerate(messages) if one["role"] == "assistant" and n >= num_before]
         if self._loss_on != "all" and not turns:
@@ -216,39 +219,39 @@ class RowRenderer:
                 remedy="remove the row, or set data.loss_on = 'all'",
             )
         if self._marked and self._loss_on != "all" and not num_before:
-            return self._by_marks(messages, tools)
+            return self._conversation_by_marks(messages, tools)
         text = self._render(messages, tools, answer=False)
         ids = self._encode(text)
         if self._loss_on == "all":
             return ids, [True] * len(ids)
         mask = [False] * len(ids)
         for turn in turns[-1:] if self._loss_on == "last" else turns:
-            start = self._place(ids, text, self._render(messages[:turn], tools, answer=True), turn)
-            end = self._place(ids, text, self._render(messages[: turn + 1], tools, answer=False), turn + 1)
+            start = self._prefix_length(ids, text, self._render(messages[:turn], tools, answer=True), turn)
+            end = self._prefix_length(ids, text, self._render(messages[: turn + 1], tools, answer=False), turn + 1)
             end = start + len(self._without_tail(ids[start:end]))
             mask[start:end] = [True] * (end - start)
         return ids, mask
 
-    def _by_marks(self, messages: Messages, tools: Any) -> tuple[list[int], list[bool]]:
-        """Return the token ids of a conversation, and whether each carries loss, by a chat template that marks the
-        assistant's turns itself with ``{% generation %}``."""
+    def _conversation_by_marks(self, messages: Messages, tools: Any) -> tuple[list[int], list[bool]]:
+        """Return the token ids of a conversation, and whether each carries loss, with the mask that a chat template
+        with ``{% generation %}`` marks returns."""
         try:
-            made = self._tokenizer.apply_chat_template(
+            rendered = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
         except Exception as error:  # noqa: BLE001 - a template is code of the model directory
             raise _template(error) from None
-        ids, mask = list(made["input_ids"]), [bool(each) for each in made["assistant_masks"]]
+        ids, mask = list(rendered["input_ids"]), [bool(each) for each in rendered["assistant_masks"]]
         if self._loss_on == "last" and any(mask):
             last = len(mask) - 1 - mask[::-1].index(True)
             first = next((place + 1 for place in range(last, -1, -1) if not mask[place]), 0)
             mask = [first <= place <= last for place in range(len(mask))]
         return ids, mask
 
-    def _place(self, ids: list[int], text: str, prefix: str, num_messages: int) -> int:
-        """Return the number of tokens of ``prefix``, the text of the first ``num_messages`` messages alone. Raises
-        :class:`RowProblem` unless ``prefix`` begins ``text``, the whole conversation, in characters, and its tokens
-        begin ``ids``, the tokens of the whole."""
+    def _prefix_length(self, ids: list[int], text: str, prefix: str, num_messages: int) -> int:
+        """Return the number of tokens of ``prefix``, the rendering of the first ``num_messages`` messages alone. Raises
+        :class:`RowProblem` unless ``prefix`` is a prefix of ``text``, the rendered whole conversation, and its tokens
+        are a prefix of ``ids``, the tokens of the whole."""
         if not text.startswith(prefix):
             same = next((n for n, (a, b) in enumerate(zip(text, prefix, strict=False)) if a != b), len(text))
             raise RowProblem(
@@ -258,25 +261,25 @@ class RowRenderer:
                 remedy="set data.loss_on = 'last', mark the assistant's turns in the template with {% generation %}, "
                 "or mend the row",
             )
-        begun = self._encode(prefix)
-        if ids[: len(begun)] != begun:
+        prefix_ids = self._encode(prefix)
+        if ids[: len(prefix_ids)] != prefix_ids:
             raise RowProblem(
                 "not_a_prefix",
                 f"the tokens of its first {num_messages} messages are not the first tokens of the conversation: one "
                 "token spans their end",
                 remedy="mark the assistant's turns in the template with {% generation %}, or mend the row",
             )
-        return len(begun)
+        return len(prefix_ids)
 
     def _without_tail(self, ids: list[int]) -> list[int]:
-        """Return the token ids of an answer up to its last stop token, because the model does not sample what a
-        template writes after it; all of them if there is no stop token."""
+        """Return the token ids of an answer up to its last stop token, or all of them if there is no stop token. The
+        model does not sample text that a template writes after the stop token."""
         ends = [place for place, token in enumerate(ids) if token in self._stop_ids]
         return ids[: ends[-1] + 1] if ends else ids
 
     def _render(self, messages: Messages, tools: Any, *, answer: bool) -> str:
-        """Return messages as text, by the chat template; empty for no messages. With ``answer``, the opening of an
-        answer of the assistant follows. Raises :class:`RowProblem` if there is no template, or if it refuses the
+        """Return messages rendered as text by the chat template; empty for no messages. With ``answer``, the generation
+        prompt of the assistant follows. Raises :class:`RowProblem` if there is no template, or if it refuses the
         messages."""
         if self._template is None:
             raise RowProblem(
@@ -297,38 +300,38 @@ class RowRenderer:
     # -- text ---------------------------------------------------------------------------------------------------------
 
     def _encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens that the tokenizer would add."""
+        """Return the token ids of a text, without added special tokens."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _opening(self, text: str) -> list[int]:
-        """Return the token ids of a text with which a sequence begins: with a beginning token if the tokenizer adds
-        one, but without an end-of-sequence token."""
+    def _encode_start(self, text: str) -> list[int]:
+        """Return the token ids of a text at the beginning of a sequence: with the beginning-of-sequence token if the
+        tokenizer adds one, but without an end-of-sequence token."""
         ids: list[int] = self._tokenizer.encode(text)
         return ids[:-1] if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id else ids
 
-    def _ended(self, ids: list[int]) -> list[int]:
-        """Return the token ids of an answer with a stop token at the end: the end-of-sequence token is added if there
-        is none."""
+    def _with_stop_token(self, ids: list[int]) -> list[int]:
+        """Return the token ids of an answer with a stop token at the end; the end-of-sequence token is appended if
+        there is none."""
         return ids if ids and ids[-1] in self._stop_ids else [*ids, self._tokenizer.eos_token_id]
 
 
 def _unread(row: Mapping[str, Any]) -> str:
-    """Return in words by which columns a row of supervised training is read, and which it has beside them that could
-    be read in their place; empty if there are none.
+    """Return in words which columns of a row are read, and which columns of other forms (:data:`FORMS`) are ignored;
+    empty if the row has the columns of one form only.
 
     >>> _unread({"messages": [], "text": "", "prompt": ""})
     'messages are read, and not text'
     """
-    read, *others = [form for form in FORMS if set(form) <= row.keys()] or [()]
-    if not others:
+    used, *ignored = [form for form in FORMS if set(form) <= row.keys()] or [()]
+    if not ignored:
         return ""
-    return f"{' and '.join(read)} are read, and not {', '.join(' with '.join(form) for form in others)}"
+    return f"{' and '.join(used)} are read, and not {', '.join(' with '.join(form) for form in ignored)}"
 
 
-def _checked(ids: list[int], mask: list[bool], *, side: int = 0, num_prompt: int = 0) -> RenderedSample:
-    """Return the sample of these tokens, with the mask of those that carry loss; the first token never does. Raises
-    :class:`RowProblem` where no token would carry loss."""
+def _sample(ids: list[int], mask: list[bool], *, side: int = 0, num_prompt: int = 0) -> RenderedSample:
+    """Return a sample of these tokens, whose mask is ``True`` for tokens that carry loss, except for the first token.
+    Raises :class:`RowProblem` if no token would carry loss."""
     mask_T = np.array(mask, bool)
     mask_T[:1] = False
     if not mask_T.any():
@@ -338,11 +341,11 @@ def _checked(ids: list[int], mask: list[bool], *, side: int = 0, num_prompt: int
     return RenderedSample(ids_T=np.array(ids, np.int32), mask_T=mask_T, side=side, num_prompt=num_prompt)
 
 
-def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a row of tokens, and whether each carries loss: its label is the token's own id, or −100
-    for no loss. Without labels, every token carries loss. Raises :class:`RowProblem` for labels that do not fit the
+def _labelled_ids(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+    """Return the token ids of a row of tokens, and whether each carries loss. A label is the token's own id, or −100
+    for no loss; without labels, every token carries loss. Raises :class:`RowProblem` for labels that do not match the
     tokens."""
-    ids = _ids(row["input_ids"], "input_ids")
+    ids = _token_ids(row["input_ids"], "input_ids")
     labels = _read(row["labels"]) if "labels" in row else ids
     if not isinstance(labels, list) or len(labels) != len(ids):
         raise RowProblem(
@@ -359,9 +362,9 @@ def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
 
 
 def _teacher_scores(row: Mapping[str, Any], sample: RenderedSample) -> TeacherScores:
-    """Return the scores of ``sample`` that its row holds: for each token with loss, K of the teacher's likeliest
-    entries with their log-probabilities. Other tokens have no scores. A token that is not among its entries gets the
-    rest of the probability. Raises :class:`RowProblem` for columns that do not fit."""
+    """Return the teacher's scores of ``sample`` from its row: for each token with loss, the K likeliest entries of the
+    teacher's distribution with their log-probabilities. Other tokens have no scores. A token that is not among its K
+    entries gets the remaining probability. Raises :class:`RowProblem` for columns that do not match the tokens."""
     columns = [_read(row[name]) for name in ("teacher_ids", "teacher_logprobs")]
     count, places = len(sample.ids_T), np.flatnonzero(sample.mask_T).tolist()
     if not all(isinstance(column, list) and len(column) == count for column in columns):
@@ -381,24 +384,24 @@ def _teacher_scores(row: Mapping[str, Any], sample: RenderedSample) -> TeacherSc
     scores.logs_TK[places] = [[max(each, LEAST) for each in logs] for _, logs in entries]
     for place, (ids, logs) in zip(places, entries, strict=True):
         own = int(sample.ids_T[place])
-        rest = math.log(max(1 - _mass(logs), math.exp(LEAST)))  # the most that a token outside the entries can have
+        rest = math.log(max(1 - _mass(logs), math.exp(LEAST)))  # upper bound for a token outside the entries
         scores.logprobs_T[place] = logs[ids.index(own)] if own in ids else rest
     return scores
 
 
 MOST = 1e-3
-"""The most by which rounding may take a log-probability above 0, or a sum of probabilities above 1."""
+"""The tolerance for rounding: by how much a log-probability may be above 0, or a sum of probabilities above 1."""
 LEAST = -60.0
-"""The least log-probability of an entry; a smaller one, and minus infinity, count as this."""
+"""The smallest log-probability of an entry; smaller values and minus infinity are raised to it."""
 
 
 def _mass(logs: Sequence[float]) -> float:
-    """Return the sum of the probabilities of entries with these log-probabilities."""
+    """Return the sum of the probabilities whose logarithms are ``logs``."""
     return sum(math.exp(max(each, LEAST)) for each in logs)
 
 
 def _misaligned_teacher(words: str) -> RowProblem:
-    """Return the problem of a row whose teacher columns do not fit its tokens; ``words`` say how."""
+    """Return the error of a row whose teacher columns do not match its tokens; ``words`` describe the mismatch."""
     return RowProblem(
         "no_teacher",
         f"teacher_ids and teacher_logprobs {words}",
@@ -407,9 +410,8 @@ def _misaligned_teacher(words: str) -> RowProblem:
     )
 
 
-def _ids(value: Any, name: str) -> list[int]:
-    """Return the token ids of the column ``name``, given as a list or as its JSON. Raises :class:`RowProblem` for
-    another value."""
+def _token_ids(value: Any, name: str) -> list[int]:
+    """Return the token ids in the column ``name``, a list or its JSON. Raises :class:`RowProblem` for another value."""
     found = _read(value)
     whole = isinstance(found, list) and found and all(type(each) is int and 0 <= each < 2**31 for each in found)
     if not whole:
@@ -419,7 +421,7 @@ def _ids(value: Any, name: str) -> list[int]:
 
 
 def _text(value: Any, name: str) -> str:
-    """Return the text of the column ``name``. Raises :class:`RowProblem` if it is empty or no text."""
+    """Return the text in the column ``name``. Raises :class:`RowProblem` if it is empty or not a text."""
     if not isinstance(value, str) or not value:
         words = "empty" if value == "" else f"a {type(value).__name__}"
         raise RowProblem("no_text", f"{name} is {words}", remedy=f"give {name} as text, or the whole row as messages")
@@ -427,8 +429,8 @@ def _text(value: Any, name: str) -> str:
 
 
 def _messages(value: Any, name: str) -> Messages:
-    """Return the messages of the column ``name``, given as a list or as its JSON, without keys whose value is ``None``.
-    Raises :class:`RowProblem` for another value."""
+    """Return the messages in the column ``name``, a list or its JSON, without keys whose value is ``None``. Raises
+    :class:`RowProblem` for another value."""
     found = _read(value)
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
         raise RowProblem("no_messages", f"{name} is no list of messages", remedy='[{"role": "user", "content": "..."}]')
@@ -440,13 +442,13 @@ def _messages(value: Any, name: str) -> Messages:
 
 
 def _tools(row: Mapping[str, Any]) -> Any:
-    """Return the descriptions of the tools of a row, as the chat template takes them; ``None`` if it has none."""
+    """Return the tool descriptions of a row for the chat template; ``None`` if it has none."""
     return _read(row["tools"]) or None if "tools" in row else None
 
 
 def _read(value: Any) -> Any:
-    """Return ``value``, the content of a cell. Text that is valid JSON, as cells of a CSV file hold lists, is decoded;
-    any other value is returned as it is."""
+    """Return the content of a cell. Text that is valid JSON is decoded, because cells of CSV files store lists as JSON;
+    any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -456,13 +458,13 @@ def _read(value: Any) -> Any:
 
 
 def _common_prompt(row: Mapping[str, Any]) -> Messages:
-    """Return the messages with which both conversations of a pair begin; of a single answer, all messages but the last.
-    Raises :class:`RowProblem` where there are none, and where the row also has a prompt as text that none of them
-    holds."""
+    """Return the messages with which both conversations of a pair begin; for a single answer, all messages but the
+    last. Raises :class:`RowProblem` if there are none, or if the row also has a text prompt that is not among these
+    messages."""
     names = [name for name in ("chosen", "rejected") if name in row]
     conversations = [_messages(row[name], name) for name in names]
     first, other = conversations[0], conversations[-1]
-    # of a single answer with a label, the last turn is the answer
+    # with a single labelled answer, the last turn is the answer
     same = len(first) - 1 if len(names) == 1 else 0
     while len(names) > 1 and same < min(len(first), len(other)) and first[same] == other[same]:
         same += 1
@@ -496,14 +498,14 @@ def _refuse_other_turns(answer: Messages, name: str) -> None:
 
 
 def _same_answers() -> RowProblem:
-    """Return the problem of a pair whose two answers are equal."""
+    """Return the error of a pair whose two answers are equal."""
     return RowProblem(
         "same_answers", "chosen and rejected are the same: there is nothing to prefer", remedy="remove the row"
     )
 
 
-def _columns(row: Mapping[str, Any], expected: str) -> RowProblem:
-    """Return the problem of a row that lacks the columns that ``expected`` describes in words."""
+def _missing_columns(row: Mapping[str, Any], expected: str) -> RowProblem:
+    """Return the error of a row that lacks columns; ``expected`` names the required columns."""
     return RowProblem(
         "no_columns",
         f"it has the columns {', '.join(map(str, row))}, and needs {expected}",
@@ -512,7 +514,7 @@ def _columns(row: Mapping[str, Any], expected: str) -> RowProblem:
 
 
 def _template(error: Exception) -> RowProblem:
-    """Return the problem of a row on which the chat template raised ``error``."""
+    """Return the error of a row on which the chat template raised ``error``."""
     return RowProblem(
         "template_error",
         f"the chat template refuses it: {type(error).__name__}: {str(error)[:200]}",

@@ -1,12 +1,12 @@
-"""A run of ``headrace sft``, ``dpo`` or ``distill``, which trains on the rows of a dataset instead of on episodes that
-it samples. It opens the run directory, trains step by step with the learner, and writes what it did.
+"""A run of ``headrace sft``, ``dpo`` or ``distill``, which trains on the rows of a dataset instead of on sampled
+episodes. It opens the run directory, trains step by step with the learner, and records its steps.
 
     rows of a step ──▶ ledger: TAKEN ──▶ the learner's step ──▶ ledger: TRAINED ──▶ metrics.jsonl, status.json
                                                     └── every checkpoint_every steps ──▶ checkpoints/step-N
 
-One thing happens after the other, in one process; the learner may be spread over other processes, its ranks
-(learner.py). A run that is killed loses the steps since its last snapshot; resumed, it trains the same rows again in
-the same steps, from the same weights, with the same result.
+The run is sequential, in one process; the learner may use further processes, its ranks (learner.py). A killed run loses
+the steps since its last snapshot. When it is resumed, it repeats these steps with the same rows and weights, and with
+the same result.
 """
 
 from __future__ import annotations
@@ -77,22 +77,22 @@ def sft(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None,
 
 
 def dpo(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False) -> TuningSummary:
-    """Train a model on pairs of answers, one preferred to the other, as ``config`` says, and return the summary; the
-    arguments are those of :func:`sft`."""
+    """Train a model on pairs of answers, of which one is preferred, as ``config`` says, and return the summary. The
+    arguments are the same as in :func:`sft`."""
     return tune(load_tuning(DpoConfig, config), data=data, eval_data=eval_data, resume=resume)
 
 
 def distill(config: Any, *, data: Rows | None = None, resume: bool = False) -> TuningSummary:
-    """Train a model towards a teacher on the tokens of given rows, as ``config`` says, and return the summary; the
-    arguments are those of :func:`sft`."""
+    """Train a model towards a teacher on the tokens of given rows, as ``config`` says, and return the summary. The
+    arguments are the same as in :func:`sft`."""
     return tune(load_tuning(DistillConfig, config), data=data, resume=resume)
 
 
 def tune(
     config: TuningConfig, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False
 ) -> TuningSummary:
-    """Train as ``config``, the settings of ``headrace sft``, ``dpo`` or ``distill``, says, and return the summary; the
-    other arguments are those of :func:`sft`."""
+    """Train with ``config``, the settings of ``headrace sft``, ``dpo`` or ``distill``, and return the summary. The
+    other arguments are the same as in :func:`sft`."""
     refuse_inside_a_run()
     prepared = prepare_tuning(config, data=data, eval_data=eval_data)
     clock = RealClock()
@@ -133,11 +133,11 @@ def _refuse_ended(prepared: PreparedTuning, start: StartingPoint, run_dir: Path)
 
 @dataclass(slots=True, kw_only=True)
 class _Totals:
-    """What a run has counted and measured so far. A life of a run is the time from one start or resumption to the end
-    of its process; all but ``steps_done`` is of the present life."""
+    """The counts and measurements of a run so far. A life of a run is the time from one start or resumption to the end
+    of its process. All fields except ``steps_done`` count only the present life."""
 
     steps_done: int = 0
-    """Number of optimizer steps behind the weights, those of earlier lives included."""
+    """Number of optimizer steps that made the present weights, in all lives."""
     losses: list[float] = field(default_factory=list)
     """The loss of every step."""
     trained_tokens: int = 0
@@ -151,16 +151,16 @@ class _Totals:
     warnings: list[str] = field(default_factory=list)
     """The warnings that were shown, each once."""
     began_s: float = 0.0
-    """When the first step of this life began."""
+    """The clock's time at the first step of this life, in seconds."""
     figures: str = ""
     """The main figures of the last step, in words; empty before the first."""
     phase: str = "starting"
-    """What the run does now, for people: ``starting``, ``training``, ``evaluating``, or its last status."""
+    """The present activity of the run, for people: ``starting``, ``training``, ``evaluating``, or its last status."""
 
 
 class TuningRun:
-    """One life of a run that trains on the rows of a dataset: the time from one start or resumption to its end. It owns
-    the learner, the ledger and the files of the run; :func:`tune` makes one and calls :meth:`run` once."""
+    """One life of a run that trains on the rows of a dataset: from one start or resumption to its end. It owns the
+    learner, the ledger and the files of the run; :func:`tune` creates it and calls :meth:`run` once."""
 
     def __init__(
         self,
@@ -172,21 +172,21 @@ class TuningRun:
         start: StartingPoint,
         stack: ExitStack,
     ) -> None:
-        """Open the ledger, the files and the model, and go back to ``start``, step 0 or a snapshot. ``held`` is the
-        lock of the run directory; ``stack`` closes what is opened here."""
+        """Open the ledger, the files and the model, and restore the state of ``start``: step 0 or a snapshot. ``held``
+        is the lock of the run directory; ``stack`` closes the opened resources."""
         self._prepared, self._run_dir, self._held, self._clock = prepared, run_dir, held, clock
         self._totals = _Totals(steps_done=start.step)
         self._start_s = self._status_s = clock.now()
         self._stop = StopRequest()
         checkpoint.sweep(run_dir / CHECKPOINTS)
         write_sealed(run_dir / CONFIG_FILE, prepared.recorded())
-        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # that of an earlier life
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # the summary of an earlier life
         self._observers = self._open_observers(stack)
         self._ledger = self._open_ledger(stack)
         self._rows = RowLedger(self._ledger, clock)
         trained = prepared.schedule.places(start.step - 1).stop if start.step else 0
         self._rows.roll_back(start.step, trained)
-        self._all_rows = self._taught_rows()
+        self._all_rows = self._training_rows()
         snapshot = "" if start.snapshot is None else str(start.snapshot)
         self._started = start_learner(prepared, snapshot, run_dir, stack)
         self._learner = self._started.learner
@@ -198,9 +198,9 @@ class TuningRun:
             stack.callback(self._measurements.close)
 
     def run(self) -> TuningSummary:
-        """Train to the last step, or until the run is to stop, and return the summary, which is also written to
-        ``summary.json``. After an error, the summary is written with the status ``failed`` (``stopped`` after a second
-        Ctrl-C), and the error is raised."""
+        """Train to the last step, or until the run is asked to stop. Return the summary, which is also written to
+        ``summary.json``. After an error, write the summary with the status ``failed`` (``stopped`` after a second
+        Ctrl-C), and raise the error."""
         try:
             with stopping_on_signals(self._stop, self._event), gc_frozen():
                 status = self._train()
@@ -213,8 +213,8 @@ class TuningRun:
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def _open_observers(self, stack: ExitStack) -> Observers:
-        """Open what observes the run: its recorder, its writers, its progress display and its alarms. ``stack`` closes
-        them."""
+        """Open the observers of the run: its recorder, its writers, its progress display and its alarms. ``stack``
+        closes them."""
         observe, recorded = self._prepared.config.observe, self._prepared.recorded()
         observers: list[Observer] = [stack.enter_context(Recorder(self._run_dir))]
         facts = RunFacts(run_dir=self._run_dir, config=recorded)
@@ -233,17 +233,17 @@ class TuningRun:
         stack.callback(ledger.close)
         return ledger
 
-    def _taught_rows(self) -> Sequence[tuple[RenderedSample, ...]]:
-        """Return the rows to train on. If the teacher has an engine, it scores them first; the memory of that engine is
-        free again when this returns."""
+    def _training_rows(self) -> Sequence[tuple[RenderedSample, ...]]:
+        """Return the rows to train on. If the teacher has an engine, it scores the rows first; the engine's memory is
+        free again at the return."""
         config, rows = self._prepared.config, self._prepared.rows
         if isinstance(config, DistillConfig) and config.has_engine:
             return taught_rows(config, rows, self._run_dir, self._event)
         return rows.rows
 
     def _report_start(self, start: StartingPoint) -> None:
-        """Record the start of the run, write the first status, list the rows that were left out in a file, and warn the
-        user of such rows and of settings that have changed since ``start``."""
+        """Record the start of the run, write the first status and the file of left-out rows, and warn the user of
+        left-out rows and of settings that have changed since ``start``."""
         self._write_status("running")
         self._rows.note("start", f"step {start.step}")
         if start.step:
@@ -267,8 +267,8 @@ class TuningRun:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> str:
-        """Make the steps that are left, with evaluations and snapshots on the way and a snapshot at the end. Return the
-        status of the run: ``finished``, or ``stopped`` if it was asked to stop before its last step."""
+        """Train the remaining steps, with evaluations and snapshots between them, and write a snapshot at the end.
+        Return the status of the run: ``finished``, or ``stopped`` if a stop was requested before the last step."""
         schedule, run, totals = self._prepared.schedule, self._prepared.config.run, self._totals
         if not totals.steps_done:
             self._evaluate()
@@ -292,7 +292,7 @@ class TuningRun:
             totals.phase = "evaluating"
             self._write_status("running")
             self._measurements.finish()
-        self._take_measured()
+        self._record_rewards()
         self._rows.note("end", "finished" if ended else "stopped")
         return "finished" if ended else "stopped"
 
@@ -310,17 +310,17 @@ class TuningRun:
         self._record(report, batch.num_tokens, epoch=schedule.places(step).stop / len(all_rows))
 
     def _record(self, report: StepReport, num_tokens: int, *, epoch: float) -> None:
-        """Add a step to the totals, and give its metrics to the observers. ``num_tokens`` is the number of tokens of
-        its batch, prompts included; ``epoch`` is the number of epochs behind it. Held-out metrics of the weights before
-        this step, and rewards that were measured meanwhile, are added to the metrics."""
+        """Add a step to the totals, and send its metrics to the observers. ``num_tokens`` is the number of tokens of
+        its batch, prompts included; ``epoch`` is the number of epochs trained so far. The metrics include the held-out
+        metrics of the weights before this step, and rewards that were measured since the last step."""
         totals, now_s = self._totals, self._clock.now()
         totals.steps_done = report.step + 1
         totals.losses.append(report.metrics["loss"])
         totals.trained_tokens += report.trained_tokens
         totals.tokens += num_tokens
-        before = totals.evals.get(report.step, {})  # of the weights before this step
+        before = totals.evals.get(report.step, {})  # measured on the weights before this step
         held_out = {f"eval/{name}": value for name, value in before.items()}
-        measured = self._take_measured()
+        measured = self._record_rewards()
         pass_at = {f"eval_pass/{k}": value for k, value in measured.pass_at.items()} if measured is not None else {}
         metrics = tuning_metrics(report.metrics) | {"epoch": epoch} | held_out | pass_at
         metrics["trained_tok_s"] = report.trained_tokens / max(report.seconds, 1e-9)
@@ -344,8 +344,8 @@ class TuningRun:
             self._write_status("running")
 
     def _evaluate(self) -> None:
-        """Measure the loss of the present weights on the held-out rows, if there are any, and begin to measure their
-        rewards in another process, if the table ``[eval]`` is set."""
+        """Measure the loss of the present weights on the held-out rows, if there are any. If the table ``[eval]`` is
+        set, queue the weights for the measurement of rewards in another process."""
         found, totals = self._prepared.eval_rows, self._totals
         if self._measurements is not None:
             if totals.steps_done not in (0, self._saved):
@@ -355,34 +355,34 @@ class TuningRun:
             return
         phase, totals.phase = totals.phase, "evaluating"
         self._write_status("running")
-        metrics = self._measured(found)
+        metrics = self._evaluate_rows(found)
         totals.evals[totals.steps_done] = metrics
         totals.phase = phase
         words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self._event(f"held-out rows at version {totals.steps_done}: {words}")
 
-    def _take_measured(self) -> VersionRewards | None:
-        """Record the measurements of rewards that have ended since the last call, and return the last of them; ``None``
-        if none has ended."""
+    def _record_rewards(self) -> VersionRewards | None:
+        """Record the reward measurements that have ended since the last call, and return the last of them; ``None`` if
+        none has ended."""
         ended = [] if self._measurements is None else self._measurements.take()
         for each in ended:
             pass_at = {f"pass@{k}": value for k, value in each.pass_at.items()}
             self._totals.rewards[each.version] = {"reward": each.mean_reward} | pass_at
-            self._event(f"held-out mean reward {each.mean_reward:.4f} at version {each.version}")  # as headrace train
+            self._event(f"held-out mean reward {each.mean_reward:.4f} at version {each.version}")
             self._event(", ".join(f"{name} {value:.4f}" for name, value in pass_at.items()))
             for warning in each.warnings:
                 self._warn(f"[eval]: {warning}")
         return ended[-1] if ended else None
 
-    def _measured(self, found: RowSet) -> dict[str, float]:
-        """Return the metrics of the present weights on the rows ``found``, without training on them."""
+    def _evaluate_rows(self, found: RowSet) -> dict[str, float]:
+        """Return the metrics of the present weights on the rows of ``found``, without training."""
         batch, _ = batch_of(0, list(enumerate(found.rows)))
         metrics = tuning_metrics(self._learner.evaluate(batch))
         return {name: value for name, value in metrics.items() if name != "tokens"}
 
     def _save(self) -> None:
-        """Write a snapshot of the weights and of the optimizer at the present step, and remove the oldest snapshots
-        beyond the number to keep. The ledger is written to the disk before, so that it contains every step of the
+        """Write a snapshot of the weights and the optimizer at the present step, and delete the oldest snapshots beyond
+        ``run.keep_checkpoints``. The ledger is written to the disk first, so that it contains every step of the
         snapshot."""
         step = self._totals.steps_done
         unfinished = checkpoint.begin(self._run_dir / CHECKPOINTS, step)
@@ -414,15 +414,15 @@ class TuningRun:
         self._observers.event(Event(wall_s=self._clock.now() - self._start_s, text=text, level="warning"))
 
     def _alarmed(self, raised: Raised, stop: bool) -> None:
-        """Show the user an alarm as a warning; the alarms call this. With ``stop``, also end the run after the present
-        step."""
+        """Show the user an alarm as a warning; the alarm observer calls this. With ``stop``, also end the run after the
+        present step."""
         self._warn(str(raised))
         if stop and not self._stop.requested:
             self._event(f"stopping because of the alarm {raised.name} (observe.alarms.stop_on)")
             self._stop.requested = True
 
     def _write_status(self, state: str) -> None:
-        """Write ``status.json``, and give the present state to the observers, for the display and for ``headrace
+        """Write ``status.json``, and send the present state to the observers, for the display and for ``headrace
         watch``. ``state`` is ``running`` or ``ended``."""
         totals, now_s, steps = self._totals, self._clock.now(), self._prepared.schedule.num_steps
         self._status_s = now_s
@@ -455,23 +455,23 @@ class TuningRun:
         )
 
     def _components(self, state: str) -> list[ComponentStatus]:
-        """Return the status of each process of the run, which is in ``state``: this one, and the ranks of the
-        learner."""
+        """Return the status of each process of the run: this process, and the ranks of the learner. All are in
+        ``state``."""
         devices, version = self._started.devices, self._totals.steps_done
-        mine = "" if self._started.pids else devices[0]
+        own_device = "" if self._started.pids else devices[0]
         ranks = [
             ComponentStatus(role=f"learner-{rank}", pid=pid, state=state, version=version, device=device)
             for rank, (pid, device) in enumerate(zip(self._started.pids, devices, strict=False))
         ]
         version_here = None if ranks else version
         return [
-            ComponentStatus(role="controller", pid=os.getpid(), state=state, version=version_here, device=mine),
+            ComponentStatus(role="controller", pid=os.getpid(), state=state, version=version_here, device=own_device),
             *ranks,
         ]
 
     def _finish(self, status: str, cause: str = "") -> TuningSummary:
         """Write the last status and the summary, and return the summary. ``status`` is ``finished``, ``stopped`` or
-        ``failed``, and ``cause`` the reason of a failure."""
+        ``failed``; ``cause`` is the reason of a failure."""
         totals, now_s = self._totals, self._clock.now()
         totals.phase = status
         wall_s = now_s - totals.began_s if totals.began_s else 0.0
@@ -500,7 +500,7 @@ class TuningRun:
             warnings=totals.warnings,
             run_dir=str(self._run_dir),
         )
-        with _as_far_as_possible(failed=status == "failed"):
+        with _ignored_after_failure(failed=status == "failed"):
             self._held.refuse_lost()
             self._write_status("ended")
             write_json(self._run_dir / SUMMARY_FILE, summary)
@@ -508,15 +508,15 @@ class TuningRun:
         return summary
 
     def _epochs(self) -> float:
-        """Return how many epochs have been trained, as the number of trained rows over the number of rows."""
+        """Return the number of epochs trained so far: the number of trained rows over the number of rows."""
         schedule, done = self._prepared.schedule, self._totals.steps_done
         return schedule.places(done - 1).stop / len(self._prepared.rows.rows) if done else 0.0
 
 
 @contextmanager
-def _as_far_as_possible(*, failed: bool) -> Iterator[None]:
+def _ignored_after_failure(*, failed: bool) -> Iterator[None]:
     """Ignore a :class:`HeadraceError` of the body if the run has ``failed``, so that the user sees the error of the run
-    and not that of the last writes."""
+    and not an error of the last writes."""
     try:
         yield
     except HeadraceError:

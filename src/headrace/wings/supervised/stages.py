@@ -1,12 +1,12 @@
-"""Several runs in one file, called stages, each beginning with the weights of the one before, resumable as a whole.
+"""Several runs, called stages, from one file. Each begins with the final weights of the stage before.
 
     model.path ──▶ 1-sft ──▶ 1-sft/model ──▶ 2-dpo ──▶ 2-dpo/model ──▶ 3-rl ──▶ 3-rl/model
-        │              └── measured with [eval], if there is such a table, before the next stage begins
+        │              └── measured with the table [eval], if present, before the next stage begins
         └── measured too
 
-Every stage is a run of its own, with the directory that its verb alone would write. ``stages.json`` in the directory of
-all stages says which of them have ended, and what was measured. A stage has ended once its ``model`` directory exists,
-which appears whole or not at all: so a process that is killed at any moment goes on where it was.
+Each stage is a run with a run directory of its own. ``stages.json`` in the directory of all stages contains the results
+of the stages that have ended. A stage has ended when its ``model`` directory exists, which is created atomically. So
+stages that were killed at any moment can be resumed.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from headrace.wings.supervised.session import tune
 
 STAGES_FILE = "stages.json"
 MODEL = "model"
-"""The directory, in that of a stage, of the weights that it ends with."""
+"""The directory of a stage's final weights, in the directory of the stage."""
 BASE = "base"
-"""The name of the measurement of the weights that the first stage begins with."""
+"""The name of the result for the weights with which the first stage begins."""
 Tree = dict[str, Any]
 StageKind = Literal["sft", "dpo", "distill", "rl"]
 _TUNED: dict[str, type[TuningConfig]] = {each.verb: each for each in (SftConfig, DpoConfig, DistillConfig)}
 
 
 def _as_tree(value: Any) -> Any:
-    """Return a table ``[[stage]]`` with its ``kind`` apart from its other sections, which become ``settings``. Raises
-    ``ValueError`` for a value without a kind."""
+    """Return a table ``[[stage]]`` as its ``kind`` and its other sections as ``settings``. Raises ``ValueError`` for a
+    value without a kind."""
     if not isinstance(value, dict) or "kind" not in value:
         raise ValueError('every [[stage]] needs kind = "sft", "dpo", "distill" or "rl"')
     return {"kind": value["kind"], "settings": {key: part for key, part in value.items() if key != "kind"}}
@@ -76,7 +76,7 @@ class WholeSection(Section):
 
 
 class StagesConfig(Section):
-    """A file of stages, as it was read and checked."""
+    """The content of a file of stages, validated."""
 
     model: dict[str, Any]
     """The section ``[model]`` of every stage: ``path`` is the model of the first."""
@@ -92,21 +92,21 @@ class StagesConfig(Section):
 
 
 class StageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a stage that has ended. The weights with which the first stage begins have a result too, called
+    """The result of a stage that has ended. The weights with which the first stage begins also have a result, named
     ``base``."""
 
     name: str
-    """Its number from 1 and its kind, as in ``2-dpo``; ``base`` for what the first stage begins with."""
+    """The stage's number from 1 and its kind, as in ``2-dpo``; ``base`` for the weights before the first stage."""
     model: str
-    """The directory of its weights."""
+    """The directory of the weights."""
     settings: str = ""
-    """A hash of the stage's settings, by which a changed stage is noticed; empty for ``base``."""
+    """A hash of the stage's settings, which reveals a change; empty for ``base``."""
     steps: int = 0
     """The number of optimizer steps of the stage; 0 for ``base``."""
     mean_reward: float | None = None
-    """The mean reward by ``[eval]``; ``None`` where nothing was measured."""
+    """The mean reward of the evaluation ``[eval]``; ``None`` if there was none."""
     pass_at: dict[int, float] = {}
-    """By k, the share of tasks that at least one of k attempts solves."""
+    """pass@k by k: the share of tasks that at least one of k attempts solves."""
 
 
 class StagesSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class StagesSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
-    """One stage of a file: its settings, and the directory of its run."""
+    """One stage of a file: its settings, and its run directory."""
 
     number: int
     """The number of the stage in the file, from 1."""
@@ -136,22 +136,22 @@ class StageRun:
 
     @property
     def name(self) -> str:
-        """Return the stage's number and kind, as in ``2-dpo``."""
+        """The stage's number and kind, as in ``2-dpo``."""
         return f"{self.number}-{self.kind}"
 
     @property
     def model(self) -> Path:
-        """Return the directory of the weights that the stage ends with."""
+        """The directory of the stage's final weights."""
         return self.directory / MODEL
 
     def fingerprint(self) -> str:
-        """Return a hash of the settings, without those that only affect what is shown."""
+        """Return a hash of the settings, without settings that only affect the display."""
         tree = {key: part for key, part in self.settings.items() if key != "observe"}
         return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def config(self, model: str) -> TuningConfig | RunConfig:
-        """Return the checked settings of the stage's run, which begins with the weights in the directory ``model``:
-        those of ``headrace train`` for the kind ``rl``, otherwise those of the verb of that name. Raises
+        """Return the validated settings of the stage's run, which begins with the weights in the directory ``model``: a
+        :class:`RunConfig` for the kind ``rl``, else the settings of the verb with the name of the kind. Raises
         :class:`~headrace.base.errors.ConfigError`, whose text names the stage."""
         tree = merge(self.settings, {"model": {"path": model}, "run": {"dir": str(self.directory)}})
         try:
@@ -163,23 +163,23 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """A file of stages that was read and checked."""
+    """The stages of a file, loaded and validated by :func:`load_stages`."""
 
     base: str
-    """The model that the first stage begins with."""
+    """The model with which the first stage begins."""
     directory: Path
     """The directory of all stages."""
     measured: Tree
-    """The table ``[eval]``, the settings by which weights are measured; empty: they are not measured."""
+    """The table ``[eval]``, the settings of the evaluation of weights; empty: weights are not evaluated."""
     stages: Sequence[StageRun]
     """The stages in their order."""
 
 
 def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Stages:
-    """Return the stages of a file or of a tree, with the pairs of ``overrides`` applied: ``model.path=m``, and of the
-    second stage ``stage.2.learner.lr=1e-6``.
+    """Return the stages of a file or of a tree, with the pairs ``key=value`` of ``overrides`` applied. The key of a
+    stage's setting contains the stage's number: ``stage.2.learner.lr=1e-6``.
 
-    Paths in a file are relative to it; paths in a tree are relative to the working directory. Raises
+    Paths in a file are relative to its directory; paths in a tree are relative to the working directory. Raises
     :class:`~headrace.base.errors.ConfigError`.
     """
     tree = source if isinstance(source, dict) else _absolute(load_toml(Path(source)), Path(source).resolve().parent)
@@ -191,18 +191,18 @@ def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Sta
         raise ConfigError("model.path is missing", remedy="name the model that the first stage begins with")
     stages = []
     for number, each in enumerate(config.stage, start=1):
-        _refuse_own_place(number, each)
-        own = merge({"model": config.model, "observe": config.observe}, each.settings)
+        _refuse_own_paths(number, each)
+        settings = merge({"model": config.model, "observe": config.observe}, each.settings)
         directory = Path(config.run.dir) / f"{number}-{each.kind}"
-        stages.append(StageRun(number=number, kind=each.kind, settings=own, directory=directory))
+        stages.append(StageRun(number=number, kind=each.kind, settings=settings, directory=directory))
     return Stages(
         base=config.model["path"], directory=Path(config.run.dir), measured=config.eval, stages=stages
     )  # fmt: skip
 
 
 def _absolute(tree: Tree, home: Path) -> Tree:
-    """Return ``tree``, the content of a file of stages, with every relative path in it, and in its stages, resolved
-    against the directory ``home``."""
+    """Return ``tree``, the content of a file of stages, with every relative path resolved against the directory
+    ``home``, also in its stages."""
     found = with_absolute_paths(tree, home)
     if isinstance(tree.get("eval"), dict):
         found["eval"] = with_absolute_paths(tree["eval"], home)
@@ -217,9 +217,9 @@ def _absolute(tree: Tree, home: Path) -> Tree:
 
 
 def _overridden(tree: Tree, changes: Sequence[Tree]) -> Tree:
-    """Return the content of a file of stages with ``changes`` merged, trees that were parsed from the command line. A
-    change of a stage names it by its number from 1. Raises :class:`~headrace.base.errors.ConfigError` for a number that
-    no stage has."""
+    """Return the content of a file of stages merged with ``changes``, the parsed overrides of the command line. An
+    override of a stage has the stage's number as key. Raises :class:`~headrace.base.errors.ConfigError` for a number
+    that no stage has."""
     for change in changes:
         of_stages = change.pop("stage", {})
         tree = merge(tree, change)
@@ -234,9 +234,9 @@ def _overridden(tree: Tree, changes: Sequence[Tree]) -> Tree:
     return tree
 
 
-def _refuse_own_place(number: int, stage: StageSection) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if a stage, whose number is given, sets ``model.path`` or
-    ``run.dir`` itself: both follow from its place among the stages."""
+def _refuse_own_paths(number: int, stage: StageSection) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if stage ``number`` sets ``model.path`` or ``run.dir``, which
+    follow from its position among the stages."""
     for section, key in (("model", "path"), ("run", "dir")):
         table = stage.settings.get(section)
         if isinstance(table, dict) and key in table:
@@ -250,10 +250,10 @@ def _refuse_own_place(number: int, stage: StageSection) -> None:
 def run_stages(
     source: str | Path | Tree | Stages, *, resume: bool = False, tell: Callable[[str], None] = lambda line: None
 ) -> StagesSummary:
-    """Run the stages of a file one after the other, and return their results; the same is in ``stages.json``.
+    """Run the stages of a file one after the other, and return the content of ``stages.json``.
 
-    All stages are checked before the first begins. ``resume`` goes on with the stage that was stopped or killed; stages
-    that have ended are not run again. ``tell`` is called with one line whenever a stage begins. Raises
+    All stages are checked before the first begins. ``resume`` continues with the stage that was stopped or killed;
+    stages that have ended are not repeated. ``tell`` is called with one line when a stage begins. Raises
     :class:`~headrace.base.errors.HeadraceError`.
     """
     stages = source if isinstance(source, Stages) else load_stages(source)
@@ -272,11 +272,11 @@ def run_stages(
     _refuse_changed(stages, results)
     check_stages(stages, results)
     stages.directory.mkdir(parents=True, exist_ok=True)
-    return _Walk(stages, results, tell).run()
+    return _StageRunner(stages, results, tell).run()
 
 
 def read_stages(directory: Path) -> StagesSummary | None:
-    """Return the content of ``stages.json`` in ``directory``; ``None`` where there is no such file. Raises
+    """Return the content of ``stages.json`` in ``directory``; ``None`` if there is no such file. Raises
     :class:`~headrace.base.errors.DataError` if it is damaged."""
     try:
         return msgspec.json.decode((directory / STAGES_FILE).read_bytes(), type=StagesSummary)
@@ -287,8 +287,8 @@ def read_stages(directory: Path) -> StagesSummary | None:
 
 
 def check_stages(stages: Stages, ended: dict[str, StageResult] | None = None) -> None:
-    """Check every stage whose name is not in ``ended``, with its rows and its reward, and the table ``[eval]``. The
-    model of the first stage stands in for weights that do not exist yet. Raises
+    """Check every stage that is not in ``ended``, with its rows and its reward, and the table ``[eval]``. The checks
+    use the model of the first stage, because the weights of later stages do not exist yet. Raises
     :class:`~headrace.base.errors.HeadraceError`."""
     for stage in stages.stages:
         if ended and stage.name in ended:
@@ -299,11 +299,11 @@ def check_stages(stages: Stages, ended: dict[str, StageResult] | None = None) ->
         else:
             prepare(config, Inputs(thorough=True))
     if stages.measured:
-        prepare(_measuring(stages, stages.base), Inputs(thorough=True), training=False)
+        prepare(_eval_config(stages, stages.base), Inputs(thorough=True), training=False)
 
 
-def _measuring(stages: Stages, model: str) -> RunConfig:
-    """Return the settings of the evaluation of the weights in the directory ``model``, by the table ``[eval]``."""
+def _eval_config(stages: Stages, model: str) -> RunConfig:
+    """Return the settings of the evaluation ``[eval]`` of the weights in the directory ``model``."""
     try:
         return load_config(merge(stages.measured, {"model": {"path": model}}))
     except ConfigError as error:
@@ -312,14 +312,14 @@ def _measuring(stages: Stages, model: str) -> RunConfig:
 
 
 def _refuse_changed(stages: Stages, results: dict[str, StageResult]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where a stage that has ended, by its result, has other settings
-    now or is gone from the file: the stages after it begin with weights that the present file would not make."""
-    known = {stage.name: stage for stage in stages.stages}
+    """Raise :class:`~headrace.base.errors.ConfigError` if a stage that has ended was changed in the file or removed
+    from it, because the later stages depend on its weights."""
+    stages_by_name = {stage.name: stage for stage in stages.stages}
     for name, result in results.items():
         if name == BASE:
             changed = result.model != stages.base
         else:
-            changed = name not in known or known[name].fingerprint() != result.settings
+            changed = name not in stages_by_name or stages_by_name[name].fingerprint() != result.settings
         if changed:
             what = "model.path has" if name == BASE else f"the settings of the stage {name} have"
             raise ConfigError(
@@ -328,46 +328,45 @@ def _refuse_changed(stages: Stages, results: dict[str, StageResult]) -> None:
             )
 
 
-class _Walk:
-    """The execution of the stages of a file, one after the other: it runs each, measures its weights, and writes
-    ``stages.json``. ``results`` are those of earlier processes, by the name of the stage."""
+class _StageRunner:
+    """Runs the stages of a file one after the other, evaluates their weights, and writes ``stages.json``."""
 
     def __init__(self, stages: Stages, results: dict[str, StageResult], tell: Callable[[str], None]) -> None:
-        """``tell`` is called with one line whenever a stage or a measurement begins."""
+        """``results`` are the results of earlier processes by the name of the stage. ``tell`` is called with one line
+        when a stage or an evaluation begins."""
         self._stages, self._results, self._tell = stages, results, tell
 
     def run(self) -> StagesSummary:
-        """Run every stage that has not ended, until one does not finish. Return the results, with the status
-        ``finished`` or ``stopped``."""
+        """Run all stages that have not ended, and stop at a stage that does not finish. Return the results, with the
+        status ``finished`` or ``stopped``."""
         base = self._stages.base
         self._write("running")
         if BASE not in self._results:
-            self._keep(StageResult(name=BASE, model=base))
+            self._record(StageResult(name=BASE, model=base))
         model = base
         for stage in self._stages.stages:
             if stage.name not in self._results:
                 self._tell(f"stage {stage.name}: begins with {model}")
-                status, stopped_by, steps = self._carry_out(stage, model)
+                status, stopped_by, steps = self._run_stage(stage, model)
                 if status != "finished":
                     return self._write("stopped", stopped_by)
-                made, settings = str(stage.model), stage.fingerprint()
-                self._keep(StageResult(name=stage.name, model=made, settings=settings, steps=steps))
+                weights, settings = str(stage.model), stage.fingerprint()
+                self._record(StageResult(name=stage.name, model=weights, settings=settings, steps=steps))
             model = str(stage.model)
         return self._write("finished")
 
-    def _carry_out(self, stage: StageRun, model: str) -> tuple[str, str, int]:
-        """Run a stage, or resume it, from the weights in the directory ``model``, and export its own weights once it
-        has finished. Return the status of its run, the signal that stopped it (empty for none), and its number of
-        steps."""
-        begun = has_ledger(stage.directory)
-        summary = read_summary(stage.directory) if begun else None
+    def _run_stage(self, stage: StageRun, model: str) -> tuple[str, str, int]:
+        """Run or resume a stage from the weights in the directory ``model``, and export its final weights when it has
+        finished. Return the status of its run, the signal that stopped it (empty for none), and its number of steps."""
+        has_begun = has_ledger(stage.directory)
+        summary = read_summary(stage.directory) if has_begun else None
         if summary is None or summary["status"] != "finished":
             config = stage.config(model)
             if isinstance(config, TuningConfig):
-                tuned = tune(config, resume=begun)
+                tuned = tune(config, resume=has_begun)
                 status, stopped_by, steps = tuned.status, tuned.stopped_by, tuned.steps
             else:
-                trained = train_by_rewards(config, resume=begun)
+                trained = train_by_rewards(config, resume=has_begun)
                 status, stopped_by, steps = trained.status, trained.stopped_by, trained.steps
         else:
             status, stopped_by, steps = "finished", "", summary["steps"]
@@ -375,20 +374,20 @@ class _Walk:
             export(stage.directory, stage.model)
         return status, stopped_by, steps
 
-    def _keep(self, result: StageResult) -> None:
-        """Measure the weights of a ``result``, if there is a table ``[eval]``, and record the result in
+    def _record(self, result: StageResult) -> None:
+        """Evaluate the weights of ``result`` if there is a table ``[eval]``, and write the result to
         ``stages.json``."""
         if self._stages.measured:
             self._tell(f"measuring {result.name}")
-            measured: Evaluation = evaluate(_measuring(self._stages, result.model))
+            measured: Evaluation = evaluate(_eval_config(self._stages, result.model))
             shares = {k: estimate.value for k, estimate in measured.pass_at.items()}
             result = msgspec.structs.replace(result, mean_reward=measured.mean_reward, pass_at=shares)
         self._results[result.name] = result
         self._write("running")
 
     def _write(self, status: str, stopped_by: str = "") -> StagesSummary:
-        """Write the results so far to ``stages.json``, and return them. ``status`` is ``running``, ``finished`` or
-        ``stopped``, and ``stopped_by`` the signal that stopped the stages."""
+        """Write the present results to ``stages.json``, and return its content. ``status`` is ``running``, ``finished``
+        or ``stopped``; ``stopped_by`` is the signal that stopped the stages."""
         summary = StagesSummary(
             status=status,
             stopped_by=stopped_by,

@@ -1,5 +1,5 @@
-"""The end of a run by a signal: at the first signal, the run stops after its present step and with a checkpoint; at the
-second, it stops at once."""
+"""The handling of signals that stop a run: at the first signal, the run stops after its present step with a checkpoint;
+at the second signal, it stops at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from types import FrameType
 
 @dataclass(slots=True)
 class StopRequest:
-    """A request to end the run in order, which the run checks before every step."""
+    """A request to stop the run after its present step, which the run checks before every step."""
 
     requested: bool = False
     """Whether the run is to stop after its present step."""
     by: str = ""
-    """The name of the signal, such as ``SIGINT``; empty if something else asked for the stop."""
+    """The name of the signal, such as ``SIGINT``; empty if the stop was not requested by a signal."""
 
 
 @contextmanager

@@ -13,18 +13,18 @@ _OF_SAMPLING = (
     *("ess", "chi2", "mismatch_kl", "mismatch_abs", "log_ratio_abs_max", "age_mean", "age_max"),
     *("staleness_k1", "staleness_k3", "sequence_ratio_mu", "sequence_ratio_mu_squared", "ess_sequences"),
 )
-"""Metrics that compare the learner with the policy that sampled the tokens, also by age: given rows have none."""
+"""Metrics that compare the learner with the policy that sampled the tokens; for given rows there is no such policy."""
 
 
 def tuning_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step without those that compare the learner with the policy that sampled the tokens:
-    given rows have no such policy."""
+    """Return the metrics of a step without the metrics that compare the learner with the policy that sampled the
+    tokens."""
     return {name: value for name, value in metrics.items() if name.partition("/")[0] not in _OF_SAMPLING}
 
 
 class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of ``summary.json`` of a run on given rows. Times and tokens are those of this life of the run; the
-    ledger is that of all its lives."""
+    """The content of ``summary.json`` of a run on given rows. Times and tokens count this life of the run; the ledger
+    counts all its lives."""
 
     verb: str
     """``sft``, ``dpo`` or ``distill``."""
@@ -35,7 +35,7 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     """The reason why the run failed; empty otherwise."""
     steps: int
-    """Number of optimizer steps behind the weights, including those of earlier lives of the run."""
+    """Number of optimizer steps that made the weights, in all lives of the run."""
     epochs: float
     """Number of rows trained, over the number of rows that there are."""
     loss_first: float | None
@@ -67,5 +67,5 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str]
     """The warnings of this life, in words."""
     verdict: str = ""
-    """Always empty: nothing waits for anything in such a run."""
+    """Always empty: such a run is sequential, so no part waits for another."""
     run_dir: str

@@ -1,12 +1,12 @@
-"""A teacher on an engine scores the rows of ``headrace distill`` before the first step. A score is the teacher's
-log-probability of a token, with the likeliest entries of its distribution there.
+"""The scoring of rows by a teacher before the first step of ``headrace distill``. A score is the teacher's
+log-probability of a token, with the K likeliest entries of its distribution at that position.
 
     rows ──▶ the teacher: an engine of this process, or a server ──▶ RUN/teacher/00000.safetensors, ... ──▶ the samples
 
-Each file holds the scores of some rows, and is written whole. A run that is resumed, or that failed while the teacher
-computed, reads what is there and asks for the rest: the scores that it goes on with are the same bits.
+Each file contains the scores of :data:`ROWS_PER_FILE` rows, and is written atomically. A resumed run reads the existing
+files and scores only the other rows, so that its scores are bit-identical.
 
-Shape legend: T tokens of one sample, M tokens with loss of some samples, K entries of the teacher's distribution.
+Shape legend: T tokens of one sample, M tokens with loss in several samples, K entries of the teacher's distribution.
 """
 
 from __future__ import annotations
@@ -52,32 +52,32 @@ from headrace.wings.supervised.rendering import RenderedSample
 
 T = TypeVar("T")
 DIRECTORY = "teacher"
-"""The directory of the scores, in that of the run."""
+"""The directory of the scores, in the run directory."""
 ROWS_PER_FILE = 256
 LABEL = "of"
-"""The key, in the metadata of a file, of the hash of what its scores are of."""
+"""The key, in a file's metadata, of the hash of its rows and its teacher."""
 TOKENS_PER_CHECK = 1000
-"""The number of tokens whose texts are compared in one request."""
+"""The number of tokens whose texts are compared by one request."""
 SETTING = "learner.teachers[0]"
 
 Row = tuple[RenderedSample, ...]
 ScoreRows = Callable[[Sequence[RenderedSample]], list[TopScores]]
-"""Returns the teacher's scores of samples, in their order."""
+"""A function that returns the teacher's scores of samples, in their order."""
 
 
 # -- before the run ---------------------------------------------------------------------------------------------------
 
 
 def check_teacher(config: DistillConfig, tokenizer: Any, rows: RowSet) -> None:
-    """Check, before the run starts, that the teacher's server or engine, if it has one, can score ``rows``.
-    ``tokenizer`` is that of the model that is trained.
+    """Check, before the run starts, that the teacher's server or engine can score ``rows``. ``tokenizer`` is the
+    tokenizer of the trained model.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for a teacher with another vocabulary or too short a context, and
-    for a server that cannot be asked.
+    Raises :class:`~headrace.base.errors.ConfigError` for a teacher with another vocabulary or a context that is too
+    short, and for a server that cannot detokenize.
     """
     if config.teacher is not None:
-        scored = config.run.dir and all(file.is_whole for file in _files(config, rows, Path(config.run.dir)))
-        if not scored:  # a resumed run that has all scores needs the server no more
+        scored = config.run.dir and all(file.is_whole for file in _score_files(config, rows, Path(config.run.dir)))
+        if not scored:  # a resumed run with all scores needs no server
             _run(_check_server(config.teacher, tokenizer))
         return
     for name, policy in config.learner.policies.items():
@@ -98,8 +98,8 @@ def check_teacher(config: DistillConfig, tokenizer: Any, rows: RowSet) -> None:
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` to its end and return its result. Where an event loop runs already, as in a notebook, it runs
-    in a thread."""
+    """Run ``coroutine`` and return its result. If an event loop is running, as in a notebook, run it in another
+    thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -109,8 +109,8 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def _check_server(teacher: ServerTeacher, tokenizer: Any) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` unless the server gives every token id of ``tokenizer`` the same
-    text, so that both models have the same vocabulary; and if the server does not tell the texts of tokens."""
+    """Raise :class:`~headrace.base.errors.ConfigError` unless the server decodes every token id to the same text as
+    ``tokenizer``, so that both models have the same vocabulary; also if the server cannot decode tokens."""
     ids = sorted(tokenizer.get_vocab().values())
     async with connect(_endpoint(teacher)) as engine:
         try:
@@ -124,7 +124,7 @@ async def _check_server(teacher: ServerTeacher, tokenizer: Any) -> None:
         for start in range(0, len(ids), TOKENS_PER_CHECK):
             part = ids[start : start + TOKENS_PER_CHECK]
             if not await _same_texts(engine, tokenizer, part):
-                token = await _other_token(engine, tokenizer, part)
+                token = await _differing_token(engine, tokenizer, part)
                 raise ConfigError(
                     f"teacher.base_url={teacher.base_url!r} has another vocabulary than this model: {token} is "
                     f"{tokenizer.decode([token])!r} here, and not there, so the same id means different tokens to the "
@@ -134,8 +134,8 @@ async def _check_server(teacher: ServerTeacher, tokenizer: Any) -> None:
 
 
 async def _same_texts(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> bool:
-    """Return whether the server's text of ``ids`` is that of ``tokenizer``. Both forms of spaces are accepted, because
-    some servers clean up spaces."""
+    """Return whether the server decodes ``ids`` to the same text as ``tokenizer``, with or without clean-up of spaces,
+    because some servers clean up spaces."""
     try:
         text = await engine.detokenize(ids)
     except RequestError:
@@ -146,9 +146,9 @@ async def _same_texts(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> b
     )
 
 
-async def _other_token(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> int:
-    """Return one of ``ids`` whose text differs between the server and ``tokenizer``, found by halving; the text of all
-    ``ids`` together is known to differ."""
+async def _differing_token(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> int:
+    """Return one of ``ids`` that the server and ``tokenizer`` decode differently, by bisection. The caller knows that
+    the text of all ``ids`` differs."""
     while len(ids) > 1:
         half = len(ids) // 2
         ids = ids[half:] if await _same_texts(engine, tokenizer, ids[:half]) else ids[:half]
@@ -156,8 +156,8 @@ async def _other_token(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> 
 
 
 def _endpoint(teacher: ServerTeacher) -> RemoteEndpoint:
-    """Return the address of the teacher's server, with its key. Raises :class:`~headrace.base.errors.ConfigError` if
-    the environment variable of the key is not set."""
+    """Return the address of the teacher's server, with its API key. Raises :class:`~headrace.base.errors.ConfigError`
+    if the environment variable of the key is not set."""
     key = secret(teacher.api_key_env) if teacher.api_key_env else ""
     if teacher.api_key_env and not key:
         raise ConfigError(
@@ -171,27 +171,26 @@ def _endpoint(teacher: ServerTeacher) -> RemoteEndpoint:
 
 
 def taught_rows(config: DistillConfig, rows: RowSet, run_dir: Path, tell: Callable[[str], None]) -> list[Row]:
-    """Return the rows with the scores that the teacher's engine gave each token that carries loss. Scores that are
-    stored in ``run_dir`` are read; the engine is asked for the others. ``tell`` is called with lines of progress while
-    it is asked.
+    """Return the rows with the teacher's scores of each token that carries loss. Scores that exist in ``run_dir`` are
+    read; the teacher computes the others, during which ``tell`` is called with lines of progress.
 
     Raises :class:`~headrace.base.errors.DataError` for a row that the teacher cannot score.
     """
-    files = _files(config, rows, run_dir)
+    files = _score_files(config, rows, run_dir)
     missing = [file for file in files if not file.is_whole]
     if missing:
         (run_dir / DIRECTORY).mkdir(exist_ok=True)
         tell(f"the teacher scores {plural(sum(len(file.rows) for file in missing), 'row')}")
         _score_missing(_scorer(config, rows), missing, tell)
-        gc.collect()  # the engine of this process, whose memory the learner takes next
+        gc.collect()  # free the engine's memory for the learner
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return [row for file in files for row in file.read()]
 
 
 def _score_missing(score: ScoreRows, missing: Sequence[_ScoreFile], tell: Callable[[str], None]) -> None:
-    """Let the teacher score the rows of each of the ``missing`` files, by the function ``score``, and write the files;
-    ``tell`` is called with a line after each."""
+    """Compute the scores of each of the ``missing`` files with ``score``, and write the files; call ``tell`` with a
+    line after each."""
     done, total = 0, sum(len(file.rows) for file in missing)
     for file in missing:
         file.write(score(file.samples))
@@ -199,19 +198,19 @@ def _score_missing(score: ScoreRows, missing: Sequence[_ScoreFile], tell: Callab
         tell(f"the teacher has scored {done:,} of {plural(total, 'row')}")
 
 
-def _files(config: DistillConfig, rows: RowSet, run_dir: Path) -> list[_ScoreFile]:
-    """Return a record for each file of scores that ``rows`` need, whether it exists on the disk or not."""
-    teacher, all_rows = _described(config), rows.rows
+def _score_files(config: DistillConfig, rows: RowSet, run_dir: Path) -> list[_ScoreFile]:
+    """Return a record for each file of scores of ``rows``, whether the file exists or not."""
+    teacher, all_rows = _teacher_description(config), rows.rows
     parts = [all_rows[start : start + ROWS_PER_FILE] for start in range(0, len(all_rows), ROWS_PER_FILE)]
     return [
-        _ScoreFile(path=run_dir / DIRECTORY / f"{number:05d}.safetensors", rows=part, label=_label(part, teacher))
+        _ScoreFile(path=run_dir / DIRECTORY / f"{number:05d}.safetensors", rows=part, label=_scores_hash(part, teacher))
         for number, part in enumerate(parts)
     ]
 
 
-def _described(config: DistillConfig) -> str:
-    """Return the settings on which the teacher's scores depend, as a text. Scores that were stored under another text
-    are not used again."""
+def _teacher_description(config: DistillConfig) -> str:
+    """Return the settings on which the teacher's scores depend, as JSON. A change of this text invalidates stored
+    scores."""
     tree = with_models(config.model_dump(mode="json"), lambda _, path: pinned(path))
     if config.teacher is not None:
         tree = {name: tree["teacher"][name] for name in ("base_url", "model", "top_k")}
@@ -220,9 +219,9 @@ def _described(config: DistillConfig) -> str:
     return json.dumps(tree, sort_keys=True)
 
 
-def _label(rows: Sequence[Row], teacher: str) -> str:
-    """Return a hash of what the scores of a file depend on: the token ids and masks of ``rows``, and the text
-    ``teacher``, which describes the teacher."""
+def _scores_hash(rows: Sequence[Row], teacher: str) -> str:
+    """Return a hash of the inputs of a file's scores: the token ids and masks of ``rows``, and ``teacher``, the
+    description of the teacher."""
     digest = hashlib.blake2b(teacher.encode(), digest_size=16)
     for sample in (sample for row in rows for sample in row):
         digest.update(sample.ids_T.tobytes() + sample.mask_T.tobytes() + b"|")
@@ -231,13 +230,13 @@ def _label(rows: Sequence[Row], teacher: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoreFile:
-    """A file of the teacher's scores of some rows, which may not exist yet."""
+    """A file of the teacher's scores of several rows. The file may not exist yet."""
 
     path: Path
     rows: Sequence[Row]
-    """The rows whose scores the file holds, each as its samples."""
+    """The rows whose scores the file contains, each as its samples."""
     label: str
-    """The hash of the rows and of the teacher, by which a file of other scores is recognised."""
+    """The hash of the rows and of the teacher; a file with another hash is not used."""
 
     @property
     def samples(self) -> list[RenderedSample]:
@@ -246,7 +245,7 @@ class _ScoreFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file exists and holds the scores of these rows by this teacher."""
+        """Whether the file exists and contains the scores of these rows by this teacher."""
         try:
             with safe_open(self.path, framework="np") as held:
                 return bool(held.metadata()[LABEL] == self.label)
@@ -254,8 +253,8 @@ class _ScoreFile:
             return False
 
     def write(self, scores: Sequence[TopScores]) -> None:
-        """Write ``scores``, one record for each sample, for the tokens that carry loss; the file appears whole or not
-        at all."""
+        """Write ``scores``, one record per sample, for the tokens that carry loss. The file appears complete or not at
+        all."""
         masks = [sample.mask_T for sample in self.samples]
         tensors = {
             name: np.concatenate([column(each)[mask] for each, mask in zip(scores, masks, strict=True)])
@@ -266,7 +265,7 @@ class _ScoreFile:
         unfinished.rename(self.path)
 
     def read(self) -> Iterator[Row]:
-        """Yield the file's rows, their samples with the stored scores; tokens without loss have none."""
+        """Yield the file's rows, whose samples have the stored scores. Tokens without loss have no scores."""
         with safe_open(self.path, framework="np") as held:
             columns = {name: held.get_tensor(name) for name in _COLUMNS}
         end = 0
@@ -288,20 +287,20 @@ _COLUMNS: dict[str, Callable[[TopScores], Any]] = {
     "ids_MK": lambda scores: scores.ids_TK,
     "logs_MK": lambda scores: scores.logs_TK,
 }
-"""The tensors of a file, by name, as columns of the scores of a sample."""
+"""The tensors of a file by name, each as a function of a sample's scores."""
 
 
 def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
-    """Return the function that lets the teacher score samples: by a server, or by an engine that is opened in this
-    process and lives as long as the function."""
+    """Return the function that scores samples: with a server, or with an engine in this process that exists as long as
+    the function."""
     below = int(read_config(config.model.path).get_text_config().vocab_size)
     if config.teacher is not None:
         server = config.teacher
-        return lambda samples: _run(_ask_server(server, samples, below))
+        return lambda samples: _run(_request_scores(server, samples, below))
     (teacher, _) = next(iter(config.learner.served_teachers.values()))
     device = str(use("learner.device", config.learner.device, only_cpu=config.model.deterministic))
     model = load_model(teacher_model(teacher, config.model), device)
-    theirs = int(model.config.get_text_config().vocab_size)
+    teacher_vocab_size = int(model.config.get_text_config().vocab_size)
     core = NativeEngine(
         model,
         EngineConfig(max_sequences=1).on(device, shared=False),
@@ -310,25 +309,28 @@ def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
         clock=RealClock(),
     )
     core.commit(INITIAL)
-    options = {"top_k": min(config.learner.top_k, below, theirs), "top_below": below if theirs > below else 0}
+    options = {
+        "top_k": min(config.learner.top_k, below, teacher_vocab_size),
+        "top_below": below if teacher_vocab_size > below else 0,
+    }
     return lambda samples: [
         core.top_scores(ScoreTokens.of(number, Tokens.observed(sample.ids_T), 1.0, **options))
         for number, sample in enumerate(samples)
     ]
 
 
-async def _ask_server(teacher: ServerTeacher, samples: Sequence[RenderedSample], below: int) -> list[TopScores]:
+async def _request_scores(teacher: ServerTeacher, samples: Sequence[RenderedSample], below: int) -> list[TopScores]:
     """Return the server's scores of ``samples``, in order; at most ``teacher.concurrency`` requests run at the same
     time. ``below`` is the vocabulary size of the model that is trained: only entries with smaller ids count.
 
     Raises :class:`~headrace.base.errors.RunError` if an answer takes too long, and
     :class:`~headrace.base.errors.DataError` for a row that the server refuses.
     """
-    gate, num = asyncio.Semaphore(teacher.concurrency), min(teacher.top_k, below)
+    semaphore, num = asyncio.Semaphore(teacher.concurrency), min(teacher.top_k, below)
 
     async def ask(engine: RemoteEngine, sample: RenderedSample) -> TopScores:
-        """Return the server's scores of one sample, once a place among the requests is free."""
-        async with gate:
+        """Request the server's scores of one sample when the number of running requests allows it."""
+        async with semaphore:
             try:
                 async with TimeLimit(teacher.timeout_s):
                     return await engine.top_scores(Tokens.observed(sample.ids_T), num, below=below)

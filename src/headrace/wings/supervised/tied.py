@@ -1,4 +1,4 @@
-"""A process that a run on given rows starts, and that lives only as long as the run's own process."""
+"""A child process of a run on given rows, which ends when the run's own process ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headrace.launch.hosts.main import die_with_starter
 
 
 class TiedProcess:
-    """A process with a session (process group) of its own, so that Ctrl-C does not reach it and it can be killed
-    together with everything it has started. It ends when this process ends, whatever ends this one."""
+    """A child process in a new session (process group), so that Ctrl-C does not reach it, and it can be killed together
+    with its own child processes. It is killed when this process ends, for whatever reason."""
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class TiedProcess:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start a new interpreter that calls the function ``main`` of ``module``, which reads ``order``, one line, with
-        :func:`read_order`. Its output is appended to the file ``log``. ``environment`` are its environment variables,
-        by default those of this process; ``pass_fds`` are descriptors that it keeps open."""
+        """Start a Python interpreter that calls the function ``main`` of ``module``, which must read ``order``, one
+        line, with :func:`read_order`. Its output is appended to the file ``log``. ``environment`` are its environment
+        variables, by default the variables of this process; ``pass_fds`` are file descriptors that it inherits."""
         self.log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -42,7 +42,7 @@ class TiedProcess:
             )
         assert self._process.stdin is not None
         self._process.stdin.write(order + b"\n")
-        self._process.stdin.flush()  # and stays open: its end tells the process that this one has ended
+        self._process.stdin.flush()  # the pipe stays open: its end notifies the child that this process has ended
 
     @property
     def pid(self) -> int:
@@ -68,7 +68,7 @@ class TiedProcess:
         return " / ".join(lines[-count:])
 
     def end(self) -> None:
-        """Kill the process and everything it has started, if it has not ended, and close the pipe to it."""
+        """Kill the process and its child processes, if it has not ended, and close the pipe to it."""
         if not self.has_ended:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -77,8 +77,8 @@ class TiedProcess:
 
 
 def read_order() -> bytes:
-    """Return the order with which this process was started as a :class:`TiedProcess`. From now on it is killed,
-    together with everything it starts, as soon as the process that started it has ended."""
+    """Return the order with which this process was started as a :class:`TiedProcess`. From now on this process and its
+    child processes are killed as soon as the parent process ends."""
     order = sys.stdin.buffer.readline()
     die_with_starter(sys.stdin.fileno())
     return order

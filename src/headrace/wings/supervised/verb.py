@@ -111,23 +111,23 @@ def stages(
 
 
 def _show_stages(summary: StagesSummary, again: str) -> None:
-    """Print every stage that has ended, what was measured of it, where its weights are and, where the stages were
-    stopped, the command ``again`` that continues them."""
+    """Print a table of the stages that have ended, with their pass@k and the directories of their weights. If the
+    stages were stopped, also print ``again``, the command that resumes them."""
     out = console()
     out.print(f"\n{summary.status}", style="bold")
     ks = sorted({k for each in summary.results for k in each.pass_at})
-    shown = table("", "stage", "steps", *(f"pass@{k}" for k in ks), "weights")
+    stage_table = table("", "stage", "steps", *(f"pass@{k}" for k in ks), "weights")
     for each in summary.results:
         shares = [f"{each.pass_at[k]:.4f}" if k in each.pass_at else "" for k in ks]
-        shown.add_row(each.name, str(each.steps or ""), *shares, readable(each.model))
-    out.print(shown)
+        stage_table.add_row(each.name, str(each.steps or ""), *shares, readable(each.model))
+    out.print(stage_table)
     if summary.status != "finished":
         out.print(continued_by(again), style="bold")
 
 
 def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) -> None:
-    """Carry out ``headrace sft``, ``dpo`` or ``distill`` with its checked settings: with ``dry_run`` describe the run,
-    otherwise train and print the summary; ``as_json`` prints JSON."""
+    """Run ``headrace sft``, ``dpo`` or ``distill`` with validated settings: with ``dry_run`` only describe the run,
+    otherwise train and print the summary. With ``as_json`` the output is JSON."""
     if dry_run:
         from headrace.wings.supervised.preparing import explain_tuning, prepare_tuning
 
@@ -154,8 +154,8 @@ def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) ->
 
 
 def _show(summary: TuningSummary, again: str) -> None:
-    """Print the main figures of a run that has ended, its warnings, where its files are and, where it was stopped, the
-    command ``again`` that continues it."""
+    """Print the main figures of a run that has ended, its warnings and its directory. If it was stopped, also print
+    ``again``, the command that resumes it."""
     from headrace.run.observe.words import duration, number, plural
 
     out = console()

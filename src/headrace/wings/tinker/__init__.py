@@ -1,4 +1,4 @@
-"""The Tinker protocol: its unmodified client trains and samples on this machine.
+"""The server of the Tinker protocol, with which the protocol's unmodified client trains and samples on this machine.
 
     client ──HTTP──▶ app ──▶ service ──▶ journal (every accepted request of a model, before it is acknowledged)
                                 │
@@ -9,5 +9,5 @@
              ▼  of each tenant in turn             ▼  adapters in one pass
     compute: one frozen base, an adapter for each tenant ◀── memory shared ──▶ the engine's model
 
-docs/tinker.md says what is served and how; docs/design has the reasons.
+docs/tinker.md describes the supported parts of the protocol; docs/design has the reasons of the design.
 """

@@ -1,7 +1,9 @@
-"""The HTTP side of the server: routes, the key, limits on bodies, and errors as the client shows them.
+"""The HTTP side of a server of the Tinker protocol: routes, the check of the key, limits on bodies, and error
+responses.
 
-Each endpoint reads its request and passes the body to a method of :class:`TinkerService`, which does the work. Clients
-send most requests with the server's key in the header ``x-api-key``.
+Each endpoint reads its request and passes the body to a method of
+:class:`~headrace.wings.tinker.service.TinkerService`, which does the work. Clients send the server's key in the header
+``x-api-key``; health checks and signed URLs need no key.
 """
 
 from __future__ import annotations
@@ -39,13 +41,12 @@ URLS_S = 3600
 """Seconds for which the signed URLs of files are valid."""
 
 JSON_BYTES = 16 * 2**20
-"""The largest size of a JSON body: once decoded, its numbers take many times as much memory."""
+"""The largest size of a JSON body. The decoded numbers need many times as much memory."""
 BEGINNING_BYTES = 4096
-"""The number of bytes at the beginning of a body that is too long in which the model and the number of the request are
-looked for."""
+"""The number of bytes that are kept of a too long body, to read the model and the number of the request from them."""
 
 LOADING_S = 30.0
-"""Seconds for which a request waits while the models are loaded; the client waits 60 for an answer."""
+"""Seconds for which a request waits while the models are loaded; the client waits 60 s for an answer."""
 
 REFUSED = {
     "auth/token": "this server takes its key as it is",
@@ -57,7 +58,8 @@ REFUSED = {
     "audit": "this server keeps no audit log",
     "billing": "nothing is billed here",
 }
-"""The endpoints that are refused, with the reason; all others that are not served are unknown."""
+"""The path prefixes of endpoints that are refused, with the reason; other paths that are not served are answered as
+unknown."""
 REFUSED_PARTS = {
     "publish": "there is one user on this server",
     "project": "there is one project on this server",
@@ -67,8 +69,8 @@ REFUSED_PARTS = {
 
 
 class ServerHolder:
-    """The holder of the service that answers requests. A server listens before its models are loaded; until then there
-    is no service, and requests wait for it, or are answered with an error after which clients ask again."""
+    """A holder of the service, which is set once the models are loaded. The server listens before that; requests then
+    wait for the service, or receive status 503, after which clients retry."""
 
     def __init__(self) -> None:
         """Make a holder without a service."""
@@ -81,39 +83,40 @@ class ServerHolder:
         self._changed.set()
 
     def now(self) -> TinkerService:
-        """Return the service. Raises :class:`Refusal` with status 503, after which the client asks again, if the models
-        are still being loaded."""
+        """Return the service at once. Raises :class:`Refusal` with status 503, after which the client retries, if the
+        models are still being loaded."""
         if self._service is None:
             raise Refusal("the model is being loaded", remedy="ask again soon", status=503)
         return self._service
 
     async def ready(self) -> TinkerService:
-        """Return the service, and wait for it for at most :data:`LOADING_S`: not every call of the client asks again
-        often enough. Raises :class:`Refusal` if there is none then."""
+        """Wait for the service for at most :data:`LOADING_S` seconds, and return it. The wait is needed because some
+        calls of the client retry too few times. Raises :class:`Refusal` with status 503 if the models are still being
+        loaded after that."""
         if self._service is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOADING_S)
         return self.now()
 
     def end_waits(self) -> None:
-        """End all waits for the service and for results, because the server ends: they get an error after which they
-        ask again."""
+        """End all waits for the service and for results, because the server ends. The waiting requests receive an error
+        after which their clients retry."""
         self._changed.set()
         if self._service is not None:
             self._service.end_waits()
 
 
 class UrlSigner:
-    """The maker of URLs from which files can be downloaded without the key: each has a time of expiry and a signature
-    made with the key."""
+    """A signer of URLs from which files can be downloaded without the key. A signed URL contains its time of expiry and
+    an HMAC-SHA256 signature made with the key."""
 
     def __init__(self, key: str, clock: Clock) -> None:
         """Make a signer that signs with the server's ``key``; ``clock`` gives the time by which URLs expire."""
         self._key, self._clock = key.encode(), clock
 
     def sign(self, urls: Mapping[str, URL]) -> dict[str, Any]:
-        """Return the answer to a client that wants to download files: a signed URL for each of the ``urls``, which are
-        given by file name, and the time until which they are valid."""
+        """Return the JSON answer for a client that wants to download files: a signed form of each of the ``urls`` (by
+        file name), and the time until which they are valid."""
         until = int(self._clock.wall()) + URLS_S
         signed = {
             name: str(url.include_query_params(expires=until, signature=self._signature(url.path, str(until))))
@@ -134,16 +137,15 @@ class UrlSigner:
 
 
 class KeyAuth:
-    """An ASGI application that passes requests with the server's ``key``, those for a signed URL, and those for its
-    health on to ``app``, and answers others with status 401."""
+    """An ASGI application that authenticates requests for ``app``. It passes on requests with the server's ``key``,
+    requests for a signed URL and health checks, and answers all others with status 401."""
 
     def __init__(self, app: ASGIApp, key: str, signer: UrlSigner) -> None:
-        """Guard ``app`` with the server's ``key``; ``signer`` recognises signed URLs."""
+        """Create the application around ``app``; ``signer`` verifies signed URLs."""
         self._app, self._key, self._signer = app, key.encode(), signer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on to the application if it has the key or a signed URL, or asks for the server's health;
-        otherwise answer it with status 401."""
+        """Authenticate one request, and pass it on to the application or answer it with status 401."""
         if scope["type"] == "http" and scope["path"] not in ("/healthz", f"{PREFIX}/healthz"):
             given = Headers(scope=scope).get("x-api-key", "").encode("latin-1")
             if not (hmac.compare_digest(given.strip(), self._key) or self._signer.signed(Request(scope))):
@@ -159,8 +161,8 @@ class KeyAuth:
 
 
 def make_app(holder: ServerHolder, key: str, *, max_body_bytes: int, clock: Clock) -> KeyAuth:
-    """Return the whole server as an ASGI application: the routes, which use the service of ``holder``, behind the check
-    of ``key``. ``max_body_bytes`` is the largest size of any body."""
+    """Return the whole server as an ASGI application: the routes, which call the service of ``holder``, behind the
+    check of ``key``. ``max_body_bytes`` is the largest size of the body of any request."""
     signer = UrlSigner(key, clock)
     routes = _Routes(holder, max_body_bytes, signer)
     app = Starlette(
@@ -180,22 +182,22 @@ class LongBody(Refusal):
     """The refusal of a request whose body is longer than bodies may be, with status 413."""
 
     def __init__(self, max_bytes: int, beginning: bytes) -> None:
-        """Make the refusal of a body that has more than ``max_bytes`` bytes and begins with ``beginning``."""
+        """Create the error for a body that has more than ``max_bytes`` bytes and begins with ``beginning``."""
         super().__init__(f"the body has more than {max_bytes} bytes", remedy="send less in each request", status=413)
         self.beginning = beginning
-        """Its first :data:`BEGINNING_BYTES`."""
+        """The first :data:`BEGINNING_BYTES` bytes of the body."""
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class _Routes:
-    """The endpoints of the server. The methods that return an ``Endpoint`` build one from the function that computes
-    its answer; the others are endpoints themselves."""
+    """The endpoints of the server. The methods that return an ``Endpoint`` build an endpoint from a function that
+    computes its answer; the other ``async`` methods are endpoints themselves."""
 
     def __init__(self, holder: ServerHolder, max_body_bytes: int, signer: UrlSigner) -> None:
-        """Make the endpoints over the service of ``holder``. ``max_body_bytes`` bounds every body, and ``signer`` signs
-        the URLs of files."""
+        """Create the endpoints, which call the service of ``holder``. ``max_body_bytes`` bounds every body, and
+        ``signer`` signs the URLs of files."""
         self._holder, self._max_body_bytes, self._signer = holder, max_body_bytes, signer
 
     def all(self) -> list[Route]:
@@ -249,11 +251,12 @@ class _Routes:
         ]
 
     async def _catalog(self) -> Catalog:
-        """Return the catalogue of sessions, models and checkpoints, once the service is there."""
+        """Wait for the service, and return its catalogue of sessions, models and checkpoints."""
         return (await self._holder.ready()).catalog
 
     def _fixed(self, answer: dict[str, Any], kind: type[schema.TinkerBody]) -> Endpoint:
-        """Return an endpoint that checks the body of a request as a ``kind``, and always gives the same answer."""
+        """Return an endpoint that validates the body of a request as a ``kind``, and always returns the same JSON
+        ``answer``."""
 
         async def endpoint(request: Request) -> Response:
             """Check the body, and answer with the fixed JSON."""
@@ -283,8 +286,8 @@ class _Routes:
         return endpoint
 
     def _listed(self, answer: Callable[..., dict[str, Any]]) -> Endpoint:
-        """Return an endpoint that answers with one page of a list. The function ``answer`` gets the service, the query,
-        and its ``limit`` and ``offset`` as integers (20 and 0 if they are not given)."""
+        """Return an endpoint that answers with one page of a list. The function ``answer`` receives the service, the
+        query parameters, and ``limit`` and ``offset`` as integers (20 and 0 by default)."""
 
         async def endpoint(request: Request) -> Response:
             """Answer with the requested page. Raises :class:`Refusal` for a limit or offset that is not a whole
@@ -306,13 +309,13 @@ class _Routes:
         place_of: Callable[[bytes], tuple[str, int]],
         most: int = JSON_BYTES,
     ) -> Endpoint:
-        """Return an endpoint that accepts a request of a model, which is computed in the order of the model's requests.
-        If its body has more than ``most`` bytes, the request is recorded as failed, so that later requests of the model
-        do not wait for it; ``place_of`` finds the model and the request's number in the beginning of the body."""
+        """Return an endpoint that accepts a request of a model, to be computed in the order of the model's requests. If
+        its body has more than ``most`` bytes, the request is recorded as failed, so that later requests of the model do
+        not wait for it; ``place_of`` reads the model and the request's number from the beginning of the body."""
 
         async def endpoint(request: Request) -> Response:
-            """Accept the request, and answer with the name under which its result can be asked for. If its body is too
-            long, record it as failed, and raise the refusal."""
+            """Accept the request, and answer with the request id under which the client polls for the result. If its
+            body is too long, record it as failed, and raise :class:`LongBody`."""
             service = await self._holder.ready()
             try:
                 body = await self._body(request, most)
@@ -324,26 +327,27 @@ class _Routes:
         return endpoint
 
     async def _sample(self, request: Request) -> Response:
-        """Start to sample, and answer with the name under which the client can ask for the result."""
+        """Start a sampling task, and answer with the request id under which the client polls for the result."""
         service, body = await self._holder.ready(), await self._body(request)
         return JSONResponse(service.sample(body))
 
     async def _retrieve(self, request: Request) -> Response:
-        """Answer with the result of an earlier request, or let the client ask again if there is none yet."""
+        """Answer with the result of an earlier request, or with status 408 if there is none yet, after which the client
+        polls again."""
         return _response(await (await self._holder.ready()).retrieve(await self._body(request)))
 
     async def _telemetry(self, request: Request) -> Response:
-        """Accept the client's report about itself, and do nothing with it."""
-        await self._body(request)  # and nothing is done with it
+        """Accept the client's telemetry and ignore it."""
+        await self._body(request)
         return JSONResponse({"status": "accepted"})
 
     async def _healthz(self, _: Request) -> Response:
-        """Answer that the server can serve; while the models are loaded, it answers with status 503 instead."""
+        """Answer a health check: status 200 if the models are loaded, status 503 while they are being loaded."""
         self._holder.now()
         return JSONResponse({"status": "ok"})
 
     async def _finish(self, request: Request) -> Response:
-        """End the session that the path names, at the request of its client."""
+        """End the session that the path names."""
         await self._body(request)
         return JSONResponse((await self._holder.ready()).finish(request.path_params["session"]))
 
@@ -354,14 +358,14 @@ class _Routes:
         return Response(status_code=204)
 
     async def _ttl(self, request: Request) -> Response:
-        """Set when the checkpoint that the path names expires."""
+        """Set the time to live of the checkpoint that the path names."""
         catalog, body = await self._catalog(), await self._body(request)
         catalog.set_ttl(request.path_params["model"], _named(request), body)
         return Response(status_code=204)
 
     async def _urls(self, request: Request) -> Response:
-        """Answer with a URL of each file of a checkpoint, from which it can be downloaded without the key for
-        :data:`URLS_S`."""
+        """Answer with signed URLs, one for each file of a checkpoint. They need no key, and are valid for
+        :data:`URLS_S` seconds."""
         files = (await self._catalog()).files_of(request.path_params["model"], _named(request))
         root = request.url.path.removesuffix("external_weights_urls")
         urls = {file: request.url.replace(path=f"{root}files/{file}", query="") for file in files}
@@ -373,8 +377,8 @@ class _Routes:
         return FileResponse((await self._catalog()).file_of(path["model"], _named(request), path["file"]))
 
     async def _body(self, request: Request, most: int = JSON_BYTES) -> bytes:
-        """Return the body of a request. Raises :class:`LongBody` if it has more than ``most`` bytes or more than the
-        server takes of any request, and :class:`Refusal` if it is compressed."""
+        """Read and return the body of a request. Raises :class:`LongBody` if it has more than ``most`` bytes or more
+        than the server's limit for all requests, and :class:`Refusal` with status 415 if it is compressed."""
         most = min(most, self._max_body_bytes)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal("the body is compressed", remedy="send it as it is: client/config says so", status=415)
@@ -388,18 +392,18 @@ class _Routes:
 
 
 def _named(request: Request) -> str:
-    """Return the name of the checkpoint in the path of a request: ``KIND/NAME``."""
+    """Return the name ``KIND/NAME`` of the checkpoint in the path of a request."""
     return f"{request.path_params['kind']}/{request.path_params['name']}"
 
 
 def _response(found: ResultResponse) -> Response:
-    """Return a result of the service as a response."""
+    """Return a result of the service as an HTTP response."""
     return Response(found.body, media_type=found.media, status_code=found.status)
 
 
 def _refused(_: Request, error: Exception) -> Response:
-    """Return an error of Headrace as a JSON response in the client's format, with ``retry-after`` where the client
-    should try again."""
+    """Return an error of Headrace as a JSON response in the client's format. Statuses 429 and 503 have the header
+    ``retry-after``."""
     assert isinstance(error, HeadraceError)
     status = error.status if isinstance(error, Refusal) else 400
     headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
@@ -409,30 +413,32 @@ def _refused(_: Request, error: Exception) -> Response:
 
 
 def _not_found(request: Request, error: Exception) -> Response:
-    """Return the response to a path that is not served. It says why, if the path belongs to a part of the protocol that
-    Headrace does not have."""
+    """Return the response to a request for a path that is not served. It contains the reason if the path belongs to a
+    part of the protocol that Headrace does not implement."""
     assert isinstance(error, HTTPException)
     path = request.url.path.removeprefix(f"{PREFIX}/")
     why = next((why for name, why in REFUSED.items() if path.startswith(name)), None)
     why = why or REFUSED_PARTS.get(path.rpartition("/")[2])
-    status = error.status_code if why is None else 404  # and not 405, where a path of that form is served
+    status = error.status_code if why is None else 404  # not 405, if the path has other methods
     why = why or "docs/tinker.md lists what is served"
     return _refused(request, Refusal(f"{shown(path)} is not served", remedy=why, status=status))
 
 
 def _not_written(request: Request, error: Exception) -> Response:
-    """Return the response to a request that the journal cannot take now, as on a full disk: the client asks again."""
+    """Return the response (status 503) to a request that cannot be written to the journal, for example because the disk
+    is full. The client retries."""
     problem = f"the server cannot write its state: {error}"
     log.warning("%s", problem)
     return _refused(request, Refusal(problem, remedy="make room on its disk, and ask again", status=503))
 
 
 def _gone(_: Request, __: Exception) -> Response:
-    """Return a response that no one reads: the client closed the connection before its body was complete."""
+    """Return a placeholder response. The client closed the connection before its body was complete, so the response is
+    not sent."""
     return Response(status_code=400)
 
 
 def _broken(_: Request, error: Exception) -> Response:
-    """Return the response to a request at which the server failed by an error of its own, with status 500."""
+    """Return the response (status 500) to a request during which an unexpected error of the server occurred."""
     words = f"the server failed: {type(error).__name__}: {error}"
     return JSONResponse({"error": words, "category": "server", "detail": words}, status_code=500)

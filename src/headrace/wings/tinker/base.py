@@ -1,10 +1,11 @@
-"""The base models of a server: each with its training, its engine, and what it allows. A base is a model on the disk
-that clients train adapters on, or whose weights one client trains as a whole.
+"""The base models of a server, each with its training computation, its engine and its limits. A base is a model on the
+disk. Clients train adapters on it, or one client at a time trains all its weights.
 
 names of the clients ──▶ ServedBase ─┬─▶ training: FrozenBase ──▶ compute ◀── memory shared ─┐
                                      └─▶ sampling: engine, sampler weights ──▶ its twin ◀────┘
 
-The twin is a second module over the same tensors, so that engine and training each have hooks of their own.
+The twin is a second module that shares the tensors of the first, so that the engine and the training can add different
+hooks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
+from headrace.models.heads import wanted_head
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.multilora import MultiLora
 from headrace.models.paged.base import BLOCK
@@ -37,27 +39,29 @@ from headrace.wings.tinker.sampling import SampleLimits
 from headrace.wings.tinker.weights import WholeKind
 
 TAIL_BYTES = 2**16
-"""The bytes at the end of each file of weights that tell one checkpoint from another of the same shape."""
+"""The number of bytes at the end of each weights file that :func:`fingerprint` hashes, to distinguish checkpoints of
+the same shape."""
 
 MOST_WHOLE_SAMPLERS = 2
-"""The most samplers with whole weights of a base that sample at once or stay in memory; each holds a model."""
+"""The largest number of samplers with whole weights of one base that sample at once or stay in memory; each needs the
+memory of a whole model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedBase:
-    """One base model of a server, ready to train and to sample. :meth:`LoadedBase.served` makes it, and the service
-    finds it by the name that a client gives."""
+    """One base model of a server, ready to train and to sample. :meth:`LoadedBase.served` creates it, and the service
+    looks it up by the name in a client's request."""
 
     names: tuple[str, ...]
     """The names under which clients ask for this base."""
     training: FrozenBase
-    """The frozen model that all clients' trainable weights are computed with."""
+    """The frozen model, and the training computation with the weights of any client."""
     engine: LocalEngine
-    """The engine that samples with the base and with the weights of its sampling sessions."""
+    """The engine that samples from the base and from the weights of its sampling sessions."""
     weights: SamplerWeights
     """The weights of all sampling sessions of this base, which the engine reads as its adapters."""
     limits: SampleLimits
-    """The bounds that a request for samples must keep: vocabulary, context and stop tokens."""
+    """The limits for sampling requests: vocabulary size, context length and stop tokens."""
 
     @property
     def architecture(self) -> str:
@@ -65,20 +69,21 @@ class ServedBase:
         return type(self.training.compute.model).__name__
 
     def read_weights(self, directory: Path) -> WeightState:
-        """Return the trained weights that were saved in ``directory``, on the device of this base, for a sampling
-        session: without gradients and without the optimizer's state. Raises what
-        :func:`~headrace.wings.tinker.files.read_state` raises."""
+        """Read the trained weights in ``directory`` for a sampling session, onto the device of this base, without
+        gradients and without the optimizer's state. Raises the same errors as
+        :func:`~headrace.wings.tinker.files.read_state`."""
         compute = self.training.compute
         return read_state(directory, compute.kind, compute.model.device, trained=False, moments=False)
 
 
 class LoadedBase:
-    """The parts of one base that take time to load: its model and its engine. They are made in a thread while the
-    server already listens; :meth:`served` then starts the engine in the event loop."""
+    """The loaded model and the engine of one base. The constructor takes long, so it runs in a thread while the server
+    already listens; :meth:`served` then starts the engine in the event loop."""
 
     def __init__(self, base: BaseConfig, config: TinkerConfig, clock: Clock) -> None:
-        """Load the model that ``base`` names, and make its training computation and its engine, which does not run yet.
-        ``config`` has the limits of the server, some of which its bases share equally."""
+        """Load the model that ``base`` names, and create its training computation and its engine, which is not started
+        yet. ``config`` has the settings of the server; the limits of the cache and of resident samplers are divided
+        equally among its bases."""
         self._base, self._clock = base, clock
         path, device = str(base.path), str(use("--device", config.device))
         tokenizer, model = load_tokenizer(path), load_model(ModelConfig(path=path), device)
@@ -94,7 +99,7 @@ class LoadedBase:
         self._weights = SamplerWeights(passes, resident)
         max_context = config.engine.max_context or self.training.max_context
         engine = config.engine.on(device, shared=True)
-        if base.whole:  # weights that change by the pass have no packed copies for the kernels
+        if base.whole:  # the weights change between passes, and the kernels would use packed copies of old weights
             engine = engine.model_copy(update={"kernels": "off"})
         self._core = NativeEngine(
             twin,
@@ -104,6 +109,7 @@ class LoadedBase:
             clock=clock,
             decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
             adapters=self._weights,
+            head=wanted_head(engine.speculation, ModelConfig(path=path), model),
         )
         self._core.commit(INITIAL)
         context = min(max_context, self._core.stats().cache_blocks * BLOCK)
@@ -116,7 +122,7 @@ class LoadedBase:
         return self._base.names
 
     async def served(self, stack: AsyncExitStack, max_samples: int) -> ServedBase:
-        """Start the engine, which is stopped when ``stack`` is closed, and return the base that answers requests.
+        """Start the engine, and return the base, ready for requests. The engine is stopped when ``stack`` is closed.
         ``max_samples`` is the largest number of samples that the engine runs or queues at once."""
         limits = LocalEngineConfig(max_requests=max_samples)
         return ServedBase(
@@ -129,9 +135,9 @@ class LoadedBase:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash that tells the model in the directory ``path`` from other models. It covers the name, the size and
-    the last :data:`TAIL_BYTES` of ``config.json`` and of each file of weights. The server compares it at every start,
-    so that adapters are never continued on another model."""
+    """Return a hash that identifies the model in the directory ``path``. It covers the name, the size and the last
+    :data:`TAIL_BYTES` of ``config.json`` and of each weights file. The server compares the hash at every start, so that
+    adapters are never trained further on another model."""
     hashed = xxhash.xxh3_128()
     for file in sorted([*path.glob("config.json"), *path.glob("*.safetensors")]):
         size = file.stat().st_size
@@ -143,6 +149,5 @@ def fingerprint(path: Path) -> str:
 
 
 def by_name(bases: Iterable[ServedBase]) -> dict[str, ServedBase]:
-    """Return a mapping from each name that clients may give to the base with that name; a base has one entry for each
-    of its names."""
+    """Return the bases by name; a base has one entry for each of its names."""
     return {name: base for base in bases for name in base.names}

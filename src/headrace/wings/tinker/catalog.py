@@ -1,9 +1,10 @@
-"""What a server keeps for its clients: sessions, training runs and checkpoints, found, listed and deleted.
+"""The catalogue of a server: endpoints that find, list and delete sessions, training runs and checkpoints.
 
 A model is what one client trains; the protocol also calls it a training run. Its id is ``SESSION:train:NUMBER``. A
 checkpoint has the path ``tinker://MODEL/KIND/NAME``, where KIND is ``weights`` (training can continue from it),
-``sampler_weights`` or ``external_weights`` (files to download). The dictionaries returned here are the JSON answers of
-endpoints, and the ``body`` that some methods take is the JSON of a request. Rows are those of the journal's tables.
+``sampler_weights`` or ``external_weights`` (files to download). The dictionaries that methods return are the JSON
+answers of endpoints, and the parameter ``body`` is the JSON body of a request. A row is a row of one of the journal's
+tables.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from headrace.wings.tinker.files import OWN_FILES, checked_ttl, facts_of_state
 from headrace.wings.tinker.journal import Journal, facts_of
 
 FLAGS = {"train_unembed": HEAD, "train_mlp": MLP, "train_attn": ATTENTION}
-"""The part of a model behind each flag of the client; whole weights have all of them."""
+"""The part of a model for each flag of the client; for whole weights all flags are true."""
 
 
 class Catalog:
-    """The sessions, the models and the checkpoints in the journal, as the endpoints of a server look them up. It is
-    used in one event loop."""
+    """The queries of a server's endpoints for sessions, models and checkpoints in the journal. All methods are called
+    in one event loop, except :meth:`delete_checkpoint`, which may run in a thread."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
-        """Make a catalogue over ``journal``; ``clock`` gives the time by which checkpoints expire."""
+        """Create a catalogue of the contents of ``journal``; checkpoints expire by the wall time of ``clock``."""
         self._journal, self._clock = journal, clock
 
     def model(self, model: str) -> Any:
@@ -42,9 +43,9 @@ class Catalog:
         return row
 
     def checkpoint(self, path: str, *kinds: str) -> Any:
-        """Return the journal's row of the checkpoint at ``path``. Raises :class:`~headrace.base.net.refusal.Refusal`:
-        with status 404 if there is none or it has expired, and also if ``kinds`` are given and it is of none of
-        them."""
+        """Return the journal's row of the checkpoint at ``path``. Raises :class:`~headrace.base.net.refusal.Refusal`
+        with status 404 if there is none or it has expired, and with status 400 if ``kinds`` are given and its kind is
+        not among them."""
         row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind != 'ephemeral'", path)
         if row is None or (row["expires_s"] is not None and row["expires_s"] < self._clock.wall()):
             raise Refusal(f"there is no checkpoint {shown(path, 200)}", remedy="list the checkpoints", status=404)
@@ -93,8 +94,8 @@ class Catalog:
         }
 
     def training_runs(self, limit: int, offset: int, project: str | None = None) -> dict[str, Any]:
-        """Return one page of the models, those used last first: at most ``limit`` of them after the first ``offset``.
-        With ``project``, only models whose session was created in that project are listed."""
+        """Return one page of the models in the order of their last use, the latest first: at most ``limit`` models
+        after the first ``offset``. With ``project``, list only models whose session was created in that project."""
         query = "SELECT m.id, s.facts FROM models m LEFT JOIN sessions s ON s.id = m.session ORDER BY used_s DESC, m.id"
         rows = self._journal.all(query)
         if project is not None:
@@ -121,8 +122,8 @@ class Catalog:
         self.remove_checkpoint(self.checkpoint(f"tinker://{model}/{name}")["path"])
 
     def remove_checkpoint(self, path: str) -> None:
-        """Delete a checkpoint's record and files, if it exists. Samplers that have its weights in memory continue to
-        sample."""
+        """Delete the record and the files of the checkpoint at ``path``, if it exists. Samplers that have its weights
+        in memory continue to sample."""
         row = self._journal.one("SELECT directory FROM checkpoints WHERE path = ?", path)
         if row is not None:
             self._journal.run("DELETE FROM checkpoints WHERE path = ?", path)
@@ -137,8 +138,8 @@ class Catalog:
         self._journal.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", expires, row["path"])
 
     def files_of(self, model: str, name: str) -> list[str]:
-        """Return the names of the files that a client may download of the external checkpoint ``name`` (``KIND/NAME``)
-        of ``model``; files that only this server reads are left out."""
+        """Return the names of the files of the external checkpoint ``name`` (``KIND/NAME``) of ``model`` that a client
+        may download; files that only this server reads are excluded."""
         row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
         return sorted(each.name for each in Path(row["directory"]).iterdir() if each.name not in OWN_FILES)
 
@@ -156,8 +157,8 @@ class Catalog:
         return {"sessions": [row["id"] for row in rows]}
 
     def session(self, session: str) -> dict[str, Any]:
-        """Return the ids of the models and samplers of a session, with the name and the metadata that its client gave.
-        Raises :class:`Refusal` (status 404) for one that does not exist."""
+        """Return the ids of the models and samplers of a session, with the display name and the metadata that its
+        client sent. Raises :class:`Refusal` (status 404) for an unknown session."""
         row = self._journal.one("SELECT * FROM sessions WHERE id = ?", session)
         if row is None:
             raise Refusal(f"there is no session {shown(session)}", remedy="list them first", status=404)
@@ -184,7 +185,7 @@ def _time(seconds: float) -> str:
 
 
 def _shown_checkpoint(row: Any) -> dict[str, Any]:
-    """Return a checkpoint's row of the journal in the client's format, as an entry of a list."""
+    """Convert a checkpoint's row of the journal to the client's format."""
     kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
     facts = facts_of(row)
     return {

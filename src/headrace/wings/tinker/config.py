@@ -14,14 +14,14 @@ from headrace.engine.config import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseConfig:
-    """One base model of a server, as the command line names it."""
+    """One base model of a server, from the command line."""
 
     path: Path
     """The directory of the model."""
     names: tuple[str, ...]
-    """The names under which clients may ask for it."""
+    """The names under which clients may request the model."""
     whole: bool = False
-    """Whether one client at a time trains all its weights; otherwise many train adapters."""
+    """Whether one client at a time trains all weights of the model; otherwise many clients train adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +29,9 @@ class TinkerConfig:
     """The settings of one server, from the options of ``headrace tinker``."""
 
     bases: tuple[BaseConfig, ...]
-    """The base models, each with names that no other has."""
+    """The base models; no two have a common name."""
     state: Path
-    """The directory of the journal, the checkpoints and the key, which the next start goes on from."""
+    """The directory of the journal, the checkpoints and the key; the next start of the server continues from it."""
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: int = 8642
@@ -39,17 +39,17 @@ class TinkerConfig:
     device: str = "auto"
     """The device of all bases: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for cuda where there is one."""
     max_body_bytes: int = 64 * 2**20
-    """The largest body of a request; the client's chunks have 5 MB at most."""
+    """The largest size of the body of a request in bytes; the client sends chunks of at most 5 MB."""
     max_waiting: int = 1024
-    """The largest number of requests of one model that may wait to be computed; one more is answered with status 429,
-    and the client repeats it."""
+    """The largest number of requests of one model that may wait to be computed; a further request is answered with
+    status 429, and the client repeats it."""
     max_samples: int = 1024
-    """The most samples that run or wait, of all sessions."""
+    """The largest number of samples of all sessions that run or wait."""
     max_models: int = 256
-    """The largest number of models of sessions that have not ended; one more is refused."""
+    """The largest number of models of sessions that have not ended; a further model is refused."""
     max_resident: int = 32
     """The largest number of models in training, and of samplers, over all bases, whose weights stay in memory while no
-    request uses them. Others are on the disk until they are used again."""
+    request uses them. Further ones are on the disk until they are used again."""
     max_rank: int = 256
     """The largest rank of an adapter."""
     tokens_per_microbatch: int = 4096
@@ -59,6 +59,6 @@ class TinkerConfig:
     ephemeral_s: float = 86400.0
     """Seconds for which the weights of a sampler without a name are kept after the last heartbeat of its session."""
     poll_s: float = 30.0
-    """Seconds for which a request for a result is held while there is none; the client waits 45."""
+    """Seconds for which the server holds a request for a result while there is no result; the client waits 45 s."""
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(flush_tokens=64))
     """The settings of the engine of every base."""

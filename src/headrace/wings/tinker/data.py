@@ -1,5 +1,6 @@
-"""The data of one forward_backward request, checked before anything is computed. A datum is one sequence of tokens with
-the inputs of the loss, by name: ``target_tokens``, ``weights``, ``logprobs``, ``advantages``, ``sequence_ratio_mask``.
+"""The data of one forward_backward request, and the checks before it is computed. A datum is one sequence of tokens
+with the inputs of the loss, by name: ``target_tokens``, ``weights``, ``logprobs``, ``advantages``,
+``sequence_ratio_mask``.
 
 Shape legend: N positions of a datum, K target tokens of a position.
 """
@@ -23,11 +24,11 @@ TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES, RATIO_MASK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenanceSpan:
-    """A client's claim about where consecutive positions of a datum come from: a sequence that the server sampled, or
-    its prompt."""
+    """A client's claim about the source of consecutive positions of a datum: a sequence that the server sampled, or the
+    prompt of that sequence."""
 
     sequence_id: str
-    """The name of the sampled sequence, as the answer to its request gave it."""
+    """The id of the sampled sequence, from the answer to its sampling request."""
     offset: int
     """The index of the first of these positions in that sequence, or in its prompt."""
     length: int
@@ -49,22 +50,23 @@ class Datum:
     target_spans: Sequence[ProvenanceSpan] = ()
     """The provenance of the inputs of the loss, in order; empty if the client gave none."""
     foreign: str = ""
-    """The kind of content other than tokens in the datum; empty if there are only tokens."""
+    """The kind of content other than tokens in the datum, such as ``an image``; empty if there are only tokens."""
 
     @property
     def targets(self) -> Array:
-        """The token ids whose log-probability is trained, ``[N]`` or ``[N, K]``: each is predicted at its position."""
+        """The token ids whose log-probability enters the loss, ``[N]`` or ``[N, K]``: the model predicts each at its
+        position."""
         return self.inputs[TARGETS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainRequest:
-    """One decoded request of a client: a forward_backward, or a forward pass alone."""
+    """One decoded training request: a forward_backward request, or a forward pass alone."""
 
     model_id: str
     """The model to train."""
     seq_id: int
-    """Its place among the requests of the model, from 1."""
+    """The number of the request among the requests of the model, from 1."""
     data: list[Datum]
     loss_fn: str
     """The name of the loss, such as ``ppo``."""
@@ -76,7 +78,7 @@ class TrainRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLimits:
-    """The limits of the base model, which every datum must keep."""
+    """The limits of the base model for every datum."""
 
     vocab_size: int
     """The number of token ids; every id is below it."""
@@ -85,9 +87,9 @@ class DataLimits:
 
 
 def check_data(data: Sequence[Datum], needed: Sequence[str], optional: Sequence[str], limits: DataLimits) -> None:
-    """Raise :class:`~headrace.base.errors.DataError`, which names the datum, unless every datum can be trained: its
-    loss inputs are those ``needed`` and none but these and the ``optional`` ones, in the right shapes, finite, and
-    within the vocabulary and the context."""
+    """Raise :class:`~headrace.base.errors.DataError`, which names the datum, if a datum cannot be trained. It must have
+    all the loss inputs ``needed`` and no others except the ``optional`` ones. Its values must have the right shapes, be
+    finite, and be within the vocabulary and the context."""
     if not data:
         raise DataError("there are no data", remedy="give at least one datum")
     for place, datum in enumerate(data):
@@ -99,8 +101,8 @@ def check_data(data: Sequence[Datum], needed: Sequence[str], optional: Sequence[
 def _problem(
     datum: Datum, needed: Sequence[str], optional: Sequence[str], limits: DataLimits
 ) -> tuple[str, str] | None:
-    """Return why a datum cannot be trained, and the remedy; ``None`` if it can. ``needed`` and ``optional`` are names
-    of loss inputs."""
+    """Return the reason why a datum cannot be trained, and the remedy; ``None`` if it can be trained. ``needed`` and
+    ``optional`` are names of loss inputs."""
     count = len(datum.ids_N)
     if datum.foreign:
         return f"it holds {datum.foreign}", "give tokens: this server trains language models of text"
@@ -129,7 +131,7 @@ def _problem(
 
 def _wrong_columns(datum: Datum, shape: tuple[int, ...]) -> tuple[str, str] | None:
     """Return the problem and the remedy for the first loss input of ``datum`` that does not have the ``shape`` of its
-    targets or is not finite; ``None`` if all are right."""
+    targets or is not finite; ``None`` if all inputs are valid."""
     for name, values in datum.inputs.items():
         if name == TARGETS:
             continue

@@ -1,5 +1,5 @@
-"""One thread that computes for many clients, a piece of each one's work in turn. A key stands for a client, and a job
-is an iterator that computes one piece, such as a micro-batch, whenever it is advanced.
+"""A thread that computes the jobs of many clients in round-robin order. A key identifies a client (for training, a
+model). A job is an iterator that computes one piece of work, such as a micro-batch, at each ``next``.
 
 submit(key, job) ──▶ the jobs of a key, in order ─┐
 submit(key, job) ──▶ the jobs of a key, in order ─┼─▶ one piece of the first job of each key, round and round
@@ -12,8 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 
 Job = Callable[[], Iterator[object]]
-"""A function that begins a piece of work, whose iterator computes one part each time it is advanced. It must not
-raise."""
+"""A function that returns an iterator, which computes one piece of work at each ``next``. Neither of them may raise an
+error."""
 _ENDED = object()
 
 
@@ -22,20 +22,20 @@ class FairThread:
     key is computed."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
-        """Start the thread with the given name. If a job raises an error, ``failed`` is called with it, in the thread,
-        which then ends."""
+        """Start the thread with the name ``name``. If a job raises an error, the thread calls ``failed`` with the error
+        and ends."""
         self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()
         self._running: dict[str, Iterator[object]] = {}
         self._changed = threading.Condition()
         self._ending = False
         self._failed = failed
         self.idle = threading.Event()
-        """Set while there is no job."""
+        """An event that is set while there is no job."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, key: str, job: Job) -> None:
-        """Queue ``job`` behind the other jobs of ``key``. May be called from any thread."""
+        """Queue ``job`` behind the other jobs of ``key``. Any thread may call this."""
         with self._changed:
             self._jobs.setdefault(key, deque()).append(job)
             self.idle.clear()
@@ -48,23 +48,24 @@ class FairThread:
             return {key: len(jobs) for key, jobs in self._jobs.items()}
 
     def close(self) -> None:
-        """End the thread after its present piece, and wait for that; jobs that are left are not computed."""
+        """End the thread after its current piece of work, and wait until it has ended. The remaining jobs are not
+        computed."""
         with self._changed:
             self._ending = True
             self._changed.notify()
         self._thread.join()
 
     def _run(self) -> None:
-        """Advance the jobs in turn until :meth:`close` is called; this is the body of the thread. An error of a job
-        ends it, and is reported."""
+        """Advance the jobs in turn until :meth:`close` is called; this is the body of the thread. If a job raises an
+        error, report the error and return."""
         try:
             while (key := self._next()) is not None:
                 self._advance(key)
-        except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever waits must hear of it
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: the owner must receive the error
             self._failed(error)
 
     def _next(self) -> str | None:
-        """Return the key whose turn it is, once there is a job; ``None`` if the thread is to end."""
+        """Wait until there is a job, and return the key that is next in the round; ``None`` if the thread must end."""
         with self._changed:
             self._changed.wait_for(lambda: self._ending or self._jobs)
             if self._ending:
@@ -72,8 +73,8 @@ class FairThread:
             return next(iter(self._jobs))
 
     def _advance(self, key: str) -> None:
-        """Compute the next piece of the first job of ``key``, and move ``key`` behind all others. If the job has ended,
-        remove it."""
+        """Compute the next piece of the first job of ``key``, and move ``key`` behind all other keys. If the job has
+        ended, remove it."""
         running = self._running.get(key)
         if running is None:
             running = self._running[key] = self._jobs[key][0]()

@@ -1,8 +1,8 @@
-"""A client's trained weights on the disk, with the optimizer's state beside them if it is asked for: adapters in peft's
-format, and whole weights by the names of the model's parameters.
+"""The reading and writing of a client's trained weights on the disk, optionally with the optimizer's state. Adapters
+are stored in peft's format, and whole weights by the names of the model's parameters.
 
-A directory is written under another name, flushed, and renamed, so that it is whole or not there. Its files have
-checksums, which are compared before any of them is used.
+A directory is written under a temporary name, flushed, and renamed, so that an incomplete one never has the final name.
+Its files have checksums, which are verified before a file is used.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from transformers import PreTrainedModel
 
 from headrace.base.errors import DataError
 from headrace.learner.disk import CHECKSUMS_FILE, Damaged, listed_checksums, seal, verify
+from headrace.models.heads import copy_later
 from headrace.models.lora import CONFIG_FILE, WEIGHTS_FILE
 from headrace.models.multilora import LoraTensors, from_tensors, to_peft
 from headrace.models.weights import first_of, in_file_format, not_finite
 from headrace.wings.tinker.weights import WeightKind, Weights, WholeTensors, trainable
 
 STATE_FILE, FACTS_FILE = "training_state.safetensors", "tinker.json"
-"""The files that peft does not read: the optimizer's moments with the gradients that no step has used yet, and the
-settings of the model with its version."""
+"""The files that peft does not read. The first contains the optimizer's moments and the gradients that no step has used
+yet, the second the settings and the version of the model."""
 
 OWN_FILES = frozenset({STATE_FILE, FACTS_FILE, CHECKSUMS_FILE})
 """The files that only this server reads."""
@@ -48,7 +49,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightState:
-    """The trained weights of a model, in the form that :func:`write_state` writes and :func:`read_state` returns."""
+    """The trained weights of a model with its settings and optimizer state, as :func:`write_state` writes and
+    :func:`read_state` returns them."""
 
     weights: Weights
     spec: Mapping[str, Any]
@@ -60,8 +62,9 @@ class WeightState:
 
 
 def checked_name(name: str) -> str:
-    """Return ``name``. Raises :class:`~headrace.base.errors.DataError` if it cannot be the name of a checkpoint: it has
-    other characters than letters, digits and ``. _ = -``, or more than 128."""
+    """Validate and return the ``name`` of a checkpoint. Raises :class:`~headrace.base.errors.DataError` if it has other
+    characters than letters, digits and ``. _ = -``, does not begin with a letter or digit, or has more than 128
+    characters."""
     if not _NAME.fullmatch(name):
         raise DataError(
             f"the name {name[:80]!r} of a checkpoint", remedy="take letters, digits, and . _ = - (at most 128)"
@@ -70,7 +73,7 @@ def checked_name(name: str) -> str:
 
 
 def checked_ttl(ttl_s: int | None) -> int | None:
-    """Return the time to live of a checkpoint in seconds; ``None``: it never expires. Raises
+    """Validate and return the time to live of a checkpoint in seconds; ``None`` means that it never expires. Raises
     :class:`~headrace.base.errors.DataError` if it is outside :data:`SHORTEST_TTL_S` to :data:`LONGEST_TTL_S`."""
     if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
         raise DataError(f"ttl_seconds={ttl_s}", remedy=f"set {SHORTEST_TTL_S} to {LONGEST_TTL_S}, or None")
@@ -80,11 +83,11 @@ def checked_ttl(ttl_s: int | None) -> int | None:
 def write_state(
     directory: Path, state: WeightState, *, base: str, prefixes: Mapping[str, str] = MappingProxyType({})
 ) -> int:
-    """Write ``state`` into ``directory``, in place of what that directory held before; return its size in bytes.
+    """Write ``state`` into ``directory``, whose former content is replaced; return the size of the files in bytes.
 
-    ``base`` is the name of the base model, which peft's settings of an adapter hold. ``prefixes``
-    (:func:`~headrace.models.text_part.prefixes_in_base`) are only for an adapter of a multimodal model that peft is to
-    load. :func:`read_state` cannot read such an adapter back.
+    ``base`` is the name of the base model, which is written into peft's settings of an adapter. ``prefixes``
+    (:func:`~headrace.models.text_part.prefixes_in_base`) are only given for an adapter of a multimodal model that peft
+    will load. :func:`read_state` cannot read such an adapter.
     """
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -103,14 +106,16 @@ def write_state(
     return _put_in_place(unfinished, directory)
 
 
-def write_model(directory: Path, state: WeightState, model: PreTrainedModel) -> int:
-    """Write the whole weights ``state`` as a directory that transformers loads, without a tokenizer, with the
-    configuration of ``model``; return its size in bytes. A client downloads it."""
+def write_model(directory: Path, state: WeightState, model: PreTrainedModel, base: Path) -> int:
+    """Write the whole weights ``state`` for a client to download, as a directory that transformers can load: with the
+    configuration of ``model`` and the prediction heads of its checkpoint ``base``, and without a tokenizer. Return the
+    size of the files in bytes."""
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     model.config.save_pretrained(unfinished)
     save_file(in_file_format(model, state.weights.tensors), unfinished / WHOLE_FILE, metadata={"format": "pt"})
+    copy_later(base, unfinished)
     facts = {"spec": dict(state.spec), "version": state.version}
     (unfinished / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
     return _put_in_place(unfinished, directory)
@@ -145,10 +150,10 @@ def facts_of_state(directory: Path) -> dict[str, Any]:
 
 
 def read_state(directory: Path, kind: WeightKind, device: torch.device, *, trained: bool, moments: bool) -> WeightState:
-    """Return the weights in ``directory`` on ``device``, for a base that computes with weights of ``kind``; ``trained``
-    says whether they get gradients, ``moments`` whether the optimizer's state is read. Raises
-    :class:`~headrace.base.errors.DataError` for missing or broken files, for tensors that are not those of the
-    settings beside them, and for weights that are infinite or not a number."""
+    """Return the weights in ``directory`` on ``device``, for a base that computes with weights of ``kind``; with
+    ``trained`` they require gradients, and with ``moments`` the optimizer's state is read too. Raises
+    :class:`~headrace.base.errors.DataError` for missing or broken files, for tensors that do not fit the stored
+    settings, and for weights that are infinite or not a number."""
     facts = facts_of_state(directory)
     try:
         verify(directory)
@@ -180,20 +185,20 @@ def read_state(directory: Path, kind: WeightKind, device: torch.device, *, train
 
 
 def _own_name(key: str) -> str:
-    """Return the adapter's own name for a tensor from the name in a file of peft; names of whole weights stay as they
-    are."""
+    """Convert a tensor's name in a file of peft to the adapter's own name for it; return the name of a tensor of whole
+    weights unchanged."""
     return key.removeprefix(_PREFIX).removesuffix(_SUFFIX) if key.startswith(_PREFIX) else key
 
 
 def _check_shapes(
     shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]
 ) -> None:
-    """Raise ``ValueError`` unless ``weights`` have exactly the names and the ``shapes`` that their settings ask for,
-    and ``moments`` of the optimizer the shapes of their weights: a wrong one would later fail a pass that computes for
-    all clients."""
+    """Raise ``ValueError`` unless ``weights`` have exactly the names and the ``shapes`` that their settings require,
+    and the optimizer's ``moments`` have the shapes of their weights. A wrong tensor would later fail a pass that
+    computes for all clients."""
     if odd := sorted(shapes.keys() ^ weights.keys()):
         raise ValueError(f"its tensors are not those of its settings: {first_of(odd)} in one of them only")
-    found = {**weights, **{key: each for key, each in moments.items() if each.ndim}}  # a count of steps has no shape
+    found = {**weights, **{key: each for key, each in moments.items() if each.ndim}}  # a step count is a scalar
     for key, tensor in found.items():
         name = key.partition("/")[2] or key
         if (wanted := shapes.get(name)) != tuple(tensor.shape):
@@ -201,12 +206,12 @@ def _check_shapes(
 
 
 def _unreadable(directory: Path, error: object) -> DataError:
-    """Return the error for a checkpoint in ``directory`` that ``error`` keeps from being read."""
+    """Return the error for a checkpoint in ``directory`` that could not be read because of ``error``."""
     return DataError(f"{directory.name} cannot be read: {error}", remedy="load another checkpoint")
 
 
 def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write ``tensors`` by their names to a safetensors ``file``."""
+    """Write ``tensors``, a mapping by name, to a safetensors ``file``."""
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
 
 

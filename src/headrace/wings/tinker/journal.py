@@ -1,8 +1,10 @@
-"""The durable record of a server: what it has acknowledged, and what became of it.
+"""The journal of a server of the Tinker protocol: the durable record of sessions, models, requests and their results,
+checkpoints and samplers.
 
 A model is what one client trains; its requests are numbered by ``seq`` from 0, the request that creates it. A request
-of a model is written before it is acknowledged, and its result in the transaction that ends it. So after a kill, at
-whichever moment, the state of a model is its last copy on the disk and the requests after it, computed again.
+of a model is written before it is acknowledged. Its result is written in the same transaction as the other changes that
+the request makes. So after a kill at any moment, the state of a model can be restored: its last copy on the disk is
+read, and the requests after that copy are computed again.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ CREATE TABLE IF NOT EXISTS samples (
 _FORMAT = "1"
 JOURNAL_FILE, LOCK_FILE = "journal.sqlite", "server.lock"
 KEPT_SAMPLES = 2000
-"""The number of sampled sequences that are kept to be looked at later; older ones are deleted."""
+"""The number of sampled sequences that are kept for viewing; older sequences are deleted."""
 
 WAITING, DONE, FAILED = "waiting", "done", "failed"
 """The states of a request: waiting ──▶ done or failed."""
@@ -56,18 +58,18 @@ class JournalEntry:
     model: str
     """The id of the model."""
     seq: int
-    """The number of the request among those of the model; request 0 creates the model."""
+    """The number of the request among the requests of the model; request 0 creates the model."""
     kind: str
-    """The name of its endpoint, such as ``forward_backward``."""
+    """The name of the request's endpoint, such as ``forward_backward``."""
     body: bytes
-    """The body as the client sent it; empty after it was dropped."""
+    """The body as the client sent it; empty after it was deleted."""
     status: str
     """:data:`WAITING`, :data:`DONE` or :data:`FAILED`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The status of a request, with its result if there is one."""
+    """The status and the result of a request."""
 
     status: str
     """:data:`WAITING`, :data:`DONE` or :data:`FAILED`."""
@@ -77,18 +79,18 @@ class Outcome:
 
 
 class Journal:
-    """An SQLite database in the state directory of a server. One process at a time writes it, and any of its threads
-    may call; other processes may read it meanwhile."""
+    """An SQLite database in the state directory of a server. One process at a time may open it for writing, and any
+    thread of that process may call its methods. Other processes may read it meanwhile."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the journal in ``directory``, or create it. Raises :class:`~headrace.base.errors.ConfigError` for one of
-        another format, and if another process has it open."""
+        """Open the journal in ``directory``, or create it. Raises :class:`~headrace.base.errors.ConfigError` for a
+        journal of another format, and if another process has opened it."""
         self._descriptor = _hold(directory)
         self._lock = threading.RLock()
         try:
-            # what clients sent is for the owner alone, as the key is; sqlite gives the files beside it the same mode
+            # only the owner may read the clients' data; SQLite creates its other files with the same mode
             made = os.open(directory / JOURNAL_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-            with suppress(PermissionError):  # of another owner, whose choice its mode is
+            with suppress(PermissionError):  # the file of another owner, who chooses its mode
                 os.fchmod(made, 0o600)
             os.close(made)
             self._db = sqlite3.connect(directory / JOURNAL_FILE, check_same_thread=False, isolation_level=None)
@@ -120,7 +122,7 @@ class Journal:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make all changes within this context at once, or none of them if it raises."""
+        """Return a context whose changes are committed together at its end, or rolled back if it raises."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -137,11 +139,11 @@ class Journal:
         return None if row is None else str(row["value"])
 
     def set_value(self, key: str, value: str) -> None:
-        """Store ``value`` under ``key`` in the journal's table of settings, in place of an earlier one."""
+        """Store ``value`` under ``key`` in the journal's table of settings, and replace an earlier value."""
         self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
     def one(self, query: str, *values: object) -> sqlite3.Row | None:
-        """Return the first row of the SQL ``query``, whose parameters are ``values``; ``None`` if it has none."""
+        """Return the first row of the SQL ``query``, whose parameters are ``values``; ``None`` if there are no rows."""
         with self._lock:
             row: sqlite3.Row | None = self._db.execute(query, values).fetchone()
             return row
@@ -158,8 +160,8 @@ class Journal:
             return self._db.execute(query, values).rowcount
 
     def accept(self, entry: JournalEntry, now_s: float) -> bool:
-        """Write a request that arrived at ``now_s``, as waiting. Return whether it is new: a repeated request, with the
-        number of an earlier one, changes nothing."""
+        """Write a request that arrived at ``now_s`` with the status :data:`WAITING`. Return whether the request is new:
+        a repeated request, with the number of an earlier request, changes nothing."""
         return bool(
             self.run(
                 "INSERT OR IGNORE INTO requests (model, seq, kind, body, created_s) VALUES (?, ?, ?, ?, ?)",
@@ -173,13 +175,12 @@ class Journal:
         return None if row is None else Outcome(status=row["status"], result=row["result"])
 
     def set_kind(self, model: str, seq: int, kind: str) -> None:
-        """Change the kind of a request that failed by an error of the server, so that it is not repeated when the state
-        of the model is computed again."""
+        """Change the kind of a request that failed because of a server error, so that the request is not repeated when
+        the state of the model is restored."""
         self.run("UPDATE requests SET kind = ? WHERE model = ? AND seq = ?", kind, model, seq)
 
     def end(self, model: str, seq: int, status: str, result: bytes) -> None:
-        """Write that a request has ended, with the status :data:`DONE` or :data:`FAILED` and the result for the
-        client."""
+        """Write the final status of a request, :data:`DONE` or :data:`FAILED`, and its result for the client."""
         self.run("UPDATE requests SET status = ?, result = ? WHERE model = ? AND seq = ?", status, result, model, seq)
 
     def drop_body(self, model: str, seq: int) -> None:
@@ -192,8 +193,8 @@ class Journal:
         return None if row is None else JournalEntry(**dict(row))
 
     def expire_unused(self, now_s: float) -> None:
-        """Let the weights that were saved for samplers without a name expire at ``now_s``, except those that a sampler
-        of a session that has not ended uses."""
+        """Set the expiry time of unnamed weights (kind ``ephemeral``) to ``now_s``, except weights that a sampler uses
+        whose session has not ended."""
         self.run(
             "UPDATE checkpoints SET expires_s = ? WHERE kind = 'ephemeral' AND directory NOT IN "
             "(SELECT directory FROM samplers JOIN sessions ON sessions.id = samplers.session "
@@ -202,9 +203,8 @@ class Journal:
         )
 
     def keep_used(self, sessions: Container[str], now_s: float, kept_s: float) -> None:
-        """Extend the life of weights that were saved without a name and that samplers of the living ``sessions`` use:
-        they expire ``kept_s`` seconds after ``now_s``. Those that have more than half of this time left stay as they
-        are."""
+        """Extend the life of unnamed weights that samplers of the living ``sessions`` use: set their expiry time to
+        ``kept_s`` seconds after ``now_s``. Weights that have more than half of this time left are not changed."""
         rows = self.all(
             "SELECT checkpoints.path, session FROM checkpoints "
             "JOIN samplers ON samplers.directory = checkpoints.directory "
@@ -216,7 +216,8 @@ class Journal:
                 self.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", now_s + kept_s, row["path"])
 
     def keep_samples(self, rows: Sequence[tuple[object, ...]]) -> None:
-        """Write sampled sequences; each row has the values of the columns of the table ``samples`` after the number."""
+        """Write sampled sequences. Each row contains the values of the columns of the table ``samples``, without the
+        first column, ``number``."""
         with self.transaction():
             self._db.executemany("INSERT INTO samples VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
@@ -225,8 +226,8 @@ class Journal:
         self.run("DELETE FROM samples WHERE number <= (SELECT max(number) FROM samples) - ?", KEPT_SAMPLES)
 
     def forget_before(self, model: str, seq: int, fetched_before_s: float) -> None:
-        """Delete what a model's requests up to ``seq``, whose effect a copy on the disk holds, no longer need: their
-        bodies, and the results that were fetched before the time ``fetched_before_s``."""
+        """Delete data of a model's requests up to ``seq``, whose effect a copy on the disk includes: their bodies, and
+        the results that were fetched before the time ``fetched_before_s``."""
         with self.transaction():
             self.run("UPDATE requests SET body = x'' WHERE model = ? AND seq <= ? AND length(body) > 0", model, seq)
             self.run(
@@ -236,9 +237,9 @@ class Journal:
 
 
 def _hold(directory: Path) -> int:
-    """Lock the state directory for this process, and return the descriptor of the lock file; closing it releases the
-    lock. Raises :class:`~headrace.base.errors.ConfigError` while another process has the lock, and for a directory that
-    cannot be written."""
+    """Lock the state directory for this process, and return the descriptor of the lock file; closing the descriptor
+    releases the lock. Raises :class:`~headrace.base.errors.ConfigError` while another process has the lock, and for a
+    directory that cannot be written."""
     state_directory(directory)
     descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY)
     try:
@@ -252,7 +253,7 @@ def _hold(directory: Path) -> int:
 
 
 def _unusable(directory: Path, error: Exception) -> ConfigError:
-    """Return the error for a journal in ``directory`` that ``error`` keeps from being opened."""
+    """Return the error for a journal in ``directory`` that could not be opened because of ``error``."""
     return ConfigError(
         f"--state {directory}: its {JOURNAL_FILE} cannot be used: {error}",
         remedy="end the program that writes it, put its file back, or give another directory",

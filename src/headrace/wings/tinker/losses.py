@@ -1,8 +1,8 @@
 """The losses of the protocol: plain sums over tokens of functions of log π, the log-probability of each target token.
 
 Shape legend: N positions of a datum, K target tokens of a position. In the formulas, ρ = exp(log π − log μ), with log μ
-the ``logprobs`` that came with the data, A the ``advantages``, and sg a stop of the gradient. A loss function gets log
-π, the inputs of the datum by name and the options, and returns the loss of each target.
+the ``logprobs`` in the data, A the ``advantages``, and sg the stop-gradient operator. The arguments of a loss function
+are log π, the inputs of the datum by name and the options; it returns the loss of each target.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Options = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLossFn:
-    """A loss of the protocol, with what it reads."""
+    """A loss of the protocol, with the inputs and options that it reads."""
 
     compute: Callable[[Tensor, Inputs, Options], Tensor]
     """The function that returns the loss of each target of one datum from its log π, its inputs and the options; their
@@ -92,7 +92,7 @@ LOSSES: dict[str, TokenLossFn] = {
     "dro": TokenLossFn(compute=_dro, needed=_RL, options={"beta": None}),
     "gspo": TokenLossFn(compute=_gspo, needed=_RL, optional=(RATIO_MASK,), options=_BOUNDS),
 }
-"""The losses that are served, by name."""
+"""The supported losses, by name."""
 
 _REFUSED = {
     "stable_reinforce": "its formula is not published: set loss_fn=importance_sampling",
@@ -101,9 +101,9 @@ _REFUSED = {
 
 
 def loss_of(name: str, given: Mapping[str, float | str]) -> tuple[TokenLossFn, Options]:
-    """Return the loss ``name`` and its options: the defaults, replaced by those ``given`` in the request. Raises
-    :class:`~headrace.base.errors.ConfigError` for an unknown loss or option, one that is missing, and a value that is
-    not possible."""
+    """Return the loss ``name`` and its options: the defaults, overridden by the options ``given`` in the request.
+    Raises :class:`~headrace.base.errors.ConfigError` for an unknown loss or option, a missing option, and an invalid
+    value."""
     if name not in LOSSES:
         remedy = _REFUSED.get(name, nearest(name[:80], LOSSES))
         raise ConfigError(f"loss_fn={name[:80]!r} is not served", remedy=remedy)

@@ -1,8 +1,9 @@
-"""The execution of requests: create, train, step, save and load a model. All of it runs in one thread, which computes a
-piece of each model's request in turn. A tenant is a model in training: its weights, gradients and optimizer in memory.
+"""The execution of the requests of models: create, train, step, save and load. All of it runs in one thread, which
+computes the requests of all models in turn, one piece at a time. A tenant is a model in training: its weights,
+gradients and optimizer in memory.
 
-Each request is an iterator: it yields ``None`` after a piece of work, a tenant if it makes or replaces the model's
-state, and at its end an :class:`Answer` with the result for the client.
+Each request is computed by an iterator. It yields ``None`` after a piece of work, a tenant if it creates or replaces
+the model's state, and at the end an :class:`Answer` with the result for the client.
 """
 
 from __future__ import annotations
@@ -57,17 +58,18 @@ Step = Iterator[Answer | Tenant | None]
 
 
 def spec_of(body: CreateModelBody, base: FrozenBase) -> dict[str, Any]:
-    """Return the settings of a new model on ``base``: base, rank, seed and trained parts. Raises
-    :class:`~headrace.base.errors.ConfigError` if a model with the settings of ``body`` cannot be trained here."""
+    """Return the settings (``spec``) of a new model on ``base``: base, rank, seed and trained parts. Raises
+    :class:`~headrace.base.errors.ConfigError` if this server cannot train a model with the settings in ``body``."""
     if body.optimizer_config.type != "adamw":
         raise ConfigError(f"optimizer_config.type={body.optimizer_config.type!r}", remedy="take 'adamw'")
     return base.compute.kind.spec_of(body, base.max_rank)
 
 
 class Performer:
-    """The object that carries out the requests of models; :class:`Tenants` calls it for each request in order, also for
-    those that are computed again after a restart. ``seed_of`` gives the seed of a model's first weights if its client
-    gave none, and ``ephemeral_s`` is the life in seconds of weights that are saved for samplers without a name."""
+    """The object that executes the requests of models. :class:`~headrace.wings.tinker.tenants.Tenants` calls it for
+    each request in order, and again for requests that are repeated to restore a state. ``seed_of`` returns the seed for
+    the initial weights of a model whose client sent none. ``ephemeral_s`` is the lifetime in seconds of weights that
+    are saved for samplers without a name."""
 
     def __init__(
         self,
@@ -79,8 +81,8 @@ class Performer:
         seed_of: Callable[[str], int],
         ephemeral_s: float,
     ) -> None:
-        """Make a performer that reads and writes ``journal``, and keeps files below the state ``directory``. ``bases``
-        are the base models by name; the other parameters are explained above."""
+        """Create a performer that reads and writes ``journal``, and stores files below the state ``directory``.
+        ``bases`` are the base models by name; the class docstring explains the other parameters."""
         self._journal, self._directory, self._bases = journal, directory, bases
         self._clock = clock
         self._seed_of, self._ephemeral_s = seed_of, ephemeral_s
@@ -97,15 +99,15 @@ class Performer:
 
     def __call__(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Return the iterator that computes the request ``entry``. ``tenant`` is the model's state in memory, or
-        ``None`` if the model was not created; then only a creation or a loading of weights is possible. Raises
-        :class:`~headrace.base.errors.DataError` for other requests."""
+        ``None`` if the model was not created. Raises :class:`~headrace.base.errors.DataError` for a request other than
+        ``create_model`` and ``load_weights`` if the model was not created."""
         if tenant is None and entry.kind not in ("create_model", "load_weights"):
             raise DataError(f"the model {entry.model} was never created", remedy="look at the answer of create_model")
         return self._kinds[entry.kind](tenant, entry)
 
     def _create(self, _: Tenant | None, entry: JournalEntry) -> Step:
-        """Make a new model with the settings that were checked when the request was accepted, and weights drawn from
-        its seed."""
+        """Create a new model with weights drawn from its seed. Its settings were checked when the request was accepted,
+        and are read from the journal."""
         row = self._journal.one("SELECT spec FROM models WHERE id = ?", entry.model)
         assert row is not None, "requests of unknown models are refused"
         spec = json.loads(row["spec"])
@@ -117,7 +119,8 @@ class Performer:
 
     def _train(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Compute the loss of a request's data and, unless the request is forward only, add its gradient to the
-        model's; yield between micro-batches. The answer holds the log-probabilities of the targets and the loss."""
+        accumulated gradient of the model. Yield between micro-batches. The answer contains the log-probabilities of the
+        targets and the loss."""
         assert tenant is not None
         request = wire.read_train_request(entry.body)
         fn, options = loss_of(request.loss_fn, request.loss_fn_config)
@@ -132,8 +135,8 @@ class Performer:
         yield Answer(result=wire.write_train_result(result.logprobs, {"loss:sum": result.loss}))
 
     def _step(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
-        """Make one optimizer step with the gradients that have added up and the settings of the request. Raises
-        :class:`~headrace.base.errors.ConfigError` if AdamW cannot use them."""
+        """Make one optimizer step with the accumulated gradients and the AdamW settings of the request. Raises
+        :class:`~headrace.base.errors.ConfigError` for settings that AdamW does not accept."""
         assert tenant is not None
         body = parse(entry.body, OptimStepBody)
         if body.adam_params is None:
@@ -164,9 +167,9 @@ class Performer:
         yield answer_of({"path": path, "type": "save_weights_external"}, write=write)
 
     def _save_for_sampler(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
-        """Save weights to sample from: as a named checkpoint, or without a name for one sampling session, if the body
-        gives the session's number. Kind ``snapshot`` fixes the weights of that session; with ``inflight``, all
-        in-flight sessions of the model get them too."""
+        """Save weights to sample from: as a named checkpoint or, if the body has the number of a sampling session,
+        without a name for that session. With the kind ``snapshot`` the weights of that session never change. With
+        ``inflight`` all in-flight sessions of the model change to the new weights too."""
         assert tenant is not None
         body = parse(entry.body, SaveForSamplerBody)
         if body.kind not in ("snapshot", "inflight"):
@@ -184,8 +187,8 @@ class Performer:
         version = tenant.version
 
         def note() -> None:
-            """Record the new weights in the journal: as those of a new sampling session, and for ``inflight`` of all
-            such sessions of the model. Saved weights that no session uses any more expire now."""
+            """Record the new weights in the journal for the new sampling session and, with ``inflight``, for all
+            in-flight sessions of the model. Saved weights that no session uses any more expire now."""
             now = self._clock.wall()
             values = (sampler, session, tenant.spec["base"], None, body.kind, entry.model, str(directory), version)
             self._journal.run("INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *values)
@@ -198,13 +201,13 @@ class Performer:
                 "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, 'ephemeral', ?, ?, ?, ?, '{}')",
                 f"{entry.model}/{place}", entry.model, now, now + self._ephemeral_s, str(directory), size,
             )  # fmt: skip
-            self._journal.expire_unused(now)  # what these weights took the place of is deleted soon
+            self._journal.expire_unused(now)  # the replaced weights are deleted soon
 
         yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
 
     def _load(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
-        """Replace the weights of a model by those of a training checkpoint with the same rank and parts, and with the
-        body's ``optimizer`` also the state of the optimizer."""
+        """Replace the weights of a model by the weights of a training checkpoint with the same base, rank and parts. If
+        the body's ``optimizer`` is true, load the state of the optimizer too."""
         body = parse(entry.body, LoadWeightsBody)
         row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind = 'weights'", body.path)
         if row is None or (row["expires_s"] or float("inf")) < self._clock.wall():
@@ -222,7 +225,7 @@ class Performer:
             raise ConfigError(f"optimizer_config.type={body.optimizer_config.type[:40]!r}", remedy="take 'adamw'")
         recorded = self._journal.one("SELECT spec FROM models WHERE id = ?", entry.model)
         assert recorded is not None, "requests of unknown models are refused"
-        own = json.loads(recorded["spec"])  # also of a model whose state is lost
+        own = json.loads(recorded["spec"])  # the journal has the settings even if the model's state is lost
         if not self._fits(spec, own):
             raise DataError(
                 f"{body.path} {_described(spec)}; the model {_described(own)}",
@@ -230,7 +233,7 @@ class Performer:
             )
         compute = base.compute
         found = read_state(directory, compute.kind, compute.model.device, trained=True, moments=body.optimizer)
-        loaded_spec = {**spec, "base": own["base"]}  # the name under which its client knows the base
+        loaded_spec = {**spec, "base": own["base"]}  # keep the name that the model's client uses for the base
         yield Tenant.restored(replace(found, spec=loaded_spec), gradients=False)
         answer = {"path": body.path, "model_id": entry.model, "type": "load_weights"}
         written = json.dumps(loaded_spec)
@@ -242,8 +245,8 @@ class Performer:
         yield answer_of(answer, write=write, copy=True)
 
     def _missing(self, _: Tenant | None, entry: JournalEntry) -> Step:
-        """Fail in the place of a request that its client has numbered but that did not arrive or was too long; the body
-        holds the reason and the remedy if they are known."""
+        """Raise the error of a request that did not arrive or whose body was too long. The body of the journal entry
+        has the reason and the remedy, one line each, or is empty if they are not known."""
         if entry.body:
             problem, remedy = entry.body.decode().split("\n", 1)
             raise DataError(problem, remedy=remedy)
@@ -261,8 +264,8 @@ class Performer:
         return base
 
     def _fits(self, loaded: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-        """Return whether a model with the settings ``own`` can take weights that were saved with the settings
-        ``loaded``: the rank, the parts and the base must be the same."""
+        """Return whether weights that were saved with the settings ``loaded`` can be loaded into a model with the
+        settings ``own``: the rank, the parts and the base must be the same."""
         same = all(loaded[key] == own[key] for key in ("rank", "parts"))
         return same and self._bases.get(loaded["base"]) is self._bases.get(own["base"])
 
@@ -276,9 +279,9 @@ class Performer:
         metadata: Any = None,
         overwrite: bool = False,
     ) -> tuple[str, Callable[[], None]]:
-        """Write the files of the checkpoint ``name`` for the request ``entry``; return its path, and the function that
-        writes its record to the journal together with the request's result. ``ttl_s`` is its time to live in seconds
-        (``None``: for ever), and ``metadata`` is what the client wants to read later. Raises
+        """Write the files of the checkpoint ``name`` for the request ``entry``. Return the checkpoint's path, and the
+        function that writes its record to the journal together with the request's result. ``ttl_s`` is its time to live
+        in seconds (``None``: for ever), and ``metadata`` is the client's metadata, which is stored unchanged. Raises
         :class:`~headrace.base.errors.DataError` if the path exists and ``overwrite`` is not set."""
         kind = KINDS[entry.kind]
         path = f"tinker://{entry.model}/{kind}/{checked_name(name)}"
@@ -290,13 +293,13 @@ class Performer:
         state, external = _finite_state(tenant), kind == "external_weights"
         base = self._bases[tenant.spec["base"]]
         if external and isinstance(state.weights, WholeTensors):
-            size = write_model(directory, state, base.compute.model)
+            size = write_model(directory, state, base.compute.model, base.path)
         else:
             prefixes = prefixes_in_base(str(base.path), base.compute.model) if external else {}
             size = write_state(directory, state, base=str(tenant.spec["base"]), prefixes=prefixes)
 
         def write() -> None:
-            """Record the checkpoint in the journal. The files of the one that it replaces are deleted soon, if no
+            """Record the checkpoint in the journal. The files of a checkpoint that it replaces are deleted soon if no
             sampler uses them."""
             now = self._clock.wall()
             expires = None if ttl_s is None else now + ttl_s
@@ -307,7 +310,7 @@ class Performer:
             )  # fmt: skip
             if old is None or old["directory"] == str(directory):
                 return
-            self._journal.run(  # samplers of the checkpoint stay what they were
+            self._journal.run(  # samplers of the replaced checkpoint keep its weights
                 "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, 'ephemeral', ?, ?, ?, ?, '{}')",
                 f"{entry.model}/replaced-{entry.seq}", entry.model, now, now + self._ephemeral_s, old["directory"],
                 old["size_bytes"],
@@ -332,6 +335,6 @@ def _finite_state(tenant: Tenant) -> WeightState:
 
 
 def _described(spec: Mapping[str, Any]) -> str:
-    """Return the settings of a model as words that follow its name in a message: rank, parts and base."""
+    """Return the rank, parts and base of a model as the predicate of a sentence, for error messages."""
     rank = "" if spec["rank"] is None else f"has rank {spec['rank']}, "
     return f"{rank}trains {', '.join(spec['parts']) or 'all weights'}, and is of the base {spec['base']}"

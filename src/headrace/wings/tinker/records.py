@@ -1,7 +1,7 @@
-"""What a server of the Tinker protocol has written, read from its state directory by another process, while it serves
-or afterwards. ``headrace view`` shows it as pages; the dictionaries returned here are rows of its tables.
+"""A reader of the state directory of a server of the Tinker protocol, for another process, while the server runs or
+afterwards. ``headrace view`` shows the data as pages. The dictionaries that methods return are rows of its tables.
 
-Nothing here needs torch. Every answer is read anew in a connection that cannot write.
+This module does not import torch. Every method opens a new read-only connection to the journal.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class ServerRecords:
     """A reader of the state directory of a server. Any thread may call its methods."""
 
     def __init__(self, directory: Path) -> None:
-        """Make a reader of the state in ``directory``; nothing is opened yet."""
+        """Create a reader of the state in ``directory``, without opening a file."""
         self.directory = directory
 
     def bases(self) -> dict[str, str]:
-        """Return the directory of the base model behind each name that clients may give."""
+        """Return the directories of the base models, by each name under which clients may request them."""
         with self._reading() as db:
             row = db.execute("SELECT value FROM meta WHERE key = 'bases'").fetchone()
         return {} if row is None else dict(json.loads(row["value"]))
 
     def tenants(self, now_s: float) -> list[dict[str, Any]]:
-        """Return the models in training, those used last first, each with its requests by status; ``now_s`` is the
-        present time, for ages in seconds."""
+        """Return the models in training in the order of their last use, the latest first, each with the number of its
+        requests by status. ``now_s`` is the current time in seconds since 1970, from which ages are computed."""
         with self._reading() as db:
             rows = db.execute(
                 "SELECT m.*, s.facts, s.finished FROM models m LEFT JOIN sessions s ON s.id = m.session "
@@ -53,9 +53,9 @@ class ServerRecords:
             return [self._tenant(db, row, now_s) for row in rows]
 
     def _tenant(self, db: sqlite3.Connection, row: sqlite3.Row, now_s: float) -> dict[str, Any]:
-        """Return the model of the journal's ``row`` as a row of the page: its base, rank and parts, the name of its
-        session, the number of its requests by status, the seconds since it was used and for which its oldest request
-        has waited, its optimizer steps, and its last loss (``None`` before the first)."""
+        """Return the model in the journal's ``row`` as a row of the page: its base, rank and parts, the name of its
+        session, the number of its requests by status, the seconds since its last use, the waiting time of its oldest
+        request, the number of its optimizer steps, and its last loss (``None`` before the first)."""
         model, spec = row["id"], json.loads(row["spec"] or "{}")
         counts = dict.fromkeys((WAITING, DONE, FAILED), 0)
         query = "SELECT status, count(*) AS n FROM requests WHERE model = ? GROUP BY status"
@@ -83,7 +83,7 @@ class ServerRecords:
         }
 
     def queue(self, now_s: float) -> list[dict[str, Any]]:
-        """Return the requests that wait to be computed, the oldest first, each with the seconds that it has waited at
+        """Return the requests that wait to be computed, the oldest first, each with its waiting time in seconds at
         ``now_s``."""
         query = (
             "SELECT model, seq, kind, length(body) AS bytes, created_s FROM requests WHERE status = ? "
@@ -94,8 +94,7 @@ class ServerRecords:
         return [{**dict(row), "waiting_s": max(0.0, now_s - row["created_s"])} for row in rows]
 
     def samples(self) -> list[dict[str, Any]]:
-        """Return the last sampled sequences, the newest first, with the numbers of their tokens but without the
-        tokens."""
+        """Return the last sampled sequences, the newest first, with their numbers of tokens but without the tokens."""
         query = (
             "SELECT a.number, a.sampler, s.base, s.kind, s.model, a.stop, a.created_s, length(a.prompt) / 4 AS prompt, "
             "length(a.ids) / 4 AS tokens FROM samples a LEFT JOIN samplers s ON s.id = a.sampler "
@@ -106,7 +105,7 @@ class ServerRecords:
 
     def sample(self, number: int) -> dict[str, Any]:
         """Return the sampled sequence with the given number: its prompt, tokens, logprobs and the version that sampled
-        each token, as lists. Raises :class:`~headrace.base.errors.DataError` if there is none."""
+        each token, as lists. Raises :class:`~headrace.base.errors.DataError` if there is no such sequence."""
         query = "SELECT a.*, s.base, s.model FROM samples a LEFT JOIN samplers s ON s.id = a.sampler WHERE a.number = ?"
         with self._reading() as db:
             row = db.execute(query, (number,)).fetchone()
@@ -120,8 +119,8 @@ class ServerRecords:
 
     def trained(self, model: str) -> list[dict[str, Any]]:
         """Return the data of the last forward_backward requests of a model, the newest request first: the tokens, the
-        targets, and what the loss reads of each position. Requests that the model's last copy on the disk covers have
-        no data any more."""
+        targets, and the loss inputs of each position. The data of requests before the model's last copy on the disk
+        have been deleted."""
         query = (
             "SELECT seq, status, body FROM requests WHERE model = ? AND kind = 'forward_backward' AND length(body) > 0 "
             "ORDER BY seq DESC LIMIT 8"
@@ -132,7 +131,7 @@ class ServerRecords:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """Open the journal for reading only, for the body of ``with``. Raises :class:`~headrace.base.errors.DataError`
+        """Return a context with a read-only connection to the journal. Raises :class:`~headrace.base.errors.DataError`
         if it cannot be read."""
         file = self.directory / JOURNAL_FILE
         try:
@@ -148,7 +147,7 @@ def _data_of(row: sqlite3.Row) -> Iterator[dict[str, Any]]:
     nothing if the request cannot be read."""
     try:
         request = read_train_request(row["body"])
-    except DataError:  # the server has said so to the client that sent it
+    except DataError:  # the client that sent it received the error
         return
     for place, datum in enumerate(request.data):
         targets = datum.inputs.get("target_tokens", datum.ids_N)

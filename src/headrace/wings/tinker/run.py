@@ -1,10 +1,10 @@
-"""A server from its settings to its end.
+"""The lifetime of one server of the Tinker protocol, from its settings to its end.
 
 bind ─▶ listen (503: loading) ─▶ model, engine, journal ─▶ go on where the last one ended ─▶ serve ─▶ Ctrl-C
 ─▶ end the turns after their piece ─▶ copy every adapter to the disk
 
-The turns are the thread that computes for all models, a piece of each in turn. The state is the directory with the
-journal, the checkpoints and the key, which outlives the process.
+The computing thread (``turns``) computes the requests of all models, one piece of each model in turn. The state
+directory contains the journal, the checkpoints and the key, and is reused by the next start.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ KEY_FILE = "key"
 
 
 def key_of(state: Path) -> str:
-    """Return the key that clients of the server must send. It is read from the state directory ``state``, and made
-    there at the first start, as a file that only its user can read. Raises :class:`~headrace.base.errors.ConfigError`
-    for a file that holds no key."""
+    """Return the key that clients of the server must send. It is read from a file in the state directory ``state``; the
+    first start creates that file, which only its user can read. Raises :class:`~headrace.base.errors.ConfigError` for a
+    file without a valid key."""
     file = state_directory(state) / KEY_FILE
     remedy = "delete it, and a new key is made"
     try:
@@ -57,14 +57,14 @@ def key_of(state: Path) -> str:
 def serve(config: TinkerConfig, key: str, *, clock: Clock, serving: Callable[[str], None]) -> None:
     """Serve until Ctrl-C or SIGTERM. ``serving`` is called with the server's URL once the models are loaded and
     requests are answered. Raises :class:`~headrace.base.errors.ConfigError` for an address that cannot be used, and the
-    errors of loading."""
+    errors of loading the models."""
     with bind(config.host, config.port) as listening:
         asyncio.run(TinkerServer(config, key, clock, serving).run(listening))
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address; port 0 takes a free one. Raises
-    :class:`~headrace.base.errors.ConfigError` if it cannot be used."""
+    """Return a socket that listens at the address; port 0 chooses a free port. Raises
+    :class:`~headrace.base.errors.ConfigError` if the address cannot be used."""
     setting = f"--host {host} --port {port}"
     return listening_socket(host, port, setting=setting, remedy="give a free port; 0 takes any")
 
@@ -74,7 +74,7 @@ class TinkerServer:
     requests."""
 
     def __init__(self, config: TinkerConfig, key: str, clock: Clock, serving: Callable[[str], None]) -> None:
-        """Prepare the server; :meth:`run` loads its models and serves. Clients must send ``key``."""
+        """Create the server; :meth:`run` loads its models and serves. Clients must send ``key``."""
         self._config, self._clock, self._serving = config, clock, serving
         self._holder = ServerHolder()
         app = make_app(self._holder, key, max_body_bytes=config.max_body_bytes, clock=clock)
@@ -105,7 +105,7 @@ class TinkerServer:
         dead = loop.create_future()
 
         def failed(error: BaseException) -> None:
-            """Report the error that ended the thread of the turns to the event loop, which then ends the server."""
+            """Report the error that ended the computing thread to the event loop, which then ends the server."""
             loop.call_soon_threadsafe(lambda: None if dead.done() else dead.set_exception(error))
 
         try:
@@ -148,8 +148,8 @@ class TinkerServer:
 
 
 class _LoadedParts:
-    """The parts of a server that take time to load: its journal and its bases. They are made in a thread, while the
-    server already listens."""
+    """The journal and the loaded bases of a server. The constructor takes long, so it runs in a thread while the server
+    already listens."""
 
     def __init__(self, config: TinkerConfig, clock: Clock) -> None:
         """Open the journal in the state directory and load every base. Raises
@@ -168,8 +168,8 @@ class _LoadedParts:
             self.journal.set_value("seed", secrets.token_hex(8))
 
     def tenants(self, turns: FairThread) -> Tenants:
-        """Return the manager of all models in training, which computes in ``turns``. It does not continue the requests
-        of the last start until its ``resume`` is called."""
+        """Return the manager of all models in training, which computes in the thread ``turns``. It does not continue
+        the requests of the last start before its ``resume`` is called."""
         config, bases = self.config, {name: base.training for base in self.bases for name in base.names}
         tenants = Tenants(self.journal, config.state, bases, turns, clock=self._clock, max_resident=config.max_resident)
         tenants.perform = Performer(
@@ -183,13 +183,13 @@ class _LoadedParts:
         return tenants
 
     async def served(self, stack: AsyncExitStack) -> list[ServedBase]:
-        """Start the engine of every base, which is stopped when ``stack`` is closed; return the bases."""
+        """Start the engine of every base, and return the bases. The engines are stopped when ``stack`` is closed."""
         return [await base.served(stack, self.config.max_samples) for base in self.bases]
 
     def _refuse_other_bases(self) -> None:
-        """Note in the journal which model is behind each name. Raises :class:`~headrace.base.errors.ConfigError` for a
-        name that stood for another model, or for the other kind of training, when models of this state were trained
-        under it."""
+        """Record in the journal which base model each name stands for. Raises
+        :class:`~headrace.base.errors.ConfigError` for a name under which models of this state were trained on another
+        base model or with the other kind of weights."""
         used = {json.loads(row["spec"])["base"] for row in self.journal.all("SELECT spec FROM models")}
         for base in self.config.bases:
             found = f"{fingerprint(base.path)}{' whole' if base.whole else ''}"

@@ -1,8 +1,8 @@
-"""The weights of the sampling sessions: each session has its own, fixed or in-flight, and all share one engine.
+"""The weights of the sampling sessions of a base. Each session has its own weights, and all sessions share one engine.
 
-The engine finds a session's weights by the session's name in :class:`SamplerWeights`, as it finds adapters. A session
-of kind ``inflight`` takes the weights of its model's next in-flight save between two steps; its tokens carry the
-version that sampled each.
+The engine looks up a session's weights by the session's name in :class:`SamplerWeights`, which implements the engine's
+interface for adapters. The weights of a ``snapshot`` session are fixed. The weights of an ``inflight`` session change,
+between two engine steps, whenever its model saves in-flight weights; each token has the version that sampled it.
 
 Shape legend: T sampled tokens, K likeliest entries, R rows of a pass (one for each request), D rows that sample.
 """
@@ -28,15 +28,15 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SamplerSlot:
-    """The weights of one sampling session, as :class:`SamplerWeights` holds them in memory."""
+    """The entry of one sampling session in :class:`SamplerWeights`."""
 
     adapter: int
-    """The adapter number that the engine gives to new requests of the session, and under which it caches their tokens.
-    Each session gets a new one, used by no other, whenever its weights change. Requests that already run keep their
-    number, but are sampled with the new weights."""
+    """The adapter number of new requests of the session, which is also part of the key of the engine's prefix cache. A
+    new number, which no other session has, is assigned whenever the weights change. Requests that already run keep
+    their number, but are sampled with the new weights."""
     weights: Weights | None
-    """The tensors; ``None`` if the session samples from the base model, or if its weights have been unloaded and are on
-    the disk alone."""
+    """The tensors; ``None`` if the session samples from the base model, or if its weights have been unloaded and are
+    only on the disk."""
     version: int
     """The version of the weights: the number of optimizer steps that made them."""
     loaded: bool = True
@@ -46,51 +46,52 @@ class SamplerSlot:
 
 
 WeightsOf = Callable[[int], Weights | None]
-"""A function that returns the weights with an adapter number; ``None`` stands for the base model's own."""
+"""A function that returns the weights with an adapter number; ``None`` stands for the base model's own weights."""
 
 
 class Passes(Protocol):
-    """The way in which an engine's model computes the rows of a pass, each with the weights of its session."""
+    """The contract of a method to compute the rows of a forward pass, each with the weights of its session."""
 
     shared: bool
     """Whether rows of several sessions can be computed in one pass."""
 
     def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
-        """Let the model compute a pass over ``rows`` within this context, with the weights that ``weights_of`` returns
-        for the adapter number of each row."""
+        """Return a context in which the model computes a pass over ``rows``. ``weights_of`` returns the weights for the
+        adapter number of each row."""
         ...
 
 
 class WholePasses:
-    """Passes in which the whole weights of one session take the place of the model's."""
+    """Passes in which the whole weights of one session replace the weights of the model."""
 
     shared = False
 
     def __init__(self, kind: WholeKind) -> None:
-        """Make passes in which ``kind`` exchanges the weights of the model."""
+        """Use ``kind`` to replace the weights of the model."""
         self._kind = kind
 
     def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
-        """Let the model compute with the weights of the session of ``rows`` within this context; all rows of such a
-        pass are of one session."""
+        """Return a context in which the model computes with the weights of the session of ``rows``; all rows of such a
+        pass belong to one session."""
         weights = weights_of(int(rows.adapter_R[0]))
         assert not isinstance(weights, LoraTensors)
         return self._kind.on(weights)
 
 
 class AdapterPasses:
-    """Passes in which each row is computed by the base with the adapter of its session; rows of several sessions share
-    a pass."""
+    """Passes in which the base computes each row with the adapter of its session; rows of several sessions share a
+    pass."""
 
     shared = True
 
     def __init__(self, multi: MultiLora) -> None:
-        """Make passes in which ``multi`` applies adapters to the rows of the model."""
+        """Use ``multi`` to apply adapters to the rows of a pass."""
         self._multi = multi
 
     def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
-        """Let the model compute a pass within this context, each row with the adapter of its session; rows of the base
-        model get none."""
+        """Return a context in which the model computes each row with the adapter of its session; rows of the base model
+        have no adapter."""
+        # number the distinct adapters of the pass; −1 marks rows of the base model
         adapters, of_R = np.unique(rows.adapter_R, return_inverse=True)
         loras, numbers = list[LoraTensors](), np.full(len(adapters), -1, np.int32)
         for index, adapter in enumerate(adapters.tolist()):
@@ -104,17 +105,19 @@ class AdapterPasses:
 
 
 class SamplerWeights:
-    """The weights of all sampling sessions of one base, which its engine uses as adapters. Any thread may call; a
-    change takes effect at the next pass. At most ``max_loaded`` weights stay in memory while no request uses them."""
+    """The weights of all sampling sessions of one base, which its engine uses as adapters. Any thread may call its
+    methods; a change takes effect at the next forward pass. While more than ``max_loaded`` sessions have weights in
+    memory, weights that no request uses are unloaded."""
 
     def __init__(self, passes: Passes, max_loaded: int) -> None:
-        """Make an empty collection; ``passes`` lets the engine's model compute with its weights."""
+        """Create an empty collection. ``passes`` is the method by which the engine's model computes with the
+        weights."""
         self.share_passes = passes.shared
         self._passes, self._max_loaded = passes, max_loaded
         self._slots: OrderedDict[str, SamplerSlot] = OrderedDict()
         self._by_adapter: dict[int, SamplerSlot] = {}
         self._lock = threading.Lock()
-        self._count = 0
+        self._last_adapter = 0
 
     def put(self, name: str, weights: Weights | None, version: int) -> None:
         """Set the weights of the session ``name`` and their version; they are used from the next pass on. ``None``
@@ -124,20 +127,21 @@ class SamplerWeights:
             self._unload()
 
     def use(self, name: str, load: Callable[[], tuple[Weights | None, int]]) -> None:
-        """Keep the weights of the session ``name`` in memory until :meth:`release` is called as often. If they are not
-        in memory, ``load`` reads them from the disk and returns them with their version."""
+        """Load the weights of the session ``name`` if needed, and keep them in memory until :meth:`release` has been
+        called once for each call of this method. ``load`` reads the weights from the disk, and returns them with their
+        version."""
         with self._lock:
             if self._count_use(name):
                 return
         weights, version = load()
         with self._lock:
-            if not self._count_use(name):  # else it was loaded, or given newer weights, meanwhile
+            if not self._count_use(name):  # else another thread has loaded or replaced the weights meanwhile
                 self._set(name, weights, version)
-                self._count_use(name)  # before others are unloaded, so that this one stays
+                self._count_use(name)  # counted before the unloading, which then spares these weights
             self._unload()
 
     def release(self, name: str) -> None:
-        """End one use of the weights of ``name`` that :meth:`use` began; unused weights may be unloaded then."""
+        """End one use of the weights of ``name``, which :meth:`use` began; weights without uses may be unloaded."""
         with self._lock:
             self._slots[name].users -= 1
             self._unload()
@@ -148,15 +152,15 @@ class SamplerWeights:
         return None if slot is None else slot.weights
 
     def drop(self, name: str) -> None:
-        """Forget the session ``name`` and free its weights, unless a request uses them."""
+        """Remove the session ``name`` and free its weights, unless a request uses them."""
         with self._lock:
             slot = self._slots.get(name)
             if slot is not None and not slot.users:
                 del self._slots[name]
-                slot.weights, slot.loaded = None, False  # its numbers stay: a request that ends may still have a row
+                slot.weights, slot.loaded = None, False  # _by_adapter keeps it: an ending request may still have a row
 
     def names(self) -> Iterable[str]:
-        """Return the names of the sessions that requests to the engine may give."""
+        """Return the names of the sessions that requests to the engine may use."""
         return list(self._slots)
 
     def find(self, name: str) -> int | None:
@@ -166,29 +170,29 @@ class SamplerWeights:
         return 0 if not name else None if slot is None else slot.adapter
 
     def on(self, rows: PassRows) -> AbstractContextManager[None]:
-        """Let the engine's model compute a pass within this context, with the weights of each row's session."""
-        return self._passes.on(rows, self._of)
+        """Return a context in which the engine's model computes a pass with the weights of each row's session."""
+        return self._passes.on(rows, self._weights_of_adapter)
 
     def versions(self, adapter_D: Index, version: int) -> int | Index:
-        """Return the version of the weights that sampled the token of each row, ``[D]``, from the rows' adapter
-        numbers; ``version`` is that of the base model, whose number is 0."""
+        """Return the version of the weights that sampled the token of each row, ``[D]``, from the adapter numbers of
+        the rows. ``version`` is the version of the base model, whose adapter number is 0."""
         known = {number: self._by_adapter[number].version for number in np.unique(adapter_D).tolist() if number}
         return np.array([known.get(number, version) for number in adapter_D.tolist()], np.int64)
 
-    def _of(self, adapter: int) -> Weights | None:
+    def _weights_of_adapter(self, adapter: int) -> Weights | None:
         """Return the weights with the adapter number ``adapter``; ``None`` for number 0, the base model."""
         return self._by_adapter[adapter].weights if adapter else None
 
     def _set(self, name: str, weights: Weights | None, version: int) -> None:
-        """Give the session ``name`` new weights, and a new adapter number, under which its next requests run. The
-        caller holds the lock."""
+        """Set new weights for the session ``name``, and a new adapter number for its next requests. The caller must
+        hold the lock."""
         slot = self._slots.get(name)
         if slot is None:
             slot = self._slots[name] = SamplerSlot(adapter=0, weights=weights, version=version)
         else:
             slot.weights, slot.version, slot.loaded = weights, version, True
-        self._count += 1
-        slot.adapter = self._count
+        self._last_adapter += 1
+        slot.adapter = self._last_adapter
         self._by_adapter[slot.adapter] = slot
 
     def _count_use(self, name: str) -> bool:
@@ -201,8 +205,8 @@ class SamplerWeights:
         return True
 
     def _unload(self) -> None:
-        """Free the unused weights that were used longest ago while more than ``max_loaded`` are in memory; they can be
-        read from the disk again."""
+        """Free the least recently used weights without uses while more than ``max_loaded`` weights are in memory; they
+        can be read from the disk again. The caller must hold the lock."""
         held = [slot for slot in self._slots.values() if slot.weights is not None]
         for slot in [slot for slot in held if not slot.users][: max(0, len(held) - self._max_loaded)]:
             slot.weights, slot.loaded = None, False
@@ -210,20 +214,21 @@ class SamplerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerRecord:
-    """A sampling session (sampler), as a row of the journal holds it."""
+    """A sampling session (sampler): one row of the journal's table ``samplers``."""
 
     id: str
     """The name of the sampling session: ``SESSION:sample:NUMBER``."""
     session: str
-    """The client session that it belongs to."""
+    """The id of the client session to which the sampler belongs."""
     base: str
     """The name of the base model, as the client gave it."""
     path: str | None
-    """The path of the checkpoint that it samples from; ``None`` for the base model and for weights without a name."""
+    """The path of the checkpoint whose weights sample; ``None`` for the base model and for weights without a name."""
     kind: str
-    """``snapshot`` (fixed weights), ``inflight`` (those of the model's last in-flight save) or ``base``."""
+    """``snapshot`` (fixed weights), ``inflight`` (the weights of the model's last in-flight save) or ``base``."""
     model: str | None
-    """The model whose weights it samples with, if they were saved for it without a name; otherwise ``None``."""
+    """The id of the model whose weights sample, if they were saved for this sampler without a name; otherwise
+    ``None``."""
     directory: str | None
     """The directory of its weights; ``None`` for the base model."""
     version: int
@@ -231,5 +236,5 @@ class SamplerRecord:
 
     @classmethod
     def of(cls, row: Any) -> SamplerRecord:
-        """Return the record of a row of the journal's table ``samplers``."""
+        """Convert a row of the journal's table ``samplers``."""
         return cls(**dict(row))

@@ -1,8 +1,8 @@
-"""One request for samples: its prompt, its settings, and its answer. A request asks for several samples of one prompt,
-and may also ask for log-probabilities: of the prompt's tokens, of the likeliest tokens in their places, or of given
-targets.
+"""One sampling request of the Tinker protocol: its checks, its execution and its answer. A request asks for several
+samples of one prompt. It may also ask for log-probabilities: of the prompt's tokens, of the likeliest tokens at each
+position, or of given target tokens.
 
-Shape legend: N tokens of the prompt, T sampled tokens, K entries of a distribution, or targets in one place.
+Shape legend: N tokens of the prompt, T sampled tokens, K entries of a distribution or targets at one position.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ Array = npt.NDArray[Any]
 MOST_TOP, MOST_SAMPLES = 100, 1024
 """The largest number of likeliest entries at a position, and of samples of one request."""
 NO_LOGPROB = -99999.0
-"""The log-probability by which the client recognises a missing entry."""
+"""The log-probability that the client reads as a missing entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLimits:
-    """The limits of an engine, which requests for samples must keep."""
+    """The limits of an engine for sampling requests."""
 
     vocab_size: int
     """The number of token ids; every id is below it."""
     max_context: int
     """The largest number of tokens of a prompt and its answer together."""
     stop_ids: tuple[int, ...]
-    """The token ids that end an answer, unless the request switches them off by an empty list of stops."""
+    """The token ids that end an answer, unless the request disables them with an empty list ``stop``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplePlan:
-    """A request for samples after it was checked, as :func:`answer` carries it out."""
+    """A checked sampling request, which :func:`answer` executes."""
 
     prompt_N: Array
     """The token ids of the prompt."""
     samplings: tuple[Sampling | None, ...]
-    """The settings of each sample; ``None`` for one that can have no token, as the prompt fills the context."""
+    """The sampling settings of each sample; ``None`` for an empty sample, if the prompt fills the context."""
     wants_prompt: bool
-    """Whether the log-probability of each token of the prompt is wanted."""
+    """Whether to return the log-probability of each token of the prompt."""
     top_prompt: int
-    """The number of likeliest entries wanted at each token of the prompt."""
+    """The number of likeliest entries to return at each token of the prompt."""
     top_sample: int
-    """The number of likeliest entries wanted at each sampled token."""
+    """The number of likeliest entries to return at each sampled token."""
     targets_NK: Array | None
-    """Other tokens to score in the place of each prompt token but the first, ``[N - 1, K]``, with −1 for no token;
-    ``None`` if no targets are wanted."""
+    """Other tokens to score at the position of each prompt token except the first, ``[N - 1, K]``, with −1 for no
+    token; ``None`` if the request has no targets."""
     target_cells: wire.SparseCells | None
-    """The cells of :attr:`targets_NK` that the client listed in a sparse matrix, in which form it gets the answer;
-    ``None`` if it gave the whole matrix."""
+    """The cells of :attr:`targets_NK` that the client listed in a sparse matrix; the answer then is sparse too.
+    ``None`` if the client sent a dense matrix."""
     last_n: int | None
     """The number of tokens at the end of the prompt that are scored; ``None`` for all."""
 
@@ -79,8 +79,8 @@ Keep = Callable[[Sequence[tuple[Tokens, StopReason]]], None]
 
 
 def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePlan:
-    """Return the checked request ``body``. ``fresh_seed`` is the seed of the samples if the request has none. Raises
-    :class:`~headrace.base.errors.DataError` for what cannot be sampled within the ``limits``."""
+    """Check the request ``body``, and return it as a plan. ``fresh_seed`` is the seed of the samples if the request has
+    none. Raises :class:`~headrace.base.errors.DataError` for a request that is invalid or exceeds the ``limits``."""
     prompt_N = _ids(body.prompt, limits)
     problem = _refused(body, len(prompt_N), min(MOST_TOP, limits.vocab_size))
     if problem:
@@ -91,7 +91,7 @@ def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePl
     seed = fresh_seed if body.sampling_params.seed is None else body.sampling_params.seed
     scores = bool(body.prompt_logprobs or body.topk_prompt_logprobs or targets is not None)
     if scores and len(prompt_N) == limits.max_context and body.sampling_params.max_tokens == 1:
-        samplings: tuple[Sampling | None, ...] = (None,) * body.num_samples  # the client's way to ask for scores alone
+        samplings: tuple[Sampling | None, ...] = (None,) * body.num_samples  # a request for scores alone
     else:
         sampling = _sampling(body.sampling_params, len(prompt_N), limits)
         samplings = tuple(_seeded(sampling, seed, place) for place in range(body.num_samples))
@@ -108,8 +108,8 @@ def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePl
 
 
 def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
-    """Return the token ids of a prompt. Raises :class:`~headrace.base.errors.DataError` if it is empty, holds other
-    content than tokens, or a token outside the vocabulary."""
+    """Return the token ids of a prompt. Raises :class:`~headrace.base.errors.DataError` if the prompt is empty, has
+    content other than tokens, or has a token outside the vocabulary."""
     other = next((chunk.type for chunk in prompt.chunks if chunk.type != "encoded_text"), None)
     if other is not None:
         raise DataError(f"the prompt holds a chunk of type {other[:40]!r}", remedy="give tokens: only text is served")
@@ -126,8 +126,8 @@ def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
 
 
 def _refused(body: SampleBody, length: int, most_top: int) -> tuple[str, str] | None:
-    """Return why a sampling request is refused, and the remedy; ``None`` if it is accepted. ``length`` is the number of
-    tokens of its prompt, and ``most_top`` the largest number of likeliest entries at a position."""
+    """Return the reason why a sampling request is refused, and the remedy; ``None`` if it is accepted. ``length`` is
+    the number of tokens of its prompt, and ``most_top`` the largest number of likeliest entries at a position."""
     if not 1 <= body.num_samples <= MOST_SAMPLES:
         return f"num_samples={body.num_samples}", f"set 1 to {MOST_SAMPLES}"
     for name, value in (("topk_prompt", body.topk_prompt_logprobs), ("topk_sample", body.topk_sample_logprobs)):
@@ -145,7 +145,8 @@ def _refused(body: SampleBody, length: int, most_top: int) -> tuple[str, str] | 
 
 def _sampling(given: SamplingBody, length: int, limits: SampleLimits) -> Sampling:
     """Return the engine's sampling settings for a prompt of ``length`` tokens. Without ``max_tokens``, an answer may
-    fill the context. Raises :class:`~headrace.base.errors.DataError` if prompt and answer exceed it."""
+    fill the context. Raises :class:`~headrace.base.errors.DataError` if prompt and answer together exceed the
+    context."""
     stop = [given.stop] if isinstance(given.stop, str) else given.stop
     ids = tuple(one for one in stop or () if isinstance(one, int))
     texts = tuple(one for one in stop or () if isinstance(one, str))
@@ -172,15 +173,14 @@ def _sampling(given: SamplingBody, length: int, limits: SampleLimits) -> Samplin
 
 
 def _seeded(sampling: Sampling, seed: int, place: int) -> Sampling:
-    """Return the settings of the sample with the index ``place``, with a seed of its own that follows from the ``seed``
-    of the request."""
+    """Return ``sampling`` with the seed of the sample number ``place``, derived from the ``seed`` of the request."""
     own = xxhash.xxh3_64_intdigest(f"{seed}/{place}".encode()) >> 1
     return msgspec.structs.replace(sampling, seed=own)
 
 
 def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[Array, wire.SparseCells | None]:
-    """Return the targets to score in the places of the prompt's tokens but the first, ``[N - 1, K]`` with −1 for no
-    token, and the cells that a sparse tensor lists (``None`` for a dense one). Raises
+    """Return the targets to score at the positions of the prompt's tokens except the first, ``[N - 1, K]`` with −1 for
+    no token, and the cells that a sparse tensor lists (``None`` for a dense tensor). Raises
     :class:`~headrace.base.errors.DataError` for a wrong shape or token."""
     shape = given.shape or []
     if given.dtype != "int64" or len(shape) != 2 or shape[0] != len(prompt_N) - 1 or shape[1] < 1:
@@ -216,11 +216,11 @@ def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[
 
 
 async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Score, keep: Keep) -> bytes:
-    """Carry out a request: sample with ``engine`` and the weights of the sampling session ``adapter`` (empty: the base
-    model), compute the log-probabilities that are wanted with ``score``, pass the samples to ``keep``, and return the
-    answer as encoded bytes. If the caller is cancelled, so are the samples."""
+    """Execute a request: sample with ``engine`` and the weights of the sampling session ``adapter`` (empty: the base
+    model), compute the requested log-probabilities with ``score``, pass the samples to ``keep``, and return the encoded
+    answer. If the caller is cancelled, the samples are cancelled too."""
     try:
-        async with asyncio.TaskGroup() as group:  # all start in one turn of the loop, so they join the batch together
+        async with asyncio.TaskGroup() as group:  # starts all before the first await: one batch
             tasks = [group.create_task(_one(plan.prompt_N, each, engine, adapter)) for each in plan.samplings]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
@@ -243,8 +243,8 @@ async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Sco
 async def _one(
     prompt_N: Array, sampling: Sampling | None, engine: TokenSource, adapter: str
 ) -> tuple[Tokens, StopReason]:
-    """Sample one answer to the prompt, and return its tokens and why it ended. If ``sampling`` is ``None``, the prompt
-    fills the context, and the answer is empty."""
+    """Sample one answer to the prompt, and return its tokens and the reason why it ended. If ``sampling`` is ``None``,
+    the prompt fills the context, and the answer is empty."""
     if sampling is None:
         return NO_TOKENS, StopReason.LENGTH
     parts, reason = list[Tokens](), StopReason.LENGTH
@@ -257,7 +257,7 @@ async def _one(
 
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:
-    """Return consecutive parts of one answer as a whole."""
+    """Concatenate consecutive parts of one answer."""
     whole = parts[0]
     for part in parts[1:]:
         whole = whole + part
@@ -265,8 +265,8 @@ def _joined(parts: Sequence[Tokens]) -> Tokens:
 
 
 async def _sequence(plan: SamplePlan, tokens: Tokens, reason: StopReason, score: Score) -> bytes:
-    """Return one sampled answer in the format of the protocol, with the likeliest tokens at each of its positions if
-    the plan wants them."""
+    """Encode one sampled answer in the format of the protocol, with the likeliest tokens at each of its positions if
+    the plan requests them."""
     top = None
     if plan.top_sample and len(tokens):
         start = len(plan.prompt_N)

@@ -1,8 +1,8 @@
-"""The JSON bodies of requests, as the client writes them: a class for each endpoint. A field that is not here is
-refused by name: it belongs to a protocol of another version, and ignoring it would change what the caller gets.
+"""The models of the JSON bodies of requests: a class for each endpoint. An unknown field is refused by name. It belongs
+to another version of the protocol, and ignoring it would change the result for the client.
 
-``seq_id`` is the place of a request among those of its model, from 1. ``..._seq_id`` is the number that a client gives
-to a model or a sampler which it makes in its session. ``type`` repeats the name of the endpoint and is not read.
+``seq_id`` is the number of a request among the requests of its model, from 1. ``..._seq_id`` is the number that a
+client assigns to a model or a sampler of its session. ``type`` repeats the name of the endpoint and is not used.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from headrace.base.errors import DataError
 
 S = TypeVar("S", bound="TinkerBody")
 Place = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-"""The number that a client gives to what it makes in a session."""
+"""The number that a client assigns to a model or a sampler of its session."""
 MOST_STOPS = 4096
-"""The most stop strings and stop tokens of one request."""
+"""The largest number of stop strings and stop tokens of one request."""
 _MODEL, _SEQ = re.compile(r'"model_id"\s*:\s*"([^"]*)"'), re.compile(r'"seq_id"\s*:\s*(\d{1,15})')
 
 
 class TinkerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request, or a part of one; unknown fields are refused."""
+    """The base class of bodies and of parts of bodies. Unknown fields are refused."""
 
 
 def parse(body: bytes, kind: type[S]) -> S:
-    """Return the JSON ``body`` as a record of the class ``kind``. Raises :class:`~headrace.base.errors.DataError`,
-    which names the wrong field, if it is none."""
+    """Parse the JSON ``body`` as a record of the class ``kind``. Raises :class:`~headrace.base.errors.DataError`, which
+    names the invalid field, if the body does not match the class."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -38,8 +38,8 @@ def parse(body: bytes, kind: type[S]) -> S:
 
 
 def place_of(beginning: bytes) -> tuple[str, int]:
-    """Return the id of the model and the ``seq_id`` of a request from the ``beginning`` of its body, whose rest was too
-    long to read. Raises :class:`~headrace.base.errors.DataError` where the beginning does not hold them."""
+    """Return the id of the model and the ``seq_id`` of a request from the ``beginning`` of its body, which was too long
+    to read. Raises :class:`~headrace.base.errors.DataError` if the beginning does not contain both."""
     text = beginning.decode(errors="replace")
     model, seq = _MODEL.search(text), _SEQ.search(text)
     if model is None or seq is None:
@@ -48,31 +48,32 @@ def place_of(beginning: bytes) -> tuple[str, int]:
 
 
 class ModelRequest(TinkerBody, frozen=True, forbid_unknown_fields=False):
-    """The part that the bodies of all requests of a model have in common; other fields are ignored here."""
+    """The common fields of the bodies of all requests of a model; other fields are ignored here."""
 
     model_id: str
     seq_id: int
-    """The place of the request among those of its model, from 1."""
+    """The number of the request among the requests of its model, from 1."""
 
 
 class NewModel(TinkerBody, frozen=True, forbid_unknown_fields=False):
-    """The part of a ``load_weights`` body that says whether a new model is made: its session and its number there. Both
-    are ``None`` if the weights are loaded into an existing model. Other fields are ignored here."""
+    """The fields of a ``load_weights`` body for a new model: its session and its number in the session. Both are
+    ``None`` if the weights are loaded into an existing model. Other fields are ignored here."""
 
     session_id: str | None = None
     model_seq_id: Place | None = None
 
 
 class ClientConfigBody(TinkerBody, frozen=True):
-    """The body of client/config and client/dynamic_config, with which a client asks how to behave."""
+    """The body of client/config and client/dynamic_config, with which a client requests its settings from the
+    server."""
 
     sdk_version: str
     type: str = ""
 
 
 class CreateSessionBody(TinkerBody, frozen=True):
-    """The body of create_session, which begins the work of one client program. The server keeps the name, the project
-    and the metadata for lists of sessions."""
+    """The body of create_session, which starts the session of one client program. The server stores the name, the
+    project and the metadata, and returns them in lists of sessions."""
 
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
@@ -83,15 +84,16 @@ class CreateSessionBody(TinkerBody, frozen=True):
 
 
 class SessionBody(TinkerBody, frozen=True):
-    """The body of session_heartbeat, by which a client says that it still lives."""
+    """The body of session_heartbeat, which a client sends regularly while it runs."""
 
     session_id: str
     type: str = ""
 
 
 class LoraBody(TinkerBody, frozen=True):
-    """The adapter that create_model asks for. ``seed`` is that of its first weights (``None``: the server chooses), and
-    the flags say which parts of the model have adapters: the head, the feed-forward and the attention layers."""
+    """The settings of the adapter in create_model. ``seed`` is the seed of the initial weights (``None``: the server
+    chooses one). The flags select the parts of the model that have adapters: the head, the feed-forward and the
+    attention layers."""
 
     rank: int
     """The rank of the two matrices of each adapted layer."""
@@ -102,7 +104,7 @@ class LoraBody(TinkerBody, frozen=True):
 
 
 class OptimizerBody(TinkerBody, frozen=True):
-    """The optimizer that create_model asks for; only ``adamw`` is served."""
+    """The optimizer in create_model; only ``adamw`` is supported."""
 
     type: str = "adamw"
     version: int | None = None
@@ -121,7 +123,7 @@ class CreateModelBody(TinkerBody, frozen=True):
 
 
 class ModelBody(TinkerBody, frozen=True):
-    """The body of get_info, which asks for the facts of a model."""
+    """The body of get_info, a request for the description of a model."""
 
     model_id: str
     type: str = ""
@@ -139,8 +141,8 @@ class AdamBody(TinkerBody, frozen=True):
 
 
 class OptimStepBody(TinkerBody, frozen=True):
-    """The body of optim_step: a step of AdamW on the gradients that have added up. ``optimizer_params`` are those of
-    other optimizers, which are not served."""
+    """The body of optim_step: one step of AdamW with the accumulated gradients. ``optimizer_params`` are the settings
+    of other optimizers, which are not supported."""
 
     model_id: str
     seq_id: int
@@ -150,8 +152,9 @@ class OptimStepBody(TinkerBody, frozen=True):
 
 
 class SaveWeightsBody(TinkerBody, frozen=True):
-    """The body of save_weights: a checkpoint from which training can continue. ``path`` is its name (``None``: one made
-    from the model's version), and ``ttl_seconds`` says after how long it is deleted (``None``: never)."""
+    """The body of save_weights: a checkpoint from which training can continue. ``path`` is the checkpoint's name
+    (``None``: the model's version is its name), and ``ttl_seconds`` is its time to live (``None``: it is never
+    deleted)."""
 
     model_id: str
     seq_id: int
@@ -165,7 +168,7 @@ class SaveWeightsBody(TinkerBody, frozen=True):
 class SaveForSamplerBody(TinkerBody, frozen=True):
     """The body of save_weights_for_sampler: weights to sample from. They become a checkpoint named ``path`` or, with
     ``sampling_session_seq_id``, the weights of a sampling session without a name. ``kind`` is ``snapshot`` for fixed
-    weights, and ``inflight`` for a session that follows later saves."""
+    weights, and ``inflight`` for a session whose weights are replaced at later saves."""
 
     model_id: str
     seq_id: int
@@ -190,8 +193,8 @@ class SaveExternalBody(TinkerBody, frozen=True):
 
 
 class LoadWeightsBody(TinkerBody, frozen=True):
-    """The body of load_weights: the weights of the checkpoint ``path``, and with ``optimizer`` the state of its
-    optimizer, replace those of ``model_id``, or become a new model of ``session_id``."""
+    """The body of load_weights: load the weights of the checkpoint ``path`` and, with ``optimizer``, the state of its
+    optimizer, into the model ``model_id`` or into a new model of the session ``session_id``."""
 
     path: str
     optimizer: bool
@@ -218,8 +221,8 @@ class CreateSamplingSessionBody(TinkerBody, frozen=True):
 
 
 class ChunkBody(TinkerBody, frozen=True):
-    """A chunk of a prompt. Only chunks of type ``encoded_text`` are served, which hold token ids; the other fields are
-    those of images and sound."""
+    """A chunk of a prompt. Only chunks of type ``encoded_text`` are supported, whose ``tokens`` are token ids; the
+    other fields belong to images and sound."""
 
     type: str
     tokens: list[int] = []
@@ -232,7 +235,7 @@ class ChunkBody(TinkerBody, frozen=True):
 
 
 class PromptBody(TinkerBody, frozen=True):
-    """A prompt: the tokens of its chunks, one after the other."""
+    """A prompt, which consists of the tokens of all its chunks in order."""
 
     chunks: list[ChunkBody]
 
@@ -255,8 +258,8 @@ class SamplingBody(TinkerBody, frozen=True):
 
 
 class TensorBody(TinkerBody, frozen=True):
-    """A tensor as JSON: its values in ``data``, all of them, or those of a sparse matrix whose compressed row starts
-    and column indices are given too."""
+    """A tensor as JSON. ``data`` has all its values or, if compressed row starts and column indices are given, the
+    values of a sparse matrix (CSR)."""
 
     data: list[float]
     dtype: str
@@ -266,9 +269,9 @@ class TensorBody(TinkerBody, frozen=True):
 
 
 class SampleBody(TinkerBody, frozen=True):
-    """The body of asample: ``num_samples`` answers of a sampling session to a prompt. The fields with ``logprobs`` ask
-    for log-probabilities: of the prompt's tokens (or its last N), of the K likeliest tokens at positions of the prompt
-    or the samples, and of target tokens in the places of the prompt's."""
+    """The body of asample: ``num_samples`` answers of a sampling session to a prompt. The fields with ``logprobs``
+    request log-probabilities: of the prompt's tokens (or the last N of them), of the K likeliest tokens at positions of
+    the prompt or the samples, and of target tokens at the positions of the prompt."""
 
     prompt: PromptBody
     sampling_params: SamplingBody
@@ -288,26 +291,26 @@ class SampleBody(TinkerBody, frozen=True):
 
 
 class RetrieveBody(TinkerBody, frozen=True):
-    """The body of retrieve_future, which asks for the result of the request ``request_id``."""
+    """The body of retrieve_future, which polls for the result of the request ``request_id``."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
 class CancelBody(TinkerBody, frozen=True):
-    """The body of cancel_future, which ends the sampling request ``request_id``."""
+    """The body of cancel_future, which cancels the sampling request ``request_id``."""
 
     request_id: str
 
 
 class PathBody(TinkerBody, frozen=True):
-    """The body of weights_info, which asks for the facts of the checkpoint at ``tinker_path``."""
+    """The body of weights_info, a request for the description of the checkpoint at ``tinker_path``."""
 
     tinker_path: str
 
 
 class TtlBody(TinkerBody, frozen=True):
-    """The body of a request that sets when a checkpoint is deleted: ``ttl_seconds`` from now, or never if they are
-    ``None``."""
+    """The body of a request that sets the time to live of a checkpoint in seconds from now; ``None``: it is never
+    deleted."""
 
     ttl_seconds: int | None = None

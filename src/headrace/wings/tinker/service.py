@@ -1,7 +1,7 @@
-"""The implementation of each endpoint. A model is what one client trains, a session one run of a client program, and a
-sampler (sampling session) weights that it samples from. A request is answered at once with a name, under which the
-client then asks for the result. Requests of models go through the journal; samples do not: after a restart their name
-is unknown, and the client sends them again."""
+"""The service that implements every endpoint of a server of the Tinker protocol; :mod:`.app` calls it. A model is what
+one client trains. A session is one run of a client program. A sampler (sampling session) is a set of weights that a
+client samples from. The server answers a request at once with a request id, with which the client polls for the result.
+Requests of models are written to the journal; sampling requests are not, and clients repeat them after a restart."""
 
 from __future__ import annotations
 
@@ -40,41 +40,41 @@ from headrace.wings.tinker.tenants import MISSING, Tenants, failure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParts:
-    """The components of a server that its service uses."""
+    """The components of a server that :class:`TinkerService` uses."""
 
     config: TinkerConfig
     """The settings of the server."""
     journal: Journal
     """The durable record of sessions, models and requests."""
     turns: FairThread
-    """The thread that computes for all models, a piece of each in turn."""
+    """The thread that computes the requests of all models, one micro-batch of each model in turn."""
     tenants: Tenants
     """The models in training."""
     bases: Mapping[str, ServedBase]
-    """The base model behind each name that clients may give."""
+    """The base models, by each name under which clients may request them."""
 
 
 class TinkerService:
-    """The endpoints of one server, in one event loop. A method that takes ``body`` gets the body of the request, and
-    returns the JSON answer. Sampling runs as tasks of ``group``."""
+    """The endpoints of one server. All methods run in one event loop. The parameter ``body`` is the body of the HTTP
+    request, and a dictionary that a method returns is the JSON answer. Sampling runs as tasks of ``group``."""
 
     def __init__(self, parts: ServiceParts, group: asyncio.TaskGroup, clock: Clock) -> None:
-        """Make the endpoints over ``parts``, within the event loop that runs now."""
+        """Create the service from ``parts``. It must be created inside the running event loop."""
         self._parts, self._group, self._clock = parts, group, clock
         self._config, self._journal, self._bases = parts.config, parts.journal, parts.bases
         self.catalog = Catalog(parts.journal, clock)
         self._loop = asyncio.get_running_loop()
-        self._arrivals: dict[tuple[str, int], asyncio.Event] = {}
+        self._result_events: dict[tuple[str, int], asyncio.Event] = {}
         self._ending = self._loop.create_future()
         self._samples = SampleJobs()
-        self._beats: dict[str, float] = {}
-        self._trains_alone: dict[str, str] = {}  # the model that trains, by the directory of a base for one
+        self._heartbeats_s: dict[str, float] = {}
+        self._reserved_bases: dict[str, str] = {}  # base directory -> the model that reserved it
         parts.tenants.ended = self._end_in_thread
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
     def create_session(self, body: bytes) -> dict[str, Any]:
-        """Create a session, to which a client's models and samplers will belong, and return its id."""
+        """Create a session, which owns the models and samplers of one client program, and return its id."""
         given = schema.parse(body, schema.CreateSessionBody)
         session = str(uuid.uuid4())
         facts = {
@@ -87,18 +87,19 @@ class TinkerService:
             "INSERT INTO sessions (id, created_s, facts) VALUES (?, ?, ?)",
             session, self._clock.wall(), json.dumps(facts),
         )  # fmt: skip
-        self._beats[session] = self._clock.now()
+        self._heartbeats_s[session] = self._clock.now()
         return {"type": "create_session", "session_id": session}
 
     def heartbeat(self, body: bytes) -> dict[str, Any]:
-        """Note that a session lives. Raises :class:`Refusal` with status 410 for one that has ended."""
+        """Record the time of a session's heartbeat. Raises :class:`Refusal` with status 410 for a session that has
+        ended."""
         session = schema.parse(body, schema.SessionBody).session_id
-        self._session(session, ended=410)
+        self._touch_session(session, ended=410)
         return {"type": "session_heartbeat"}
 
     def finish(self, session: str) -> dict[str, Any]:
-        """End a session: its models leave memory, its samplers are dropped, and its weights without a name expire.
-        Raises :class:`Refusal` if it does not exist."""
+        """End a session: move its models from memory to the disk, drop its samplers, and let the unnamed weights of its
+        samplers expire. Raises :class:`Refusal` with status 404 if the session does not exist."""
         if self._journal.one("SELECT id FROM sessions WHERE id = ?", session) is None:
             raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
         self._journal.run("UPDATE sessions SET finished = 1 WHERE id = ?", session)
@@ -110,56 +111,56 @@ class TinkerService:
         return {}
 
     def sweep(self) -> None:
-        """Move the models of sessions without a heartbeat to the disk, retry and give up requests that are due, and
-        delete what has expired. The server calls this every few seconds."""
+        """Move the models of sessions without a recent heartbeat to the disk, retry held and fail missing requests, and
+        delete expired checkpoints and old samples. The server calls this every few seconds."""
         now = self._clock.now()
-        for session, beat in list(self._beats.items()):
+        for session, beat in list(self._heartbeats_s.items()):
             if now - beat > self._config.session_s:
                 self._park(session)
         self._parts.tenants.retry_held()
         self._parts.tenants.give_up_missing()
         self._samples.forget_old(now)
         wall = self._clock.wall()
-        self._journal.keep_used(self._beats, wall, self._config.ephemeral_s)
+        self._journal.keep_used(self._heartbeats_s, wall, self._config.ephemeral_s)
         for row in self._journal.all("SELECT path FROM checkpoints WHERE expires_s < ?", wall):
             self.catalog.remove_checkpoint(row["path"])
         self._journal.forget_samples()
 
     def _park(self, session: str) -> None:
-        """Cancel the samples of a session, and move its models from memory to the disk. A later request brings them
-        back."""
-        self._beats.pop(session, None)
+        """Cancel the sampling requests of a session, and move its models from memory to the disk. A later request of a
+        model loads it again."""
+        self._heartbeats_s.pop(session, None)
         for name, job in self._samples.items():
             if name.startswith(f"{session}:"):
                 job.task.cancel()
         for row in self._journal.all("SELECT id FROM models WHERE session = ?", session):
             self._parts.tenants.park(row["id"])
-            self._free_base(row["id"])
+            self._release_base(row["id"])
 
-    def _session(self, session: str, ended: int = 404) -> None:
-        """Note that a session lives now. Raises :class:`Refusal` with status 404 for an unknown one, and with the
-        status ``ended`` for one that has ended."""
-        if session not in self._beats:
+    def _touch_session(self, session: str, ended: int = 404) -> None:
+        """Record that ``session`` is alive now. Raises :class:`Refusal` with status 404 for an unknown session, and
+        with the status ``ended`` for a session that has ended."""
+        if session not in self._heartbeats_s:
             row = self._journal.one("SELECT finished FROM sessions WHERE id = ?", session)
             if row is None:
                 raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
             if row["finished"]:
                 raise Refusal(f"session {session} has ended", remedy="create a ServiceClient", status=ended)
-        self._beats[session] = self._clock.now()
+        self._heartbeats_s[session] = self._clock.now()
 
     # -- models -----------------------------------------------------------------------------------------------------
 
     def create_model(self, body: bytes) -> dict[str, Any]:
-        """Accept the creation of a model; the answer holds the model's id and the name under which to ask for the
-        result."""
+        """Accept a request to create a model. The answer contains the model's id and the request id under which the
+        client polls for the result."""
         given = schema.parse(body, schema.CreateModelBody)
-        self._session(given.session_id)
+        self._touch_session(given.session_id)
         spec = spec_of(given, self._base(given.base_model).training)
         return self._new_model(given.session_id, given.model_seq_id, "create_model", body, spec)
 
     def load_weights(self, body: bytes) -> dict[str, Any]:
-        """Accept the loading of a checkpoint, into the model that the body names or as a new model of the session.
-        Raises :class:`Refusal` if the body names another base than the checkpoint's."""
+        """Accept a request to load a checkpoint into the model that the body names, or as a new model of the session.
+        Raises :class:`Refusal` if the body names another base than the checkpoint's base."""
         new = schema.parse(body, schema.NewModel)
         if new.session_id is None or new.model_seq_id is None:
             return self.of_model("load_weights")(body)
@@ -170,23 +171,23 @@ class TinkerService:
                 f"base_model={shown(given.base_model or '')}: {shown(given.path, 200)} is of {spec['base']}",
                 remedy="leave base_model out",
             )
-        self._session(new.session_id)
+        self._touch_session(new.session_id)
         return self._new_model(new.session_id, new.model_seq_id, "load_weights", body, spec)
 
     def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
         """Record a new model with the settings ``spec``, the model number ``number`` of its session, and the request
-        that creates it: request 0, of the given ``kind``, with the ``body`` that the client sent. Return the ids of
-        both. Raises :class:`Refusal` if the server already holds its maximum number of models."""
+        that creates it: request 0, of the given ``kind``, with the ``body`` that the client sent. Return the ids of the
+        model and of the request. Raises :class:`Refusal` if the server already has ``max_models`` models."""
         model = f"{session}:train:{number}"
         per_session = self._journal.all("SELECT session, count(*) AS n FROM models GROUP BY session")
-        held = sum(row["n"] for row in per_session if row["session"] in self._beats)
+        held = sum(row["n"] for row in per_session if row["session"] in self._heartbeats_s)
         known = self._journal.one("SELECT id FROM models WHERE id = ?", model)
         if known is None and held >= self._config.max_models:
             raise Refusal(
                 f"there are {held} models, as many as this server holds",
                 remedy="close a ServiceClient, or raise --max-models",
             )
-        self._take_base(self._base(spec["base"]), model, status=400)
+        self._reserve_base(self._base(spec["base"]), model, status=400)
         now = self._clock.wall()
         with self._journal.transaction():
             self._journal.run(
@@ -197,12 +198,13 @@ class TinkerService:
         self._parts.tenants.accept(entry)
         return {"request_id": f"{model}:0", "model_id": model}
 
-    def _take_base(self, base: ServedBase, model: str, *, status: int) -> None:
-        """Reserve a base whose weights one model trains as a whole for ``model``; other bases need no reservation.
-        Raises :class:`Refusal` with ``status`` if another model has it."""
-        if not base.training.compute.kind.alone or self._was_never_made(model):
+    def _reserve_base(self, base: ServedBase, model: str, *, status: int) -> None:
+        """Reserve ``base`` for ``model`` if all its weights are trained, which only one model at a time may do; bases
+        for adapters need no reservation. Raises :class:`Refusal` with ``status`` if another model has reserved the
+        base."""
+        if not base.training.compute.kind.alone or self._creation_failed(model):
             return
-        holder = self._trains_alone.setdefault(str(base.training.path), model)
+        holder = self._reserved_bases.setdefault(str(base.training.path), model)
         if holder != model:
             raise Refusal(
                 f"{base.names[0]} trains all its weights for one model at a time, and now for {holder}",
@@ -210,19 +212,19 @@ class TinkerService:
                 status=status,
             )
 
-    def _free_base(self, model: str) -> None:
-        """End the reservation of a base for ``model``, if it has one."""
-        for base, holder in list(self._trains_alone.items()):
+    def _release_base(self, model: str) -> None:
+        """End the reservation of a base for ``model``, if there is such a reservation."""
+        for base, holder in list(self._reserved_bases.items()):
             if holder == model:
-                del self._trains_alone[base]
+                del self._reserved_bases[base]
 
-    def _was_never_made(self, model: str) -> bool:
+    def _creation_failed(self, model: str) -> bool:
         """Return whether the creation of ``model`` failed."""
         made = self._journal.outcome(model, 0)
         return made is not None and made.status == FAILED
 
     def get_info(self, body: bytes) -> dict[str, Any]:
-        """Return the facts of a model that its client asks for: base, architecture, tokenizer and rank."""
+        """Return the description of a model for its client: base, architecture, tokenizer and rank."""
         model = schema.parse(body, schema.ModelBody).model_id
         spec = json.loads(self.catalog.model(model)["spec"])
         base = self._base(spec["base"])
@@ -238,14 +240,13 @@ class TinkerService:
         }
 
     def train(self, body: bytes) -> dict[str, Any]:
-        """Accept a forward_backward request, whose body is a protocol buffer."""
+        """Accept a forward_backward request, whose body is a protobuf message, and return its request id."""
         model, seq = wire.place_of(body)
         return self._accept(model, seq, "forward_backward", body)
 
     def refuse(self, place_of: Callable[[bytes], tuple[str, int]], beginning: bytes, error: Refusal) -> None:
-        """Record a request whose body is too long to be read as failed by ``error``, so that later requests of its
-        model do not wait for it. ``place_of`` finds the model and the request's number in the ``beginning`` of the
-        body."""
+        """Record a request with a too long body as failed with ``error``. Otherwise later requests of its model would
+        wait for it. ``place_of`` reads the model and the request's number from the ``beginning`` of the body."""
         try:
             model, seq = place_of(beginning)
             self._accept(model, seq, MISSING, f"{error.problem}\n{error.remedy}".encode())
@@ -253,23 +254,24 @@ class TinkerService:
             return  # no place is known, or no such model
 
     def of_model(self, kind: str) -> Callable[[bytes], dict[str, Any]]:
-        """Return the endpoint ``kind`` for requests of a model with a JSON body. Errors in the body are reported in the
-        result: a request that was not accepted would be missing in the order of the model."""
+        """Return a function that implements the endpoint ``kind`` (such as ``optim_step``) for requests of a model with
+        a JSON body. It does not refuse a body with errors, because later requests of the model would then wait for this
+        one; the errors are reported in the result."""
 
         def endpoint(body: bytes) -> dict[str, Any]:
-            """Accept the request that is in ``body``."""
+            """Accept the request in ``body``, and return its request id."""
             given = schema.parse(body, schema.ModelRequest)
             return self._accept(given.model_id, given.seq_id, kind, body)
 
         return endpoint
 
     def _accept(self, model: str, seq: int, kind: str, body: bytes) -> dict[str, Any]:
-        """Write the request ``seq`` of a model to the journal, and return the name under which to ask for its result.
-        Raises :class:`Refusal` for a number out of range, and with status 429 if too many requests wait or another
-        model has the base."""
+        """Write the request ``seq`` of a model to the journal, and return the request id under which the client polls
+        for its result. Raises :class:`Refusal` for a number out of range, and with status 429 if too many requests wait
+        or another model has reserved the base."""
         row = self.catalog.model(model)
         base = self._base_of(row)
-        self._session(row["session"])
+        self._touch_session(row["session"])
         due = self._parts.tenants.next_seq(model)
         if not 1 <= seq <= due + self._config.max_waiting:
             raise Refusal(
@@ -277,51 +279,51 @@ class TinkerService:
             )
         if self._journal.outcome(model, seq) is None and self._parts.tenants.waiting(model) >= self._config.max_waiting:
             raise Refusal(f"{self._config.max_waiting} requests of {model} wait", remedy="ask again later", status=429)
-        self._take_base(base, model, status=429)  # last: what is refused must not hold it
+        self._reserve_base(base, model, status=429)  # last, since a refused request must not reserve it
         self._parts.tenants.accept(JournalEntry(model=model, seq=seq, kind=kind, body=body, status=WAITING))
         return {"request_id": f"{model}:{seq}", "model_id": model}
 
     def _end_in_thread(self, entry: JournalEntry) -> None:
-        """Handle the end of a request in the thread that computed it: pass saved weights to samplers, and tell the
+        """Handle the end of a request in the thread that computed it: pass saved weights to samplers, and notify the
         event loop."""
         if entry.kind == "save_weights_for_sampler":
-            self._publish(entry.model)
-        self._loop.call_soon_threadsafe(self._ended, entry)
+            self._update_samplers(entry.model)
+        self._loop.call_soon_threadsafe(self._notify_waiters, entry)
 
-    def _ended(self, entry: JournalEntry) -> None:
+    def _notify_waiters(self, entry: JournalEntry) -> None:
         """Wake the calls that wait for the result of this request. If the request was a creation that failed, free the
         base that was reserved for the model."""
-        event = self._arrivals.pop((entry.model, entry.seq), None)
+        event = self._result_events.pop((entry.model, entry.seq), None)
         if event is not None:
             event.set()
-        if entry.seq == 0 and self._was_never_made(entry.model):
-            self._free_base(entry.model)
+        if entry.seq == 0 and self._creation_failed(entry.model):
+            self._release_base(entry.model)
 
-    def _publish(self, model: str) -> None:
-        """Give the in-flight samplers of a model the weights that it saved last."""
+    def _update_samplers(self, model: str) -> None:
+        """Load the weights that a model saved last into its in-flight samplers."""
         rows = self._journal.all("SELECT * FROM samplers WHERE model = ? AND kind = 'inflight'", model)
-        # a client that samples under a name that is no longer served gets an error that says so
+        # skip samplers whose base is no longer served: their clients receive an error when they sample
         records = [record for record in map(SamplerRecord.of, rows) if record.base in self._bases]
         if not records or records[0].directory is None:
             return
         base = self._bases[records[0].base]
-        loaded = set(base.weights.names())  # also of a session that is silent for a while
-        used = [record for record in records if record.session in self._beats or record.id in loaded]
+        loaded = set(base.weights.names())  # also samplers of a session without a recent heartbeat
+        used = [record for record in records if record.session in self._heartbeats_s or record.id in loaded]
         if used:
             try:
                 state = base.read_weights(Path(records[0].directory))
-            except DataError:  # these weights have expired: a client that samples with them gets an error that says so
+            except DataError:  # these weights have expired: their clients receive an error when they sample
                 return
-            for record in used:  # also one that has not sampled yet: it may be reading the weights of before
+            for record in used:  # also a sampler that has not sampled yet: it may be reading the earlier weights
                 base.weights.put(record.id, state.weights, state.version)
 
     # -- samples ----------------------------------------------------------------------------------------------------
 
     def create_sampling_session(self, body: bytes) -> dict[str, Any]:
-        """Create a sampler of a base model, or of the weights of a checkpoint, and return its id. If the session has a
-        sampler with this number, that one is returned."""
+        """Create a sampler of a base model or of a checkpoint's weights, and return its id. If the session already has
+        a sampler with this number, return the id of that sampler."""
         given = schema.parse(body, schema.CreateSamplingSessionBody)
-        self._session(given.session_id)
+        self._touch_session(given.session_id)
         sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
         base, directory, version, kind = given.base_model, None, 0, "base"
         with self._journal.transaction():  # so that no save replaces the checkpoint meanwhile
@@ -340,30 +342,31 @@ class TinkerService:
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def get_sampler(self, sampler: str) -> dict[str, Any]:
-        """Return the base and the checkpoint of a sampler. Raises :class:`Refusal` if there is none of that id."""
+        """Return the base and the checkpoint of a sampler. Raises :class:`Refusal` for an unknown id."""
         record = self._sampler(sampler)
         return {"sampler_id": sampler, "base_model": record.base, "model_path": record.path}
 
     def sample(self, body: bytes) -> dict[str, Any]:
-        """Start to sample, and return the name under which to ask for the answers. A repeated request gets the name of
-        the running one. Raises :class:`Refusal` if too much is sampled at once."""
+        """Start a sampling task, and return the request id under which the client polls for the answers. A repeated
+        request returns the id of the task that runs already. Raises :class:`Refusal` with status 429 if too many
+        samples run."""
         given = schema.parse(body, schema.SampleBody)
         if given.sampling_session_id is None or given.seq_id is None:
             raise Refusal("asample names no sampling session", remedy="give sampling_session_id and seq_id")
         record = self._sampler(given.sampling_session_id)
-        self._session(record.session)
+        self._touch_session(record.session)
         name = f"{record.id}:{given.seq_id}"
         job = self._samples.get(name)
         if job is None or job.task.cancelled():
-            self._refuse_more(record, given.num_samples)
+            self._refuse_excess(record, given.num_samples)
             ids = [f"{name}:{place}" for place in range(max(0, min(given.num_samples, 4096)))]
-            task = self._group.create_task(self._sampled(given, record, name))
+            task = self._group.create_task(self._sample_response(given, record, name))
             job = self._samples[name] = SampleJob(task=task, ids=ids, num_samples=given.num_samples, record=record)
         return {"request_id": name, "sample_sequence_ids": job.ids}
 
-    def _refuse_more(self, record: SamplerRecord, num_samples: int) -> None:
-        """Raise :class:`Refusal` with status 429, after which the client asks again, if ``num_samples`` more would be
-        too many, or if they need more whole weights in memory than may be there."""
+    def _refuse_excess(self, record: SamplerRecord, num_samples: int) -> None:
+        """Raise :class:`Refusal` with status 429 if ``num_samples`` more samples would exceed ``max_samples``, or if
+        too many samplers with whole weights of this base already sample."""
         jobs = [job for job in self._samples.values() if not job.task.done()]
         running = sum(job.num_samples for job in jobs)
         if running and running + num_samples > self._config.max_samples:
@@ -376,13 +379,14 @@ class TinkerService:
         if len(others) >= MOST_WHOLE_SAMPLERS:
             raise Refusal(f"{len(others)} other samplers of {record.base} sample", remedy="ask again later", status=429)
 
-    async def _sampled(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
-        """Return the outcome of a sampling request, whose job is recorded under ``name``: the answer, or the failure as
-        a body that the client understands. No error of one request is raised, so that it cannot end the others."""
+    async def _sample_response(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
+        """Run a sampling request, whose job is recorded under ``name``, and return its response: the answer, or the
+        error in the client's format. Errors are not raised, because an error in one task of the group would cancel the
+        tasks of all other requests."""
         try:
             found = await self._sample(given, record, name)
         except EngineFull as error:
-            found = ResultResponse(body=failure(error), status=410)  # the client asks anew
+            found = ResultResponse(body=failure(error), status=410)  # the client sends the request again
         except Exception as error:  # noqa: BLE001 - the edge of a request: one client's must not end the others'
             found = ResultResponse(body=failure(error))
         finally:
@@ -391,41 +395,40 @@ class TinkerService:
         return found
 
     async def _sample(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
-        """Return the encoded answers to a sampling request. The sampler's weights stay in memory until it has ended."""
+        """Sample, and return the encoded answers. The sampler's weights stay in memory until this coroutine ends."""
         base = self._base(record.base)
         plan, weights = plan_of(given, base.limits, secrets.randbits(62)), base.weights
         adapter = "" if record.directory is None else record.id
         if adapter:
             await self._use(record)
         try:
-            score, keep = partial(self._score, record), partial(self._keep, record, name, plan.prompt_N)
+            score, keep = partial(self._score, record), partial(self._store_samples, record, name, plan.prompt_N)
             return ResultResponse(body=await answer(plan, base.engine, adapter, score, keep), media=PROTOBUF)
         finally:
             if adapter:
                 weights.release(adapter)
 
     async def _use(self, record: SamplerRecord) -> None:
-        """Keep the weights of a sampler in memory until they are released; a thread reads them if needed. If the caller
-        is cancelled meanwhile, they are released again."""
+        """Load the weights of a sampler if needed, in a thread, and keep them in memory until they are released. If the
+        caller is cancelled meanwhile, release them when the thread has finished."""
         weights = self._base(record.base).weights
         using = self._loop.run_in_executor(None, weights.use, record.id, lambda: self._read_sampler(record))
 
         def release(used: asyncio.Future[None]) -> None:
-            """Release the weights that the thread has read for a caller that was cancelled."""
+            """Release the weights that the thread has loaded for a cancelled caller."""
             if not used.cancelled() and used.exception() is None:
                 weights.release(record.id)
 
         try:
             await asyncio.shield(using)
         except asyncio.CancelledError:
-            using.add_done_callback(release)  # the thread goes on
+            using.add_done_callback(release)  # the thread cannot be cancelled
             raise
 
-    def _keep(
+    def _store_samples(
         self, record: SamplerRecord, name: str, prompt_N: Array, sampled: Sequence[tuple[Tokens, StopReason]]
     ) -> None:
-        """Write the sampled sequences to the journal, with the version that sampled each token, so that a user can view
-        them."""
+        """Write the sampled sequences and the version of each token to the journal, which ``headrace view`` shows."""
         now_s, prompt = self._clock.wall(), prompt_N.astype(np.int32).tobytes()
         self._journal.keep_samples(
             [
@@ -439,8 +442,8 @@ class TinkerService:
         )  # fmt: skip
 
     def _read_sampler(self, record: SamplerRecord) -> Any:
-        """Return a sampler's weights and their version from the disk. If newer weights replace the files meanwhile,
-        those are read."""
+        """Read a sampler's weights from the disk, and return them with their version. If newer weights replace the
+        files during the read, read the newer files."""
         base = self._base(record.base)
         while True:
             directory = self._sampler(record.id).directory
@@ -450,32 +453,33 @@ class TinkerService:
             except DataError:
                 if self._sampler(record.id).directory == directory:
                     raise
-                continue  # newer weights took its place, and it was deleted
+                continue  # newer weights replaced this directory, which was deleted
             return state.weights, state.version
 
     async def _score(self, record: SamplerRecord, ids_N: Array, top: int, targets: Array | None) -> PromptScores:
-        """Return the log-probabilities of a sequence under a sampler's weights. The pass is one turn of the thread that
-        also trains. ``top`` is the number of likeliest entries, and ``targets`` are other tokens to score."""
+        """Return the log-probabilities of a sequence under a sampler's weights, computed by the thread that also
+        trains. ``top`` is the number of likeliest tokens to return at each position, and ``targets`` are other tokens
+        to score."""
         scored: asyncio.Future[PromptScores] = self._loop.create_future()
         base = self._base(record.base)
         weights = base.weights.weights_of(record.id)
 
         def set_result(found: PromptScores) -> None:
-            """Give the scores to the caller, unless it was cancelled."""
+            """Resolve the caller's future, unless the caller was cancelled."""
             if not scored.done():
                 scored.set_result(found)
 
         def job() -> Iterator[object]:
-            """Compute the scores as one piece of work, in the thread of the turns."""
+            """Compute the scores in one piece, in the computing thread."""
             found = base.training.compute.score(weights, ids_N, top=top, targets_NK=targets)
             self._loop.call_soon_threadsafe(set_result, found)
             yield None
 
-        self._parts.turns.submit(record.session, job)  # one turn for all samplers of a client
+        self._parts.turns.submit(record.session, job)  # all samplers of a client share one place in the round
         return await scored
 
     def cancel(self, body: bytes) -> dict[str, Any]:
-        """Cancel a sampling request; nothing happens if it has ended or is unknown."""
+        """Cancel a sampling request; do nothing if the request has ended or is unknown."""
         job = self._samples.get(schema.parse(body, schema.CancelBody).request_id)
         if job is not None:
             job.task.cancel()
@@ -484,8 +488,9 @@ class TinkerService:
     # -- results ----------------------------------------------------------------------------------------------------
 
     async def retrieve(self, body: bytes) -> ResultResponse:
-        """Return the result of a request, for which this waits up to ``poll_s`` seconds; then status 408 lets the
-        client ask again. Raises :class:`Refusal` for an unknown request, and for a result that was fetched long ago."""
+        """Wait up to ``poll_s`` seconds for the result of a request, and return it, or else status 408, after which the
+        client polls again. Raises :class:`Refusal` for an unknown request, and for a result that was fetched long
+        ago."""
         name = schema.parse(body, schema.RetrieveBody).request_id
         model, _, number = name.rpartition(":")
         if ":sample:" in name:
@@ -493,18 +498,18 @@ class TinkerService:
         if not is_number(number) or self._journal.outcome(model, int(number)) is None:
             raise Refusal(f"there is no request {shown(name)}", remedy="send it first", status=404)
         seq = int(number)
-        event = self._arrivals.setdefault((model, seq), asyncio.Event())
-        found = self._journal.outcome(model, seq)  # after the event is there: it cannot be missed
+        event = self._result_events.setdefault((model, seq), asyncio.Event())
+        found = self._journal.outcome(model, seq)  # read after the event was created, so that no result is missed
         if found is not None and found.status == WAITING:
             self._base_of(self.catalog.model(model))
             with suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), self._config.poll_s)
             found = self._journal.outcome(model, seq)
         else:
-            self._arrivals.pop((model, seq), None)
+            self._result_events.pop((model, seq), None)
         assert found is not None
         if found.status == WAITING:
-            return _again()
+            return _try_again()
         if found.result is None:
             raise Refusal(f"the result of {name} was fetched long ago", remedy="send a new request", status=410)
         now = self._clock.wall()
@@ -516,8 +521,9 @@ class TinkerService:
         return ResultResponse(body=found.result, media=PROTOBUF if protobuf else JSON)
 
     async def _retrieve_samples(self, name: str) -> ResultResponse:
-        """Return the answer to the sampling request ``name``, or let the client ask again. Raises :class:`Refusal` with
-        status 410, after which the client sends the request again, if the answer is not known any more."""
+        """Return the answer to the sampling request ``name``, or status 408 if there is none within ``poll_s`` seconds.
+        Raises :class:`Refusal` with status 410, after which the client sends the request again, if the server no longer
+        has the request."""
         job = self._samples.get(name)
         gone = Refusal(
             f"the promise {shown(name)} is not known any more", remedy="ask for the samples again", status=410
@@ -527,7 +533,7 @@ class TinkerService:
         waited = [job.task, self._ending]
         await asyncio.wait(waited, timeout=self._config.poll_s, return_when=asyncio.FIRST_COMPLETED)
         if not job.task.done():
-            return _again()
+            return _try_again()
         if job.task.cancelled():
             raise gone
         found, job.fetched = job.task.result(), True
@@ -537,12 +543,13 @@ class TinkerService:
         return found
 
     def end_waits(self) -> None:
-        """Tell the clients that wait for a result to ask again, because the server ends."""
-        for event in self._arrivals.values():
+        """Wake all requests that wait for a result, because the server ends. Their clients receive status 408 and poll
+        again."""
+        for event in self._result_events.values():
             event.set()
         self._ending.cancel()
 
-    # -- what is known ----------------------------------------------------------------------------------------------
+    # -- descriptions and look-ups -----------------------------------------------------------------------------------
 
     def capabilities(self) -> dict[str, Any]:
         """Return the base models that the server offers, with the largest context of each in tokens."""
@@ -555,16 +562,16 @@ class TinkerService:
         }
 
     def _sampler(self, sampler: str) -> SamplerRecord:
-        """Return the record of a sampler. Raises :class:`Refusal` if there is none of that name."""
+        """Return the record of the sampler with the id ``sampler``. Raises :class:`Refusal` for an unknown id."""
         row = self._journal.one("SELECT * FROM samplers WHERE id = ?", sampler)
         if row is None:
             raise Refusal(f"there is no sampler {shown(sampler)}", remedy="create it first", status=404)
         return SamplerRecord.of(row)
 
     def _base_of(self, model: Any) -> ServedBase:
-        """Return the base of a model, given by its row of the journal. Raises :class:`Refusal` with status 503, after
-        which the client asks again for a while, if the base is not served now: a request that was given up would be
-        missing in the order of the model."""
+        """Return the base of a model, given by its row of the journal. Raises :class:`Refusal` with status 503 if the
+        base is not served now: the client then retries, and does not skip the request, for which later requests would
+        wait."""
         name = json.loads(model["spec"])["base"]
         if name not in self._bases:
             raise Refusal(
@@ -575,7 +582,7 @@ class TinkerService:
         return self._bases[name]
 
     def _base(self, name: str) -> ServedBase:
-        """Return the base model with the name ``name``. Raises :class:`Refusal` if the server does not have it."""
+        """Return the base model with the name ``name``. Raises :class:`Refusal` if the server has no such base."""
         if name not in self._bases:
             known = ", ".join(self._bases)
             remedy = f"take {known}, or start the server with --name {name[:60]}=DIR"
@@ -584,10 +591,10 @@ class TinkerService:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text is a whole number of at most 18 digits, which the journal can hold."""
+    """Return whether a text is a whole number of at most 18 digits, which fits an integer column of the journal."""
     return text.isascii() and text.isdigit() and len(text) < 19
 
 
-def _again() -> ResultResponse:
-    """Return the answer that lets the client ask again: the result is not there yet."""
+def _try_again() -> ResultResponse:
+    """Return the response (status 408) after which the client polls again, because there is no result yet."""
     return ResultResponse(body=b'{"type": "try_again", "queue_state": "active"}', status=408)

@@ -1,5 +1,5 @@
-"""One model in training (a tenant): its weights, gradients, optimizer and version. The weights are those that a client
-trains, an adapter or all weights of a base model."""
+"""One model in training (a tenant): its weights, gradients, optimizer and version. The weights are an adapter, or all
+weights of a base model."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ _FIRST, _SECOND, _STEPS, _GRADIENT = "exp_avg/", "exp_avg_sq/", "step/", "gradie
 class Tenant:
     """The training state of one model, in memory. It is not thread-safe.
 
-    The optimizer is torch's AdamW over all trained tensors, with the settings that each step brings. ``spec`` holds the
+    The optimizer is torch's AdamW over all trained tensors; each step has its own settings. ``spec`` contains the
     settings of the model: base, rank, seed and parts.
     """
 
     def __init__(self, weights: Weights, spec: Mapping[str, Any], version: int = 0) -> None:
-        """Make a tenant that trains ``weights``, with a new optimizer and without gradients; ``version`` optimizer
-        steps have made the weights."""
+        """Create a tenant that trains ``weights``, with a new optimizer and without gradients. ``version`` is the
+        number of optimizer steps that the weights have already had."""
         self.weights = weights
         self.spec = dict(spec)
         self.version = version
-        """The number of optimizer steps made."""
+        """The number of optimizer steps that the weights have had."""
         self.seq = -1
-        """The number of the last request whose effect the state holds; −1 before the first."""
+        """The number of the last request whose effect the state includes; −1 before the first request."""
         self.cost_s = 0.0
-        """Seconds of computing since the state was last copied to the disk, which a restart would have to repeat."""
+        """The computing time in seconds since the state was last copied to the disk, which a restart would have to
+        repeat."""
         self._names = sorted(weights.tensors)
         parameters = [weights.tensors[name] for name in self._names]
         fused = all(each.device.type in FUSED_DEVICES for each in parameters)
@@ -44,8 +45,8 @@ class Tenant:
 
     @classmethod
     def restored(cls, state: WeightState, *, gradients: bool) -> Tenant:
-        """Return the tenant whose ``state`` was read from the disk; ``gradients`` says whether the gradients that no
-        step has used yet are restored too."""
+        """Return a tenant with a ``state`` that was read from the disk. With ``gradients``, restore the accumulated
+        gradients that no step has used yet too."""
         tenant = cls(state.weights, state.spec, state.version)
         for name in tenant._names:
             tensor, moments = state.weights.tensors[name], state.moments
@@ -61,7 +62,7 @@ class Tenant:
 
     def state(self, *, gradients: bool) -> WeightState:
         """Return the state to write to the disk: the weights, the optimizer's moments and, with ``gradients``, the
-        gradients that no step has used yet."""
+        accumulated gradients that no step has used yet."""
         moments: dict[str, Tensor] = {}
         for name in self._names:
             tensor = self.weights.tensors[name]
@@ -74,23 +75,22 @@ class Tenant:
         return WeightState(weights=self.weights, spec=self.spec, version=self.version, moments=moments)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return copies of the gradients, one for each trained tensor in a fixed order, ``None`` where there is none.
-        :meth:`put_back` restores them if a request fails half-way."""
+        """Return copies of the gradients, one for each trained tensor in a fixed order (``None`` for a tensor without a
+        gradient). :meth:`put_back` restores them if a request fails half-way."""
         grads = [self.weights.tensors[name].grad for name in self._names]
         return [None if grad is None else grad.clone() for grad in grads]
 
     def put_back(self, gradients: list[Tensor | None]) -> None:
-        """Replace the gradients by those that :meth:`gradients` returned."""
+        """Replace the gradients by the copies that :meth:`gradients` returned."""
         for name, gradient in zip(self._names, gradients, strict=True):
             self.weights.tensors[name].grad = gradient
 
     def step(self, settings: AdamBody) -> dict[str, float]:
-        """Make one optimizer step with the gradients that have added up, and return its metrics: the norm of the
-        gradient, and the version after the step.
+        """Make one optimizer step with the accumulated gradients, and return its metrics: the norm of the gradient, and
+        the version after the step.
 
-        Without a gradient nothing changes, as in torch, and no version is counted. Raises
-        :class:`~headrace.base.errors.RunError` for a gradient that is not finite; it is dropped then, and weights and
-        moments are unchanged.
+        Without a gradient nothing changes, not even the version. Raises :class:`~headrace.base.errors.RunError` for a
+        gradient that is not finite; the gradient is then discarded, and weights and moments are unchanged.
         """
         trained = [tensor for tensor in self.weights.tensors.values() if tensor.grad is not None]
         if not trained:

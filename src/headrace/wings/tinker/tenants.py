@@ -1,11 +1,12 @@
-"""All models of a server: their requests in order, each exactly once, whatever happens to the process.
+"""The manager of all models in training on a server. It computes the requests of each model in order and exactly once,
+even if the process is killed.
 
     accept ──▶ journal ──▶ acknowledged        (a repeated request is acknowledged again, and nothing else happens)
        └──▶ waits until every earlier seq_id is there ──▶ turns ──▶ computed ──▶ result, in one transaction
 
-A tenant is the state of a model in memory. The state of a model that no one has used for long is on the disk alone. To
-come back, its last copy is read and the requests after it are computed again; the same data in the same micro-batches
-give the same bits.
+A tenant is the training state of one model in memory. The state of a model that was not used for long is only on the
+disk. It is restored from its last copy, and the requests after that copy are computed again; the same data in the same
+micro-batches result in the same bits.
 """
 
 from __future__ import annotations
@@ -34,33 +35,35 @@ from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, Journa
 from headrace.wings.tinker.tenant import Tenant
 
 RESULT_S = 600.0
-"""Seconds for which a client can fetch a result again after it fetched it first."""
+"""Seconds after the first fetch of a result for which the client can fetch the result again."""
 MISSING, MISSING_S = "missing", 120.0
-"""The kind of a request that its client has numbered but that the server does not have, with the reason as its body if
-it is known; and the seconds after which a request that has not arrived is given up. A client numbers a request before
-it checks it, and one that it then does not send would be waited for without end."""
+"""The kind of a journal entry for a request that did not arrive (its body is the reason, if known), and the seconds
+after which the server stops waiting for such a request. A client assigns the number of a request before it validates
+the request. If the client then does not send it, later requests of the model would wait for ever."""
 COPY_S = 10.0
-"""A model is copied to the disk at the first optimizer step after this many seconds of computing, so that a restart
-does not have to repeat more."""
+"""Seconds of computing after which the next optimizer step copies a model to the disk. The limit bounds the work that a
+restart has to repeat."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Order:
-    """The order of one model's requests: which have arrived, and which is computed next."""
+    """The queue state of one model: the requests that have arrived, and the number of the request that is computed
+    next."""
 
     base: FrozenBase
-    """The base that it trains on."""
+    """The base model that the model trains on."""
     next_seq: int
     """The number of the next request to submit for computing, once it has arrived."""
     waiting: set[int] = field(default_factory=set)
-    """The numbers of requests that have arrived before an earlier one did."""
+    """The numbers of requests that have arrived although an earlier request has not."""
     missing_since_s: float | None = None
-    """The time, by the clock, since which requests wait for one that has not arrived; ``None`` if none waits."""
+    """The time, by the clock, since which requests have waited for an earlier request that has not arrived; ``None`` if
+    no request waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of a request, with the changes that belong to it."""
+    """The result of a computed request, with the changes that must be stored together with it."""
 
     result: bytes
     """The encoded answer for the client."""
@@ -71,7 +74,8 @@ class Answer:
 
 
 NOT_WRITTEN = (OSError, SafetensorError, sqlite3.OperationalError)
-"""The errors of a disk that is full or cannot be written: requests wait until it can be."""
+"""The errors of a disk that is full or not writable. Requests that fail with one of them wait until the disk can be
+written."""
 
 log = logging.getLogger("headrace")
 
@@ -100,19 +104,19 @@ class Tenants:
         ``bases`` are the base models by name."""
         self._journal, self._directory, self._bases, self._turns = journal, directory, bases, turns
         self._clock, self._max_resident = clock, max_resident
-        self._live: OrderedDict[str, Tenant] = OrderedDict()  # used by the turns' thread alone, as is the next
-        self._busy: set[str] = set()
-        self._held: dict[str, list[int]] = {}  # the requests of each model that wait until the disk can be written
+        self._live: OrderedDict[str, Tenant] = OrderedDict()  # only the computing thread uses it and _computing
+        self._computing: set[str] = set()
+        self._held_requests: dict[str, list[int]] = {}  # requests that wait until the disk can be written, by model
         self._orders: dict[str, Order] = {}
         self._lock = threading.Lock()
         self.perform: Perform
-        """The function that computes a request; set before :meth:`resume`."""
+        """The function that computes a request; it must be set before :meth:`resume`."""
         self.ended: Callable[[JournalEntry], object] = lambda entry: None
-        """The function that is called, in the thread of the turns, when a request has its result."""
+        """A callback that the computing thread calls with a request whose result has been written."""
 
     def resume(self) -> None:
-        """Continue with the requests that were acknowledged and not computed before the server ended. Those of models
-        whose base is not served now wait for a server that has it."""
+        """Submit the requests that an earlier server process acknowledged but did not compute. Requests of models whose
+        base this server does not serve stay in the journal."""
         for row in self._journal.all("SELECT id, spec FROM models"):
             model, base = row["id"], self._bases.get(json.loads(row["spec"])["base"])
             if base is None:
@@ -127,8 +131,8 @@ class Tenants:
             self._submit_ready(model, order)
 
     def accept(self, entry: JournalEntry) -> None:
-        """Write a request to the journal, and compute it when all earlier ones of its model have been. A request whose
-        number the journal has already changes nothing."""
+        """Write a request to the journal, and compute it after all earlier requests of its model. If the journal
+        already has a request with this number, do nothing."""
         new = self._journal.accept(entry, self._clock.wall())
         if not new:
             return
@@ -138,8 +142,8 @@ class Tenants:
             self._submit_ready(entry.model, order)
 
     def give_up_missing(self) -> None:
-        """Let requests fail that have not arrived for :data:`MISSING_S` although later ones of their model wait for
-        them. If such a request arrives after all, its client gets that failure."""
+        """Record requests as failed that have not arrived for :data:`MISSING_S` while later requests of their model
+        waited for them. If such a request arrives afterwards, its client receives that failure."""
         now_s = self._clock.now()
         with self._lock:
             late = [
@@ -152,27 +156,28 @@ class Tenants:
             self.accept(JournalEntry(model=model, seq=seq, kind=MISSING, body=b"", status=WAITING))
 
     def retry_held(self) -> None:
-        """Compute the requests again whose results could not be written to the disk. The server calls this every few
+        """Submit the requests again whose results could not be written to the disk. The server calls this every few
         seconds."""
 
         def job(model: str) -> Iterator[object]:
             """Compute the waiting requests of ``model`` in order."""
-            for seq in self._held.pop(model, []):
-                yield from self._job(model, seq)
+            for seq in self._held_requests.pop(model, []):
+                yield from self._run_request(model, seq)
 
-        for model in list(self._held):
-            self._turns.submit(self._key(model), partial(job, model))
+        for model in list(self._held_requests):
+            self._turns.submit(self._turn_key(model), partial(job, model))
 
     def next_seq(self, model: str) -> int:
-        """Return the number of the request of a model that is to be submitted next; 0 for a model without requests."""
+        """Return the number of the next request of ``model`` that will be submitted for computing; 0 for a model
+        without requests."""
         order = self._orders.get(model)
         return 0 if order is None else order.next_seq
 
     def park(self, model: str) -> None:
-        """Move a model from memory to the disk, after the requests that can be computed now."""
+        """Move a model from memory to the disk, after the requests that are already submitted for it."""
 
         def job() -> Iterator[object]:
-            """Move the model; if the disk cannot be written, it stays in memory."""
+            """Move the model to the disk; if the disk cannot be written, keep the model in memory."""
             try:
                 self._evict(model)
             except NOT_WRITTEN as error:
@@ -180,7 +185,7 @@ class Tenants:
             yield None
 
         if model in self._orders:
-            self._turns.submit(self._key(model), job)
+            self._turns.submit(self._turn_key(model), job)
 
     def waiting(self, model: str) -> int:
         """Return the number of a model's requests that have been acknowledged but not computed."""
@@ -188,18 +193,18 @@ class Tenants:
         return 0 if row is None else int(row["n"])
 
     def copy_all(self) -> None:
-        """Write every model in memory to the disk, at the end of the server. The thread of the turns must have ended. A
-        model in the middle of a request is not written: the journal restores it."""
+        """Write every model in memory to the disk when the server ends; the computing thread must have ended before. A
+        model in the middle of a request is not written, because the next start restores it from the journal."""
         for model in list(self._live):
-            if model not in self._busy:
+            if model not in self._computing:
                 try:
                     self._evict(model)
                 except NOT_WRITTEN as error:
                     log.warning("%s is not on the disk, and is computed again at the next start: %s", model, error)
 
     def _order(self, model: str) -> Order:
-        """Return the order of a model's requests. For a model that is new since the server started, one that begins
-        with request 0 is made."""
+        """Return the queue state of a model. For a model that was created after the server started, create a state that
+        begins with request 0."""
         if model not in self._orders:
             row = self._journal.one("SELECT spec FROM models WHERE id = ?", model)
             assert row is not None, "requests of unknown models are refused"
@@ -207,48 +212,49 @@ class Tenants:
         return self._orders[model]
 
     def _submit_ready(self, model: str, order: Order) -> None:
-        """Submit the waiting requests of ``model`` whose predecessors have all arrived, in order. If one is missing,
-        note the time since when."""
+        """Submit the waiting requests of ``model`` whose predecessors have all arrived, in order. If a predecessor of
+        the others is missing, record since when."""
         first = order.next_seq
         while order.next_seq in order.waiting:
             order.waiting.discard(order.next_seq)
             seq = order.next_seq
             order.next_seq += 1
-            self._turns.submit(self._key(model), partial(self._job, model, seq))
+            self._turns.submit(self._turn_key(model), partial(self._run_request, model, seq))
         if not order.waiting:
             order.missing_since_s = None
         elif order.missing_since_s is None or order.next_seq > first:
             order.missing_since_s = self._clock.now()
 
-    def _key(self, model: str) -> str:
-        """Return the key under which a model's requests take turns with those of others. Models of a base that one of
-        them trains at a time share a key, so that none is half-way through a request when another begins."""
+    def _turn_key(self, model: str) -> str:
+        """Return the key of a model in the computing thread, which alternates between keys. Models of a base whose
+        weights are trained as a whole share one key, so that no request of one model begins in the middle of a request
+        of another model."""
         base = self._orders[model].base
         return f"{base.path}" if base.compute.kind.alone else model
 
-    def _job(self, model: str, seq: int) -> Iterator[object]:
-        """Compute one request of ``model``, as an iterator that yields between its pieces. Before it, the other models
-        of a base that one model trains at a time are moved to the disk; after it, if too many are in memory, the models
-        that were used longest ago. If the disk cannot be written, this request and those that follow wait for
-        :meth:`retry_held`."""
-        if model in self._held:
-            self._held[model].append(seq)
+    def _run_request(self, model: str, seq: int) -> Iterator[object]:
+        """Compute one request of ``model``, as an iterator that yields between its pieces. On a base whose weights are
+        trained as a whole, the other models of the base are moved to the disk before. Afterwards the least recently
+        used models are moved to the disk if too many are in memory. If the disk cannot be written, this request and the
+        following ones wait for :meth:`retry_held`."""
+        if model in self._held_requests:
+            self._held_requests[model].append(seq)
             return
         base = self._orders[model].base
-        self._busy.add(model)
+        self._computing.add(model)
         try:
             if base.compute.kind.alone:
                 for each in [one for one in self._live if one != model and self._orders[one].base is base]:
                     self._evict(each)
             yield from self._compute_entry(model, seq)
         except NOT_WRITTEN as error:
-            self._live.pop(model, None)  # it is a request ahead of the journal, from which it comes back
-            self._held[model] = [seq]
+            self._live.pop(model, None)  # the state is one request ahead of the journal, which restores it
+            self._held_requests[model] = [seq]
             log.warning("request %d of %s waits until the disk can be written: %s", seq, model, error)
             return
         finally:
-            self._busy.discard(model)
-        idle = [each for each in self._live if each not in self._busy]
+            self._computing.discard(model)
+        idle = [each for each in self._live if each not in self._computing]
         for each in idle[: max(0, len(self._live) - self._max_resident)]:
             try:
                 self._evict(each)
@@ -256,12 +262,12 @@ class Tenants:
                 log.warning("%s stays in memory: %s", each, error)
 
     def _compute_entry(self, model: str, seq: int) -> Iterator[object]:
-        """Restore the model's state, compute the request ``seq`` and record its result. If the request fails because
-        of what it asks for, the gradients are put back as they were before. If the server fails, the state is restored
-        from the journal for the next request, as if this one had never come."""
+        """Restore the model's state, compute the request ``seq`` and record its result. If the request itself is
+        invalid, restore the gradients from before the request. If an error of the server occurs, discard the state in
+        memory: the next request restores the state from the journal, without the effect of this request."""
         entry = self._journal.entry(model, seq)
         assert entry is not None, "only what is in the journal is submitted"
-        if entry.status != WAITING:  # it was held after its result was written
+        if entry.status != WAITING:  # its result had been written before it was held back
             return
         tenant, gradients = None, None
         answer: Answer | None = None
@@ -286,25 +292,27 @@ class Tenants:
                     tenant.put_back(gradients)
             else:
                 tenant = None
-                self._live.pop(model, None)  # what is half done is left: the state comes back from the journal
+                self._live.pop(model, None)  # the half-changed state is discarded; the journal restores it
                 answer = replace(answer, write=partial(self._journal.set_kind, model, seq, MISSING))
         assert answer is not None, "a request ends with an answer"
-        self._end(tenant, entry, status, answer, self._clock.now() - started_s)
+        self._record_result(tenant, entry, status, answer, self._clock.now() - started_s)
 
-    def _end(self, tenant: Tenant | None, entry: JournalEntry, status: str, answer: Answer, took_s: float) -> None:
-        """Record the result of a request and the journal's changes that belong to it in one transaction. The state is
-        copied to the disk before, if the request asks for that or if computing it again would take long; ``took_s`` are
-        the seconds that this request took."""
+    def _record_result(
+        self, tenant: Tenant | None, entry: JournalEntry, status: str, answer: Answer, took_s: float
+    ) -> None:
+        """Record the result of a request, and the journal changes that belong to it, in one transaction. Before that,
+        copy the state to the disk if the answer requires it, or if computing the state again would take longer than
+        :data:`COPY_S`. ``took_s`` is the computing time of this request in seconds."""
         copied: str | None = None
         if tenant is not None:
             tenant.seq, tenant.cost_s = entry.seq, tenant.cost_s + took_s
             due = entry.kind == "optim_step" and tenant.cost_s > COPY_S
-            copied = self._copy(entry.model, tenant) if due or (answer.copy and status == DONE) else None
+            copied = self._write_copy(entry.model, tenant) if due or (answer.copy and status == DONE) else None
         with self._journal.transaction():
             if answer.write is not None:
                 answer.write()
             if copied is not None:
-                self._point(entry.model, copied, entry.seq)
+                self._record_copy(entry.model, copied, entry.seq)
             self._journal.end(entry.model, entry.seq, status, answer.result)
             if status == DONE and entry.kind == "forward_backward" and _reads_only(entry):
                 self._journal.drop_body(entry.model, entry.seq)
@@ -313,11 +321,11 @@ class Tenants:
             self._live.move_to_end(entry.model)
         self.ended(entry)
         if copied is not None:
-            self._clean(entry.model, copied, entry.seq)
+            self._delete_replaced(entry.model, copied, entry.seq)
 
     def _restore_for(self, entry: JournalEntry) -> Iterator[object]:
-        """Bring the state that ``entry`` is to be computed on into memory. A request that loads other weights can do
-        without a state that is lost."""
+        """Load the state on which ``entry`` will be computed into memory. A ``load_weights`` request replaces the
+        state, so an error :class:`StateLost` is ignored for it."""
         try:
             yield from self._restore(entry.model, entry.seq)
         except StateLost:
@@ -325,8 +333,8 @@ class Tenants:
                 raise
 
     def _restore(self, model: str, seq: int) -> Iterator[object]:
-        """Bring the state of a model before the request ``seq`` into memory, if it is not there: read its last copy,
-        and compute the later requests again. Raises :class:`StateLost` if that fails."""
+        """Load the state of a model before the request ``seq`` into memory, unless it is there already: read its last
+        copy, and compute the requests after that copy again. Raises :class:`StateLost` if that fails."""
         if model in self._live:
             return
         row = self._journal.one("SELECT copy, copied_seq, spec FROM models WHERE id = ?", model)
@@ -334,7 +342,7 @@ class Tenants:
         if row["copy"] is not None:
             compute = self._orders[model].base.compute
             try:
-                directory = self._place(model) / row["copy"]
+                directory = self._model_directory(model) / row["copy"]
                 found = read_state(directory, compute.kind, compute.model.device, trained=True, moments=True)
                 wanted = json.loads(row["spec"])
                 if any(found.spec[key] != wanted[key] for key in ("rank", "parts")):
@@ -351,14 +359,14 @@ class Tenants:
                 yield from self._replay(model, entry)
 
     def _replay(self, model: str, entry: JournalEntry) -> Iterator[object]:
-        """Repeat the effect that the finished request ``entry`` had on the state of ``model``; the iterator yields
-        between micro-batches, so that other models get their turns. Requests that only read the state are skipped, and
-        so are failed ones, which left the state unchanged; but a failed optimizer step is repeated, because it
-        discarded the gradient."""
-        changes = entry.kind in ("create_model", "optim_step") or (  # a load is copied to the disk at once
+        """Repeat the effect of the finished request ``entry`` on the state of ``model``, as an iterator that yields
+        between micro-batches, so that other models are computed in between. Skip requests that only read the state, and
+        failed requests, which left the state unchanged. Repeat a failed optimizer step, however, because it discarded
+        the gradient."""
+        changes = entry.kind in ("create_model", "optim_step") or (  # the state after load_weights is copied at once
             entry.kind == "forward_backward" and not _reads_only(entry)
         )
-        failed_step = entry.kind == "optim_step" and entry.status == FAILED  # which drops a broken gradient
+        failed_step = entry.kind == "optim_step" and entry.status == FAILED  # it discarded a non-finite gradient
         if not changes or (entry.status == FAILED and not failed_step):
             return
         try:
@@ -374,40 +382,41 @@ class Tenants:
         self._live[model].seq = entry.seq
 
     def _evict(self, model: str) -> None:
-        """Remove a model from memory, after a copy of its state is on the disk. Raises an error of :data:`NOT_WRITTEN`
-        if the copy cannot be written; the model then stays."""
+        """Remove a model from memory after its state has been copied to the disk. Raises an error of
+        :data:`NOT_WRITTEN` if the copy cannot be written; the model then stays in memory."""
         tenant = self._live.get(model)
         if tenant is None:
             return
         row = self._journal.one("SELECT copied_seq FROM models WHERE id = ?", model)
-        if row is None or row["copied_seq"] != tenant.seq:  # a copy in use is never written anew: a kill would lose it
-            copied = self._copy(model, tenant)
+        if row is None or row["copied_seq"] != tenant.seq:  # never overwrite the copy in use: a kill would lose it
+            copied = self._write_copy(model, tenant)
             with self._journal.transaction():
-                self._point(model, copied, tenant.seq)
-            self._clean(model, copied, tenant.seq)
+                self._record_copy(model, copied, tenant.seq)
+            self._delete_replaced(model, copied, tenant.seq)
         del self._live[model]
 
-    def _copy(self, model: str, tenant: Tenant) -> str:
-        """Write the state of a model to the disk, and return the name of the copy. The journal does not refer to it
-        yet."""
+    def _write_copy(self, model: str, tenant: Tenant) -> str:
+        """Write the state of a model to the disk, and return the name of the copy. The caller must then record the copy
+        in the journal (:meth:`_record_copy`)."""
         name = f"copy-{tenant.seq}"
-        write_state(self._place(model) / name, tenant.state(gradients=True), base=str(tenant.spec["base"]))
+        write_state(self._model_directory(model) / name, tenant.state(gradients=True), base=str(tenant.spec["base"]))
         tenant.cost_s = 0.0
         return name
 
-    def _point(self, model: str, copied: str, seq: int) -> None:
-        """Record in the journal that the copy ``copied`` holds the state of a model after the request ``seq``."""
+    def _record_copy(self, model: str, copied: str, seq: int) -> None:
+        """Record in the journal that the copy named ``copied`` contains the state of a model after the request
+        ``seq``."""
         self._journal.run("UPDATE models SET copy = ?, copied_seq = ? WHERE id = ?", copied, seq, model)
 
-    def _clean(self, model: str, copied: str, seq: int) -> None:
-        """Delete what the copy ``copied`` makes unnecessary: the bodies of the model's requests up to ``seq``, results
-        that the client fetched long ago, and older copies."""
+    def _delete_replaced(self, model: str, copied: str, seq: int) -> None:
+        """Delete the data that the copy named ``copied`` replaces: the bodies of the model's requests up to ``seq``,
+        results that the client fetched long ago, and older copies."""
         self._journal.forget_before(model, seq, self._clock.wall() - RESULT_S)
-        for old in self._place(model).glob("copy-*"):
+        for old in self._model_directory(model).glob("copy-*"):
             if old.name != copied:
                 shutil.rmtree(old)
 
-    def _place(self, model: str) -> Path:
+    def _model_directory(self, model: str) -> Path:
         """Return the directory of a model's files."""
         return place_of(self._directory, model)
 
@@ -429,12 +438,13 @@ class StateLost(RunError):
 
 
 def is_of_server(error: Exception) -> bool:
-    """Return whether a request failed by a fault of the server, and not because of what it asks for."""
+    """Return whether ``error`` is a fault of the server, and not of the client's request."""
     return isinstance(error, StateLost) or not isinstance(error, HeadraceError)
 
 
 def failure(error: Exception) -> bytes:
-    """Return the JSON answer to a request that failed by ``error``; its category says whose fault it is."""
+    """Return the JSON answer to a request that failed with ``error``. Its field ``category`` is ``server`` or ``user``,
+    according to the cause."""
     category = "server" if is_of_server(error) else "user"
     words = f"the server failed: {type(error).__name__}: {error}"
     if isinstance(error, HeadraceError):
@@ -443,11 +453,11 @@ def failure(error: Exception) -> bytes:
 
 
 def answer_of(value: dict[str, Any], **more: Any) -> Answer:
-    """Return the answer with the JSON of ``value``; ``more`` are other fields of :class:`Answer`."""
+    """Return an :class:`Answer` whose result is ``value`` as JSON; ``more`` are its other fields."""
     return Answer(result=json.dumps(value).encode(), **more)
 
 
 def _reads_only(entry: JournalEntry) -> bool:
-    """Return whether a ``forward_backward`` request that has been computed asked for no gradient, so that it left the
-    state unchanged. The body of such a request is deleted."""
+    """Return whether a computed ``forward_backward`` request asked for no gradient, so that it left the state
+    unchanged. The body of such a request is deleted, so an empty body means the same."""
     return not entry.body or wire.is_forward_only(entry.body)

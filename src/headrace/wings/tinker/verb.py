@@ -65,7 +65,7 @@ def tinker(
 
 
 def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
-    """Print the bases and the state directory, and the two environment variables to set in the shell of the client: the
+    """Print the bases, the state directory, and the two environment variables that the client's shell must set: the
     server's ``url`` and its ``key``."""
     lines = [
         *(f"serving    {base.path} as {', '.join(base.names)}{_HOW[base.whole]}" for base in config.bases),
@@ -81,10 +81,10 @@ def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
 def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tuple[BaseConfig, ...]:
     """Return the bases of a server: the ``model``, and those that ``--name NAME=DIR`` and ``--whole NAME=DIR`` add.
 
-    ``given`` are the values of ``--name``, whose clients train adapters, and ``whole`` those of ``--whole``, of which
-    one client at a time trains all weights; a value without ``=DIR`` names ``model``. If only ``--whole`` names
-    ``model``, it is not loaded for adapters too. The text by which ``model`` was given, the last part of each model's
-    path or hub name, and each path are names as well, unless another base has them.
+    ``given`` are the values of ``--name``, for bases whose clients train adapters. ``whole`` are the values of
+    ``--whole``, for bases of which one client at a time trains all weights. A value without ``=DIR`` names ``model``.
+    If only ``--whole`` names ``model``, it is not loaded for adapters too. Further names are the text of ``model``, the
+    last part of each model's path or hub name, and each path, unless another base has that name.
 
     Raises :class:`~headrace.base.errors.ConfigError` for a value without a name and for a name that is given twice for
     different bases, and :class:`~headrace.base.errors.ModelError` for a hub name whose model cannot be had.

@@ -1,8 +1,8 @@
-"""What clients train: an adapter beside the frozen base model, or all weights in place of the base's.
+"""The two kinds of weights that clients train: an adapter on the frozen base model, or all weights of a model.
 
-Both kinds of weights are records of tensors, so that optimizer, journal and files treat them alike. How a pass computes
-with them is here: an adapter is added by hooks, while whole weights are exchanged for the base's during the pass. A
-specification (``spec``) holds the settings of a model: ``base``, ``rank``, ``seed`` and ``parts``.
+Both kinds are records of tensors, so that the optimizer and the files treat them alike. This module defines how a pass
+computes with them: hooks add an adapter, while whole weights replace the base's weights during the pass. A
+specification (``spec``) contains the settings of a model: ``base``, ``rank``, ``seed`` and ``parts``.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ class WholeTensors:
     """All weights of a model, as one client trains them."""
 
     tensors: dict[str, Tensor]
-    """The tensors by the names of the model's parameters; a parameter that two modules share is there once."""
+    """The tensors by the names of the model's parameters; a parameter that two modules share has one entry."""
 
 
 Weights = LoraTensors | WholeTensors
 
 
 class WeightKind(Protocol):
-    """The kind of weights that clients train on a base: how they are made, and how the base computes with them. It is
-    not thread-safe."""
+    """The contract of a kind of weights that clients train on a base: how to create them, and how the base computes
+    with them. It is not thread-safe."""
 
     alone: bool
     """Whether only one model at a time can be trained on the base."""
 
     def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
-        """Return the specification of the model that the request ``body`` asks for. Raises
-        :class:`~headrace.base.errors.ConfigError` for one that cannot be trained here, such as an adapter of more than
+        """Return the specification of the model that the request ``body`` describes. Raises
+        :class:`~headrace.base.errors.ConfigError` if this server cannot train it, for example because its rank is above
         ``max_rank``."""
         ...
 
     def new(self, spec: Mapping[str, Any]) -> Weights:
-        """Return new weights with which the model computes the same as the base, ready to be trained."""
+        """Return new trainable weights, with which the model computes the same as the base."""
         ...
 
     def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -56,17 +56,18 @@ class WeightKind(Protocol):
         ...
 
     def on(self, weights: Any) -> AbstractContextManager[None]:
-        """Let forward and backward passes within this context compute with ``weights``; ``None`` stands for the base's
-        own."""
+        """Return a context in which forward and backward passes compute with ``weights``; ``None`` stands for the
+        base's own weights."""
         ...
 
     def runs_head(self, weights: Any) -> bool:
-        """Return whether the head must be called as a module, because with ``weights`` it is not a single matrix."""
+        """Return whether the head must be called as a module, because with ``weights`` the head is not a single
+        matrix."""
         ...
 
 
 class AdapterKind:
-    """Adapters of low rank (LoRA), one for each model in training; all of them share the frozen base."""
+    """Adapters of low rank (LoRA), one for each model in training. All adapters share the frozen base."""
 
     alone = False
 
@@ -75,8 +76,8 @@ class AdapterKind:
         self._multi = MultiLora(model)
 
     def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
-        """Return the specification of the adapter that a request asks for. Raises
-        :class:`~headrace.base.errors.ConfigError` for a rank, a seed or parts that are not possible."""
+        """Return the specification of the adapter that a request describes. Raises
+        :class:`~headrace.base.errors.ConfigError` for an invalid rank, seed or choice of parts."""
         lora = body.lora_config
         if lora is None:
             raise ConfigError(
@@ -94,8 +95,8 @@ class AdapterKind:
         return {"base": body.base_model, "rank": lora.rank, "seed": lora.seed, "parts": parts}
 
     def new(self, spec: Mapping[str, Any]) -> LoraTensors:
-        """Return a new adapter with this specification. Raises :class:`~headrace.base.errors.ConfigError` if the base
-        has no layers of a part that it names."""
+        """Return a new adapter with the specification ``spec``. Raises :class:`~headrace.base.errors.ConfigError` if
+        the base has no layers of one of its parts."""
         if self._multi.has_experts and MLP in spec["parts"]:
             raise ConfigError("train_mlp=True: the experts of this model get no adapter", remedy="set train_mlp=False")
         missing = {*spec["parts"]} - {layer.part for layer in self._multi.layers.values()}
@@ -108,7 +109,7 @@ class AdapterKind:
         return {**self._multi.shapes_of(rank=spec["rank"], parts=spec["parts"])}
 
     def on(self, weights: LoraTensors | None) -> AbstractContextManager[None]:
-        """Let all tokens within this context be computed with the adapter ``weights``, or by the base alone for
+        """Return a context in which all tokens are computed with the adapter ``weights``, or by the base alone for
         ``None``."""
         return self._multi.on([Segment(lora=weights)])
 
@@ -118,18 +119,19 @@ class AdapterKind:
 
 
 class WholeKind:
-    """Whole weights, of one model in training at a time. They take the place of the base's weights during a pass; the
-    base's own stay unchanged beside them."""
+    """Whole weights, which one model at a time trains. They replace the base's weights during a pass; the base's own
+    weights stay unchanged in memory."""
 
     alone = True
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Freeze ``model``, and remember its own weights and every place of its modules that holds one of them."""
+        """Freeze ``model``, and record its own weights and every attribute of its modules that refers to one of
+        them."""
         model.requires_grad_(requires_grad=False)
-        self._base = self._now = weight_tensors(model)
+        self._base = self._current = weight_tensors(model)
         names = {id(tensor): name for name, tensor in self._base.items()}
-        self._places: list[tuple[dict[str, Any], str, str]] = [
-            (module._parameters, key, names[id(tensor)])  # every place of a tied parameter
+        self._parameter_slots: list[tuple[dict[str, Any], str, str]] = [
+            (module._parameters, key, names[id(tensor)])  # all references to a tied parameter
             for module in model.modules()
             for key, tensor in module._parameters.items()
             if tensor is not None
@@ -137,7 +139,7 @@ class WholeKind:
 
     def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
         """Return the specification of a model that trains all weights. Raises
-        :class:`~headrace.base.errors.ConfigError` if the request leaves a part out."""
+        :class:`~headrace.base.errors.ConfigError` if the request excludes a part."""
         lora = body.lora_config or LoraBody(rank=1)
         flags = {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "train_unembed": lora.train_unembed}
         left_out = next((name for name, wanted in flags.items() if not wanted), None)
@@ -146,8 +148,7 @@ class WholeKind:
         return {"base": body.base_model, "rank": None, "seed": 0, "parts": []}
 
     def new(self, spec: Mapping[str, Any]) -> WholeTensors:
-        """Return copies of the base's weights, ready to be trained; the specification is the same for all such
-        models."""
+        """Return trainable copies of the base's weights; ``spec`` is not used."""
         return WholeTensors(tensors={name: trainable(tensor.clone()) for name, tensor in self._base.items()})
 
     def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -156,26 +157,26 @@ class WholeKind:
 
     @contextmanager
     def on(self, weights: WholeTensors | None) -> Iterator[None]:
-        """Let the module compute with ``weights``, or with the base's own for ``None``, within this context. Contexts
-        may nest."""
-        before = self._now
-        self._point(self._base if weights is None else weights.tensors)
+        """Return a context in which the module computes with ``weights``, or with the base's own weights for ``None``.
+        Contexts may nest."""
+        before = self._current
+        self._set_parameters(self._base if weights is None else weights.tensors)
         try:
             yield
         finally:
-            self._point(before)  # contexts nest
+            self._set_parameters(before)  # the weights of the outer context
 
     def runs_head(self, weights: WholeTensors | None) -> bool:
         """Return ``False``: with whole weights the head is a single matrix."""
         return False
 
-    def _point(self, tensors: dict[str, Tensor]) -> None:
-        """Put ``tensors``, which are given by parameter name, in the place of the module's parameters."""
-        self._now = tensors
-        for parameters, key, name in self._places:
+    def _set_parameters(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the module's parameters by ``tensors``, a mapping by parameter name."""
+        self._current = tensors
+        for parameters, key, name in self._parameter_slots:
             parameters[key] = tensors[name]
 
 
 def trainable(tensor: Tensor) -> nn.Parameter:
-    """Return the tensor as a parameter that gets gradients; both share their memory."""
+    """Return ``tensor`` as a parameter that requires gradients and shares its memory."""
     return nn.Parameter(tensor.detach(), requires_grad=True)

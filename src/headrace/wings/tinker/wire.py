@@ -1,8 +1,8 @@
-"""The protobuf messages of the protocol, read and written without the protobuf library.
+"""The encoding and decoding of the protobuf messages of the Tinker protocol, without the protobuf library.
 
-A message is a sequence of fields, each a tag (its number and the kind of its value) and the value. Field numbers are
-those of ``tinker_public.proto`` (Apache-2.0). Kinds of the wire format: 0 varint (an integer of variable length), 1
-eight bytes, 2 a length and as many bytes, 5 four bytes.
+A message is a sequence of fields, each a tag (its number and the kind of its value) and the value. The field numbers
+are defined in ``tinker_public.proto`` (Apache-2.0). Kinds of the wire format: 0 varint (an integer of variable length),
+1 eight bytes, 2 a length and as many bytes, 5 four bytes.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ Array = npt.NDArray[Any]
 FLOAT32, INT64 = 1, 2
 _DTYPES: dict[int, Any] = {FLOAT32: np.float32, INT64: np.int64, 3: np.int32}
 VERSIONS_FIELD = 1001
-"""The field of a sampled sequence that holds the version that sampled each token, as int32. It is an addition of
-Headrace, which the client does not know and skips."""
+"""The field of a sampled sequence with the version that sampled each token, as int32. It is an extension of Headrace,
+which the client skips as an unknown field."""
 
 MOST_NUMBERS = 2**22
-"""The largest count of numbers that the tensors of one request may stand for; if the request has more bytes than this,
-as many as it has bytes. A sparse tensor of a few bytes can stand for more numbers than fit the memory."""
+"""The largest count of numbers in the decoded tensors of one request. A request with more bytes than this may have as
+many numbers as bytes. Without the limit, a sparse tensor of a few bytes could decode to more numbers than the memory
+can hold."""
 MOST_FIELDS = 2**17
-"""The largest number of fields of a message. Many empty fields, of two bytes each, would take long to read."""
+"""The largest number of fields of a message. The limit exists because empty fields have only two bytes, so that a long
+message of them would take long to decode."""
 _REMEDY = "use a client of the protocol that docs/tinker.md names"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SparseCells:
-    """The cells that a sparse matrix lists, as compressed sparse rows (CSR)."""
+    """The positions of the listed cells of a sparse matrix in the CSR format (compressed sparse rows), without their
+    values."""
 
     row_starts: Array
-    """The index in :attr:`columns` at which each row begins, and at the end the number of cells."""
+    """The index in :attr:`columns` at which each row begins, followed by the number of cells."""
     columns: Array
     """The column of each cell, row after row."""
 
     def dense(self, values: Array, shape: Sequence[int], *, elsewhere: float, most: int) -> Array:
         """Return the dense matrix of the given ``shape`` with ``values`` in these cells and ``elsewhere`` in all
-        others. Raises ``ValueError`` if the cells do not fit the shape, or if it has more than ``most`` entries, before
-        memory is taken for it."""
+        others. Raises ``ValueError`` if the cells do not fit the shape, or if the shape has more than ``most`` entries;
+        no memory is allocated in that case."""
         if len(shape) != 2 or math.prod(shape) > most:
             raise ValueError(f"a sparse tensor of shape {[*shape]}")
         counts = np.diff(self.row_starts)
@@ -59,19 +62,18 @@ class SparseCells:
         return dense
 
     def listed(self, dense: Array) -> Array:
-        """Return the values of a dense matrix in these cells, in the order of the cells."""
+        """Return the values that a ``dense`` matrix has in these cells, in the order of the cells."""
         listed: Array = dense[self._rows(), self.columns]
         return listed
 
     def _rows(self) -> Array:
-        """Return the row of each cell."""
+        """Return the row index of each cell."""
         return np.repeat(np.arange(len(self.row_starts) - 1), np.diff(self.row_starts))
 
 
 def place_of(body: bytes) -> tuple[str, int]:
-    """Return the id of the model and the number of the forward_backward request in ``body``, whatever else is wrong
-    with it; of a body that is cut off, the beginning suffices. Raises :class:`~headrace.base.errors.DataError` if they
-    cannot be read."""
+    """Return the id of the model and the number of the forward_backward request in ``body``. The rest of the body may
+    be invalid or cut off. Raises :class:`~headrace.base.errors.DataError` if the two fields cannot be read."""
     model, seq_id = "", 0
     try:
         for number, value in _fields(body):
@@ -79,7 +81,7 @@ def place_of(body: bytes) -> tuple[str, int]:
                 model = _text(value)
             elif number == 2:
                 seq_id = int(value)
-            if model and seq_id:  # a client writes them first
+            if model and seq_id:  # the client writes these two fields first
                 break
     except (IndexError, ValueError, struct.error, UnicodeDecodeError, KeyError, TypeError) as error:
         if not (model and seq_id):
@@ -88,14 +90,13 @@ def place_of(body: bytes) -> tuple[str, int]:
 
 
 def is_forward_only(body: bytes) -> bool:
-    """Return whether the training request in ``body`` asks for no gradient. The body must have been read without an
-    error before."""
+    """Return whether the training request in ``body`` asks for no gradient. The body must be valid: the caller has
+    decoded it before."""
     return any(number == 6 and bool(value) for number, value in _fields(body))
 
 
 def read_train_request(body: bytes) -> TrainRequest:
-    """Return the decoded training request in ``body``. Raises :class:`~headrace.base.errors.DataError` for bytes that
-    are not one."""
+    """Decode the training request in ``body``. Raises :class:`~headrace.base.errors.DataError` for invalid bytes."""
     try:
         return _train_request(body)
     except (IndexError, ValueError, struct.error, UnicodeDecodeError, KeyError, TypeError) as error:
@@ -103,8 +104,8 @@ def read_train_request(body: bytes) -> TrainRequest:
 
 
 def _train_request(body: bytes) -> TrainRequest:
-    """Decode the protocol buffer of a training request. Raises ``ValueError`` for unknown fields, and for tensors that
-    stand for too many numbers."""
+    """Decode the protobuf message of a training request. Raises ``ValueError`` for unknown fields, and for tensors with
+    more than :data:`MOST_NUMBERS` numbers in total."""
     texts, data, config = {1: "", 4: ""}, list[Datum](), dict[str, float | str]()
     seq_id, forward_only, left = 0, False, max(MOST_NUMBERS, len(body))
     for number, value in _fields(body):
@@ -132,8 +133,9 @@ def _train_request(body: bytes) -> TrainRequest:
 
 
 def _datum(body: memoryview, most: int) -> Datum:
-    """Decode one datum: its tokens, its loss inputs by name, and the provenance of its positions. Of an image or sound
-    only the presence is noted. Raises ``ValueError`` if a sparse tensor brings its numbers above ``most``."""
+    """Decode one datum: its tokens, its loss inputs by name, and the provenance of its positions. For an image or
+    sound, only its presence is recorded. Raises ``ValueError`` if a sparse tensor increases the count of numbers above
+    ``most``."""
     ids, inputs, problem = list[Array](), dict[str, Array](), ""
     spans: dict[int, list[ProvenanceSpan]] = {3: [], 4: []}
     for number, value in _fields(body):
@@ -154,7 +156,7 @@ def _datum(body: memoryview, most: int) -> Datum:
 
 
 def _span(body: memoryview) -> ProvenanceSpan:
-    """Decode a client's claim about where a range of positions comes from."""
+    """Decode one provenance span: a client's claim about the source of a range of positions."""
     ((kind, value),) = _fields(body)
     found = dict(_fields(value))
     name = bytes(found.get(1, b"")).decode()
@@ -163,7 +165,7 @@ def _span(body: memoryview) -> ProvenanceSpan:
 
 def _tensor(body: memoryview, most: int) -> Array:
     """Decode a tensor as a dense array. Entries that a sparse tensor does not list are 0. Raises ``ValueError`` if a
-    sparse one stands for more than ``most`` numbers."""
+    sparse tensor has more than ``most`` entries."""
     found: dict[int, Any] = {}
     shape: list[int] = []
     for number, value in _fields(body):
@@ -183,24 +185,24 @@ def _tensor(body: memoryview, most: int) -> Array:
 
 
 def _text(value: object) -> str:
-    """Return the value of a field as text. Raises ``ValueError`` for a number: ``bytes(n)`` would make n zero bytes of
-    it."""
+    """Return the value of a field as text. Raises ``ValueError`` for a number, which ``bytes`` would silently convert
+    to that many zero bytes."""
     if not isinstance(value, memoryview):
         raise ValueError("a number in place of text")
     return bytes(value).decode()
 
 
 def _entry(body: memoryview) -> tuple[str, Any]:
-    """Return the key and the value of an entry of a map. A missing value is the default of its type, which is 0
-    here."""
+    """Decode an entry of a protobuf map, and return its key and its value. A missing value is 0, the default of
+    protobuf."""
     found = dict(_fields(body))
     return bytes(found.get(1, b"")).decode(), found.get(2, 0)
 
 
 def _fields(body: bytes | memoryview | float) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of each field of a message: an integer or a float, or a view of the bytes of a
-    text, a tensor or a message within it. Raises ``ValueError`` for a broken message."""
-    if isinstance(body, int | float):  # a message without fields, which is not sent as a map's value
+    """Yield the number and the value of each field of a message. A value is an integer, a float, or a view of the bytes
+    of a text, a tensor or a nested message. Raises ``ValueError`` for a broken message."""
+    if isinstance(body, int | float):  # the default 0 of :func:`_entry` stands for a message without fields
         return
     view, place, left = memoryview(body), 0, MOST_FIELDS
     while place < len(view):
@@ -226,8 +228,8 @@ def _fields(body: bytes | memoryview | float) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(view: memoryview, place: int) -> tuple[int, int]:
-    """Decode the variable-length integer at the index ``place``, and return it with the index after it. Raises
-    ``ValueError`` if it has more than 64 bits."""
+    """Decode the variable-length integer at the index ``place`` of ``view``, and return its value and the index after
+    it. Raises ``ValueError`` if it has more than 64 bits."""
     value = shift = 0
     while True:
         byte = view[place]
@@ -261,7 +263,7 @@ def _bytes(field: int, value: bytes | str) -> bytes:
 
 
 def _raw(value: int) -> bytes:
-    """Encode a whole number ≥ 0 as a variable-length integer."""
+    """Encode a whole number ≥ 0 as a variable-length integer (varint)."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -271,10 +273,10 @@ def _raw(value: int) -> bytes:
 
 
 def write_train_result(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
-    """Return an encoded ForwardBackwardOutput, the result of a training request: the log-probabilities of the targets
-    of each datum, ``[N]`` or ``[N, K]``, and the metrics by name."""
+    """Return an encoded ForwardBackwardOutput, the result of a training request. ``logprobs`` are the log-probabilities
+    of the targets of each datum, ``[N]`` or ``[N, K]``, and ``metrics`` are values by name."""
     records, start = list[bytes](), 0
-    while start < len(logprobs):  # one record for each run of data of the same trailing shape
+    while start < len(logprobs):  # one record for consecutive data of the same trailing shape
         shape, end = logprobs[start].shape[1:], start
         while end < len(logprobs) and logprobs[end].shape[1:] == shape:
             end += 1
@@ -291,13 +293,13 @@ def write_train_result(logprobs: Sequence[Array], metrics: Mapping[str, float]) 
 
 
 def read_metrics(result: bytes) -> dict[str, float]:
-    """Return the metrics by name of an encoded ForwardBackwardOutput."""
+    """Return the metrics, by name, of the encoded ForwardBackwardOutput ``result``."""
     return {key: float(value) for number, part in _fields(result) if number == 3 for key, value in [_entry(part)]}
 
 
 def write_tensor(values: Array, cells: SparseCells | None = None) -> bytes:
-    """Return an encoded Tensor of int64 (for integers) or float32: dense or, if ``cells`` are given, sparse with the
-    values in these cells alone."""
+    """Return ``values`` as an encoded Tensor, of int64 for integers and else of float32. The tensor is dense or, if
+    ``cells`` are given, sparse with only the values in these cells."""
     whole = np.issubdtype(values.dtype, np.integer)
     given = np.ascontiguousarray(values, np.int64 if whole else np.float32)
     dims = _number(3, INT64 if whole else FLOAT32) + b"".join(_number(4, size) for size in given.shape)
@@ -318,8 +320,8 @@ def write_top(ids_TK: Array, logprobs_TK: Array) -> bytes:
 
 def write_sequence(*, stopped: bool, ids_T: Array, logprobs_T: Array, versions_T: Array, top: bytes | None) -> bytes:
     """Return an encoded SampledSequence: token ids, logprobs and, in :data:`VERSIONS_FIELD`, the version of the weights
-    that sampled each token. ``stopped`` says that a stop token or string ended it, and not the length limit; ``top`` is
-    an encoded TopkLogprobs, or ``None``."""
+    that sampled each token. ``stopped`` is true if a stop token or string ended the sequence, and false if the length
+    limit did; ``top`` is an encoded TopkLogprobs, or ``None``."""
     out = _number(1, 0 if stopped else 1)
     out += _bytes(2, ids_T.astype(np.int32).tobytes()) + _bytes(3, logprobs_T.astype(np.float32).tobytes())
     if top is not None:

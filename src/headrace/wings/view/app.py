@@ -6,7 +6,8 @@
     /api/compare         all runs side by side
     /api/changes         server-sent events, sent when files of a run change
 
-Every answer is read-only JSON. Handlers that read files are plain functions, which Starlette runs in threads.
+All routes only read data, and the API answers with JSON. Handlers that read files are plain functions, which Starlette
+runs in threads.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class _Number(Convertor[int]):
     regex = "[0-9]{1,18}"
 
     def convert(self, value: str) -> int:
-        """Return the number that a part of a path writes."""
+        """Convert a part of a path to a number."""
         return int(value)
 
     def to_string(self, value: int) -> str:
-        """Return a number as a part of a path."""
+        """Convert a number to a part of a path."""
         return str(value)
 
 
@@ -56,15 +57,15 @@ STATIC = str(files("headrace.wings.view") / "static")
 def make_app(
     runs: Sequence[OpenRun], *, clock: Clock, token: str, ending: Callable[[], bool], secure: bool = False
 ) -> ViewAuth:
-    """Return the dashboard of ``runs`` as an ASGI application, to which every request must carry ``token``. Event
-    streams end once ``ending()`` is true; ``secure`` says that the dashboard is reached over TLS only."""
+    """Return the dashboard of ``runs`` as an ASGI application. Every request must have ``token``. Event streams end
+    once ``ending()`` returns true; ``secure`` is true if the dashboard is served over TLS only."""
 
     def on_run(answer: Answer) -> Callable[[Request], Response]:
-        """Return a request handler that finds the run whose number is in the path of the request, and responds with the
-        JSON of ``answer`` for that run."""
+        """Return a request handler that looks up the run by the number in the path of the request, and responds with
+        the JSON of ``answer`` for that run."""
 
         def handler(request: Request) -> Response:
-            """Answer about one run; status 404 if there is no run of that number."""
+            """Answer a request about one run; status 404 if there is no run with that number."""
             number = request.path_params["run"]
             if number >= len(runs):
                 raise HTTPException(404, f"there is no run {number}: {len(runs)} are open")
@@ -73,7 +74,7 @@ def make_app(
         return handler
 
     async def stream(request: Request) -> Response:
-        """Answer with a stream of events that tell the page whenever a run has changed."""
+        """Answer with a stream of events that notify the page whenever a run has changed."""
 
         async def events() -> AsyncIterator[bytes]:
             """Yield the events until the server shuts down."""
@@ -83,11 +84,11 @@ def make_app(
         return StreamingResponse(events(), media_type="text/event-stream")
 
     def list_runs(_: Request) -> Response:
-        """Answer with the name, directory and state of every run; its place in the list is its number."""
+        """Answer with the name, directory and state of every run. The index in the list is the number of the run."""
         return answered([{"name": run.name, "directory": str(run.directory), **run.state()} for run in runs])
 
     def compare_runs(_: Request) -> Response:
-        """Answer with all runs side by side."""
+        """Answer with the comparison of all runs."""
         return answered(figures.compared(runs))
 
     answers = [
@@ -101,19 +102,20 @@ def make_app(
 
 def application(answers: Sequence[Route], page: Callable[[Request], Response], *, token: str, secure: bool) -> ViewAuth:
     """Return an ASGI application with the routes ``answers``, the static files of the dashboard, and the page that
-    ``page`` returns at ``/``. All of it needs the ``token``; ``secure`` says that it is reached over TLS only. The
-    dashboard of runs and the page about tenants are made by this."""
+    ``page`` returns at ``/``. Every request must have ``token``; ``secure`` is true if the application is served over
+    TLS only. The dashboard of runs and the page about tenants both use this function."""
     routes = [*answers, Mount("/static", StaticFiles(directory=STATIC)), Route("/", page)]
     app = Starlette(routes=routes, exception_handlers={HeadraceError: refused, HTTPException: not_found})
     return ViewAuth(app, token=token, secure=secure)
 
 
 Answer = Callable[[OpenRun, Request], Any]
-"""A function that returns what a request about one run is answered with, as a value that becomes JSON."""
+"""A function that returns the answer to a request about one run, as a value that is encoded as JSON."""
 
 
 def _run_routes(clock: Clock) -> dict[str, Answer]:
-    """Return the function that answers each path below ``/api/runs/N/``. ``clock`` limits the time of searches."""
+    """Return the answer functions of the paths below ``/api/runs/N/``, by path. ``clock`` limits the time of
+    searches."""
     cache = EpisodeAdvantages()
     return {
         "overview": lambda run, _: figures.overview(run),
@@ -143,9 +145,9 @@ def _page(_: Request) -> Response:
 
 
 def _window(run: OpenRun, cache: EpisodeAdvantages, request: Request) -> Any:
-    """Return the tokens of a turn that the request asks for, as aligned columns: ``count`` tokens, beginning with
-    number ``from``. Episode and turn are in the path. Raises :class:`~headrace.base.errors.DataError` for other
-    values."""
+    """Return the requested tokens of a turn as aligned columns: ``count`` tokens, beginning with the token number
+    ``from``. The path has the episode and the turn. Raises :class:`~headrace.base.errors.DataError` for values that are
+    not whole numbers."""
     first, count = (_parameter(request, name) or default for name, default in (("from", "0"), ("count", "1024")))
     span = episodes.whole_number(first), episodes.whole_number(count)
     if span[0] is None or span[1] is None:
@@ -155,8 +157,8 @@ def _window(run: OpenRun, cache: EpisodeAdvantages, request: Request) -> Any:
 
 
 def _search_text(request: Request) -> str:
-    """Return the text that the request searches for. Raises :class:`~headrace.base.errors.DataError` if it is empty or
-    too long."""
+    """Return the search text of the request. Raises :class:`~headrace.base.errors.DataError` if it is empty or too
+    long."""
     words = _parameter(request, "words")
     if not words.strip() or len(words) > 200:
         raise DataError(
@@ -176,29 +178,29 @@ def answered(value: Any, status: int = 200) -> Response:
 
 
 def refused(_: Request, error: Exception) -> Response:
-    """Return the response to a request that met an error of Headrace: its problem and its remedy as JSON, with status
-    422."""
+    """Return the response to a request that failed with an error of Headrace: the problem and the remedy as JSON, with
+    status 422."""
     assert isinstance(error, HeadraceError)
     return answered({"problem": error.problem, "remedy": error.remedy}, 422)
 
 
 def not_found(_: Request, error: Exception) -> Response:
-    """Return the response to a request that met an HTTP error, such as an unknown path: the problem as JSON, with the
-    error's status."""
+    """Return the response to a request that failed with an HTTP error, such as an unknown path: the problem as JSON,
+    with the error's status."""
     assert isinstance(error, HTTPException)
     return answered({"problem": str(error.detail), "remedy": "choose a page from the list"}, error.status_code)
 
 
 EVERY_S = 0.4
-"""Interval at which the run directories are checked for changes."""
+"""Interval in seconds between two checks of the run directories for changes."""
 ALIVE_S = 15.0
-"""Interval of comment lines that keep proxies from closing an idle stream."""
+"""Interval in seconds between comment lines, which prevent proxies from closing an idle stream."""
 
 
 async def changes(runs: Sequence[OpenRun], ending: Callable[[], bool]) -> AsyncIterator[bytes]:
-    """Yield server-sent events for an open page, until ``ending()`` is true because the server shuts down: ``hello`` at
-    first, and ``change`` with the numbers of the runs whose files have changed. Comment lines between them keep the
-    connection open."""
+    """Yield server-sent events for an open page, until ``ending()`` returns true because the server shuts down. The
+    first event is ``hello``. Each event ``change`` has the numbers of the runs whose files have changed. Comment lines
+    between events keep the connection open."""
     stamps = [run.stamp() for run in runs]
     yield b"retry: 1000\nevent: hello\ndata: {}\n\n"
     silent_s = 0.0

@@ -1,7 +1,8 @@
-"""The authentication of the dashboard, and the security headers of its answers.
+"""The authentication of the dashboard, and the security headers of its responses.
 
-The address that ``headrace view`` prints holds the token once; from then on the browser keeps a cookie that no script
-can read. A request with neither the token nor the cookie gets status 401, and at ``/`` a form that asks for the token.
+The URL that ``headrace view`` prints contains the token. The first response replaces it by a cookie that no script can
+read. A request with neither the token nor the cookie is answered with status 401, and at ``/`` with a form for the
+token.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class ViewAuth:
     """An ASGI application that passes authenticated requests on to ``app`` and answers all others itself."""
 
     def __init__(self, app: ASGIApp, *, token: str, secure: bool = False) -> None:
-        """Guard ``app`` with ``token``. With ``secure``, browsers send the cookie over TLS only."""
+        """Create the application around ``app``, whose requests must have ``token``. With ``secure``, browsers send the
+        cookie over TLS only."""
         self._app = app
         self._token = token.encode(errors="surrogateescape")
         self._secure = secure
@@ -53,13 +55,14 @@ class ViewAuth:
         """Name of the cookie; it differs for each token, because browsers share cookies among the ports of one host."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on if it is authenticated; every response gets the security headers."""
+        """Answer a request, or pass it on to the application if it is authenticated; add the security headers to every
+        response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
         async def send_with_headers(message: Message) -> None:
-            """Send a message of the application, with the security headers added to the beginning of a response."""
+            """Send a message of the application; add the security headers to the message that starts a response."""
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(raw=message.setdefault("headers", []))
                 for name, value in _HEADERS.items():
@@ -72,8 +75,8 @@ class ViewAuth:
         await (self._app if answer is None else answer)(scope, receive, send_with_headers)
 
     def _answer(self, scope: Scope) -> Response | None:
-        """Return the answer to a request that may not pass: the form that asks for the token, the cookie after a
-        correct token, or status 401. Return ``None`` for a request that may pass to the application."""
+        """Return the response to a request that is not passed on to the application: the form for the token, the cookie
+        after a correct token, or status 401. Return ``None`` for an authenticated request, which is passed on."""
         headers = Headers(scope=scope)
         given = parse_qs(scope["query_string"].decode("latin-1"), errors="replace").get("token", [""])[0]
         if given and scope["path"] == "/":
@@ -87,8 +90,7 @@ class ViewAuth:
         return _token_page() if scope["path"] == "/" else Response(status_code=401, headers=_BEARER_REQUIRED)
 
     def _set_cookie(self) -> Response:
-        """Return a response that sets the session's cookie, and redirects to the page without the token in its
-        address."""
+        """Return a response that sets the cookie, and redirects to the page without the token in its URL."""
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(
             self._cookie, self._key, httponly=True, samesite="lax", secure=self._secure, max_age=7 * 86400
@@ -102,5 +104,5 @@ def _equal(given: bytes, expected: bytes) -> bool:
 
 
 def _token_page() -> Response:
-    """Return the page with a form that asks for the token, with status 401."""
+    """Return the page with a form for the token, with status 401."""
     return HTMLResponse(_TOKEN_PAGE, status_code=401, headers=_BEARER_REQUIRED)

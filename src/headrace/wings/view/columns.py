@@ -1,4 +1,5 @@
-"""The kept-sets and experts of an episode, which lie in the store of its run while the rest is in the ledger."""
+"""The loading of the kept-sets and experts of an episode. They are in the column store of the run, while the rest of
+the episode is in the ledger."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ T = TypeVar("T")
 
 
 def with_columns(episode: EpisodeGraph, run_dir: Path) -> EpisodeGraph:
-    """Return an episode of the run in ``run_dir`` with its kept-sets and experts in memory. A column that cannot be
-    read, for example because ``flow.columns.keep`` was ``until_trained``, is left out as if it was not recorded."""
+    """Return a copy of an episode of the run in ``run_dir`` with its kept-sets and experts loaded into memory. A column
+    that cannot be read, for example because ``flow.columns.keep`` was ``until_trained``, is left out as if it was not
+    recorded."""
     reader = StoreReader(run_dir / COLUMNS)
     return replace(episode, turns=[_read(turn, reader) for turn in episode.turns])
 
 
 def _read(turn: Turn, reader: StoreReader) -> Turn:
-    """Return a turn with its columns in memory."""
+    """Return a copy of a turn with its columns loaded into memory."""
     kept, routing = turn.tokens.kept, turn.tokens.routing
     tokens = msgspec.structs.replace(
         turn.tokens, kept=_or_none(reader.kept, kept), routing=_or_none(reader.routing, routing)
@@ -33,7 +35,7 @@ def _read(turn: Turn, reader: StoreReader) -> Turn:
 
 
 def _or_none(read: Callable[[T], T], column: T | None) -> T | None:
-    """Return a column as ``read`` reads it; ``None`` if it is ``None`` or cannot be read."""
+    """Return ``read(column)``; ``None`` if ``column`` is ``None`` or cannot be read."""
     try:
         return None if column is None else read(column)
     except StoreError:

@@ -1,9 +1,9 @@
-"""The advantages of a step's episodes, computed again from the recorded rewards with the run's own settings, so that
-the page about an episode can show them.
+"""The advantages of the episodes of a step, computed again from the recorded rewards with the run's settings, for the
+dashboard's page about an episode.
 
 A ledger records rewards and the log-probabilities of teachers, but no advantages. Advantages that depend on a critic's
-values cannot be computed from it; the page then says why they are missing. μ is the distribution that sampled a token,
-ν that of a teacher.
+values cannot be computed from it; the page then shows the reason. μ is the distribution that sampled a token, and ν is
+the distribution of a teacher.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ MOST_EPISODES = 20_000
 """Largest number of episodes of one step for which advantages are computed."""
 
 _Step = tuple[dict[EpisodeKey, float], str]
-"""The advantage of each episode of a step, and why others have none; the reason is empty if all have one."""
+"""The advantage of each episode of a step, and the reason why other episodes have none; empty if all have an
+advantage."""
 
 
 class EpisodeAdvantages:
-    """Computes the advantages of the episodes of a step, and keeps those of recently requested steps. The dashboard has
-    one instance for all runs; its methods may be called from any thread."""
+    """A cache that computes the advantages of the episodes of a step, and keeps the results of recent steps. The
+    dashboard has one instance for all runs; its methods may be called from any thread."""
 
     def __init__(self) -> None:
-        """Begin with nothing computed."""
+        """Create an empty cache."""
         self._lock = threading.Lock()
         self._steps: dict[tuple[Path, int], _Step] = {}
         self._reverse_kl: dict[Path, ReverseKl | None] = {}
 
     def of(self, run: OpenRun, episode: EpisodeGraph, row: EpisodeRow) -> tuple[Sequence[float] | None, str]:
-        """Return the advantage of each turn of ``episode`` and an empty text, or ``None`` and the reason why there is
-        no advantage. ``row`` is the episode's record in the list of episodes."""
+        """Return the advantage of each turn of ``episode``, or ``None`` and the reason why there is no advantage.
+        ``row`` is the episode's record in the list of episodes."""
         if row.step is None:
             return None, "no step has taken its group"
         if row.status != "scored":
@@ -62,7 +63,7 @@ class EpisodeAdvantages:
 
     def teacher_term(self, run: OpenRun, gaps_T: FloatColumn | None) -> Floats | None:
         """Return the term that a teacher adds to the advantage of each of T tokens, computed from ``gaps_T``, log ν −
-        log μ; ``None`` if no teacher takes part in the run's advantage, or if there are no gaps."""
+        log μ; ``None`` if no teacher contributes to the run's advantage, or if there are no gaps."""
         reverse_kl = self._reverse_kl_of(run)
         return None if reverse_kl is None or gaps_T is None else reverse_kl.of_tokens(gaps_T.astype(np.float64))
 
@@ -71,15 +72,16 @@ class EpisodeAdvantages:
         return self._reverse_kl_of(run) is not None
 
     def _reverse_kl_of(self, run: OpenRun) -> ReverseKl | None:
-        """Return the settings of the run's advantage if it is the reverse KL to a teacher; otherwise ``None``. They are
-        read once for each run."""
+        """Return the settings of the run's advantage if it is the reverse KL to a teacher, and ``None`` otherwise. The
+        settings are read once for each run."""
         with self._lock:
             if run.directory not in self._reverse_kl:
                 self._reverse_kl[run.directory] = _reverse_kl(run)
             return self._reverse_kl[run.directory]
 
     def _step(self, run: OpenRun, step: int) -> _Step:
-        """Return the advantages of a step of a run; those of the 16 steps that were added last are kept."""
+        """Return the advantages of a step of a run. The results of the last 16 computed steps are cached. The caller
+        must hold the lock."""
         at = (run.directory, step)
         if at not in self._steps:
             while len(self._steps) >= 16:
@@ -89,8 +91,8 @@ class EpisodeAdvantages:
 
 
 def _compute(run: OpenRun, step: int) -> _Step:
-    """Compute the advantages of the episodes that ``step`` of the run trained, as the run did; without any, the reason
-    why they cannot be computed."""
+    """Compute the advantages of the episodes that ``step`` of the run trained, with the run's settings. If they cannot
+    be computed, return an empty dictionary and the reason."""
     from headrace.algo.advantages import Outcomes
 
     try:
@@ -121,8 +123,8 @@ def _settings(run: OpenRun) -> AlgoConfig:
 
 
 def _reverse_kl(run: OpenRun) -> ReverseKl | None:
-    """Return the settings of the run's advantage if it is the reverse KL to a teacher; otherwise, and if they cannot be
-    read, ``None``."""
+    """Return the settings of the run's advantage if it is the reverse KL to a teacher; ``None`` otherwise, and if the
+    settings cannot be read."""
     from headrace.algo.advantages.tokens import ReverseKl
 
     try:
@@ -133,8 +135,8 @@ def _reverse_kl(run: OpenRun) -> ReverseKl | None:
 
 
 def _outcomes(record_type: Any, rows: Sequence[EpisodeRow]) -> Any:
-    """Return what advantages are computed from, as a ``record_type`` (the class ``Outcomes``): reward, group and number
-    of tokens of each of E episodes and, if all have the same K components of the reward, these too."""
+    """Return the inputs of the advantages as a ``record_type`` (the class ``Outcomes``): reward, group and number of
+    tokens of each of E episodes and, if all episodes have the same K reward components, these components."""
     names = list(rows[0].parts)
     parts_EK = None
     if names and all(list(row.parts) == names for row in rows):

@@ -1,13 +1,13 @@
-"""The answers to the pages about episodes: the list, one episode with the graph of its turns, and windows of its
-tokens. An answer is a value that becomes JSON.
+"""The JSON answers to the dashboard's requests about episodes: the list, one episode with the graph of its turns, and
+windows of its tokens.
 
-Log-probabilities beside those of the engine come from two places:
+The log-probabilities of the learner and of teachers are read from two sources:
 
-    a teacher with an engine           ··▶ columns of the turns, recorded before the step
-    the learner, a teacher beside it   ··▶ columns recorded by the step that trained the episode
+    a teacher with an engine                 ··▶ columns of the turns, recorded before the step
+    the learner, a teacher in its process    ··▶ columns recorded by the step that trained the episode
 
-Shape legend: T tokens of one turn, W tokens of the window that is shown, R tokens with recorded routing, L layers, K
-experts of a token in one layer. π is the learner's policy, μ the one that sampled, ν a teacher.
+Shape legend: T tokens of one turn, W tokens of the displayed window, R tokens with recorded routing, L layers, K
+experts of a token in one layer. π is the learner's policy, μ the policy that sampled, ν a teacher.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PAGE = 50
 MOST_PAGE = 500
 MOST_WINDOW = 4096
 MOST_KEPT = 64
-"""Largest number of entries of a kept-set, or of a teacher's distribution, that are shown one by one."""
+"""Largest number of entries of a kept-set, or of a teacher's distribution, that are listed."""
 PREVIEW_TOKENS = 160
-"""Number of tokens of a turn whose text the page of an episode shows at once."""
+"""Number of tokens in the preview of a turn on the page of an episode."""
 EXCERPT_TOKENS = 48
 EXCERPT = 96
 """Length in characters of the excerpt of a prompt or an answer in the list, taken from ``EXCERPT_TOKENS`` tokens."""
 SEARCH_S = 0.6
-"""Longest time that one search request reads; the next request continues from there."""
+"""Longest time in seconds that one search request reads; the next request continues where it stopped."""
 MOST_FOUND = 25
 """Largest number of episodes that one search request returns."""
 BLOCK = 64
@@ -54,8 +54,8 @@ MOST_DIGITS = 18
 
 def listed(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
     """Return one page of the list of episodes, with excerpts of their texts, and the total number of episodes that
-    match the filter. ``parameters`` are those of the request: ``order``, ``offset``, ``limit``, and the conditions of
-    the filter. Raises :class:`~headrace.base.errors.DataError` for a value that cannot be used."""
+    match the filter. ``parameters`` are the parameters of the request: ``order``, ``offset``, ``limit``, and the
+    conditions of the filter. Raises :class:`~headrace.base.errors.DataError` for an invalid value."""
     order = parameters.pop("order", "newest")
     if order not in ORDERS:
         raise DataError(f"order={order!r} is none", remedy=f"known: {', '.join(ORDERS)}")
@@ -72,9 +72,10 @@ def listed(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
 
 
 def searched(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, Any]:
-    """Return the episodes whose text contains ``words``, in any case of letters, from the latest backwards, as many as
-    are found in :data:`SEARCH_S`. The field ``next`` of the answer is where the search has stopped, empty at its end;
-    ``before`` is the ``next`` of the previous answer, empty to begin with the latest episode."""
+    """Search the episodes for the text ``words``, ignoring case, from the latest episode backwards for at most
+    :data:`SEARCH_S`, and return the matches. The field ``next`` of the answer is the key of the last episode that was
+    read, empty if the search is complete; ``before`` is the ``next`` of the previous answer, empty to begin with the
+    latest episode."""
     needle, until_s = words.casefold(), clock.now() + SEARCH_S
     found: list[dict[str, Any]] = []
     read = 0
@@ -95,7 +96,7 @@ def _backwards(browser: Browser, at: EpisodeKey | None) -> Iterator[EpisodeGraph
 
 
 def shown(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[str, Any]:
-    """Return one episode for its page: its record in the ledger, those of the other episodes of its group, and its
+    """Return one episode for its page: its record in the ledger, the records of all episodes of its group, and its
     turns without their tokens. ``name`` is the key ``GROUP.PLACE``. Raises :class:`~headrace.base.errors.DataError` if
     there is no such episode."""
     key = _parse_key(name)
@@ -130,8 +131,8 @@ def shown(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[s
 def _teacher_summary(
     advantage_cache: EpisodeAdvantages, run: OpenRun, episode: EpisodeGraph, recorded: TeacherColumns, turn: int
 ) -> dict[str, Any]:
-    """Return a summary of what teachers computed for turn number ``turn``: who scored it, the largest |log ν − log μ|,
-    the number of entries per token, and the range of what the teacher adds to the advantage."""
+    """Return a summary of what teachers computed for turn number ``turn``: the name of the teacher, the largest |log ν
+    − log μ|, the number of entries per token, and the range of the term that the teacher adds to the advantage."""
     teacher_scores, gaps_T = recorded.teacher_scores.get(turn), recorded.teacher_gaps(episode, turn)
     added_T = advantage_cache.teacher_term(run, gaps_T)
     return {
@@ -207,11 +208,11 @@ def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
 
 
 def routing_differences(episode: EpisodeGraph) -> list[npt.NDArray[np.int64] | None] | None:
-    """Return how the routing of tokens differed when they were read again: for each turn, and for each of its tokens,
-    how many of the token's experts, over all layers, were not chosen again when a later turn read the token as context;
-    −1 if only one of the two choices is recorded. If several later turns have read it, the last of them counts.
+    """Return how often the routing of tokens changed when a later turn read them as context. For each turn and each of
+    its tokens, the result has the number of the token's experts, over all layers, that were not chosen again; −1 if one
+    of the two choices is not recorded. If several later turns have read a token, the last of them counts.
 
-    A turn that was not read again has ``None``; the result is ``None`` if no turn was.
+    The entry of a turn that was not read again is ``None``; the result is ``None`` if no turn was read again.
     """
     counts: list[npt.NDArray[np.int64] | None] = [None] * len(episode.turns)
     for leaf in episode.leaves():
@@ -223,9 +224,9 @@ def routing_differences(episode: EpisodeGraph) -> list[npt.NDArray[np.int64] | N
 
 
 def _read_again(episode: EpisodeGraph, path: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-    """Yield, for each turn that the last turn of ``path`` has read as context with recorded routing, the index of that
-    turn, and for each of its tokens the number of experts that differed. ``path`` are indices of turns from the root
-    on."""
+    """Yield, for each turn that the last turn of ``path`` has read as context with recorded routing, the index of the
+    turn and, for each of its tokens, the number of experts that differed. ``path`` has the indices of turns, beginning
+    with the root."""
     again = episode.turns[path[-1]].context_routing
     before = 0
     for earlier in path[:-1]:
@@ -237,8 +238,8 @@ def _read_again(episode: EpisodeGraph, path: Sequence[int]) -> Iterator[tuple[in
 
 
 def _differing(first: Routing, again: Routing) -> npt.NDArray[np.int64]:
-    """Return for each token how many of its experts in ``first``, over all layers, are not among those of the same
-    layer in ``again``; −1 if one of the two is not recorded. The order of the experts does not matter."""
+    """Return for each token the number of its experts in ``first``, over all layers, that are not among its experts of
+    the same layer in ``again``; −1 if one of the two is not recorded. The order of the experts does not matter."""
     counts_T = np.full(len(first), -1, np.int64)
     both_T = first.known_T & again.known_T
     places = np.flatnonzero(both_T)
@@ -254,7 +255,7 @@ def _differing(first: Routing, again: Routing) -> npt.NDArray[np.int64]:
 def _turn(
     run: OpenRun, index: int, turn: Turn, advantages: Sequence[float] | None, differing: npt.NDArray[np.int64] | None
 ) -> dict[str, Any]:
-    """Return what the page of an episode shows of turn number ``index``, without its tokens. ``advantages`` has one
+    """Return the JSON of turn number ``index`` for the page of an episode, without its tokens. ``advantages`` has one
     number per turn, or is ``None``; ``differing`` is the number of each token's experts that were not chosen again, or
     ``None``."""
     tokens = turn.tokens
@@ -302,8 +303,8 @@ def _excerpts(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]
 
 
 def _match(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] | None:
-    """Return where ``needle``, a text in folded case, first stands in the text of an episode, with the text around it;
-    ``None`` if it is not there."""
+    """Return the first turn of an episode that contains ``needle``, a text in folded case, with the text around the
+    match; ``None`` if no turn contains it."""
     for index, turn in enumerate(episode.turns):
         text = run.words.text(turn.tokens.ids_T.tolist())
         at = text.casefold().find(needle)
@@ -331,15 +332,15 @@ def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
 
 
 def whole_number(text: str) -> int | None:
-    """Return the non-negative integer that ``text`` writes in ASCII digits; ``None`` if it is none, or is too long for
+    """Parse ``text`` as a non-negative integer in ASCII digits; return ``None`` if it is not one, or is too long for
     the ledger's 64-bit columns."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
     return int(text) if is_number else None
 
 
 def _parse_query(parameters: dict[str, str]) -> EpisodeQuery:
-    """Return the filter that the parameters of a request describe. Raises :class:`~headrace.base.errors.DataError` for
-    an unknown parameter or a value that cannot be used."""
+    """Convert the parameters of a request to a filter of episodes. Raises :class:`~headrace.base.errors.DataError` for
+    an unknown parameter or an invalid value."""
     given = {name: value for name, value in parameters.items() if value not in ("", "offset")}
     try:
         return msgspec.convert(given, EpisodeQuery, strict=False)
@@ -360,7 +361,8 @@ def _parse_number(parameters: dict[str, str], name: str, default: int) -> int:
 
 
 def _parse_key(name: str) -> EpisodeKey:
-    """Return the key of an episode from its text, such as ``12.3``: group 12, place 3."""
+    """Parse the key of an episode, such as ``12.3``: group 12, place 3. Raises :class:`~headrace.base.errors.DataError`
+    for other text."""
     group, dot, place = name.partition(".")
     numbers = whole_number(group), whole_number(place)
     if not dot or numbers[0] is None or numbers[1] is None:
@@ -380,17 +382,17 @@ def _finite(value: float) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherColumns:
-    """What the learner and teachers computed for the tokens of one episode, by the index of the turn; turns without a
-    record are left out."""
+    """The values that the learner and teachers computed for the tokens of one episode, by the index of the turn. Turns
+    without recorded values have no entry."""
 
     gaps: Mapping[int, FloatColumn]
-    """log π − log μ of each token that carried loss; NaN for the others."""
+    """log π − log μ of each token with loss; NaN for other tokens."""
     teacher_scores: Mapping[int, TeacherScores]
-    """The log-probabilities that a teacher gave the tokens, by an engine or beside the learner."""
+    """The log-probabilities of the tokens under a teacher, which runs in an engine or in the learner's process."""
 
     @classmethod
     def of(cls, run: OpenRun, episode: EpisodeGraph) -> TeacherColumns:
-        """Return the recorded values of ``episode``, read from the ledger of the run."""
+        """Read the recorded values of ``episode`` from the ledger of the run."""
         learned = run.browser().learned(episode.key.group)
         served = {
             index: turn.tokens.teacher_scores
@@ -402,15 +404,15 @@ class TeacherColumns:
         return cls(gaps=learned.gaps(episode), teacher_scores={**learned.teacher_scores(episode), **served})
 
     def teacher_gaps(self, episode: EpisodeGraph, turn: int) -> FloatColumn | None:
-        """Return log ν − log μ of each token of turn number ``turn``, NaN for a token that the teacher did not score;
-        ``None`` if no teacher's scores of that turn were recorded."""
+        """Return log ν − log μ of each token of turn number ``turn``, with NaN for tokens that the teacher did not
+        score; ``None`` if no teacher's scores of the turn were recorded."""
         teacher_scores = self.teacher_scores.get(turn)
         return None if teacher_scores is None else teacher_scores.logprobs_T - episode.turns[turn].tokens.logprobs_T
 
 
 def no_teacher_reason(run: OpenRun, step: int | None) -> str:
-    """Return the reason why no teacher's values are recorded for an episode that ``step`` trained (``None``: no step
-    did)."""
+    """Return the reason why no teacher's values are recorded for an episode that ``step`` trained (``None``: the
+    episode was not trained)."""
     teachers: list[dict[str, Any]] = run.setting("learner", "teachers") or []
     if not teachers:
         return "the run has no teacher"

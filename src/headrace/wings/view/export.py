@@ -1,10 +1,11 @@
-"""The dashboard of one run as a single HTML file: written when a run ends, and by ``headrace report``.
+"""The export of the dashboard of one run as a single HTML file, which is written when a run ends and by ``headrace
+report``.
 
     answers of the API, computed once ───────┐
     styles, logo, modules as one script ─────┼──▶ report/report.html
     index.html, the same page ───────────────┘
 
-The file makes no requests: its Content-Security-Policy allows only its own script and no connections. It holds the
+The file makes no requests: its Content-Security-Policy allows only its own script and no connections. It contains the
 text and the tokens of the latest episodes, up to :data:`EPISODE_BYTES`.
 """
 
@@ -34,11 +35,12 @@ REPORT_FILE = Path("report") / "report.html"
 EPISODE_BYTES = 4 << 20
 """Largest size of all episodes in one file, as JSON."""
 POINTS = 1000
-"""Largest number of steps of one series in a file; the series of a longer run is thinned."""
+"""Largest number of points of one series in a file; the series of a longer run is thinned."""
 STRIP_BINS = 900
 STEPS = 8
-"""Number of steps, at the end and in the middle of the run, that the file shows span by span: about as many as the
-page opens with, see static/js/pages/timeline.js. Elsewhere a file shows how busy each lane was."""
+"""Number of steps at the end, and in the middle, of the run whose spans are exported in detail: about as many as the
+page shows first, see static/js/pages/timeline.js. For the rest of the run, the file has only the busy fractions of each
+lane."""
 TOKENS = 2048
 """Number of tokens that a page requests at once: ``WINDOW`` of static/js/tokens/view.js."""
 
@@ -48,7 +50,7 @@ Answers = dict[str, Any]
 def write_page(run_dir: Path) -> Path:
     """Write the dashboard of the run in ``run_dir`` into ``report/report.html`` there, and return its path.
 
-    The report of a run that is still running, was killed or lacks a file shows what there is, with notes. Raises
+    If the run is still running, was killed or lacks files, the report shows the available data, with notes. Raises
     :class:`~headrace.base.errors.DataError` if ``run_dir`` holds no run and :class:`~headrace.base.errors.RunError` if
     the file cannot be written.
     """
@@ -71,7 +73,7 @@ def write_page(run_dir: Path) -> Path:
 
 
 def answers_of(run: OpenRun, clock: Clock) -> Answers:
-    """Return what the pages request, by its path under ``/api``: the answers for the only run, whose number is 0.
+    """Return the answers to all requests of the pages, by path below ``/api``, for a single run, whose number is 0.
     ``clock`` limits the time of slow answers."""
     metrics = figures.metrics(run)
     answers: Answers = {
@@ -93,8 +95,8 @@ def answers_of(run: OpenRun, clock: Clock) -> Answers:
 
 
 def _windows(run: OpenRun) -> list[dict[str, Any]]:
-    """Return the answers of the timeline: of the whole run, and in detail of the two parts that its page opens with,
-    the end and the middle of the run."""
+    """Return the answers of the timeline: one for the whole run, and two detailed answers for the parts that its page
+    shows first, the end and the middle of the run."""
     whole = timeline(run, "", "", str(STRIP_BINS))
     marks = whole["steps"]
     if len(marks) < 2:
@@ -107,8 +109,8 @@ def _windows(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def _episodes(run: OpenRun) -> Answers:
-    """Return the answers about the latest episodes, by their paths: the list, and each of them with its tokens, as long
-    as they have at most :data:`EPISODE_BYTES` in all."""
+    """Return the answers about the latest episodes, by path: the list, and each episode with its tokens, with at most
+    :data:`EPISODE_BYTES` of episodes in total."""
     listed = episodes.listed(run, {})
     answers: Answers = {"episodes": listed}
     advantages = EpisodeAdvantages()
@@ -170,7 +172,7 @@ def _json(answers: Answers) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text for use in HTML, with control characters made visible, cut to 4000 characters."""
+    """Escape a text for HTML. Control characters are made visible, and the text is cut to 4000 characters."""
     return html.escape(visible(text, 4000), quote=True)
 
 
@@ -186,8 +188,8 @@ _EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.
 
 
 def bundle(modules: dict[str, str], main: str) -> str:
-    """Return ES modules as one script: each module but ``main`` becomes a function that is called once and returns its
-    exports.
+    """Return ES modules, given by path, as one script: each module except ``main`` becomes a function that is called
+    once and returns its exports.
 
     >>> other = 'export const one = 1;\\n'
     >>> print(bundle({"a.js": other, "main.js": 'import { one } from "./a.js";\\nf(one);\\n'}, "main.js"))
@@ -203,7 +205,7 @@ def bundle(modules: dict[str, str], main: str) -> str:
     done: set[str] = set()
 
     def write(path: str) -> None:
-        """Append the modules that ``path`` imports and that are not written yet, and then ``path`` itself."""
+        """Append the modules that ``path`` imports and that have not been written, and then ``path`` itself."""
         done.add(path)
         code = modules[path]
         for found in _IMPORT.finditer(code):
@@ -223,5 +225,5 @@ def bundle(modules: dict[str, str], main: str) -> str:
 
 
 def _name(path: str) -> str:
-    """Return the name of the variable that holds the exports of a module in the script."""
+    """Return the name of the variable for the exports of a module in the script."""
     return "$" + re.sub(r"\W", "_", path.removesuffix(".js"))

@@ -1,6 +1,6 @@
-"""The answers to the pages about a whole run: overview, steps, flow, system, and several runs side by side. An answer
-is a value that becomes JSON. A life of a run is the time from one start or resumption to its end; the fates of groups
-are what became of them: trained, dropped or still in flight."""
+"""The JSON answers to the dashboard's requests about whole runs: overview, steps, flow, system, and the comparison of
+runs. A life of a run is the time from one start or resumption of the run to the end of its processes. The fate of a
+group is its outcome: trained, dropped or still in flight."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from headrace.run.observe.rundata import lives, recorded_account
 from headrace.wings.view.run import LIVING, OpenRun
 
 MOST_POINTS = 2000
-"""Largest number of points of one series; a longer run is thinned, its first and last step kept."""
+"""Largest number of points of one series. The series of a longer run is thinned, but has its first and last step."""
 MOST_SERIES = 24
 """Largest number of series in one request."""
 EVENTS = 60
 """Number of latest events that the overview shows."""
 RECENT_STEPS = 200
-"""Number of latest steps whose ages and fates the flow page shows one by one."""
+"""Number of latest steps whose ages and fates the flow page lists."""
 
 
 ELSEWHERE = ("ledger", "age_histogram", "warnings", "verdict", "account")
-"""Keys of a summary that other pages show."""
+"""Keys of a summary that the system page omits, because other pages show them."""
 
 
 OF_TRAINING = (
@@ -43,12 +43,12 @@ OF_TRAINING = (
     "commit_gap_ms",
     "max_token_age",
 )
-"""Figures of a summary that mean nothing before anything is trained."""
+"""Figures of a summary that are meaningless if no token was trained."""
 
 
 def overview(run: OpenRun) -> dict[str, Any]:
-    """Return the answer to the page that shows how the run is doing: state, verdict, figures, notable events and, while
-    it runs, the time left."""
+    """Return the answer to the overview page: state, verdict, figures, latest events and, while the run is running, the
+    estimated remaining time."""
     state = run.state()
     living = state["state"] in LIVING
     live = run.live.tree if living else {}
@@ -71,9 +71,9 @@ def overview(run: OpenRun) -> dict[str, Any]:
 
 def series(run: OpenRun, names: Sequence[str]) -> dict[str, Any]:
     """Return columns over the steps: ``step`` (the version that the step made), ``wall_s``, and the metric of each of
-    ``names``; ``None`` where a value was not measured. ``first_s`` is when the first step began, ``lives`` the first
-    version of every life after a resume. Time and generated tokens continue from one life to the next. Raises
-    :class:`~headrace.base.errors.DataError` for more than :data:`MOST_SERIES` names."""
+    ``names``; ``None`` where a value was not measured. ``first_s`` is the time at which the first step began, and
+    ``lives`` has the first version of every life after a resumption. Wall time and generated tokens continue from one
+    life to the next. Raises :class:`~headrace.base.errors.DataError` for more than :data:`MOST_SERIES` names."""
     if len(names) > MOST_SERIES:
         raise DataError(f"{len(names)} series are asked for", remedy=f"ask for {MOST_SERIES} at most")
     return columns(run, names, MOST_POINTS)
@@ -95,7 +95,7 @@ def columns(run: OpenRun, names: Sequence[str], most: int) -> dict[str, Any]:
 
 def _continued(begun: Sequence[Sequence[StepRecord]]) -> Iterator[list[StepRecord]]:
     """Yield the steps of each life of a run, with wall time and generated tokens that continue where the previous life
-    ended. ``begun`` are the steps of each life as recorded, in which both begin at 0."""
+    ended. ``begun`` has the recorded steps of each life, in which both begin at 0."""
     wall_s, tokens = 0.0, 0
     for place, life in enumerate(begun):
         later_s = wall_s - _began_s(life[0]) if place else 0.0
@@ -108,13 +108,13 @@ def _continued(begun: Sequence[Sequence[StepRecord]]) -> Iterator[list[StepRecor
 
 
 def _began_s(step: StepRecord) -> float:
-    """Return when the wait for the batch of a step began, in seconds since the start of its life."""
+    """Return the time at which the wait for the batch of a step began, in seconds since the start of its life."""
     return step.wall_s - step.seconds - step.wait_s
 
 
 def metrics(run: OpenRun) -> list[dict[str, Any]]:
-    """Return every metric that the steps have: name, unit, description and latest value. Registered metrics come
-    first, in the order of the registry."""
+    """Return name, unit, description and latest value of every metric of the steps. Registered metrics come first, in
+    the order of the registry."""
     latest: dict[str, float | None] = {}
     for step in _thinned(run.steps, 200):
         latest.update({name: value for name, value in flat(step).items() if value is not None})
@@ -133,9 +133,8 @@ def metrics(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def flow(run: OpenRun) -> dict[str, Any]:
-    """Return the answer to the flow page: what became of all groups, episodes and tokens that were submitted, and the
-    ages of the trained tokens, in all and by step. Where the ledger cannot be read, the fates are those of the
-    summary."""
+    """Return the answer to the flow page: the fates of all submitted groups, episodes and tokens, and the ages of the
+    trained tokens, in total and by step. If the ledger cannot be read, the fates are taken from the summary."""
     steps = run.steps
     before: list[StepRecord | None] = [None, *steps]
     recent = list(zip(before[:-1], steps, strict=True))[-RECENT_STEPS:]
@@ -207,8 +206,9 @@ def compared(runs: Sequence[OpenRun]) -> dict[str, Any]:
 
 
 def _figures(run: OpenRun, living: bool) -> dict[str, Any]:
-    """Return the figures of a run by name: from its summary if it has ended; otherwise (``living``, or killed without a
-    summary) from its steps and its latest account, the record of where its time went."""
+    """Return the figures of a run by name. If the run has ended, they are taken from its summary. Otherwise
+    (``living``, or killed without a summary) they are computed from its steps and its latest account, the record of how
+    its time was spent."""
     steps = run.steps
     from_steps = observed(steps, steps[-1].wall_s if steps else 0.0)
     if run.summary.tree and not living:
@@ -219,9 +219,9 @@ def _figures(run: OpenRun, living: bool) -> dict[str, Any]:
 
 
 def _verdict(run: OpenRun, living: bool) -> str:
-    """Return what holds the run up, in words: its own latest verdict or, for a run that was killed before its first,
-    one that is computed from its trace. Return an empty text where there is none. ``living`` says whether the run is
-    running."""
+    """Return the verdict of a run, a text about what limits its speed. It is the run's latest verdict or, for a run
+    that was killed before it wrote a verdict, computed from the run's trace. Return an empty text if there is no
+    verdict. ``living`` is true if the run is running."""
     sources = (run.live.tree, run.summary.tree) if living else (run.summary.tree, run.live.tree)
     found = next((str(tree["verdict"]) for tree in sources if tree.get("verdict")), "")
     if found or living or not run.steps:
@@ -230,8 +230,8 @@ def _verdict(run: OpenRun, living: bool) -> str:
 
 
 def _of_step(earlier: StepRecord | None, step: StepRecord) -> dict[str, Any]:
-    """Return what the flow page shows of one step: the ages of its tokens, the queue at its end, and the groups that
-    were dropped since the step before, ``earlier`` (``None`` for the first)."""
+    """Return the JSON of one step for the flow page: the ages of its tokens, the queue at its end, and the groups that
+    were dropped since the previous step, ``earlier`` (``None`` for the first step)."""
     before = {} if earlier is None else earlier.dropped_groups
     dropped = {reason: count - before.get(reason, 0) for reason, count in step.dropped_groups.items()}
     return {
@@ -244,15 +244,15 @@ def _of_step(earlier: StepRecord | None, step: StepRecord) -> dict[str, Any]:
 
 
 def _survivors(browser: Browser) -> dict[str, Any] | None:
-    """Return how the lengths of trained episodes compare with those of all decided episodes, and whether the trained
-    ones are a biased selection; ``None`` if nothing has been trained."""
+    """Return a comparison of the lengths of trained episodes with the lengths of all decided episodes, and whether the
+    trained episodes are a biased selection; ``None`` if nothing has been trained."""
     bias = survivors(browser.lengths())
     return None if bias is None else {**msgspec.structs.asdict(bias), "biased": bias.biased}
 
 
 def _fates(found: Conservation) -> dict[str, Any]:
-    """Return, for groups, episodes and tokens, how many were submitted and what became of them. ``balance`` is what is
-    unaccounted for, 0 in a sound ledger."""
+    """Return, for groups, episodes and tokens, the number submitted and the numbers by fate. ``balance`` is the number
+    without a fate, which is 0 in a consistent ledger."""
     units: dict[str, UnitCounts] = {"groups": found.groups, "episodes": found.episodes, "tokens": found.tokens}
     return {
         name: {
@@ -267,7 +267,7 @@ def _fates(found: Conservation) -> dict[str, Any]:
 
 
 def _fates_of_summary(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return the fates in the form of :func:`_fates`, from the section ``ledger`` of a summary; the ``balance`` is
+    """Return the fates in the format of :func:`_fates`, from the section ``ledger`` of a summary. ``balance`` is
     ``None`` if a number is missing."""
     fates = {}
     for name, counts in recorded.items():
@@ -282,8 +282,8 @@ def _fates_of_summary(recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(pid: object) -> dict[str, Any]:
-    """Return the memory, processor time and threads of the process with this id; empty if it has ended or the id is no
-    number."""
+    """Return the memory, processor time and number of threads of the process ``pid``; empty if the process has ended or
+    ``pid`` is not a number."""
     if not isinstance(pid, int):
         return {}
     try:
@@ -300,7 +300,7 @@ def _usage(pid: object) -> dict[str, Any]:
 
 
 def _thinned(steps: Sequence[StepRecord], most: int = MOST_POINTS) -> list[StepRecord]:
-    """Return at most ``most`` of the steps, evenly spaced, with the first and the last."""
+    """Return at most ``most`` of the steps, evenly spaced, including the first and the last step."""
     if len(steps) <= most:
         return list(steps)
     places = sorted({round(index * (len(steps) - 1) / (most - 1)) for index in range(most)})
@@ -308,8 +308,8 @@ def _thinned(steps: Sequence[StepRecord], most: int = MOST_POINTS) -> list[StepR
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested dictionary by their names with dots, such as ``flow.max_age``. ``prefix`` is put
-    before every name."""
+    """Flatten a nested dictionary: return its values by dotted name, such as ``flow.max_age``. ``prefix`` is prepended
+    to every name."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -320,10 +320,10 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _texts(value: object) -> list[str]:
-    """Return the elements of a list, read from a file of a run, as texts; empty if it is no list."""
+    """Return the elements of ``value``, read from a file of a run, as texts; empty if it is not a list."""
     return [str(each) for each in _listed(value)]
 
 
 def _listed(value: object) -> Iterable[Any]:
-    """Return ``value`` if it is a list or a tuple; otherwise an empty one."""
+    """Return ``value`` if it is a list or a tuple, and an empty tuple otherwise."""
     return value if isinstance(value, list | tuple) else ()

@@ -1,5 +1,5 @@
-"""Readers of JSON files that another process writes: one that is appended to, and one that is replaced. The dashboard
-follows the files of a run with them."""
+"""Readers of JSON files that another process writes: :class:`Tail` for files to which lines are appended,
+:class:`JsonFile` for files that are replaced. The dashboard reads the files of a run with them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import msgspec
 R = TypeVar("R", bound=msgspec.Struct)
 
 MOST_BYTES = 32 << 20
-"""Largest part of a file that is read at once; a long file is read in several calls, with other requests between
-them."""
+"""Largest part of a file in bytes that one call reads, so that a long file does not delay other requests."""
 
 
 class Tail(Generic[R]):
-    """A reader of a file of JSON lines that returns the records appended since the last call. Only complete lines
-    count.
+    """A reader of a file of JSON lines that returns the records that were appended since the last call. Incomplete
+    lines are read by a later call.
 
     >>> import tempfile
     >>> from headrace.base.types.observation import Event
@@ -36,13 +35,13 @@ class Tail(Generic[R]):
         self._kind = kind
         self._at = 0
         self.restarted = False
-        """Whether the last call found the file shorter than before, and read it from its beginning."""
+        """Whether the file was shorter at the last call than before, so that it was read from its beginning."""
         self.problem = ""
-        """Why a part of the file could not be read; empty if there was no problem."""
+        """The reason why a part of the file could not be read; empty if there was no problem."""
 
     def read(self) -> list[R]:
         """Return the records that were added since the last call; empty if there are none. An invalid line is skipped
-        and described in :attr:`problem`. At most 32 MiB are read at once: call again until nothing is returned."""
+        and described in :attr:`problem`. A call reads at most 32 MiB: call again until the result is empty."""
         self.restarted = False
         try:
             with self._path.open("rb") as file:
@@ -101,11 +100,11 @@ class JsonFile:
         self._stamp: tuple[int, int] | None = None
         self._tree: dict[str, Any] = {}
         self.problem = ""
-        """Why the file cannot be read; empty if it can, or does not exist."""
+        """The reason why the file cannot be read; empty if it can be read, or does not exist."""
 
     @property
     def stamp(self) -> tuple[int, int] | None:
-        """Return a value that changes whenever the file does; ``None`` if it does not exist."""
+        """A value that changes whenever the file changes; ``None`` if the file does not exist."""
         try:
             found = self._path.stat()
         except OSError:
@@ -129,7 +128,7 @@ class JsonFile:
         return found if isinstance(found, dict) else {}
 
     def _read(self) -> dict[str, Any]:
-        """Return the content of the file; an empty one, and the problem in ``problem``, if it cannot be read."""
+        """Return the content of the file. If it cannot be read, return an empty dictionary and set :attr:`problem`."""
         self.problem = ""
         try:
             if self._path.stat().st_size > MOST_OBJECT_BYTES:

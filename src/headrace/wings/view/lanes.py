@@ -1,6 +1,6 @@
-"""An index of the spans of a run in columns, which answers queries for any window of time at any resolution. A span is
-what one part of the run did between two moments; a lane holds the spans of one part, such as an engine, as a row of the
-timeline.
+"""An index of the spans of a run, stored in columns, for queries of any window of time at any resolution. A span is an
+activity of one part of the run between two moments. A lane is a row of the timeline with the spans of one part, such as
+an engine.
 
 Shape legend: S spans of one lane, U disjoint intervals that they cover, B bins of time.
 """
@@ -26,21 +26,21 @@ Places = npt.NDArray[np.int64]
 LANES = ("engine", "learner", "controller", "environment", "scoring", "sync", "ledger", "rollout")
 """The usual lanes in the order in which they are shown; others follow, sorted by name."""
 MOST_SPANS = 600
-"""Largest number of spans of a lane's window that are shown one by one; with more, the fraction of each bin that they
-fill is shown."""
+"""Largest number of spans of a lane in a window that are listed. If there are more, the fraction of each bin that the
+spans cover is returned instead."""
 MOST_LANES = 32
-"""Largest number of lanes that are shown; further ones are left out."""
+"""Largest number of lanes that are shown; further lanes are left out."""
 RESET_S = 60.0
-"""A span that ends this many seconds before an earlier one, in a run whose clock was reset, belongs to the new clock:
-spans of one life are written within seconds of their end."""
+"""In a run whose clock was reset, a span that ends more than this many seconds before the latest end so far belongs to
+the new clock. Spans of one life are written within seconds of their end, so their order differs by less."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """The spans of one lane that have the same name, in columns; times are in seconds."""
+    """The spans of one lane with the same name, in columns; times are in seconds."""
 
     waits: bool
-    """Whether these spans are time in which the lane waited, rather than worked."""
+    """Whether the lane waited during these spans, and did not work."""
     starts: list[float] = field(default_factory=list)
     """Start of each span, in the order in which they were added."""
     ends: list[float] = field(default_factory=list)
@@ -93,8 +93,8 @@ def merge_intervals(starts_S: Column, ends_S: Column) -> tuple[Column, Column]:
 
 
 def fill_fractions(union: tuple[Column, Column], edges_B: Column) -> Column:
-    """Return the fraction of each bin of time that a union of disjoint intervals (starts and ends) covers. The bins lie
-    between neighbouring ``edges_B``, so that the result has one element fewer.
+    """Return the fraction of each bin of time that a union of disjoint intervals (starts and ends) covers. The bins are
+    the intervals between neighbouring ``edges_B``, so the result has one element fewer than the edges.
 
     >>> fill_fractions((np.array([0.5]), np.array([2.0])), np.array([0.0, 1.0, 2.0, 3.0])).tolist()
     [0.5, 1.0, 0.0]
@@ -119,8 +119,8 @@ class LaneIndex:
     """
 
     def __init__(self, resets: int = 0) -> None:
-        """Create an empty index. ``resets`` is how often the clock of the run's steps went back, which limits the
-        clock resets recognised among the spans."""
+        """Create an empty index. ``resets`` is the number of times that the clock of the run's steps went back; at most
+        as many clock resets are recognised among the spans."""
         self._kinds: dict[tuple[str, str], _Kind] = {}
         self._busy_union: dict[str, tuple[Column, Column]] = {}
         self._resets = resets
@@ -129,7 +129,7 @@ class LaneIndex:
         """Number of seconds by which the spans of each clock are shifted; 0 for the first clock."""
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Add spans in the order of their file; spans that end before they begin are left out."""
+        """Add spans, which must be in the order of their file. Spans that end before they begin are left out."""
         for span in spans:
             if span.end_s < span.start_s:
                 continue
@@ -149,7 +149,7 @@ class LaneIndex:
 
     def lanes(self) -> list[str]:
         """Return the names of the lanes in the order in which they are shown: engines first, then the usual ones, then
-        others by name; at most :data:`MOST_LANES`."""
+        other lanes by name; at most :data:`MOST_LANES`."""
         present = {lane for lane, _ in self._kinds}
         known = [lane for lane in LANES if lane in present]
         engines = sorted(lane for lane in present - set(known) if lane.startswith("engine"))
@@ -168,18 +168,17 @@ class LaneIndex:
         return float(fill_fractions(self._busy_of(lane), np.array(within))[0]) if within[0] < within[1] else 0.0
 
     def busy_s(self, lane: str, pieces: Sequence[tuple[float, float]]) -> float:
-        """Return how many seconds the lane worked in all intervals of ``pieces`` together."""
+        """Return the number of seconds that the lane worked in all intervals of ``pieces`` together."""
         return sum(self.busy(lane, piece) * (piece[1] - piece[0]) for piece in pieces)
 
     def window(self, edges_B: Column) -> list[dict[str, Any]]:
-        """Return what every lane did in the bins between the increasing ``edges_B`` (seconds), as JSON objects: for
-        each name of spans either the spans one by one or, if a lane has many, the fraction of each bin that they
-        fill."""
+        """Return a JSON object for each lane with its activity between the first and the last of the increasing
+        ``edges_B`` (seconds): for each name of spans, either a list of the spans or, if the lane has many, the fraction
+        of each bin that they cover."""
         return [self._lane(lane, edges_B) for lane in self.lanes()]
 
     def _lane(self, lane: str, edges_B: Column) -> dict[str, Any]:
-        """Return the JSON object of what a lane did between the first and the last of the bins' edges ``edges_B``, in
-        seconds."""
+        """Return the JSON object of one lane for :meth:`window`."""
         within = float(edges_B[0]), float(edges_B[-1])
         names = sorted(name for owner, name in self._kinds if owner == lane)
         inside = {name: _overlapping(self._kinds[lane, name], within) for name in names}
@@ -188,9 +187,9 @@ class LaneIndex:
         return {"lane": lane, "parts": parts}
 
     def _part(self, lane: str, name: str, inside: Places, few: bool, edges_B: Column) -> dict[str, Any]:
-        """Return the JSON object of those spans of ``lane`` that are called ``name`` and lie in a window. ``inside``
-        has their places in the order of start. If ``few``, each span is listed; otherwise the fraction of each of the B
-        bins, given by its edges in seconds, that the spans cover."""
+        """Return the JSON object of the spans of ``lane`` with the name ``name`` in a window. ``inside`` has their
+        indices in the order of start. If ``few``, list the spans; otherwise return the fraction of each of the bins
+        between ``edges_B`` (seconds) that the spans cover."""
         kind = self._kinds[lane, name]
         part: dict[str, Any] = {"name": name, "wait": kind.waits, "count": len(inside)}
         if few:
@@ -214,13 +213,12 @@ class LaneIndex:
 
 
 def _overlapping(kind: _Kind, within: tuple[float, float]) -> Places:
-    """Return the indices of those spans of ``kind``, in the order of their starts, that overlap the window
-    ``within``."""
+    """Return the indices, in the order of starts, of the spans of ``kind`` that overlap the window ``within``."""
     starts_S, ends_S, _ = kind.sorted()
     until = int(np.searchsorted(starts_S, within[1]))
     return np.flatnonzero(ends_S[:until] > within[0])
 
 
 def _concatenated(columns: Sequence[Column]) -> Column:
-    """Return the columns one after the other as one; an empty column for none."""
+    """Concatenate ``columns``; return an empty column for an empty sequence."""
     return np.concatenate(columns) if columns else np.zeros(0)

@@ -1,6 +1,6 @@
-"""The outlier tokens of a step: those for which the log-probabilities of engine (log μ) and learner (log π) differ
-most, or, if the learner's were not recorded, those with the smallest log-probability. A ratio or loss that diverges
-starts with these.
+"""The search for outlier tokens of a step: the tokens for which the log-probabilities of engine (log μ) and learner
+(log π) differ most or, if the learner's were not recorded, the tokens with the smallest log-probability. When ratios or
+the loss diverge, such tokens are usually the first to show it.
 
 Shape legend: T tokens of one turn.
 """
@@ -21,19 +21,20 @@ from headrace.flow.ledger.browse import EpisodeQuery, EpisodeRow
 from headrace.wings.view.run import OpenRun
 
 MOST = 20
-"""Number of tokens that are shown."""
+"""Number of tokens that are returned."""
 OF_ONE_TURN = 5
 """Largest number of candidates from one turn."""
 LOOK_S = 1.0
-"""Longest time that one request reads; a larger step is read in part, and the answer says so."""
+"""Longest time in seconds that one request reads. A larger step is read in part, and the answer has the number of read
+episodes."""
 MOST_EPISODES = 20_000
 """Largest number of episodes of one step that are considered."""
 
 
 def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
-    """Return the outlier tokens of ``step``, the worst first: those with the greatest |log π − log μ| (learner minus
-    engine) or, where the learner's log-probabilities were not recorded, those with the smallest log μ. The answer says
-    how many of the step's episodes were read within :data:`LOOK_S`."""
+    """Return the outlier tokens of ``step``, the worst first: the tokens with the greatest |log π − log μ| (learner
+    minus engine) or, if the learner's log-probabilities were not recorded, with the smallest log μ. The field
+    ``looked`` is the number of the step's episodes that were read within :data:`LOOK_S`."""
     rows = run.browser().page(EpisodeQuery(step=step), order="oldest", limit=MOST_EPISODES)
     scored = [row for row in rows if row.status == "scored"]
     until_s = clock.now() + LOOK_S
@@ -56,9 +57,10 @@ def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
 def _candidates(
     episode: EpisodeGraph, row: EpisodeRow, gaps: Mapping[int, FloatColumn] | None
 ) -> list[tuple[float, tuple[int, int, int, int], dict[str, Any]]]:
-    """Return up to :data:`OF_ONE_TURN` outlier tokens of each turn of an episode: those with the largest difference in
-    ``gaps`` (log π − log μ by the index of the turn) or, if that is ``None``, the least likely. Each comes with its
-    rank (smaller is worse), its place, by which equal ranks are ordered, and what the page shows of it."""
+    """Return up to :data:`OF_ONE_TURN` outlier tokens of each turn of an episode: the tokens with the largest
+    difference in ``gaps`` (log π − log μ by the index of the turn) or, if ``gaps`` is ``None``, the least likely
+    tokens. Each entry has a rank (smaller is worse), the token's place, by which equal ranks are ordered, and its JSON
+    for the page."""
     found = []
     for index, turn in enumerate(episode.turns):
         tokens = turn.tokens
@@ -90,7 +92,7 @@ def _candidates(
 
 
 def _with_text(run: OpenRun, detail: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page shows of a token, with its text and the text before it in place of ids."""
+    """Return the JSON of a token for the page, with its text and the text before it in place of ids."""
     before = detail.pop("before")
     words = run.words.pieces([*before, detail["id"]])
     return {**detail, "text": words[-1], "around": "".join(words[:-1])}

@@ -1,5 +1,5 @@
-"""The files of one run directory, kept open: they are read further as they grow, for every page of the dashboard. A
-life of a run is the time from one start or resumption to its end."""
+"""The reader of one run directory for all pages of the dashboard. It reads new lines of the files as they grow. A life
+of a run is the time from one start or resumption of the run to the end of its processes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from headrace.wings.view.text import DirectoryTokenizer
 T = TypeVar("T")
 
 FRESH_S = 12.0
-"""A running run writes its status every second; after this many seconds without a new one it counts as ended. A
-difference between the clocks of two machines that is larger than this is reported."""
+"""Seconds without a new status after which a run counts as ended; a running run writes its status every second. A
+larger difference between the clocks of two machines is reported to the user."""
 LIVING = ("starting", "running")
 """The states of a run that is still running."""
 MOST_EVENTS = 500
@@ -35,19 +35,19 @@ MOST_EVENTS = 500
 MOST_CACHED = 64
 """Largest number of cached results of one run."""
 CACHE_FACTOR = 20.0
-"""A cached result is kept for this many times as long as it took to compute."""
+"""The lifetime of a cached result, as a multiple of the time that its computation took."""
 _RUN_FILES = (METRICS_FILE, TRACE_FILE, CONFIG_FILE, "status.json", "summary.json", SQLITE_FILE, REDIS_FILE)
 
 
 class OpenRun:
-    """The run in ``directory``, as the dashboard reads it: its steps, events, spans, state and ledger. Nothing is
-    written there. Every method may be called from any thread.
+    """A reader of the run in ``directory``: its steps, events, spans, state and ledger. It writes nothing there. Every
+    method may be called from any thread.
 
-    Raises :class:`~headrace.base.errors.DataError` if the directory holds no run.
+    Raises :class:`~headrace.base.errors.DataError` if the directory is not a run directory.
     """
 
     def __init__(self, directory: Path, clock: Clock) -> None:
-        """Open the run in ``directory``; ``clock`` tells how old its status is."""
+        """Open the run in ``directory``; ``clock`` measures the age of its status."""
         refuse_no_run(directory)
         self.directory = directory
         self._clock = clock
@@ -68,10 +68,10 @@ class OpenRun:
         self._cache: dict[str, tuple[float, Any]] = {}
         self._browser: tuple[tuple[int, bool], Browser] | None = None
         self._latest_status: tuple[float, float] | None = None
-        """The time in the latest status, and when this process first read it by its own clock."""
+        """The time in the latest status, and the time by this process's clock at which the status was first read."""
         self._status_advanced = False
-        """Whether a newer status has arrived since the run was opened: then the run is alive, even if its clock
-        differs from ours."""
+        """Whether a newer status has arrived since the run was opened. The run is then alive, even if the clock of its
+        machine differs from the local clock."""
         self.words = DirectoryTokenizer(str(self.config.section("model").get("path") or ""))
 
     @property
@@ -81,12 +81,13 @@ class OpenRun:
 
     @property
     def about(self) -> str:
-        """Return one line for people with the model, the dataset and the reward of the run."""
+        """Return a line for display with the model, the dataset and the reward of the run."""
         return run_about(self.config.tree)
 
     @property
     def steps(self) -> list[StepRecord]:
-        """Return the records of the steps in order; for a step that was repeated after a resume, the later record."""
+        """Return the records of the steps in order. For a step that was repeated after a resumption, only the later
+        record is returned."""
         with self._lock:
             while fresh := self._metrics.read():
                 self._steps = _append_steps([] if self._metrics.restarted else self._steps, fresh)
@@ -96,25 +97,29 @@ class OpenRun:
     def events(self) -> list[Event]:
         """Return the latest events, the oldest first."""
         with self._lock:
-            fresh = self._event_lines.read()
-            if self._event_lines.restarted:
-                self._events, self._evaluated = [], []
-            self._events = [*self._events, *fresh][-MOST_EVENTS:]
-            self._evaluated += [event for event in fresh if event.text.startswith("held-out ")]
+            self._read_events()
             return list(self._events)
+
+    def _read_events(self) -> None:
+        """Read the lines that were added to the run's events since the last call."""
+        fresh = self._event_lines.read()
+        if self._event_lines.restarted:
+            self._events, self._evaluated = [], []
+        self._events = [*self._events, *fresh][-MOST_EVENTS:]
+        self._evaluated += [event for event in fresh if event.text.startswith("held-out ")]
 
     @property
     def evaluations(self) -> list[tuple[int, float]]:
-        """Return version and mean held-out reward of every evaluation, in all lives."""
+        """Return the version and the mean held-out reward of every evaluation in all lives of the run."""
         with self._lock:
-            assert isinstance(self.events, list)  # the property also reads new lines into _evaluated
+            self._read_events()
             living = self.state()["state"] in LIVING
             return evaluations(self.steps, {} if living else self.summary.tree, self._evaluated)
 
     @contextmanager
     def lanes(self) -> Iterator[LaneIndex]:
-        """Yield the index of the run's spans, what its parts did when, up to now; it does not change while the body
-        runs."""
+        """Return a context with an up-to-date index of the run's spans, which record what each part did between two
+        moments. The index does not change within the context."""
         with self._lock:
             resets = clock_resets(self.steps)
             if resets != self._resets:
@@ -127,8 +132,8 @@ class OpenRun:
             yield self._lanes
 
     def browser(self) -> Browser:
-        """Return the reader of the run's ledger. It is opened again if the file was replaced, or if a run began or
-        ended writing it.
+        """Return the reader of the run's ledger. The ledger is opened again if its file was replaced, or if a process
+        started or stopped writing it.
 
         Raises :class:`~headrace.base.errors.LedgerError` if the ledger cannot be read.
         """
@@ -146,7 +151,7 @@ class OpenRun:
         """Return the state of the run (``starting``, ``running``, ``finished``, ``stopped``, ``failed``, ``killed`` or
         ``unknown``), its phase while it runs, the cause of its end, and its progress in steps."""
         status, summary, steps = self.status.tree, self.summary.tree, self.steps
-        living = self._lives(status)
+        living = self._is_running(status)
         ended = str(summary.get("status") or self._without_summary(status))
         total = status.get("steps_total") or self.config.section("run").get("steps")
         return {
@@ -170,12 +175,12 @@ class OpenRun:
         return "failed" if (self.directory / LOCK_FILE).exists() else "unknown"
 
     def notes(self) -> list[str]:
-        """Return a sentence for each file that cannot be read or is missing, and for each figure that may be wrong, for
-        the user."""
+        """Return notes for the user: a sentence for each file that is missing or cannot be read, and for each figure
+        that may be wrong."""
         with self.lanes():
             notes = [self._metrics.problem, self._trace.problem, self._event_lines.problem]
         notes += [file.problem for file in (self.config, self.summary, self.status, self.parts)]
-        notes += [self._skew(), note_on_resumption(self.steps)]
+        notes += [self._clock_skew_note(), note_on_resumption(self.steps)]
         if self.config.tree:
             try:
                 verify(self.directory, [CONFIG_FILE])
@@ -183,7 +188,7 @@ class OpenRun:
                 notes.append(f"{error.problem}: the settings that are shown are not those of the run")
         if not (self.directory / METRICS_FILE).exists():
             notes.append(f"{METRICS_FILE} is not there: no step has ended yet")
-        if not self.summary.tree and not self.summary.problem and not self._lives(self.status.tree):
+        if not self.summary.tree and not self.summary.problem and not self._is_running(self.status.tree):
             notes.append("summary.json is not there: the run has not ended, or was killed")
         if not (self.directory / TRACE_FILE).exists():
             notes.append(f"{TRACE_FILE} is not there: the timeline is empty")
@@ -194,15 +199,15 @@ class OpenRun:
         return [note for note in notes if note]
 
     def stamp(self) -> tuple[object, ...]:
-        """Return a value that differs from earlier ones whenever a file of the run has changed. The server compares it
-        to know when pages must be told."""
+        """Return a value that changes whenever a file of the run changes. The server compares it with the previous
+        value to detect changes, of which it notifies the pages."""
         files = (self.summary, self.status, self.live)
         return (*(_size(self.directory / name) for name in (*_RUN_FILES, EVENTS_FILE)), *(file.stamp for file in files),
                 _size(self.directory / f"{SQLITE_FILE}-wal"))  # fmt: skip
 
     def cached(self, key: str, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, or an earlier result under the same ``key`` while that is fresh: slow results
-        are not computed again at every request while a run writes."""
+        """Return the result of ``work``, or a cached result with the same ``key`` that is still fresh. The cache avoids
+        computing slow results at every request while a run writes."""
         with self._lock:
             until_s, found = self._cache.get(key, (0.0, None))
             began_s = self._clock.now()
@@ -227,16 +232,17 @@ class OpenRun:
                 self._browser[1].close()
                 self._browser = None
 
-    def _lives(self, status: dict[str, Any]) -> bool:
-        """Return whether the run is running, by its ``status``: it is fresh, and the controller has not ended."""
+    def _is_running(self, status: dict[str, Any]) -> bool:
+        """Return whether the run is running: its ``status`` is fresh and does not report that the controller has
+        ended."""
         written, parts = status.get("written_s"), status.get("components")
         controller = parts[0] if isinstance(parts, list) and parts and isinstance(parts[0], dict) else {}
         return isinstance(written, int | float) and self._is_fresh(written) and controller.get("state") != "ended"
 
     def _is_fresh(self, written_s: float) -> bool:
         """Return whether a status that was written at ``written_s`` (seconds since 1970, by the run's machine) is
-        recent: at first by comparing the clocks of both machines; once a newer status has arrived while the dashboard
-        is open, by this machine's clock alone."""
+        recent. At first the clocks of both machines are compared. Once a newer status has arrived while the dashboard
+        is open, only this machine's clock is used."""
         with self._lock:
             now_s = self._clock.now()
             if self._latest_status is None or self._latest_status[0] != written_s:
@@ -246,11 +252,11 @@ class OpenRun:
                 return now_s - self._latest_status[1] < FRESH_S
             return abs(self._clock.wall() - written_s) < FRESH_S
 
-    def _skew(self) -> str:
-        """Return a note for the user on how far the clock of the run's machine is from this machine's; empty if it is
-        close, if the run has ended, or if that cannot be told yet."""
+    def _clock_skew_note(self) -> str:
+        """Return a note for the user about the difference between the clocks of the run's machine and of this machine;
+        empty if the difference is small or not yet known, or if the run has ended."""
         written = self.status.tree.get("written_s")
-        if not self._status_advanced or not self._lives(self.status.tree) or not isinstance(written, int | float):
+        if not self._status_advanced or not self._is_running(self.status.tree) or not isinstance(written, int | float):
             return ""
         ahead_s = written - self._clock.wall()
         words = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
@@ -262,8 +268,8 @@ class OpenRun:
 
 
 def _append_steps(steps: list[StepRecord], fresh: list[StepRecord]) -> list[StepRecord]:
-    """Append the records ``fresh`` to ``steps``, and return ``steps``. A step that was repeated after a resumption
-    replaces the earlier record of it, and those after it."""
+    """Append the records ``fresh`` to ``steps``, and return ``steps``. The record of a step that was repeated after a
+    resumption replaces the earlier record of that step, and of all later steps."""
     for record in fresh:
         while steps and steps[-1].step >= record.step:
             steps.pop()
@@ -272,7 +278,7 @@ def _append_steps(steps: list[StepRecord], fresh: list[StepRecord]) -> list[Step
 
 
 def refuse_no_run(directory: Path) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` unless ``directory`` holds a run."""
+    """Raise :class:`~headrace.base.errors.DataError` unless ``directory`` is a run directory."""
     if not directory.is_dir():
         raise DataError(f"{directory} is not a directory", remedy="name the directory of a run")
     if not any((directory / name).exists() for name in _RUN_FILES):
@@ -283,8 +289,8 @@ def refuse_no_run(directory: Path) -> None:
 
 
 def find_runs(directories: list[Path], *, most: int = 32) -> list[Path]:
-    """Return the run directories that the user means: each of ``directories`` if it is one, or else the runs one or two
-    levels below it, the latest first; at most ``most`` in all.
+    """Return the run directories that the user has named: each of ``directories`` if it is a run directory, or else the
+    runs one or two levels below it, the latest first; at most ``most`` in all.
 
     Raises :class:`~headrace.base.errors.DataError` if there is no run.
     """
@@ -303,12 +309,13 @@ def find_runs(directories: list[Path], *, most: int = 32) -> list[Path]:
 
 
 def _is_run(directory: Path) -> bool:
-    """Return whether a directory holds a run: whether it has a file that only runs write."""
+    """Return whether a directory is a run directory: whether it has a file that only runs write."""
     return any((directory / name).exists() for name in _RUN_FILES)
 
 
 def changed_s(directory: Path) -> float:
-    """Return when the run in ``directory`` last wrote a file, in seconds since 1970; 0 if it has written none."""
+    """Return the time at which the run in ``directory`` last wrote a file, in seconds since 1970; 0 if there are no
+    files of a run."""
     newest = [_mtime(directory / name) for name in _RUN_FILES]
     return max(newest, default=0.0)
 

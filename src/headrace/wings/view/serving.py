@@ -1,4 +1,4 @@
-"""The server of the dashboard: its settings, its socket, and the browser that it opens."""
+"""The HTTP server of the dashboard: its settings, its socket, and the opening of a browser."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class AppOf(Protocol):
     the server starts."""
 
     def __call__(self, *, token: str, secure: bool, ending: Callable[[], bool]) -> ViewAuth:
-        """Return the application, to which every request must carry ``token``. Its event streams end once ``ending()``
-        is true; ``secure`` says that it is reached over TLS only."""
+        """Return the application. Every request must have ``token``. Its event streams end once ``ending()`` returns
+        true; ``secure`` is true if the application is served over TLS only."""
         ...
 
 
@@ -54,15 +54,15 @@ def make_server(app_of: AppOf, config: ViewConfig) -> HttpServer:
 
 
 def open_browser(url: str, report: Callable[[str], None], directory: Path) -> threading.Thread:
-    """Open ``url`` in a browser, from a separate thread; report through ``report`` if there is no browser. The browser
-    gets a private page in ``directory`` that redirects to ``url``, because every user of the machine can read its
-    arguments."""
+    """Open ``url`` in a browser, in a separate thread, which is returned; call ``report`` with a message if there is no
+    browser. The browser opens a private page in ``directory`` that redirects to ``url``, because every user of the
+    machine can read the browser's command-line arguments, and the URL has the token."""
     page = directory / "open.html"
     page.touch(0o600)
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(url)}">', encoding="utf-8")
 
     def show() -> None:
-        """Open the page in a browser; report how to open it by hand if there is none that has a window."""
+        """Open the page in a browser; report how to open it by hand if there is no graphical browser."""
         found: webbrowser.BaseBrowser | None = None
         with suppress(webbrowser.Error):
             found = webbrowser.get()
@@ -77,7 +77,8 @@ def open_browser(url: str, report: Callable[[str], None], directory: Path) -> th
 
 
 def _in_terminal(found: webbrowser.BaseBrowser) -> bool:
-    """Return whether a browser would draw its pages in this terminal; such browsers run no scripts either."""
+    """Return whether a browser displays its pages in this terminal. Such browsers cannot show the dashboard, because
+    they run no scripts."""
     return isinstance(found, webbrowser.GenericBrowser) and not isinstance(found, webbrowser.BackgroundBrowser)
 
 
@@ -104,7 +105,7 @@ def address(listening: socket.socket, config: ViewConfig) -> str:
 
 
 DEFAULT_PORT = 8321
-"""The port of the dashboard, unless another one is given."""
+"""The default port of the dashboard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""The page that shows a server of the Tinker protocol: its tenants (adapters in training), their queues, and the tokens
-that were sampled and trained.
+"""The page about a server of the Tinker protocol, and its JSON API: the tenants (models in training), their queues, and
+the tokens that were sampled and trained.
 
     /api/tenants                   tenants, waiting requests, the last samples
     /api/tenants/samples/N         one sampled sequence: text, log-probability and version of each token
@@ -29,13 +29,13 @@ def make_tenants_app(
     records: ServerRecords, *, clock: Clock, token: str, secure: bool, ending: Callable[[], bool]
 ) -> ViewAuth:
     """Return the ASGI application that serves the page about a server, with its JSON API. ``records`` reads the state
-    of the server, and ``clock`` tells the present time. Every request must carry ``token``; ``secure`` says that the
-    application is reached over TLS only. ``ending``, an argument of every
-    :class:`headrace.wings.view.serving.AppOf`, is not used, because the application has no event streams to end."""
+    of the server, and ``clock`` provides the current time. Every request must have ``token``; ``secure`` is true if the
+    application is served over TLS only. ``ending``, an argument of every :class:`headrace.wings.view.serving.AppOf`, is
+    not used, because the application has no event streams to end."""
     texts = _Texts(records)
 
     def tenants(_: Request) -> Response:
-        """Answer with the tenants, the waiting requests and the last samples, as of now."""
+        """Answer with the tenants, the waiting requests and the last samples."""
         now_s = clock.wall()
         lists = {"tenants": records.tenants(now_s), "queue": records.queue(now_s), "samples": records.samples()}
         return answered({"directory": str(records.directory), "now_s": now_s, **lists})
@@ -64,22 +64,23 @@ def make_tenants_app(
 
 
 class _Texts:
-    """Turns token ids into text by the tokenizer of the base model that sampled them; each tokenizer is loaded once."""
+    """A converter of token ids to text, by the tokenizer of a base model. Each tokenizer is loaded once."""
 
     def __init__(self, records: ServerRecords) -> None:
-        """``records`` tell the directory of each base model."""
+        """Create a converter; ``records`` has the directory of each base model."""
         self._records = records
-        self._of: dict[str, DirectoryTokenizer] = {}
+        self._tokenizers: dict[str, DirectoryTokenizer] = {}
 
     def of(self, base: str, ids: Sequence[int]) -> list[str]:
-        """Return the text of each of ``ids``, tokens of the base model that is called ``base``."""
-        if base not in self._of:
-            self._of[base] = DirectoryTokenizer(self._records.bases().get(base, ""))
-        return self._of[base].pieces(ids)
+        """Return the text of each of ``ids`` by the tokenizer of the base model named ``base``."""
+        if base not in self._tokenizers:
+            self._tokenizers[base] = DirectoryTokenizer(self._records.bases().get(base, ""))
+        return self._tokenizers[base].pieces(ids)
 
 
 def _first(targets: Sequence[Any]) -> list[int]:
-    """Return one target token for each position of a sequence: the first where a position has a list of several."""
+    """Return one target token for each position of a sequence: the first token where a position has a list of
+    tokens."""
     return [each[0] if isinstance(each, list) else each for each in targets]
 
 

@@ -1,4 +1,4 @@
-"""The text of token ids, token by token, for the pages that show tokens."""
+"""The conversion of token ids to text, token by token, for the dashboard's pages that show tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class DirectoryTokenizer:
         self._model_dir = model_dir
         self._decode: Decode | None = None
         self.problem = ""
-        """Why there is no text; empty if there is, or the tokenizer has not been loaded yet."""
+        """The reason why the tokenizer cannot be loaded; empty if it is loaded or was not needed yet."""
 
     def pieces(self, ids: Sequence[int], first: int = 0, last: int | None = None) -> list[str]:
-        """Return the text that each of the tokens ``ids[first:last]`` adds (``last=None``: to the end). A token with
-        only a part of a character adds nothing: the token that completes the character adds it. Without a tokenizer,
-        every piece is the token's id."""
+        """Return the text that each of the tokens ``ids[first:last]`` adds (``last=None``: to the end). The piece of a
+        token that has only a part of a character is empty; the token that completes the character has the whole
+        character. Without a tokenizer, every piece is the token's id."""
         decode = self._loaded()
         last = len(ids) if last is None else last
         if decode is None:
@@ -47,8 +47,8 @@ class DirectoryTokenizer:
         return " ".join(map(str, ids)) if decode is None else decode(ids)
 
     def _loaded(self) -> Decode | None:
-        """Return the function from ids to text, which is loaded at the first call; ``None`` if it cannot be loaded. The
-        reason is then in ``problem``, and later calls do not try again."""
+        """Return the decoding function, which is loaded at the first call; ``None`` if it cannot be loaded. In that
+        case ``problem`` is set, and later calls do not try again."""
         if self._decode is None and not self.problem:
             try:
                 self._decode = _load(self._model_dir)
@@ -58,8 +58,8 @@ class DirectoryTokenizer:
 
 
 def _load(model_dir: str) -> Decode:
-    """Return the function from token ids to text for the model in ``model_dir``, by its fast tokenizer if that file is
-    there. Raises :class:`~headrace.base.errors.ModelError` if there is no tokenizer that can be loaded."""
+    """Return the decoding function for the model in ``model_dir``, with its fast tokenizer if the file
+    ``tokenizer.json`` exists. Raises :class:`~headrace.base.errors.ModelError` if no tokenizer can be loaded."""
     if not model_dir:
         raise ModelError("the settings of this run name no model", remedy="restore its config.json")
     model_dir = local_directory(model_dir, weights=False, fetch=False)

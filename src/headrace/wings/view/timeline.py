@@ -1,5 +1,5 @@
-"""The answer to the timeline page: any window of all lanes, on a clock that begins with the first rollout. A lane holds
-the spans of one part of the run, what it did between two moments.
+"""The JSON answer to the timeline page: any window of all lanes, on a clock that begins with the first rollout. A lane
+has the spans of one part of the run; a span is an activity between two moments.
 
 A run that was resumed has several lives. The timeline shows one after the other, without the pauses between them.
 """
@@ -19,7 +19,7 @@ from headrace.wings.view.run import OpenRun
 
 MOST_BINS = 2000
 MOST_STEPS = 200
-"""Largest number of steps of a window that are marked one by one."""
+"""Largest number of steps of a window that are marked."""
 PAUSE_S = 1e-9
 """Length of a pause between two lives on the timeline: almost nothing, but interpolation needs an increasing clock."""
 
@@ -36,8 +36,7 @@ class RunClock:
     """
 
     def __init__(self, intervals: Sequence[tuple[float, float]]) -> None:
-        """Create the clock from ``intervals``: the beginning and the end of every life on the spans' clock, in
-        order."""
+        """Create the clock. ``intervals`` has the beginning and the end of every life on the spans' clock, in order."""
         lengths = [end - start for start, end in intervals]
         self.starts = [sum(lengths[:place]) for place in range(len(lengths))]
         """Running time at the beginning of each life, in seconds."""
@@ -50,7 +49,7 @@ class RunClock:
 
     def of(self, moments_s: Sequence[float]) -> list[float]:
         """Convert moments on the spans' clock to running time in seconds, rounded to a microsecond. A moment within a
-        pause becomes the end of the life before it."""
+        pause is converted to the end of the life before the pause."""
         found: list[float] = np.round(np.interp(moments_s, self._span_times, self._run_times), 6).tolist()
         return found
 
@@ -71,10 +70,10 @@ class RunClock:
 
 
 def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
-    """Return what the lanes did between ``start`` and ``end``, in seconds since the first rollout; an empty text means
-    the beginning or the end of the run. The window is divided into about ``bins`` parts where there are too many spans
-    to show one by one. All three are texts of a request; raises :class:`~headrace.base.errors.DataError` for texts that
-    are no numbers, and for an empty window."""
+    """Return the activity of the lanes between ``start`` and ``end``, in seconds since the first rollout; an empty text
+    means the beginning or the end of the run. For a lane with too many spans to list, the window is divided into about
+    ``bins`` bins. All three are texts from a request. Raises :class:`~headrace.base.errors.DataError` for texts that
+    are not numbers, and for an empty window."""
     steps = run.steps
     with run.lanes() as lanes:
         extent = lanes.extent()
@@ -113,15 +112,14 @@ def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
 
 
 def _thinned(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return about :data:`MOST_STEPS` of the marks of steps at most, evenly chosen and always with the last one,
-    because the page opens with the end."""
+    """Return at most about :data:`MOST_STEPS` of the marks of steps, evenly spaced. The last mark is always included,
+    because the page first shows the end of the run."""
     stride = -(-len(marks) // MOST_STEPS) or 1
     return marks[::stride] + (marks[-1:] if (len(marks) - 1) % stride else [])
 
 
 def _on_one_clock(steps: Sequence[StepRecord], lanes: LaneIndex) -> list[list[tuple[float, StepRecord]]]:
-    """Return the steps of every life, each with the moment of its end on the clock of ``lanes``, on which the spans of
-    all lives follow each other."""
+    """Return the steps of every life, each with the moment of its end on the monotonic clock of ``lanes``."""
     found: list[list[tuple[float, StepRecord]]] = []
     resets, before_s = 0, -np.inf
     for life in lives(steps):
@@ -139,8 +137,8 @@ def _in_training(account: Account | None, lane: str) -> float | None:
 
 
 def _convert_spans(part: dict[str, Any], clock: RunClock) -> bool:
-    """Convert the spans of ``part``, those of one name in a lane, to running time in place, and drop those that lie
-    within a pause between two lives. Return whether the part has anything left to show; a part with fractions of bins
+    """Convert the spans of ``part`` (the spans of a lane with one name) to running time in place, and drop the spans
+    within a pause between two lives. Return whether the part still has data; a part with fractions of bins always
     has."""
     if "spans" not in part:
         return True
@@ -155,7 +153,7 @@ def _convert_spans(part: dict[str, Any], clock: RunClock) -> bool:
 
 
 def _moment(text: str, default: float) -> float:
-    """Return the number of seconds that ``text`` writes, or ``default`` for an empty one. Raises
+    """Parse ``text`` as a number of seconds; return ``default`` for an empty text. Raises
     :class:`~headrace.base.errors.DataError` for other text."""
     try:
         found = float(text) if text else default

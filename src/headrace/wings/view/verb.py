@@ -1,4 +1,4 @@
-"""The command ``headrace view``."""
+"""The command ``headrace view``: read its options, and serve or export the dashboard."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def view(
 
 def _runs(asked: list[Path], config: ViewConfig, clock: Clock, *, live: bool, export: bool, browser: bool) -> None:
     """Serve the dashboard of the runs in the directories ``asked``; with ``export``, write it into files instead. With
-    ``live``, only the run that wrote last is shown; with ``browser``, a browser is opened."""
+    ``live``, show only the run that wrote a file last; with ``browser``, open a browser."""
     from headrace.wings.view.app import make_app
     from headrace.wings.view.run import OpenRun, changed_s, find_runs
 
@@ -93,7 +93,7 @@ def _tenants(state: Path, config: ViewConfig, clock: Clock, *, browser: bool) ->
 
 def _refuse_others(asked: list[Path], *, alone: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` unless the state directory of a server was named ``alone``,
-    without other directories and without options that are about runs."""
+    without other directories and without options for runs."""
     if len(asked) > 1 or not alone:
         raise ConfigError(
             "the state of a headrace tinker has a page of its own", remedy="name it alone, without --live or --export"
@@ -109,7 +109,7 @@ def _serve(app_of: AppOf, config: ViewConfig, *, browser: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="headrace-view-") as private:
 
         def report(url: str) -> None:
-            """Print the address of the page, and open it in a browser if that is wanted."""
+            """Print the address of the page, and open it in a browser with ``browser``."""
             out.print(f"open     {url}", style="bold", soft_wrap=True)
             out.print("end it   Ctrl-C")
             if browser:

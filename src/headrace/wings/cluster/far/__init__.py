@@ -1,5 +1,5 @@
-"""A process on another machine, which is the node of a cluster (ray/), or a machine that has joined (joining/).
+"""A process of the run on another machine: a node of a Ray cluster (ray/), or a machine that has joined (joining/).
 
-supervisor.py     starts the process and watches it, on its machine
-process.py    represents the process in the run
+supervisor.py    the object that starts and supervises the process, on its machine
+process.py       the controller's handle of the process
 """

@@ -1,5 +1,6 @@
-"""A process on another machine, as the run sees it through its supervisor: an object on that machine that starts the
-process, watches it, and takes it with it when it ends. Its methods are called from here over the network."""
+"""The controller's handle of a process on another machine. The controller calls the methods of the process's supervisor
+over the network: an object on that machine that starts the process and supervises it. When the supervisor ends, the
+process ends too."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ import msgspec
 from headrace.wings.cluster.far.supervisor import FarExit
 
 METER_S = 1.0
-"""Longest wait for a reading of processor time, in seconds."""
+"""Longest wait for the answer to a query about the process, such as its processor time, in seconds."""
 MAX_REASON_BYTES = 200
-"""Largest size in bytes of the reason why a process cannot continue; the rest is cut off."""
+"""Largest size in bytes of the reason why a process makes no progress; longer reasons are cut."""
 KILL_S = 30.0
-"""Longest wait, in seconds, for the report that a killed process has ended; after it the process counts as lost."""
+"""Longest wait, in seconds, for the report that a killed process has ended; after this time the process counts as
+lost."""
 
 
 class SupervisorLost(Exception):
@@ -25,30 +27,31 @@ class SupervisorLost(Exception):
 
 
 class SupervisorUnusable(Exception):
-    """The error of a supervisor that cannot be made on its machine, or that does not answer as it should, so that
-    trying again would not help. Its text gives the reason."""
+    """The error of a supervisor that cannot be created on its machine, or that sends invalid answers. A retry would not
+    help. Its text gives the reason."""
 
 
 class SupervisorHandle(Protocol):
-    """A handle of a :class:`~headrace.wings.cluster.far.supervisor.ProcessSupervisor` on another machine, which is an
-    actor of Ray or a part of ``headrace join``."""
+    """A handle of a :class:`~headrace.wings.cluster.far.supervisor.ProcessSupervisor` on another machine. The
+    supervisor is a Ray actor, or an object in the program ``headrace join``."""
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         """Call a method of the supervisor, and return a future of its result.
 
-        The future fails with :class:`SupervisorLost` if the supervisor has ended or cannot be reached, with
-        :class:`SupervisorUnusable` if it cannot be made on its machine or does not answer as it should.
+        The future fails with :class:`SupervisorLost` if the supervisor has ended or cannot be reached, and with
+        :class:`SupervisorUnusable` if it cannot be created on its machine or sends invalid answers.
         """
         ...
 
     def kill(self) -> None:
-        """End the supervisor, and its process with it."""
+        """End the supervisor and its process."""
         ...
 
 
 async def in_time(answer: asyncio.Future[Any], timeout_s: float) -> Any:
-    """Wait up to ``timeout_s`` seconds for ``answer``, the future of a call of a supervisor, and return its result.
-    Raises the error of the call, :class:`SupervisorLost` or :class:`SupervisorUnusable`, or ``TimeoutError``."""
+    """Wait up to ``timeout_s`` seconds for ``answer``, the future of a supervisor's method call, and return the result.
+    Raises the error of the call (:class:`SupervisorLost` or :class:`SupervisorUnusable`), or ``TimeoutError``. The
+    future is not cancelled."""
     await asyncio.wait([answer], timeout=timeout_s)
     if not answer.done():
         raise TimeoutError
@@ -56,29 +59,29 @@ async def in_time(answer: asyncio.Future[Any], timeout_s: float) -> Any:
 
 
 class FarProcess:
-    """A process of the run on another machine, with the interface of :class:`~headrace.launch.child.Process`. ``pid``
-    is its id there and ``node`` the address of the machine. ``kept`` says that its resources are limited, and that it
-    is killed at its end instead of being told to shut down."""
+    """A process of the run on another machine, with the interface of :class:`~headrace.launch.child.Process`."""
 
     def __init__(self, supervisor: SupervisorHandle, pid: int, node: str, *, kept: bool) -> None:
-        """Make the handle of a process that ``supervisor`` has started, and ask the supervisor to report its end."""
-        self._supervisor, self._pid, self._node, self._kept = supervisor, pid, node, kept
+        """Create the handle of a process that ``supervisor`` has started, and request a report of the process's end.
+        ``pid`` is the process id on the machine with the address ``node``. ``kept``: the process runs with limited
+        resources, and is killed at its end instead of being asked to shut down."""
+        self._supervisor, self._pid, self._node, self._is_limited = supervisor, pid, node, kept
         self._end: asyncio.Future[FarExit] = asyncio.get_running_loop().create_future()
-        supervisor.call("ended").add_done_callback(self._learn_end)
+        supervisor.call("ended").add_done_callback(self._record_end)
 
     @property
     def pid(self) -> int:
-        """The process id on its machine."""
+        """The process id on the process's machine."""
         return self._pid
 
     @property
     def node(self) -> str:
-        """The address of its machine."""
+        """The address of the process's machine."""
         return self._node
 
     @property
     def working_pid(self) -> int:
-        """The id of the process that does the work, which is the same process here."""
+        """The id of the process that does the work; here it is equal to :attr:`pid`."""
         return self._pid
 
     @property
@@ -88,8 +91,8 @@ class FarProcess:
 
     @property
     def accepts_shutdown(self) -> bool:
-        """Whether the process ends by itself when it is asked to shut down; otherwise it is killed."""
-        return not self._kept
+        """Whether the process shuts down on request; otherwise it must be killed."""
+        return not self._is_limited
 
     async def wait(self) -> int:
         """Wait until the process has ended or is lost, and return its exit code."""
@@ -97,12 +100,12 @@ class FarProcess:
         return self._end.result().code
 
     async def kill(self) -> None:
-        """Kill the process by ending its supervisor, and wait up to :data:`KILL_S` seconds until its machine reports
-        the end."""
+        """Kill the process by ending its supervisor, and wait up to :data:`KILL_S` seconds for the report of the
+        process's end. Without a report, the process counts as lost."""
         self._supervisor.kill()  # this closes the pipe to the process, which then ends
         await asyncio.wait([self._end], timeout=KILL_S)
         if not self._end.done():
-            self._end.set_result(_gone("was ended, and its machine does not say that it is gone"))
+            self._end.set_result(_lost_exit("was ended, and its machine does not say that it is gone"))
 
     async def computed_s(self) -> float:
         """Return the seconds of processor time that the process has used; 0 if its machine does not answer."""
@@ -112,8 +115,8 @@ class FarProcess:
             return 0.0
 
     async def halted(self) -> str:
-        """Return why the process makes no progress, such as a signal that stopped it, as its machine reports it; empty
-        if it is not halted, or if that is not known."""
+        """Return the reason why the process makes no progress, such as a signal that has stopped it, as its machine
+        reports it. Return an empty text if the process is not halted or its machine does not answer."""
         try:
             words: bytes = await in_time(self._supervisor.call("halted"), METER_S)
         except (SupervisorLost, SupervisorUnusable, TimeoutError):
@@ -121,27 +124,30 @@ class FarProcess:
         return words[:MAX_REASON_BYTES].decode("utf-8", "replace")
 
     def ending(self) -> str:
-        """Return how the process ended, in words that follow its name."""
+        """Return how the process has ended, in words that follow its name in a sentence. The process must have
+        ended."""
         return self._end.result().words
 
     def last_lines(self, log: Path) -> list[str]:
-        """Return the last lines of its log, which its machine sent when it ended."""
+        """Return the last lines of the process's log, which its machine has sent with the report of its end. The path
+        ``log`` is ignored."""
         return self._end.result().lines
 
     def close(self) -> None:
-        """End the supervisor, after the end of the process."""
+        """End the supervisor. The process must have ended."""
         self._supervisor.kill()
 
-    def _learn_end(self, answer: asyncio.Future[Any]) -> None:
-        """Note how the process ended, from the result of its supervisor's method ``ended``, or from the error of that
-        call."""
+    def _record_end(self, answer: asyncio.Future[Any]) -> None:
+        """Record how the process has ended. ``answer`` is the completed call of the supervisor's method ``ended``; if
+        the call has failed, the process counts as lost."""
         if self._end.done() or answer.cancelled():
             return
         error = answer.exception()
-        ended = _gone(str(error)) if error is not None else msgspec.json.decode(answer.result(), type=FarExit)
+        ended = _lost_exit(str(error)) if error is not None else msgspec.json.decode(answer.result(), type=FarExit)
         self._end.set_result(ended)
 
 
-def _gone(words: str) -> FarExit:
-    """Return the end of a process of which its machine cannot report any more; it counts as killed."""
+def _lost_exit(words: str) -> FarExit:
+    """Return the exit of a lost process, which its machine cannot report: it counts as killed, for the reason
+    ``words``."""
     return FarExit(code=-signal.SIGKILL, words=words, lines=[])

@@ -1,6 +1,6 @@
-"""The supervisor of one process of the run on another machine (a node): an actor of a cluster, or a part of the program
-``headrace join``. When the supervisor or its machine ends, the pipe that it holds closes, and the process ends with all
-that it started."""
+"""The supervisor of one process of the run on another machine (a node). It is a Ray actor, or an object in the program
+``headrace join``. When the supervisor ends, its pipe to the process closes, and the process ends with all its child
+processes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, Lear
 
 
 class NodeQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """A question about a node that the controller asks before a process is started there."""
+    """The controller's query about a node, sent before a process is started there."""
 
     paths: dict[str, str]
-    """Paths that must exist on the node, by the setting that names them."""
+    """Paths that must exist on the node, by the setting that names the path."""
     run_dir: str
     """Path of the run directory on the controller's machine."""
     mark: str
-    """Name of a file that the controller has made in the run directory. If the node does not see it, its run directory
-    is another folder."""
+    """Name of a file that the controller has created in the run directory. If the file does not exist on the node, the
+    node does not share the run directory."""
 
 
 class NodeReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,11 +45,11 @@ class NodeReply(msgspec.Struct, frozen=True, kw_only=True):
     headrace: str
     """Version of Headrace on the node."""
     missing: dict[str, str]
-    """The paths of the query that do not exist on the node, by the setting that names each of them."""
+    """The paths of the query that do not exist on the node, by the setting that names the path."""
     shared: bool
-    """Whether the node sees the controller's run directory."""
+    """Whether the node shares the controller's run directory under the same path."""
     port: int
-    """A port that was free when the query was answered."""
+    """A TCP port of the node that was free when the query was answered."""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,14 +58,14 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Name of the process in the run."""
     briefing: Briefing
-    """What the process is to do, and the addresses of its channel to the controller."""
+    """The settings of the process, and the addresses of its channel to the controller."""
     token: str
-    """The run's secret, which the process must show."""
+    """The run's secret, with which the process authenticates itself."""
     num_threads: int
-    """Number of threads that the process may compute with."""
+    """Number of threads with which the process may compute."""
     log: str
-    """Path of the log; empty if the node does not see the run directory. The log is then a file of the supervisor,
-    which is deleted when the process ends."""
+    """Path of the log; empty if the node does not share the run directory. The log is then in the supervisor's
+    directory, which is deleted when the process ends."""
 
 
 class FarExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,17 +74,18 @@ class FarExit(msgspec.Struct, frozen=True, kw_only=True):
     code: int
     """Exit code; negative for a signal."""
     words: str
-    """How the process ended, in words that follow its name in a sentence."""
+    """How the process has ended, in words that follow its name in a sentence."""
     lines: list[str]
     """The last lines of the process's log."""
 
 
 class ProcessSupervisor:
-    """The supervisor of one process, from its start to its end. The run calls its methods over the network, so they
-    take and return JSON as bytes, strings and numbers."""
+    """The supervisor of one process, from its start to its end. The controller calls its methods over the network, so
+    they accept and return only bytes (JSON), strings and numbers."""
 
     def __init__(self, address: str) -> None:
-        """Make a supervisor without a process. ``address`` is that at which other machines reach this one."""
+        """Create a supervisor without a process. ``address`` is the address of this machine, under which other machines
+        reach it."""
         self._address = address
         self._process: LocalProcess | None = None
         self._log = Path()
@@ -100,7 +101,7 @@ class ProcessSupervisor:
             port = free.getsockname()[1]
         found = NodeReply(
             address=address,
-            interface=_interface(address),
+            interface=_interface_of(address),
             headrace=__version__,
             missing={setting: path for setting, path in question.paths.items() if not Path(path).exists()},
             shared=Path(question.run_dir, question.mark).exists(),
@@ -109,8 +110,8 @@ class ProcessSupervisor:
         return msgspec.json.encode(found)
 
     def clock_s(self) -> float:
-        """Return the time of the node's monotonic clock in seconds, by which the run aligns times of different
-        machines."""
+        """Return the time of the node's monotonic clock in seconds, with which the controller aligns the times of
+        different machines."""
         return RealClock().now()
 
     async def begin(self, order: bytes) -> int:
@@ -125,8 +126,9 @@ class ProcessSupervisor:
         return self._process.pid
 
     async def ended(self) -> bytes:
-        """Wait for the process to end, end all that it started, and return the encoded :class:`FarExit`."""
-        process = self._running()
+        """Wait until the process has ended, end its child processes, and return the encoded :class:`FarExit`. The
+        supervisor's directory is deleted."""
+        process = self._running_process()
         await process.wait()
         await process.kill()
         code = process.returncode
@@ -137,36 +139,36 @@ class ProcessSupervisor:
         return msgspec.json.encode(answer)
 
     async def drop(self) -> None:
-        """Kill the process now, if there is one, and delete the directory of the supervisor."""
+        """Kill the process immediately; without a process, delete the directory of the supervisor. :meth:`ended`
+        deletes it otherwise."""
         if self._process is None:
             self._directory.end()
         else:
             await self._process.kill()
 
     async def computed_s(self) -> float:
-        """Return the processor time that the process has used or waited for, in seconds; 0 if it is not known any
-        more."""
-        return await self._running().computed_s()
+        """Return the processor time that the process has used or waited for, in seconds; 0 if it is no longer known."""
+        return await self._running_process().computed_s()
 
     async def halted(self) -> bytes:
-        """Return the reason why the process makes no progress, such as a signal that stopped it, as UTF-8 text; empty
-        if there is none."""
-        return (await self._running().halted()).encode()
+        """Return the reason why the process makes no progress, such as a signal that has stopped it, as UTF-8 text;
+        empty if it is not halted."""
+        return (await self._running_process().halted()).encode()
 
-    def _running(self) -> LocalProcess:
-        """Return the process. Raises :class:`~headrace.base.errors.RunError` if none was started."""
+    def _running_process(self) -> LocalProcess:
+        """Return the process. Raises :class:`~headrace.base.errors.RunError` if no process was started."""
         if self._process is None:
             raise RunError("this supervisor has no process", remedy="start one first")
         return self._process
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Return the family of sockets for an ``address``: IPv6 if it has a colon, else IPv4."""
+    """Return the socket family of an IP ``address``: IPv6 if it contains a colon, otherwise IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _interface(address: str) -> str:
-    """Return the name of this machine's network interface that has ``address``; empty if none has."""
+def _interface_of(address: str) -> str:
+    """Return the name of this machine's network interface with the IP ``address``; empty if no interface has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             return name
@@ -174,8 +176,8 @@ def _interface(address: str) -> str:
 
 
 def paths_of(start: Start) -> dict[str, str]:
-    """Return the paths that must exist on the machine of a process that starts with ``start``, by the setting that
-    names them.
+    """Return the paths that must exist on the machine of a process with the settings ``start``, by the setting that
+    names the path. Empty paths are left out.
 
     >>> paths_of(ScorerStart(reward={"kind": "function", "ref": "/code/reward.py:reward"}))
     {'env.reward': '/code/reward.py'}
@@ -191,13 +193,13 @@ def paths_of(start: Start) -> dict[str, str]:
         case ScorerStart():
             paths = {"env.reward": str(start.reward.get("ref", "")).rpartition(":")[0]}
         case EnvironmentStart():
-            paths = {f"env ({path})": path for path in _files_of(start.entry)}
+            paths = {f"env ({path})": path for path in _paths_in_entry(start.entry)}
     return {setting: path for setting, path in paths.items() if path}
 
 
-def _files_of(entry: str) -> Sequence[str]:
-    """Return the absolute paths in an environment's entry: the file of a ``file.py:name``, or those words of a command
-    that are files on this machine."""
+def _paths_in_entry(entry: str) -> Sequence[str]:
+    """Return the absolute paths in an environment's ``entry``: the file of a ``file.py:name``, or the words of a
+    command that are files on this machine."""
     found = []
     for word in shlex.split(entry):
         file = word.rpartition(":")[0] if ".py:" in word else word

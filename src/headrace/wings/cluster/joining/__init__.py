@@ -1,7 +1,7 @@
-"""Machines that join a run and offer workers for its environments.
+"""Machines that join a run with ``headrace join`` and run workers for its environments.
 
-invitation.py  the file in the run's directory with which a machine joins
-listener.py    the run's listener for machines that join, and the life of each machine
-machine.py     a machine that has joined, as the run sees it, and the processes started there
+invitation.py  the file in the run directory with which a machine joins
+listener.py    the controller's listener for requests to join, and the admission of each machine
+machine.py     the controller's representation of a joined machine, and the start of processes there
 node.py        the program ``headrace join`` on that machine
 """

@@ -12,26 +12,27 @@ from headrace.launch.config import INVITATION_FILE
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """An invitation to one run, which its user copies to another machine. It is valid as long as the run lives."""
+    """An invitation to one run, which the user copies to another machine. It is valid until the run ends."""
 
     address: str
     """``HOST:PORT`` at which the run listens for machines."""
     key: str
-    """Public key of the listener, with which the connection is encrypted; a connection without it gets no answer."""
+    """Public key of the listener, with which the connection is encrypted. Connections without the key receive no
+    answer."""
     token: str
-    """Secret by which a request to join proves that it comes from an invited machine."""
+    """Secret with which a request to join authenticates itself."""
 
 
 def write_invitation(path: Path, invitation: Invitation) -> None:
-    """Write ``invitation`` to ``path``, readable by this user only."""
-    path.unlink(missing_ok=True)  # a killed run may have left one, with unknown permissions
+    """Write ``invitation`` to the file ``path``, which only this user can read."""
+    path.unlink(missing_ok=True)  # a killed run may have left such a file with other permissions
     path.touch(0o600)
     path.write_bytes(msgspec.json.encode(invitation) + b"\n")
 
 
 def read_invitation(path: Path) -> Invitation:
-    """Return the invitation at ``path``, a file or a run's directory. Raises :class:`~headrace.base.errors.DataError`
-    if there is none, or if the file is not an invitation."""
+    """Return the invitation at ``path``, which is the file or the directory of the run. Raises
+    :class:`~headrace.base.errors.DataError` if the file does not exist or is not an invitation."""
     if path.is_dir():
         path = path / INVITATION_FILE
     try:

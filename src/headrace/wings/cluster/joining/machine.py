@@ -1,4 +1,5 @@
-"""A machine that has joined, as the run sees it, and the processes that it starts there."""
+"""The controller's representation of a machine that has joined the run: its peer (:class:`MachinePeer`), and the
+starter of processes on the machine (:class:`JoinedStarter`)."""
 
 from __future__ import annotations
 
@@ -26,29 +27,27 @@ LAST_S = 1.0
 
 
 class MachinePeer(ForeignPeer):
-    """The controller's side of the channel to a machine that has joined. A peer sends orders and matches the answers to
-    them."""
+    """The controller's side of the channel to a joined machine: it sends orders, and matches answers to orders."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        """Make the peer with the arguments of its base class."""
+        """Create the peer with the arguments of its base class."""
         super().__init__(*args, **more)
         self.was_heard = True
-        """Whether a message came since the listener last checked."""
+        """Whether the machine has sent a heartbeat since the listener's last check."""
         self.leaving = asyncio.Event()
-        """Set when the machine asks to leave."""
+        """Set when the machine requests to leave."""
         self.left = asyncio.Event()
         """Set when the machine confirms that it leaves."""
 
     async def listen(self) -> None:
-        """Receive messages until the machine leaves. A machine that sends a wrong token is treated as one that has
-        failed."""
+        """Receive messages until the machine leaves. A machine that sends a wrong token counts as failed."""
         try:
             await super().listen()
-        except RunError:  # it sent a wrong token
+        except RunError:  # the machine has sent a wrong token
             self.reported.set()
 
     def handle(self, message: object) -> None:
-        """Handle one message: a sign of life, the wish to leave, the confirmation of leaving, or else an answer to an
+        """Handle one message: a heartbeat, a request to leave, the confirmation of leaving, or an answer to an
         order."""
         match message:
             case Alive():
@@ -61,7 +60,7 @@ class MachinePeer(ForeignPeer):
                 super().handle(message)
 
     def _fail(self, message: Failure) -> None:
-        """Give a failure to the order that it names; a failure that names none is that of the whole machine."""
+        """Let the order fail that the failure names; a failure without an order is of the whole machine."""
         if message.call is None:
             super()._fail(message)
         else:
@@ -70,33 +69,34 @@ class MachinePeer(ForeignPeer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineConfig:
-    """The settings with which workers are started on a machine that has joined."""
+    """The settings with which workers are started on a joined machine."""
 
     home: str
-    """Address of the controller's machine, as the joined machines reach it."""
+    """Address of the controller's machine, under which joined machines reach it."""
     start_timeout_s: float
-    """Longest time to start a worker there, in seconds."""
+    """Longest time for the start of a worker, in seconds."""
     query: NodeQuery
-    """The question that is sent to a machine before each process is started there, without the paths of the process."""
+    """The query that is sent to a machine before a process is started there; its ``paths`` are empty here."""
 
 
 class JoinedStarter:
-    """A machine that has joined, as a starter of workers (:class:`~headrace.launch.child.Starter`). ``address`` is the
-    machine's, for messages."""
+    """A starter of workers (:class:`~headrace.launch.child.Starter`) on one joined machine."""
 
     def __init__(self, peer: MachinePeer, channel: ControllerChannel, address: str, config: MachineConfig) -> None:
-        """Make the starter for a machine with the given ``peer`` and ``channel``."""
+        """Create the starter for a machine with the given ``peer`` and ``channel``. ``address`` is the machine's
+        address for messages."""
         self.peer, self.channel, self.address = peer, channel, address
         self.gone = False
+        """Whether the machine has left or was lost."""
         self.broke = False
-        """Whether a connection of the machine's channel broke and the machine was not heard since."""
+        """Whether a connection of the machine's channel has broken, and no heartbeat has arrived since."""
         self.host_address = config.home
         self._query, self._timeout_s = config.query, config.start_timeout_s
         self._num_supervisors = 0
 
     async def send_away(self, word: Farewell | JoinRefused) -> None:
-        """Tell the machine that the run has ended or why it is refused, wait shortly for its confirmation, and close
-        its channel."""
+        """Send the machine the ``word`` that the run has ended or that the machine is refused, wait up to
+        :data:`LAST_S` seconds for its confirmation, and close its channel."""
         if self.gone:
             return
         try:
@@ -104,24 +104,24 @@ class JoinedStarter:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_S):
                     await self.peer.left.wait()
-        finally:  # also where the run is cancelled meanwhile, or the machine reads nothing
+        finally:  # also if the run is cancelled during the wait, or the machine does not receive the message
             self.close()
 
     def close(self) -> None:
-        """Mark the machine as gone, and close its channel: calls that wait for it fail."""
+        """Mark the machine as gone, and close its channel. Pending calls of its supervisors fail."""
         if not self.gone:
             self.gone = True
             self.peer.close()
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """Start a worker on the machine; return the controller's side of its channel, and a handle of the process.
-        Raises :class:`~headrace.launch.clients.pool.MachineGone` if the machine was lost, and another error with the
-        reason if the worker cannot be started."""
+        """Start a worker on the machine, and return the controller's side of the worker's channel and a handle of the
+        process. Raises :class:`~headrace.launch.clients.pool.MachineGone` if the machine was lost, and another error of
+        the library, with the reason, if the worker cannot be started."""
         assert isinstance(spec.start, EnvironmentStart)
         supervisor = _MachineSupervisor(self, self._num_supervisors)
         self._num_supervisors += 1
         try:
-            return await self._started(supervisor, site, spec, spec.start)
+            return await self._start_through(supervisor, site, spec, spec.start)
         except BaseException as error:
             supervisor.kill()
             if isinstance(error, SupervisorLost):
@@ -137,10 +137,10 @@ class JoinedStarter:
                 ) from None
             raise
 
-    async def _started(
+    async def _start_through(
         self, supervisor: _MachineSupervisor, site: Rendezvous, spec: ProcessSpec, start: EnvironmentStart
     ) -> tuple[Peer, Process]:
-        """Start the worker through a supervisor on the machine; return the controller's side of its channel, and a
+        """Start the worker through ``supervisor``, and return the controller's side of the worker's channel and a
         handle of the process."""
         found = await self._query_node(supervisor, start)
         channel = ControllerChannel(site.directory, spec.name, controller.Message, host=self.host_address)
@@ -160,8 +160,8 @@ class JoinedStarter:
         return peer, FarProcess(supervisor, pid, self.address, kept=start.keep is not None)
 
     async def _query_node(self, supervisor: _MachineSupervisor, start: EnvironmentStart) -> NodeReply:
-        """Return the machine's reply about the paths that the environment needs and the run directory. Raises
-        :class:`~headrace.base.errors.ConfigError` for a missing path."""
+        """Return the machine's reply to the query about the environment's paths and the run directory. Raises
+        :class:`~headrace.base.errors.ConfigError` if the machine lacks one of the paths."""
         query = msgspec.structs.replace(self._query, paths=paths_of(start))
         found = msgspec.json.decode(
             await in_time(supervisor.call("look", msgspec.json.encode(query)), self._timeout_s), type=NodeReply
@@ -175,17 +175,17 @@ class JoinedStarter:
 
 
 class _MachineSupervisor:
-    """A handle of the supervisor with the given number on a machine that has joined, with the interface of
+    """A handle of one supervisor on a joined machine, with the interface of
     :class:`~headrace.wings.cluster.far.process.SupervisorHandle`."""
 
     def __init__(self, machine: JoinedStarter, number: int) -> None:
-        """Make a handle; the machine makes the supervisor at the first call."""
+        """Create a handle of the supervisor with this ``number``, which the machine creates at the first call."""
         self._machine, self._number = machine, number
 
     def call(self, method: Any, *arguments: Any) -> asyncio.Future[Any]:
-        """Call a method of the supervisor on its machine, and return a future of the answer. The future fails with
-        :class:`SupervisorLost` if the machine is gone, with :class:`SupervisorUnusable` if its answer is an error or
-        has the wrong form."""
+        """Call a method of the supervisor on its machine, and return a future of the result. The future fails with
+        :class:`SupervisorLost` if the machine is gone, and with :class:`SupervisorUnusable` if the machine answers with
+        an error or with a value of another type."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._machine.gone:
             answer.set_exception(SupervisorLost(_LOST))
@@ -194,26 +194,26 @@ class _MachineSupervisor:
         call = peer.next_call()
 
         def settle(done: asyncio.Future[Done]) -> None:
-            """Give the future the machine's answer or error."""
+            """Set the future to the machine's answer or error."""
             if answer.done():
                 return
             if done.cancelled():
                 answer.set_exception(SupervisorLost(_LOST))
             elif error := done.exception():
                 answer.set_exception(SupervisorUnusable(str(error)))
-            elif not _is_sound(method, done.result().answer):
+            elif not _has_result_type(method, done.result().answer):
                 answer.set_exception(SupervisorUnusable(f"its machine answers {method!r} with something else"))
             else:
                 answer.set_result(done.result().answer)
                 return
-            answer.exception()  # marks the error as seen, since the caller may have gone
+            answer.exception()  # marks the error as retrieved, since the caller may have been cancelled
 
         peer.expect(call, Done).add_done_callback(settle)
         peer.send(Do(call=call, supervisor=self._number, what=method, asked=arguments[0] if arguments else b""))
         return answer
 
     def kill(self) -> None:
-        """Order the machine to end the supervisor, and its process with it."""
+        """Send the machine the order to end the supervisor and its process, unless the machine is gone."""
         if not self._machine.gone:
             self._machine.peer.send(Drop(supervisor=self._number))
 
@@ -221,9 +221,9 @@ class _MachineSupervisor:
 _LOST = "was lost with its machine"
 
 
-def _is_sound(method: str, answer: bytes | int | float) -> bool:
-    """Return whether ``answer`` has the type that the supervisor's ``method`` returns; a machine's answers are not
-    trusted."""
+def _has_result_type(method: str, answer: bytes | int | float) -> bool:
+    """Return whether ``answer`` has the type that the supervisor's ``method`` returns. Answers of a joined machine are
+    checked because they are not trusted."""
     try:
         match method:
             case "look" | "ended":

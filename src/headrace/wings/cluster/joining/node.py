@@ -1,7 +1,8 @@
-"""The program ``headrace join``: a machine that offers a run workers for its environments.
+"""The program ``headrace join``, with which a machine offers workers to a run for its environments.
 
-It starts the processes that the run orders, each with a supervisor as on a cluster (far/supervisor.py), and reports how
-they ended. When the run ends, or the connection to it breaks, all processes that it has started end too.
+The program starts a process for every order of the run, each with a supervisor as on a cluster (far/supervisor.py), and
+reports how each process ends. When the run ends, or the connection to the run breaks, the program ends all processes
+that it has started.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from headrace.wings.cluster.joining.invitation import Invitation, read_invitatio
 ANSWER_S = 10.0
 """Longest wait for the answer to a request to join, in seconds."""
 RETRY_S = 2.0
-"""Seconds between two attempts to find a run that does not answer."""
+"""Seconds between two attempts to join a run that does not answer."""
 WAIT_S = 0.5
-"""Longest wait for orders at a time, in seconds."""
+"""Longest duration of one wait for orders, in seconds."""
 ALIVE_S = 1.0
 """Seconds between two heartbeats."""
 
@@ -51,34 +52,34 @@ class Offer:
     workers: int
     """Largest number of worker processes on this machine."""
     entry: str = ""
-    """Where this machine has the environment, ``FILE.py:NAME`` or a command; empty: where the run names it."""
+    """The environment's entry on this machine, ``FILE.py:NAME`` or a command; empty: the entry that the run names."""
     wait_s: float = 0.0
-    """Seconds for which this machine tries to reach a run that admits it; 0: it tries once."""
+    """Seconds for which this machine repeats its request until a run answers; 0: it sends the request once."""
 
 
 class RunUnreachable(DeadlineError):
-    """The error that no run answers at the address of an invitation."""
+    """The error for an invitation at whose address no run answers."""
 
 
 def join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
-    """Work for the run whose invitation is at ``path`` until the run ends, or until a signal asks to leave. ``say`` is
-    called with lines for the user.
+    """Join the run whose invitation is at ``path``, and serve it until the run ends or a signal requests to leave.
+    ``say`` is called with lines for the user.
 
-    Raises :class:`~headrace.base.errors.DataError` if there is no invitation, :class:`RunUnreachable` if no run
+    Raises :class:`~headrace.base.errors.DataError` if there is no valid invitation, :class:`RunUnreachable` if no run
     answers, and :class:`~headrace.base.errors.RunError` if the run refuses this machine, or if the connection breaks.
     """
-    asyncio.run(_join(path, offer, say))
+    asyncio.run(_join_and_serve(path, offer, say))
 
 
-async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
+async def _join_and_serve(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
     """Join the run and serve it until it ends. If no run can be reached, try again until ``offer.wait_s`` has
     passed."""
     clock, is_reported = RealClock(), False
     until_s = clock.now() + offer.wait_s
     while True:
         try:
-            invitation = read_invitation(path)  # read again each time: a run that starts again writes a new one
-            await _serve(invitation, await _request_to_join(invitation, offer), say)
+            invitation = read_invitation(path)  # read for each attempt: a restarted run writes a new invitation
+            await _serve_run(invitation, await _request_to_join(invitation, offer), say)
             return
         except (RunUnreachable, DataError) as error:
             if clock.now() + RETRY_S > until_s:
@@ -90,8 +91,8 @@ async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
 
 
 async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
-    """Send the request to join, and return the run's welcome, which has the addresses of a channel. Raises
-    :class:`RunUnreachable` if no run answers, and :class:`~headrace.base.errors.RunError` if it refuses this
+    """Send the request to join, and return the run's welcome, which contains the addresses of a channel. Raises
+    :class:`RunUnreachable` if no run answers, and :class:`~headrace.base.errors.RunError` if the run refuses this
     machine."""
     request = JoinRequest(
         token=invitation.token,
@@ -110,7 +111,7 @@ async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
             raise DataError("the key in the invitation is none", remedy="copy the whole file again") from None
         line.connect(address)
         try:
-            async with asyncio.timeout(ANSWER_S):  # sending waits too, where the connection has ended
+            async with asyncio.timeout(ANSWER_S):  # sending waits too if the connection has ended
                 await line.send(codec.encode(request))
                 data = await line.recv()
         except TimeoutError:
@@ -128,7 +129,8 @@ async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
 
 
 def _decode(codec: MessageCodec, data: bytes) -> object:
-    """Decode a message of the run. Raises :class:`~headrace.base.errors.RunError` if it is not one."""
+    """Return the decoded message of the run. Raises :class:`~headrace.base.errors.RunError` if ``data`` is not a
+    message of this version."""
     try:
         return codec.decode(data)
     except msgspec.DecodeError as error:
@@ -138,20 +140,20 @@ def _decode(codec: MessageCodec, data: bytes) -> object:
 
 
 def _absolute_entry(entry: str) -> str:
-    """Return ``entry`` with an absolute path if it is a ``file.py:name`` in the current directory. Other entries are
-    commands, or names of a bridge."""
+    """Return ``entry`` with an absolute path if it is ``file.py:name`` with an existing file. Return other entries,
+    which are commands or names of a bridge, unchanged."""
     path, colon, name = entry.rpartition(":")
     return f"{Path(path).absolute()}:{name}" if colon and Path(path).is_file() else entry
 
 
 def _own_address(invitation: Invitation) -> str:
-    """Return the address of this machine on its route to the run. Raises :class:`RunUnreachable` if there is no
-    route."""
+    """Return the address of this machine from which it connects to the run. Raises :class:`RunUnreachable` if there is
+    no route to the run."""
     host, port = host_and_port(invitation.address)
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of a datagram socket: nothing is sent
+            probe.connect(address)  # connecting a datagram socket sends nothing
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid name
         raise RunUnreachable(
@@ -160,15 +162,15 @@ def _own_address(invitation: Invitation) -> str:
         ) from None
 
 
-async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], None]) -> None:
-    """Serve the run: carry out its orders until it ends, a signal arrives or the connection breaks; then end all
-    processes that were started here. Raises :class:`~headrace.base.errors.RunError` if the connection breaks or the run
-    sends this machine away."""
+async def _serve_run(invitation: Invitation, welcome: Welcome, say: Callable[[str], None]) -> None:
+    """Execute the run's orders until the run ends, a signal arrives or the connection breaks; then end all processes
+    that were started here. Raises :class:`~headrace.base.errors.RunError` if the connection breaks or the run refuses
+    this machine."""
     loop = asyncio.get_running_loop()
     receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
     ends = ChannelAddresses(orders=welcome.orders, reports=welcome.reports, key=welcome.key)
-    on_broken = partial(loop.call_soon_threadsafe, _give_up, ended, _BROKEN)
+    on_broken = partial(loop.call_soon_threadsafe, _end_with_error, ended, _BROKEN)
     channel = await asyncio.to_thread(PartChannel, ends, node.Message, on_broken)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -194,29 +196,29 @@ async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], 
 
 
 async def _receive_orders(dispatcher: _NodeDispatcher, receiver: ThreadPoolExecutor) -> None:
-    """Receive the run's orders in a thread, and let the dispatcher carry them out, until this machine's part in the run
-    ends."""
+    """Receive the run's messages in a thread, and pass them to the dispatcher, until ``dispatcher.ended`` is done. A
+    message that cannot be decoded ends the service with an error."""
     loop = asyncio.get_running_loop()
     while not dispatcher.ended.done():
         try:
             messages = await loop.run_in_executor(receiver, dispatcher.channel.receive, WAIT_S)
         except msgspec.DecodeError as error:
             words = f"the run says something that is not a message: {error}"
-            _give_up(dispatcher.ended, RunError(words, remedy="use one version of headrace"))
+            _end_with_error(dispatcher.ended, RunError(words, remedy="use one version of headrace"))
             return
         for message in messages:
             dispatcher.handle(message)
 
 
 async def _send_heartbeats(dispatcher: _NodeDispatcher) -> None:
-    """Send a sign of life to the run every :data:`ALIVE_S` seconds, until this is cancelled."""
+    """Send a heartbeat to the run every :data:`ALIVE_S` seconds, until this task is cancelled."""
     while True:
         dispatcher.send(Alive())
         await asyncio.sleep(ALIVE_S)
 
 
-def _give_up(ended: asyncio.Future[None], error: RunError) -> None:
-    """End this machine's part in the run with ``error``, unless it has ended."""
+def _end_with_error(ended: asyncio.Future[None], error: RunError) -> None:
+    """Set the future ``ended`` to ``error``, which ends the service of the run; do nothing if it is already done."""
     if not ended.done():
         ended.set_exception(error)
 
@@ -229,33 +231,32 @@ _BROKEN = RunError(
 
 @dataclass(slots=True, kw_only=True)
 class _NodeDispatcher:
-    """The object that carries out the orders of the run on this machine, with the supervisors of the processes that run
-    here."""
+    """The dispatcher of the run's orders on this machine. It owns the supervisors of the processes that run here."""
 
     channel: PartChannel
     """The channel to the run."""
     address: str
-    """The address of this machine, as the run reaches it."""
+    """The address of this machine, under which the run reaches it."""
     ended: asyncio.Future[None]
-    """A future that is done when this machine's part in the run has ended; it holds the error, if there is one."""
+    """A future that is done when this machine's service of the run has ended, with the error if there is one."""
     say: Callable[[str], None]
-    """The function that shows a line to the user."""
+    """A function that prints a line for the user."""
     tasks: asyncio.TaskGroup
-    """The tasks that carry out orders."""
+    """The task group in which orders are executed."""
     supervisors: dict[int, ProcessSupervisor] = field(default_factory=dict)
-    """The supervisors by the numbers that the run gives them."""
+    """The supervisors, by the numbers that the run assigns to them."""
     watched: set[int] = field(default_factory=set)
-    """Numbers of the supervisors of which the run waits for the end of their process."""
+    """Numbers of the supervisors for which a call of ``ended`` is pending."""
     asked_to_leave: bool = False
-    """Whether the user has asked to leave the run."""
+    """Whether the user has requested to leave the run."""
 
     def send(self, message: object) -> None:
-        """Send ``message`` to the run; it is dropped if the run cannot be reached."""
+        """Send ``message`` to the run; the message is dropped if the run cannot be reached."""
         with contextlib.suppress(zmq.Again):
             self.channel.send(message)
 
     def handle(self, message: node.Message) -> None:
-        """Carry out one message of the run: call a method of a supervisor, end one, or end this machine's part in the
+        """Handle one message of the run: call a method of a supervisor, end a supervisor, or end the service of the
         run."""
         match message:
             case Do():
@@ -265,15 +266,15 @@ class _NodeDispatcher:
             case JoinRefused():
                 self.send(Left())
                 words = f"the run sends this machine away: {message.problem}"
-                _give_up(self.ended, RunError(words, remedy=message.remedy))
+                _end_with_error(self.ended, RunError(words, remedy=message.remedy))
             case Farewell() if not self.ended.done():
                 self.send(Left())
                 self.say("left: what ran here has ended" if self.asked_to_leave else "the run has ended")
                 self.ended.set_result(None)
 
     def leave(self) -> None:
-        """Ask the run to let the episodes here end and then let this machine go; called a second time, leave at once.
-        This handles Ctrl-C."""
+        """Handle Ctrl-C: request to leave the run when the episodes that run here have ended. A second call ends the
+        service immediately."""
         if not self.asked_to_leave:
             self.asked_to_leave = True
             self.say("leaving, when the episodes that run here have ended; Ctrl-C again: at once")
@@ -286,8 +287,8 @@ class _NodeDispatcher:
         await asyncio.gather(*(self._drop(number) for number in self.supervisors))
 
     async def _do(self, order: Do) -> None:
-        """Call the method of a supervisor that one order names, and send its result or its error. A supervisor that is
-        not known yet is made."""
+        """Call the supervisor's method that ``order`` names, and send the result or the error to the run. The
+        supervisor is created at its first order."""
         answer: bytes | int | float = b""
         try:
             supervisor = self.supervisors.get(order.supervisor) or ProcessSupervisor(self.address)
@@ -296,7 +297,7 @@ class _NodeDispatcher:
                 case "look":
                     answer = supervisor.look(order.asked)
                 case "begin":
-                    answer = await supervisor.begin(_checked_start(order.asked))
+                    answer = await supervisor.begin(_require_environment(order.asked))
                 case "computed_s":
                     answer = await supervisor.computed_s()
                 case "halted":
@@ -311,7 +312,7 @@ class _NodeDispatcher:
             self.send(Done(call=order.call, answer=answer))
 
     async def _drop(self, number: int) -> None:
-        """End the process of a supervisor, which is then forgotten unless the run waits for its end."""
+        """End the process of a supervisor, and remove the supervisor unless a call of its ``ended`` is pending."""
         supervisor = self.supervisors.get(number)
         if supervisor is None:
             return
@@ -325,9 +326,9 @@ class _NodeDispatcher:
         self.supervisors.pop(number, None)
 
 
-def _checked_start(order: bytes) -> bytes:
-    """Return the order to start a process as it is. Raises :class:`~headrace.base.errors.RunError` if it would start
-    anything but an environment, since a machine that joins runs only these."""
+def _require_environment(order: bytes) -> bytes:
+    """Return the encoded :class:`Begin` ``order`` unchanged. Raises :class:`~headrace.base.errors.RunError` if it would
+    start anything other than an environment, since joined machines run only environments."""
     begin = msgspec.json.decode(order, type=Begin)
     if not isinstance(begin.briefing.start, EnvironmentStart):
         what = type(begin.briefing.start).__name__

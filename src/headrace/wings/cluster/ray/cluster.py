@@ -1,6 +1,7 @@
-"""The access to Ray. No other file imports it.
+"""The access to a Ray cluster: its nodes, the reservation of resources, and actors. Only this file imports Ray.
 
-Only a few strings and numbers of the launcher are sent through Ray: no weights, episodes or messages of the run.
+The launcher sends only a few strings and numbers through Ray; weights, episodes and messages of the run have their own
+channels.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from headrace.wings.cluster.far.process import SupervisorLost, SupervisorUnusabl
 from headrace.wings.cluster.far.supervisor import ProcessSupervisor
 
 REACH_S = 10.0
-"""Longest wait for the head of the cluster to accept a connection, in seconds."""
+"""Longest wait until the head of the cluster accepts a connection, in seconds."""
 LOOK_S = 0.5
-"""Seconds between two checks whether the cluster has the resources."""
+"""Seconds between two checks whether the cluster has reserved the resources."""
 GB = 1_000_000_000
 """Number of bytes in the unit of ``memory_gb``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """A machine of the cluster that is alive."""
+    """A node (machine) of the cluster that is alive."""
 
     address: str
-    """Address of the machine."""
+    """Address of the node."""
     cpus: float
     """Number of CPU cores, as the cluster counts them."""
     gpus: float
@@ -54,7 +55,7 @@ class Actor:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def settle(reply: asyncio.Future[Any]) -> None:
-            """Give the future the actor's answer or error."""
+            """Set the future to the actor's answer or error."""
             error = None if reply.cancelled() else reply.exception()
             if reply.cancelled() or answer.done():
                 return
@@ -62,13 +63,13 @@ class Actor:
                 answer.set_result(reply.result())
             else:
                 answer.set_exception(supervisor_error(error))
-                answer.exception()  # marks the error as seen, since the caller may have gone
+                answer.exception()  # marks the error as retrieved, since the caller may have been cancelled
 
         asyncio.wrap_future(bound.remote(*arguments).future()).add_done_callback(settle)
         return answer
 
     def kill(self) -> None:
-        """End the actor, and its process with it."""
+        """End the actor and its process."""
         import ray
 
         with suppress(Exception):  # the cluster may be gone
@@ -76,8 +77,8 @@ class Actor:
 
 
 async def _refuse_unreachable(address: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if no program listens at ``address``, a ``HOST:PORT``, since Ray
-    itself would retry for minutes. Other forms of addresses are resolved by Ray."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if no program listens at ``address`` (``HOST:PORT``), since Ray
+    itself would retry for minutes. Addresses of another form are not checked, because only Ray can resolve them."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         return
@@ -90,7 +91,7 @@ async def _refuse_unreachable(address: str) -> None:
 
 
 def _no_cluster(address: str, why: str) -> ConfigError:
-    """Return the error for an ``address`` at which there is no Ray cluster, for the reason ``why``."""
+    """Return the error for an ``address`` without a Ray cluster; ``why`` is the reason in words."""
     return ConfigError(
         f"launch.ray.address={address!r} leads to no Ray cluster: {why}",
         remedy="start one (ray start --head; on other machines: ray start --address HEAD:6379), submit the run with "
@@ -99,52 +100,52 @@ def _no_cluster(address: str, why: str) -> ConfigError:
 
 
 def supervisor_error(error: BaseException) -> SupervisorLost | SupervisorUnusable:
-    """Return the error of a supervisor that an error of Ray stands for: it is unusable if it could not be made or its
-    method raised, and otherwise lost."""
+    """Return the supervisor's error for an error of Ray: :class:`SupervisorUnusable` if the actor could not be created
+    or its method has raised an error, and otherwise :class:`SupervisorLost`."""
     from ray import exceptions
 
     made = isinstance(error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError)
     if made or "creation task" in str(error):
-        return SupervisorUnusable(_last_line(error))
+        return SupervisorUnusable(_last_line_of(error))
     return SupervisorLost(_end_reason(error))
 
 
 class RayReservation:
-    """The resources that the cluster holds for the run (a placement group of Ray): a bundle for each part that runs all
-    the time."""
+    """The resources that the cluster reserves for the run: a placement group of Ray with a bundle for each part that
+    runs as long as the run."""
 
     def __init__(self, group: Any, parts: Sequence[tuple[str, ResourceShare]]) -> None:
-        """Make the record of the placement group ``group``, whose bundles are in the order of ``parts``."""
+        """Create the record of the placement group ``group``, whose bundles are in the order of ``parts``."""
         self._group = group
-        self._places = {name: place for place, (name, _) in enumerate(parts)}
+        self._bundle_numbers = {name: place for place, (name, _) in enumerate(parts)}
 
     def __contains__(self, name: str) -> bool:
         """Return whether the part ``name`` has a bundle."""
-        return name in self._places
+        return name in self._bundle_numbers
 
     def strategy(self, name: str) -> Any:
-        """Return Ray's scheduling strategy for the part ``name``: its bundle, or any node for workers and engines that
-        are added while the run goes on, which have no bundle."""
+        """Return Ray's scheduling strategy for the part ``name``: the part's bundle, or any node for a worker and
+        for an engine that is added while the run goes on, which have no bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        if name not in self._places:
+        if name not in self._bundle_numbers:
             return "SPREAD"
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._places[name])
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundle_numbers[name])
 
 
 class RayCluster:
-    """A Ray cluster that this process has joined. ``ours`` says that this object joined it, and so leaves it at the
-    end."""
+    """A Ray cluster to which this process is connected."""
 
     def __init__(self, *, ours: bool) -> None:
-        """Make the object for a cluster that this process has joined."""
+        """Create the object for a cluster to which this process is connected. ``ours``: this object has made the
+        connection, so that :meth:`leave` closes it."""
         self._ours = ours
         self._placement_group: Any = None
 
     @classmethod
     async def joined(cls, address: str) -> RayCluster:
-        """Join the cluster at ``address``, unless this process has joined one. Raises
-        :class:`~headrace.base.errors.ConfigError` if there is none."""
+        """Connect this process to the cluster at ``address``, unless it is already connected to a cluster, and return
+        the object for it. Raises :class:`~headrace.base.errors.ConfigError` if there is no cluster."""
         import ray
 
         if ray.is_initialized():
@@ -152,7 +153,7 @@ class RayCluster:
         await _refuse_unreachable(address)
         noisy = logging.getLogger("ray")
         before = noisy.level
-        noisy.setLevel(logging.ERROR)  # its messages at start are not meant for users
+        noisy.setLevel(logging.ERROR)  # Ray's messages at its start are not meant for users
         try:
             await asyncio.to_thread(ray.init, address=address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -162,7 +163,8 @@ class RayCluster:
         return cls(ours=True)
 
     async def leave(self) -> None:
-        """Release the resources that the cluster holds for the run, and leave the cluster if this object joined it."""
+        """Release the resources that the cluster has reserved for the run, and disconnect from the cluster if this
+        object has made the connection."""
         import ray
 
         if self._placement_group is not None:
@@ -172,7 +174,7 @@ class RayCluster:
             await asyncio.to_thread(ray.shutdown)
 
     async def nodes(self) -> list[RayNode]:
-        """Return the nodes that are alive."""
+        """Return the nodes of the cluster that are alive."""
         import ray
 
         return [
@@ -188,9 +190,10 @@ class RayCluster:
     async def reserve(
         self, parts: Sequence[tuple[str, ResourceShare]], placement: str, timeout_s: float
     ) -> RayReservation:
-        """Reserve the resources of all ``parts``, each given by name, at once, and wait up to ``timeout_s`` seconds for
-        them. ``placement`` is Ray's strategy for the nodes, such as ``pack``. Raises
-        :class:`~headrace.base.errors.DeadlineError`, which lists the needs and the cluster's resources."""
+        """Reserve the resources of all ``parts`` (pairs of name and resources) together, and return the reservation.
+        ``placement`` is Ray's placement strategy, such as ``pack``. Raises
+        :class:`~headrace.base.errors.DeadlineError`, which lists the needs and the cluster's resources, if they are not
+        available within ``timeout_s`` seconds."""
         import ray
 
         self._placement_group = await asyncio.to_thread(
@@ -235,8 +238,8 @@ class RayCluster:
         )
 
     def supervisor(self, name: str, share: ResourceShare, reservation: RayReservation) -> Actor:
-        """Start an actor that supervises the process ``name``, with the resources ``share``, and return its handle. The
-        actor may have to wait for its resources."""
+        """Start an actor that will supervise the process ``name``, with the resources ``share``, and return its handle
+        immediately. The actor may still wait for its resources."""
         import ray
 
         resources = bundle(share)
@@ -253,22 +256,22 @@ class RayCluster:
 
 
 def own_address() -> str:
-    """Return the address of this machine, as the cluster knows it."""
+    """Return the address of this machine in the cluster."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 class _NodeSupervisor(ProcessSupervisor):
-    """A supervisor that takes the address of its node from Ray."""
+    """A supervisor in a Ray actor, which gets the address of its node from Ray."""
 
     def __init__(self) -> None:
-        """Make a supervisor with the address that Ray knows of this node."""
+        """Create a supervisor with the address of this node in the cluster."""
         super().__init__(own_address())
 
 
 def bundle(share: ResourceShare) -> dict[str, float]:
-    """Return the resources of a part under the names that Ray has for them, without those of which it needs none.
+    """Return the resources of a part by Ray's names for them; resources with the amount 0 are left out.
 
     >>> bundle(ResourceShare(cpus=2, memory_gb=1))
     {'CPU': 2.0, 'memory': 1000000000.0}
@@ -278,7 +281,7 @@ def bundle(share: ResourceShare) -> dict[str, float]:
 
 
 def needs(parts: Sequence[tuple[str, ResourceShare]]) -> str:
-    """Return a sentence about the resources that each part needs.
+    """Return a phrase that lists the resources that each part needs; parts with equal needs are listed together.
 
     >>> needs([("learner", ResourceShare()), ("engine-0", ResourceShare(cpus=2)), ("engine-1", ResourceShare(cpus=2))])
     'learner 1 CPU; engine-0, engine-1 2 CPUs each'
@@ -313,7 +316,7 @@ def _end_reason(error: BaseException) -> str:
     return f"was lost with its actor ({sentence[0].strip() if sentence else text[:200]})"
 
 
-def _last_line(error: BaseException) -> str:
+def _last_line_of(error: BaseException) -> str:
     """Return the last line of an error's text, or the name of its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

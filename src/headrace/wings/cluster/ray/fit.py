@@ -1,4 +1,5 @@
-"""The checks of settings that a run on a cluster cannot have, and the devices on which its parts compute."""
+"""The checks for settings that are impossible on a Ray cluster, and the devices on which the parts of a run compute
+there."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from headrace.sync import SyncConfig
 from headrace.sync.config import TRANSPORTS
 
 FIRST_GPU = f"{CUDA}:0"
-"""The device of a part that has requested one GPU: Ray lets it see no other."""
+"""The device of a part that has requested one GPU: Ray makes only that GPU visible to the part."""
 
 
 def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerConfig, sync: SyncConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for settings of a run that cannot be used on a Ray cluster: a
-    transport within one machine, a fixed host, and devices or numbers of GPUs that contradict the requested ones."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for settings of a run that are impossible on a Ray cluster: a
+    transport within one machine, a fixed host, and devices or numbers of GPUs that contradict the requested
+    resources."""
     transport = TRANSPORTS.load(sync.transport)
     if not transport.crosses_machines:
         raise ConfigError(
@@ -32,27 +34,27 @@ def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerCon
         )
     _refuse_device("engine", engine.device, launch.ray.engine)
     _refuse_device("learner", learner.device, launch.ray.learner)
-    _refuse_number("engine", launch.ray.engine, engine.width, "engine.tensor x engine.pipeline")
-    _refuse_number("learner", launch.ray.learner, 1, "each rank of the learner")
+    _refuse_gpu_count("engine", launch.ray.engine, engine.width, "engine.tensor x engine.pipeline")
+    _refuse_gpu_count("learner", launch.ray.learner, 1, "each rank of the learner")
     for name, share in (("scorer", launch.ray.scorer), ("environment", launch.ray.environment)):
-        _refuse_number(name, share, 1, f"each {name} worker")
+        _refuse_gpu_count(name, share, 1, f"each {name} worker")
 
 
 def devices_of(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
-    """Return the devices of ``num_engines`` engines and ``num_ranks`` ranks of the learner. Each part sees only the
-    devices that it has requested from the cluster, which torch numbers from 0."""
+    """Return the devices of ``num_engines`` engines and ``num_ranks`` ranks of the learner. Only the GPUs that a part
+    has requested from the cluster are visible to it, and torch numbers them from 0."""
     engine, learner = (_first(share.gpus) for share in (launch.ray.engine, launch.ray.learner))
     return Devices(engines=(engine,) * num_engines, learner=(learner,) * num_ranks)
 
 
 def _first(gpus: int) -> str:
-    """Return the device of a part that has requested ``gpus`` GPUs; the CPU for 0."""
+    """Return the device of a part that has requested ``gpus`` GPUs, such as ``cuda:0,1``; the CPU for 0 GPUs."""
     return f"{CUDA}:{','.join(map(str, range(gpus)))}" if gpus else CPU
 
 
-def _refuse_number(role: str, share: ResourceShare, needed: int, what: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the parts of a ``role`` request another number of GPUs than 0
-    or the ``needed`` one, which ``what`` names in the message."""
+def _refuse_gpu_count(role: str, share: ResourceShare, needed: int, what: str) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` unless the parts of a ``role`` request 0 GPUs or the ``needed``
+    number. ``what`` describes the needed number in the message."""
     if share.gpus not in (0, needed):
         raise ConfigError(
             f"launch.ray.{role}.gpus={share.gpus}, and {what} is {needed}: a part gets exactly the GPUs that it "

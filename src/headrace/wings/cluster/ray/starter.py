@@ -1,9 +1,10 @@
 """The starter of a run's processes on the nodes of a Ray cluster.
 
-resources of all standing parts, at once ─▶ an actor in the part's bundle ─▶ a query to its node ─▶ the process
-workers come and go: an actor for each, on any node with free resources
+standing parts   reservation of all resources ─▶ actor in the part's bundle ─▶ query to its node ─▶ process
+workers                                          actor on any node with free resources ─▶ query ─▶ process
 
-A standing part (an engine, a rank of the learner) runs as long as the run; an actor is a supervisor of one process.
+A standing part (an engine or a rank of the learner) runs as long as the run. Workers are started and replaced during
+the run. An actor is the supervisor of one process.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from headrace.wings.cluster.far.supervisor import Begin, NodeQuery, NodeReply, p
 from headrace.wings.cluster.ray.cluster import Actor, RayCluster, RayReservation, own_address, refuse_absent
 
 WARN_S = 20.0
-"""Seconds that a part waits for a node before a warning."""
+"""Seconds that a part waits for a node before the user is warned."""
 RETRY_S = 0.5
-"""Seconds before a part is started elsewhere after its node was lost."""
+"""Seconds between the loss of a part's node and the part's start on another node."""
 
 
 @asynccontextmanager
 async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
-    """Join the Ray cluster, reserve resources for the standing parts of ``order``, and yield the starter of its
-    processes; the resources are released when the body ends.
+    """Connect to the Ray cluster, reserve resources for the standing parts of ``order``, and yield the starter of the
+    run's processes. The resources are released when the body ends.
 
-    Raises :class:`~headrace.base.errors.ConfigError` without Ray or a cluster, and
+    Raises :class:`~headrace.base.errors.ConfigError` if Ray is not installed or there is no cluster, and
     :class:`~headrace.base.errors.DeadlineError` if the cluster lacks the resources.
     """
     refuse_absent()
@@ -66,7 +67,8 @@ async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
 
 
 def permanent_parts(order: LaunchOrder) -> list[tuple[str, ResourceShare]]:
-    """Return the parts that run all the time, with their resources: ranks of the learner, engines, agents, teachers."""
+    """Return (name, resources) of each standing part: the ranks of the learner, and the engines of the policy, of
+    agents and of teachers."""
     ranks = ["learner", *(f"learner-{rank}" for rank in range(1, len(order.devices.learner)))]
     engines = [
         *engine_names(order.engine.count),
@@ -77,28 +79,30 @@ def permanent_parts(order: LaunchOrder) -> list[tuple[str, ResourceShare]]:
 
 
 def share_of(name: str, config: RayConfig) -> ResourceShare:
-    """Return the resources that the part ``name`` requests from the cluster. They are the ones that are set for its
-    role, the word before the first dash; the engines of agents and of teachers request those of an engine."""
+    """Return the resources that the part ``name`` requests from the cluster. They are set for the part's role, which is
+    the word before the first dash; engines of agents and of teachers request the resources of an engine."""
     role = name.partition("-")[0]
     shares = {"learner": config.learner, "scorer": config.scorer, "environment": config.environment}
     return shares.get(role, config.engine)
 
 
 class RayStarter:
-    """A starter of processes on a Ray cluster (:class:`~headrace.launch.child.Starter`). ``mark`` is the name of a file
-    in the run directory by which a node shows that it sees that directory."""
+    """A starter of processes on a Ray cluster (:class:`~headrace.launch.child.Starter`)."""
 
     def __init__(self, order: LaunchOrder, cluster: RayCluster, reservation: RayReservation, mark: str) -> None:
-        """Make a starter for the processes of ``order``; standing parts get their resources from ``reservation``."""
+        """Create a starter for the processes of ``order``. Standing parts get their resources from ``reservation``.
+        ``mark`` is the name of a file in the run directory; a node on which the file exists shares that directory."""
         self._order, self._cluster, self._reservation, self._mark = order, cluster, reservation, mark
         self.host_address = own_address()
         self._clock = RealClock()
         self._rendezvous = ""
+        """Address at which the learner's ranks form their process group, on the node of rank 0; empty before rank 0 has
+        started."""
         self._waiting_actors: dict[str, Actor] = {}
 
     def call(self, names: Iterable[str]) -> None:
-        """Start the actors of the parts with these ``names`` now, so that they become ready at the same time;
-        :meth:`start` uses them later."""
+        """Start the actors of the parts with these ``names`` now, so that the actors start in parallel; :meth:`start`
+        uses them later."""
         self._waiting_actors |= {name: self._actor(name) for name in names}
 
     async def refuse_no_room(self, names: Sequence[str]) -> None:
@@ -113,16 +117,16 @@ class RayStarter:
         return self._cluster.supervisor(name, share_of(name, self._order.launch.ray), self._reservation)
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """Start a process on a node with free resources, and on another one if the node is lost meanwhile; return the
-        controller's side of its channel, and a handle of the process. Raises
-        :class:`~headrace.base.errors.DeadlineError` if no node has the resources in time."""
+        """Start a process on a node with free resources, and on another node if that node is lost during the start.
+        Return the controller's side of the process's channel, and a handle of the process. Raises
+        :class:`~headrace.base.errors.DeadlineError` if no node has the resources within ``launch.start_timeout_s``."""
         timeout_s = self._order.launch.start_timeout_s
         share = share_of(spec.name, self._order.launch.ray)
         deadline_s = self._clock.now() + timeout_s
         while True:
             actor = self._waiting_actors.pop(spec.name, None) or self._actor(spec.name)
             try:
-                return await self._started(actor, site, spec, deadline_s)
+                return await self._start_through(actor, site, spec, deadline_s)
             except BaseException as error:
                 actor.kill()
                 if isinstance(error, SupervisorUnusable):
@@ -138,18 +142,18 @@ class RayStarter:
                     raise
             await asyncio.sleep(RETRY_S)
 
-    async def _started(
+    async def _start_through(
         self, actor: Actor, site: Rendezvous, spec: ProcessSpec, deadline_s: float
     ) -> tuple[Peer, Process]:
-        """Start the process through ``actor`` on its node; return the controller's side of its channel, and a handle of
-        the process."""
+        """Start the process through ``actor`` on the actor's node, and return the controller's side of the process's
+        channel and a handle of the process."""
         found = await self._query_node(actor, spec, deadline_s)
         _refuse_node(found, spec, self._order)
         host = LOOPBACK if found.address == self.host_address else self.host_address
         channel = ControllerChannel(site.directory, spec.name, controller.Message, host=host)
         peer = spec.make_peer(channel)
         try:
-            peer.clock_ahead_s = 0.0 if host == LOOPBACK else await self._ahead_s(actor, deadline_s)
+            peer.clock_ahead_s = 0.0 if host == LOOPBACK else await self._clock_ahead_s(actor, deadline_s)
             order = Begin(
                 name=spec.name,
                 briefing=Briefing(start=await self._with_node_address(spec.start, found), addresses=channel.addresses),
@@ -166,8 +170,8 @@ class RayStarter:
         return peer, FarProcess(actor, pid, found.address, kept=kept)
 
     async def _query_node(self, actor: Actor, spec: ProcessSpec, deadline_s: float) -> NodeReply:
-        """Return the node's reply about the paths that the process needs and the run directory. This waits for the
-        actor until ``deadline_s``, and warns the user once if that takes long."""
+        """Return the node's reply to the query about the paths of the process and the run directory. Wait for the actor
+        until ``deadline_s``, and warn the user once if the wait is longer than :data:`WARN_S` seconds."""
         query = NodeQuery(paths=paths_of(spec.start), run_dir=str(self._order.run_dir), mark=self._mark)
         reply = actor.call("look", msgspec.json.encode(query))
         await asyncio.wait([reply], timeout=min(WARN_S, max(0.0, deadline_s - self._clock.now())))
@@ -181,22 +185,22 @@ class RayStarter:
         left_s = max(0.0, deadline_s - self._clock.now())
         return msgspec.json.decode(await in_time(reply, left_s), type=NodeReply)
 
-    async def _ahead_s(self, actor: Actor, deadline_s: float) -> float:
-        """Return the seconds by which the node's monotonic clock is ahead of this machine's, to within half a round
-        trip."""
+    async def _clock_ahead_s(self, actor: Actor, deadline_s: float) -> float:
+        """Return the seconds by which the node's monotonic clock is ahead of this machine's clock. The error is at most
+        half a round trip."""
         sent_s = self._clock.now()
-        theirs_s = float(await in_time(actor.call("clock_s"), max(0.0, deadline_s - sent_s)))
-        return theirs_s - (sent_s + self._clock.now()) / 2
+        node_s = float(await in_time(actor.call("clock_s"), max(0.0, deadline_s - sent_s)))
+        return node_s - (sent_s + self._clock.now()) / 2
 
     async def _with_node_address(self, start: Start, found: NodeReply) -> Start:
-        """Return the settings ``start`` of a process with the addresses of the node on which it starts: that at which
-        an engine receives weights, or at which the learner's ranks meet each other and the engines."""
+        """Return the settings ``start`` of a process with the addresses of its node: the address at which an engine
+        receives weights, or the addresses at which the learner's ranks connect to each other and to the engines."""
         if not isinstance(start, EngineStart | LearnerStart):
             return start
         alone = {node.address for node in await self._cluster.nodes()} == {found.address}
         route = msgspec.structs.replace(start.route, host=LOOPBACK if alone else found.address)
         if isinstance(start, EngineStart):
-            if not found.shared:  # the run's directory is not that of the node
+            if not found.shared:  # the node does not share the run directory, so it cannot write these files there
                 start = msgspec.structs.replace(start, interleaving="", history="")
             return msgspec.structs.replace(start, route=route)
         if start.world > 1:
@@ -207,8 +211,9 @@ class RayStarter:
 
 
 def _refuse_node(found: NodeReply, spec: ProcessSpec, order: LaunchOrder) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the node lacks a path that the process needs, the run
-    directory, or the same version of Headrace."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the node lacks a path that the process needs, does not share
+    the run directory although the process needs it, has another version of Headrace, or has no network interface for
+    the learner's ranks."""
     shared = "put it into a folder that every node sees under the same path, or submit the run with ray job submit "
     for setting, path in found.missing.items():
         raise ConfigError(
@@ -234,7 +239,8 @@ def _refuse_node(found: NodeReply, spec: ProcessSpec, order: LaunchOrder) -> Non
 
 
 def _needs_run_dir(start: Start, order: LaunchOrder) -> bool:
-    """Return whether a process must see the run directory: the learner, and an engine that gets weights through it."""
+    """Return whether a process needs a shared run directory: the learner does, and an engine that receives weights
+    through files in that directory."""
     if isinstance(start, EngineStart):
         return not start.own_weights and Path(start.route.address).is_relative_to(order.run_dir)
     return isinstance(start, LearnerStart)

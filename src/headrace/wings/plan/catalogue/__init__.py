@@ -22,11 +22,11 @@ from headrace.models.hub import called, is_hub_name, local_directory
 from headrace.wings.plan.catalogue.shape import ModelShape, shape_of
 
 DEFAULT_HOST = "DGX-H100"
-"""The machine of the catalogue that is taken for accelerators which name no other."""
+"""Name of the machine in the catalogue whose figures are used for an accelerator without a ``host``."""
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
-    """One device, such as a GPU, with the figures that its manufacturer gives."""
+    """One kind of device, such as a GPU, with its manufacturer's figures."""
 
     name: str
     peak_tflops: float
@@ -36,17 +36,17 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     memory_gb: float
     """Memory in 10⁹ bytes."""
     overhead_ms: float = 2.0
-    """Time of an engine step beside reading memory and computing, in milliseconds."""
+    """Fixed time of an engine step in milliseconds, in addition to reading memory and computing."""
     host: str = DEFAULT_HOST
-    """Name of the machine in the catalogue whose figures a plan takes for the machines around this device."""
+    """Name of the machine in the catalogue whose figures a plan uses for the machines with this device."""
 
 
 class HostFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine with accelerators: what its processors, its memory and its network can do for a version of the weights.
-    Rates are in 10⁹ bytes per second."""
+    """A kind of machine with accelerators: the rates of its processors, its memory and its network, from which the time
+    of a publication is computed. Rates are in 10⁹ bytes per second."""
 
     cores: int | None = None
-    """Number of cores; ``None``: as many as it has accelerators, since these are its cores."""
+    """Number of cores; ``None``: the machine's accelerators are its cores, so that both numbers are equal."""
     memory_gb: float | None = None
     """Memory in 10⁹ bytes; ``None``: not known."""
     memory_gb_s: float
@@ -54,39 +54,39 @@ class HostFigures(msgspec.Struct, frozen=True, kw_only=True):
     link_gb_s: float
     """Rate of one link to the network, in each direction; in a plan, ``cluster.network_gb_s``."""
     links: int
-    """Number of links among which the connections of the weights are spread."""
+    """Number of network links over which the connections for the weights are distributed."""
     stream_gb_s: float
-    """Rate of one connection, of which each end is one thread."""
+    """Rate of one connection; one thread serves each of its ends."""
     hash_gb_s: float
     """Rate at which one thread hashes."""
     copy_gb_s: float
     """Rate at which one thread copies memory."""
     down_gb_s: float
-    """Rate of a copy from one accelerator into memory of its machine that is not page-locked."""
+    """Rate of a copy from one accelerator to host memory that is not page-locked."""
     up_gb_s: float
-    """Rate of a copy from such memory to one accelerator."""
+    """Rate of a copy from host memory that is not page-locked to one accelerator."""
     load_gb_s: float
-    """Rate at which a server of models loads the weights from files, for each of its accelerators."""
+    """Rate at which a model server (vLLM, SGLang) loads the weights from files, per accelerator of the server."""
     load_most_gb_s: float
-    """The largest rate at which the servers of one machine load weights from files."""
+    """The largest rate at which all model servers of one machine together load weights from files."""
 
 
 @cache
 def accelerators() -> Mapping[str, Accelerator]:
     """Return all accelerators of the catalogue by name."""
-    rows = {name: row for name, row in _table("hardware.toml").items() if name != "hosts"}
+    rows = {name: row for name, row in _read_toml("hardware.toml").items() if name != "hosts"}
     return {name: msgspec.convert({"name": name, **row}, Accelerator) for name, row in rows.items()}
 
 
 @cache
 def hosts() -> Mapping[str, HostFigures]:
     """Return the figures of all machines of the catalogue by name."""
-    return {name: msgspec.convert(row, HostFigures) for name, row in _table("hardware.toml")["hosts"].items()}
+    return {name: msgspec.convert(row, HostFigures) for name, row in _read_toml("hardware.toml")["hosts"].items()}
 
 
 def accelerator(name: str) -> Accelerator:
-    """Return the accelerator of that name, regardless of case; raise :class:`~headrace.base.errors.ConfigError` if the
-    catalogue lacks it."""
+    """Return the accelerator called ``name``, regardless of case; raise :class:`~headrace.base.errors.ConfigError` if
+    the catalogue lacks it."""
     known = {each.casefold(): each for each in accelerators()}
     if name.casefold() not in known:
         raise ConfigError(
@@ -100,14 +100,14 @@ def accelerator(name: str) -> Accelerator:
 @cache
 def models() -> Mapping[str, ModelShape]:
     """Return the sizes of all models of the catalogue by name."""
-    return {name: shape_of(name, row) for name, row in _table("models.toml").items()}
+    return {name: shape_of(name, row) for name, row in _read_toml("models.toml").items()}
 
 
 def model(path: str) -> ModelShape:
-    """Return the sizes of the model in the directory ``path``, or of the catalogue's model of that name under any
-    owner.
+    """Return the sizes of the model ``path``: a directory with a ``config.json``, a hub name, or the name of a model of
+    the catalogue. The owner in a hub name is ignored for the catalogue's models.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if there is neither.
+    Raises :class:`~headrace.base.errors.ConfigError` if no such model is found, or if its ``config.json`` is invalid.
     """
     name = called(path).casefold()
     unknown = name not in models() and is_hub_name(path)
@@ -129,6 +129,6 @@ def model(path: str) -> ModelShape:
 _REMEDY = "name a model of the catalogue, or a directory with the config.json of a decoder-only model"
 
 
-def _table(name: str) -> dict[str, dict[str, Any]]:
-    """Return the content of a TOML file of the catalogue: a table for each accelerator or model, by name."""
+def _read_toml(name: str) -> dict[str, dict[str, Any]]:
+    """Return the content of the catalogue's TOML file ``name``: a table for each accelerator or model, by its name."""
     return tomllib.loads((files(__name__) / name).read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""The sizes of a model, computed from its ``config.json``."""
+"""The sizes of a model, such as its numbers of parameters and of key-value numbers, computed from its ``config.json``
+alone. A plan computes memory and operations from them."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ import msgspec
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a decoder-only model."""
+    """The sizes of a decoder-only model that determine its memory and its operations."""
 
     name: str
     params: int
     """Number of all parameters."""
     active: int
-    """Number of parameters that each token is multiplied with: in a mixture only those of the chosen experts, and
-    without the input embeddings."""
+    """Number of parameters with which each token is multiplied. Input embeddings do not count, and of the experts only
+    those that process the token."""
     expert_params: int = 0
-    """Number of the parameters that belong to experts."""
+    """Number of parameters of all experts, over all layers."""
     expert_share: float = 1.0
     """Fraction of the experts that process one token."""
     layers: int
@@ -36,13 +37,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     grouped: bool = False
     """Whether several query heads share one key-value head."""
     score_layers: int = 0
-    """Number of layers of which padded attention on an accelerator writes the scores out, whatever the batch: those
-    with sinks or a soft cap, and those with a window or chunks and grouped heads."""
+    """Number of layers for which padded attention on an accelerator stores the scores in memory for any batch: layers
+    with sinks or a soft cap, and layers with a window or chunks and grouped heads."""
 
     @property
     def flop_per_square(self) -> float:
-        """Operations of attention in a training step per squared token of a sample: scores and values are two products
-        over n² / 2 pairs, computed once forward and twice backward."""
+        """Return the operations of attention in a training step per squared token of a sample. Scores and values are
+        two products over n² / 2 pairs, computed once in the forward pass and twice in the backward pass."""
         return 6.0 * self.layers * self.attention_width
 
 
@@ -57,19 +58,20 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     """
     config = config.get("text_config") or config
     hidden, layers, heads = (
-        _size(config, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        _positive_int(config, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )  # fmt: skip
     head = int(config.get("head_dim") or hidden // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    vocabulary = _size(config, "vocab_size") * hidden
+    vocabulary = _positive_int(config, "vocab_size") * hidden
     attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head
     experts = int(config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0)
     chosen = int(config.get("num_experts_per_tok") or 0)
     width = config.get("moe_intermediate_size") if experts else None
-    expert = 3 * hidden * int(width or _size(config, "intermediate_size"))
+    expert = 3 * hidden * int(width or _positive_int(config, "intermediate_size"))
     feed_forward = experts * expert + experts * hidden if experts else expert
     active_feed_forward = chosen * expert + experts * hidden if experts else expert
     tables = 1 if config.get("tie_word_embeddings") else 2
+    # multi-head latent attention caches one latent vector and the rotary part of the keys instead of keys and values
     latent = config.get("kv_lora_rank")
     cached = int(latent) + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head
     return ModelShape(
@@ -90,7 +92,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _score_layers(config: Mapping[str, Any], layers: int, *, grouped: bool) -> int:
-    """Return the number of layers of which padded attention writes the scores out (:class:`ModelShape`)."""
+    """Return the number of layers for which padded attention stores the scores (:attr:`ModelShape.score_layers`)."""
     if config.get("attn_logit_softcapping") or config.get("model_type") == "gpt_oss":
         return layers
     if not grouped:
@@ -100,7 +102,7 @@ def _score_layers(config: Mapping[str, Any], layers: int, *, grouped: bool) -> i
     return layers if config.get("sliding_window") and config.get("use_sliding_window", True) else 0
 
 
-def _size(config: Mapping[str, Any], key: str) -> int:
+def _positive_int(config: Mapping[str, Any], key: str) -> int:
     """Return the value of ``key`` in the content of a ``config.json``. Raises ``ValueError`` if it is not a positive
     whole number."""
     value = config.get(key)

@@ -1,5 +1,5 @@
-"""The demo: two-digit addition on a small model that is created on the spot. The supervised phase imitates a careless
-teacher who forgets most carries; reinforcement learning with a checked answer corrects this."""
+"""The demo: two-digit addition by a small model that is created when the demo starts. In a supervised phase the model
+imitates a careless teacher, who forgets most carries; reinforcement learning with a checked answer corrects this."""
 
 from typing import TYPE_CHECKING
 

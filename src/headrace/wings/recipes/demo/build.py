@@ -1,8 +1,8 @@
-"""Creates everything the demo needs in one directory: model, tokenizer, dataset, reward function and run file. The demo
-is addition of two-digit numbers by a small model.
+"""The creation of the demo in one directory: model, tokenizer, dataset, reward function and run file. The task of the
+demo is the addition of two-digit numbers by a small model.
 
-The model has gone through a short supervised phase: the library's own learner imitates the answers of a careless
-teacher, who forgets most carries.
+In a short supervised phase, the library's learner trains the model to imitate the answers of a careless teacher, who
+forgets most carries.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """The paths of a demo that has been created."""
+    """The paths of a created demo."""
 
     directory: Path
-    """The directory of all files."""
+    """The directory with all files of the demo."""
     run_file: Path
-    """The run file, which names the others."""
+    """The run file, which names the other files."""
 
 
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "decoder_sparse_step": 1}
@@ -55,13 +55,13 @@ HYBRID = {
     "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
 }
-"""Settings of a model of the same size whose first layer is linear attention."""
+"""Settings of a model of the same size whose first layer has linear attention."""
 KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "dense": ("qwen3", {}),
     "mixture": ("qwen3_moe", MIXTURE),
     "hybrid": ("qwen3_5_text", HYBRID),
 }
-"""The kinds of models of the demo: the ``model_type`` of each, and its settings beyond the common ones."""
+"""The kinds of models of the demo: for each kind its ``model_type``, and its settings beside the common settings."""
 
 
 def build_demo(
@@ -71,14 +71,13 @@ def build_demo(
     kind: str = "dense",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Demo:
-    """Create the demo in ``directory``, with a model of a ``kind`` of :data:`KINDS`, and return its paths. ``seed``
-    decides the first weights, the split of the rows, and the demonstrations. ``progress`` is called with the number of
-    finished steps and of all steps of the supervised phase."""
+    """Create the demo in ``directory``, with a model of a ``kind`` in :data:`KINDS`, and return the demo's paths.
+    ``seed`` determines the initial weights, the split of the rows, and the demonstrations. ``progress`` is called with
+    the number of finished steps and the number of all steps of the supervised phase."""
     from headrace.models.tiny import make_tiny
-    from headrace.wings.recipes.demo.build import Demonstrations, warm_start
 
     run_file = lay_out(directory, seed=seed)
-    cold = make_tiny(directory / "untrained", _spec(seed, kind=kind, hidden_size=128, num_layers=2))
+    cold = make_tiny(directory / "untrained", _tiny_spec(seed, kind=kind, hidden_size=128, num_layers=2))
     warm_start(cold, directory / "model", Demonstrations(pairs=split(seed).warm), seed=seed, progress=progress)
     shutil.rmtree(cold)
     return Demo(directory=directory, run_file=run_file)
@@ -86,7 +85,7 @@ def build_demo(
 
 def lay_out(directory: Path, *, seed: int) -> Path:
     """Write the dataset, the reward function and the run file of the demo into ``directory``, but no model; return the
-    path of the run file. ``seed`` decides the split of the rows."""
+    path of the run file. ``seed`` determines the split of the rows."""
     directory.mkdir(parents=True, exist_ok=True)
     pairs = split(seed)
     _write_rows(directory / "train.jsonl", pairs.train)
@@ -96,35 +95,34 @@ def lay_out(directory: Path, *, seed: int) -> Path:
         with as_file(package / name) as source:
             shutil.copyfile(source, directory / name)
     run_file = directory / "demo.toml"
-    if seed:  # the section [run] is the last one
+    if seed:  # the last section of the file is [run], to which the line is appended
         run_file.write_text(f"{run_file.read_text(encoding='utf-8')}seed = {seed}\n", encoding="utf-8")
     return run_file
 
 
 def write_untrained(directory: Path, *, seed: int) -> Path:
     """Write the demo's model with random weights, without the supervised phase, into ``directory``/model, and return
-    its directory: for trials of a run that need not learn anything."""
+    the directory of the model. It is meant for test runs that need not learn anything."""
     from headrace.models.tiny import make_tiny
 
-    return make_tiny(directory / "model", _spec(seed, kind="dense", hidden_size=128, num_layers=2))
+    return make_tiny(directory / "model", _tiny_spec(seed, kind="dense", hidden_size=128, num_layers=2))
 
 
 def build_teacher(directory: Path, *, seed: int) -> Path:
-    """Create a teacher for distillation, a model of about three times the demo's size that was trained on correct
-    answers, in ``directory``; return the directory of the model."""
+    """Create a teacher for distillation in ``directory``, and return the directory of its model. The teacher has about
+    three times the size of the demo's model, and is trained on correct answers."""
     from headrace.models.tiny import make_tiny
-    from headrace.wings.recipes.demo.build import Demonstrations, warm_start
 
-    cold = make_tiny(directory / "untrained", _spec(seed, kind="dense", hidden_size=192, num_layers=3))
+    cold = make_tiny(directory / "untrained", _tiny_spec(seed, kind="dense", hidden_size=192, num_layers=3))
     demonstrations = Demonstrations(pairs=split(seed).warm, careless_frac=0.0)
     warm_start(cold, directory / "teacher", demonstrations, seed=seed, progress=lambda done, total: None)
     shutil.rmtree(cold)
     return directory / "teacher"
 
 
-def _spec(seed: int, *, kind: str, hidden_size: int, num_layers: int) -> TinySpec:
-    """Return the specification of a small model of a ``kind`` of :data:`KINDS` with these sizes, whose random first
-    weights follow from ``seed``."""
+def _tiny_spec(seed: int, *, kind: str, hidden_size: int, num_layers: int) -> TinySpec:
+    """Return the specification of a small model of a ``kind`` in :data:`KINDS` with the given sizes. ``seed``
+    determines its random initial weights."""
     from headrace.models.tiny import TinySpec
 
     model_type, extra = KINDS[kind]
@@ -144,35 +142,35 @@ def _spec(seed: int, *, kind: str, hidden_size: int, num_layers: int) -> TinySpe
 
 
 def _write_rows(path: Path, pairs: list[Pair]) -> None:
-    """Write a dataset with one row for each pair of numbers into the file ``path``."""
+    """Write the dataset of ``pairs``, one row for each pair, into the JSON Lines file ``path``."""
     path.write_text("".join(json.dumps(row(pair)) + "\n" for pair in pairs), encoding="utf-8")
 
 
 WARM_STEPS = 400
 """Number of steps of the supervised phase."""
 WARM_BATCH = 128
-"""Number of demonstrations in each of these steps."""
+"""Number of demonstrations in each step of the supervised phase."""
 CARELESS_FRAC = 0.6
 """Fraction of the demonstrations in which the teacher forgets every carry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrations:
-    """The demonstrations of a teacher that a model imitates in the supervised phase: sums, some of them wrong."""
+    """The teacher's demonstrations for the supervised phase: sums of pairs, some of them wrong."""
 
     pairs: list[Pair]
     """The pairs of numbers to add."""
     careless_frac: float = CARELESS_FRAC
-    """Fraction of the answers in which every carry is forgotten."""
+    """Fraction of the answers in which the teacher forgets every carry."""
 
 
 def warm_start(
     model_dir: Path, out: Path, demonstrations: Demonstrations, *, seed: int, progress: Callable[[int, int], None]
 ) -> None:
-    """Carry out the supervised phase: train the model in ``model_dir`` to imitate demonstrations that are drawn at
-    random by ``seed``, and write the trained model to the directory ``out``. ``progress`` is called after each step
-    with the number of finished steps and of all steps."""
-    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
+    """Run the supervised phase: train the model in ``model_dir`` to imitate ``demonstrations``, and write the trained
+    model into the directory ``out``. ``seed`` determines which demonstrations are drawn. ``progress`` is called after
+    each step with the number of finished steps and the number of all steps."""
+    torch.set_num_threads(1)  # more threads are no faster for such small matrices, and much slower on a busy machine
     tokenizer = load_tokenizer(str(model_dir))
     core = LearnerCore(
         load_model(ModelConfig(path=str(model_dir))),
@@ -196,8 +194,8 @@ def warm_start(
 
 
 def _demonstration(index: int, prompt_ids: list[int], answer_ids: list[int]) -> TrainSample:
-    """Return a train sample that makes the tokens of the answer more likely after the prompt, and only those. ``index``
-    is its place in the batch."""
+    """Return the train sample of one demonstration, with loss only on the tokens of the answer. ``index`` is the
+    sample's index in the batch."""
     return TrainSample(
         key=EpisodeKey(index, 0),
         tokens=Tokens.observed([*prompt_ids, *answer_ids]),

@@ -1,5 +1,5 @@
-"""The demo's task, two-digit addition: the answer to ``"27+58="`` is ``"580"``, three digits, the least significant
-first."""
+"""The demo's task, two-digit addition. The answer to ``"27+58="`` is ``"580"``: the sum 085 in three digits, the least
+significant digit first."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CHAT_TEMPLATE = (
     "{%- for message in messages %}{{ message.content }}"
     "{%- if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
-"""A template that joins the messages without role markers, and ends every answer with ``<eos>``."""
+"""A chat template that joins the messages without role markers, and ends every answer with ``<eos>``."""
 NUM_WARM = 3000
 """Number of pairs for the supervised phase."""
 HELD_OUT_FRAC = 0.15
-"""Fraction of the pairs that are held out."""
+"""Fraction of the pairs that are held out for evaluation."""
 
 Pair = tuple[int, int]
 """Two numbers to add."""
@@ -33,19 +33,20 @@ def prompt(pair: Pair) -> str:
 
 
 def answer(pair: Pair) -> str:
-    """Return the correct answer: the sum in three digits, the least significant first."""
+    """Return the correct answer: the sum in three digits, the least significant digit first."""
     return f"{pair[0] + pair[1]:03d}"[::-1]
 
 
 def careless(pair: Pair) -> str:
-    """Return the answer of a careless teacher, who forgets every carry; it is correct if there is none."""
+    """Return the answer of a careless teacher, who forgets every carry. It is correct for a sum without carries."""
     a, b = pair
     return f"{(a % 10 + b % 10) % 10}{(a // 10 + b // 10) % 10}0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The split of all ordered pairs of two-digit numbers; ``a+b`` and ``b+a`` are both held out or both not."""
+    """The split of all ordered pairs of two-digit numbers. ``a+b`` and ``b+a`` are either both held out or both not
+    held out."""
 
     warm: list[Pair]
     """Pairs for the supervised phase."""
@@ -56,8 +57,8 @@ class Split:
 
 
 def split(seed: int) -> Split:
-    """Return the split of all pairs into those for the supervised phase, for reinforcement learning and for evaluation;
-    ``seed`` determines both the split and the order."""
+    """Return the split of all pairs into pairs for the supervised phase, for reinforcement learning and for evaluation.
+    ``seed`` determines both the split and the order of the pairs."""
     rng = np.random.default_rng(seed)
     unordered = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     rng.shuffle(unordered)

@@ -49,7 +49,7 @@ def demo(
     if mixture and hybrid:
         raise ConfigError("--mixture and --hybrid name two models", remedy="give one of them")
     kind = "mixture" if mixture else "hybrid" if hybrid else "dense"
-    made = build_demo(target, seed=seed, kind=kind) if as_json else _build_in_sight(target, seed, kind)
+    made = build_demo(target, seed=seed, kind=kind) if as_json else _build_with_progress(target, seed, kind)
     quiet = ["observe.view=none"] if as_json else []
     settings = [f"run.dir={target / 'run'}", *overrides, *quiet]
     recipe = ["--like", like] if like else []
@@ -69,9 +69,9 @@ def demo(
     leave_if_hung_up(summary.stopped_by)
 
 
-def _build_in_sight(target: Path, seed: int, kind: str) -> Any:
-    """Build the demo in ``target`` with a model of this kind, while a bar on the terminal shows the progress of the
-    supervised phase; return its paths."""
+def _build_with_progress(target: Path, seed: int, kind: str) -> Any:
+    """Build the demo in ``target`` with a model of this ``kind``, and return the demo's paths. A progress bar on the
+    terminal shows the progress of the supervised phase."""
     from headrace.wings.recipes.demo import build_demo
 
     console().print(f"The demo is made in {target}: model, rows, reward.py, demo.toml", style="bold")
@@ -86,8 +86,8 @@ def _build_in_sight(target: Path, seed: int, kind: str) -> Any:
 
 
 def leave_open(run_file: Path) -> None:
-    """Remove those settings from the run file of a demo that a recipe decides, so that the recipe chosen with
-    ``--like`` can set them. In this file every setting has one line."""
+    """Remove the settings that recipes decide from the run file of a demo, so that the recipe chosen with ``--like``
+    can set them. Every setting must be on one line, as in the demo's run file."""
     from headrace.run.session.recipes import DECIDED
 
     kept, section = list[str](), ""

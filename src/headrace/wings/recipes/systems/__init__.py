@@ -1,4 +1,4 @@
-"""Recipes of known systems: each TOML file of this folder says what one system chooses on every axis."""
+"""The recipes of known systems. Each TOML file of this folder contains one system's choice on every axis."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ from headrace.run.session.recipes import Recipe, read_recipes
 
 
 def systems() -> dict[str, Recipe]:
-    """Return the recipes of this folder by their names, for the entry point by which ``--like NAME`` finds them."""
+    """Return the recipes of this folder by their names. An entry point names this function, so that ``--like NAME``
+    finds the recipes."""
     return read_recipes(__name__)

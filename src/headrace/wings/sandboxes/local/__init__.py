@@ -1,2 +1,2 @@
-"""The local drivers. ``driver.py`` is a part of Headrace; the other modules are programs of the standard library alone,
-which start in milliseconds."""
+"""The local drivers, jail and bubblewrap. ``driver.py`` runs in Headrace's process; the other modules except
+``files.py`` and ``forwards.py`` are programs that use only the standard library, so that they start in milliseconds."""

@@ -1,11 +1,11 @@
-"""The local drivers: sessions in the jail of Headrace or in bubblewrap, hosted by one process of this machine.
+"""The local drivers: sessions in the jail of Headrace or in bubblewrap, started by one host process on this machine.
 
     LocalDriver ── control ── host process         started by the driver, ends with it
     LocalSession ══ channel ══ supervisor           one for each session, and a new one after each snapshot
 
-Snapshots: where the host has overlays, the layer that a session has written is left as it is, and the session goes on
-in a new layer above it; forks do the same. Elsewhere the files are copied, by ``tar`` in the session to a file
-without a name on the disk: its descriptor is passed, and the bytes go through no other process.
+Snapshots: where the kernel has overlay file systems, a snapshot freezes the layer that the session has written, and the
+session continues in a new layer above it; so does each fork. Elsewhere ``tar`` in the session copies the files to a
+nameless file on disk. The session receives its file descriptor, so that no other process copies the bytes.
 """
 
 from __future__ import annotations
@@ -46,30 +46,32 @@ from headrace.wings.sandboxes.local.forwards import PortForward, serve_forwards
 
 HOST = Path(__file__).with_name("host.py")
 STARTED_S = 20.0
-"""The longest time until a session is ready; it needs milliseconds."""
+"""The longest time that a session may take to start, in seconds; usually it takes milliseconds."""
 GRACE_S = 15.0
-"""How long after the deadline of a command its result may take to arrive, before the session is killed."""
+"""The time after the deadline of a command within which its result must arrive, in seconds; then the session is
+killed."""
 BUFFER_BYTES = 1 << 20
-"""The size of buffers between a session and this process."""
+"""The size of the buffers between a session and this process, in bytes."""
 MAX_LAYERS = 200
-"""The most snapshots in a line of sessions: the kernel reads one page of mount options."""
+"""The greatest number of layers of a session, one for each snapshot in its history: the kernel's mount options have at
+most one page of memory."""
 OF_A_PROCESS = ("cpu_s", "file_bytes", "open_files", "memory_bytes", "address_bytes")
-"""The limits that the kernel holds each process to, which one command may have of its own."""
+"""The limits that the kernel enforces for each process; one command may have its own."""
 NOT_COPIED = ("/proc", "/.headrace")
-"""Paths that every session has by itself."""
+"""Paths that a copy of the files excludes, because every session has its own."""
 
 
 _EXACT = ("--format=posix", "--pax-option=delete=atime,delete=ctime", "--xattrs")
-"""What tar needs to keep times to the nanosecond, by which ``make`` decides, and the attributes of users."""
+"""Options of tar that keep times to the nanosecond, which ``make`` compares, and extended attributes."""
 
 
 class LocalDriver(SandboxDriver):
-    """Sessions on this machine. Use :meth:`open`."""
+    """A driver of sessions on this machine, with one host process. Create it with :meth:`open`."""
 
     serves_forwards = True
 
     def __init__(self, kind: str, control: socket.socket, process: Process, readable: list[str]) -> None:
-        """Drive the host ``process`` at the other end of ``control``."""
+        """Connect to the host process ``process`` through the socket ``control``."""
         self.kind = kind
         self._control = control
         self._process = process
@@ -77,16 +79,16 @@ class LocalDriver(SandboxDriver):
         self._uses: Counter[str] = Counter()
         self._sessions: set[LocalSession] = set()
         self.readable = readable
-        """What sessions can read of this machine."""
+        """The paths of this machine that sessions can read."""
         self.fixed: list[str] = []
-        """Folders that every session has by itself and cannot change."""
+        """The folders that every session has from the start and cannot change."""
         self.missing: Mapping[str, str] = {}
 
     @classmethod
     async def open(cls, kind: str, readable: Sequence[str] = (), *, bwrap: str = "") -> Self:
-        """Start the host of the driver ``kind``. Sessions can read the system, this Python and ``readable``; ``bwrap``
-        is the program that makes the sandboxes, if the host does not. Raises :class:`~headrace.base.errors.EnvError`
-        where this machine cannot have such sessions."""
+        """Start a host process and return its driver, of the kind ``jail`` or ``bubblewrap``. Sessions can read the
+        system's programs, this Python and the paths ``readable``. ``bwrap`` is the path of bubblewrap, for that kind.
+        Raises :class:`~headrace.base.errors.EnvError` if this machine cannot run such sessions."""
         paths = readable_paths(readable)
         allow_open_files()
         order = {
@@ -117,11 +119,12 @@ class LocalDriver(SandboxDriver):
 
     @property
     def overlays(self) -> bool:
-        """Whether snapshots are layers; if not, they are copies."""
+        """Whether snapshots are overlay layers; if not, they are copies."""
         return self.kind == "jail" and "overlay" not in self.missing
 
     async def start(self, spec: SandboxSpec) -> LocalSession:
-        """Start a session, and make its directory."""
+        """Start a session, and make its directory. Raises :class:`~headrace.base.errors.EpisodeError` for a spec with
+        an image."""
         self.refuse_closed()
         refuse_invalid(spec)
         if spec.image:
@@ -152,7 +155,7 @@ class LocalDriver(SandboxDriver):
         return session
 
     async def release(self, snapshot: SandboxSnapshot) -> None:
-        """Free the files of a snapshot, as far as no fork is built on them."""
+        """Free the files of a snapshot; layers that a fork uses are freed after the fork."""
         if not snapshot.released:
             files = self._files_of(snapshot)
             snapshot.released = True
@@ -162,15 +165,15 @@ class LocalDriver(SandboxDriver):
                 files.close()
 
     def _files_of(self, snapshot: SandboxSnapshot) -> LayerFiles | CopiedFiles:
-        """Return the files of a snapshot of this driver: layers of another one have the same names. Raises
-        :class:`~headrace.base.errors.EpisodeError` for those of another driver."""
+        """Return the files of a snapshot. Raises :class:`~headrace.base.errors.EpisodeError` if they belong to another
+        driver, whose layers have the same names."""
         files = snapshot.files
         if not isinstance(files, LayerFiles | CopiedFiles) or files.driver is not self:
             raise unusable_snapshot()
         return files
 
     async def close(self) -> None:
-        """End the host, and with it all sessions and their files."""
+        """End the host process, and with it all sessions and their files."""
         self.closed = True
         for session in list(self._sessions):
             session.lose("its driver was closed")
@@ -178,7 +181,8 @@ class LocalDriver(SandboxDriver):
         await self._process.wait()
 
     async def _begin(self, spec: SandboxSpec, layers: list[str], user: int) -> LocalSession:
-        """Start a session with these layers, the last of which is new."""
+        """Start a session on ``layers``, the last of which is new. ``user`` owns its files; 0: a user that the host
+        chooses."""
         session = LocalSession(self, spec, layers, user)
         self.keep(layers)
         self._sessions.add(session)
@@ -190,19 +194,20 @@ class LocalDriver(SandboxDriver):
         return session
 
     def _new_layer(self) -> str:
-        """Return the name of the first layer of a new store."""
+        """Return the name of the first layer of a new store, as ``STORE/NUMBER``."""
         return f"{next(self._numbers)}/0"
 
     async def start_supervisor(self, order: dict[str, Any]) -> tuple[socket.socket, socket.socket]:
-        """Have the host start a supervisor. Return the channel to it, and the socket for file descriptors, on which
-        the listeners of its session arrive."""
+        """Let the host process start a supervisor for one session, which ``order`` describes. Return the channel to the
+        supervisor, and a socket for file descriptors, through which this process receives the session's listening
+        sockets and sends files."""
         channel, other_end = socket.socketpair()
-        descriptors, way = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptors, session_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         descriptors.setblocking(False)
-        with other_end, way:
+        with other_end, session_end:
             try:
-                await self._send({"do": "start", **order}, [other_end.fileno(), way.fileno()])
+                await self._send({"do": "start", **order}, [other_end.fileno(), session_end.fileno()])
             except BaseException:
                 channel.close()
                 descriptors.close()
@@ -210,28 +215,29 @@ class LocalDriver(SandboxDriver):
         return channel, descriptors
 
     async def kill(self, name: str) -> None:
-        """Kill the supervisor of a session that does not answer, and with it the session."""
+        """Kill the supervisor of the session ``name``, and with it the session."""
         await self._send({"do": "kill", "session": name})
 
     def keep(self, layers: Sequence[str]) -> None:
-        """Count one more use of the stores of these layers."""
+        """Add one user to the reference counts of the stores of ``layers``."""
         self._uses.update({layer.partition("/")[0] for layer in layers})
 
     async def drop(self, layers: Sequence[str]) -> None:
-        """Count one use less of the stores of these layers; a store without any is freed."""
+        """Remove one user from the reference counts of the stores of ``layers``. A store without users is freed."""
         for store in {layer.partition("/")[0] for layer in layers}:
             self._uses[store] -= 1
             if not self._uses[store]:
                 del self._uses[store]
-                with suppress(EnvError, OSError):  # the host has gone, and the store with it
+                with suppress(EnvError, OSError):  # the host has ended, which frees the store
                     await self._send({"do": "drop", "store": store})
 
     def forget(self, session: LocalSession) -> None:
-        """Take a session that has ended out of the books."""
+        """Remove an ended session from the set of running sessions."""
         self._sessions.discard(session)
 
     async def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send the host a message with file descriptors. Its buffer is full only for moments."""
+        """Send a message with file descriptors to the host process. A full socket buffer is tried again after a
+        millisecond. Raises :class:`~headrace.wings.sandboxes.base.DriverLost` if the host process has ended."""
         data = [json.dumps(message).encode()]
         while True:
             try:
@@ -246,10 +252,11 @@ class LocalDriver(SandboxDriver):
 
 
 class LocalSession(SandboxSession):
-    """A session on this machine."""
+    """A session on this machine, connected to its supervisor."""
 
     def __init__(self, driver: LocalDriver, spec: SandboxSpec, layers: list[str], user: int) -> None:
-        """Describe a session of ``driver`` whose files are ``layers``, owned by ``user``; 0: by a user of its own."""
+        """Describe a session of ``driver`` on ``layers``, whose files the user id ``user`` owns; 0: the host chooses a
+        user."""
         super().__init__(spec)
         self._driver = driver
         self._layers = layers
@@ -281,7 +288,7 @@ class LocalSession(SandboxSession):
         self._user, self.missing = record["user"], record["missing"]
 
     def _cannot_start(self, problem: str) -> EpisodeError:
-        """Return the error of a session that cannot start because of ``problem``."""
+        """Return the error for a session that cannot start because of ``problem``."""
         return EpisodeError(
             f"a session of kind {self._driver.kind!r} cannot start: {problem}",
             remedy="look at the machine's limits (ulimit -Hn, -Hu), or choose another kind of sandbox",
@@ -290,21 +297,21 @@ class LocalSession(SandboxSession):
 
     @property
     def _name(self) -> str:
-        """The name of the session between the driver and the host: its newest layer."""
+        """The name of the session in messages to the host: its newest layer."""
         return self._layers[-1]
 
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
     ) -> Execution:
-        """Run a program in the session."""
+        """Run a program in the session, as the contract says."""
         order = {"argv": list(argv), "env": dict(variables), "cwd": directory}
         return await self._carry_out(order, limits, data=stdin)
 
     async def _carry_out(
         self, order: dict[str, Any], limits: SandboxLimits, *, data: bytes = b"", file: IO[bytes] | None = None
     ) -> Execution:
-        """Run a program in the session with ``data`` as its standard input. ``file``, if given, takes the place of the
-        stream ``order["file"]``: 0 or 1."""
+        """Run a program that ``order`` describes, with ``data`` as its standard input, and return its result. If
+        ``file`` is given, it replaces the stream with the number ``order["file"]``: 0 (input) or 1 (output)."""
         order = {
             **order, "do": "run", "wall_s": limits.wall_s, "output_bytes": limits.output_bytes,
             "limits": {name: getattr(limits, name) for name in OF_A_PROCESS},
@@ -322,18 +329,18 @@ class LocalSession(SandboxSession):
         return Execution(reason=reason, stdout=stdout, stderr=stderr, status=status, cpu_s=cpu_s, state=state)
 
     async def end_background(self) -> int:
-        """Kill all processes of the session, and return how many there were."""
+        """Kill all processes of the session, and return their number."""
         record, _ = await self._call({"do": "end"}, b"", GRACE_S)
         return int(record["gone"])
 
     async def count_background(self) -> int:
-        """Return how many processes run in the background."""
+        """Return the number of background processes."""
         record, _ = await self._call({"do": "count"}, b"", GRACE_S)
         return int(record["processes"])
 
     async def take_files(self) -> LayerFiles | CopiedFiles:
-        """Return the files for a snapshot. With overlays the supervisor ends, and the next call starts another one on a
-        new layer."""
+        """Return the files for a snapshot. With overlays the supervisor ends, and the next call starts another
+        supervisor on a new layer. Raises :class:`~headrace.base.errors.EpisodeError` at :data:`MAX_LAYERS` layers."""
         if not self._driver.overlays:
             return await self._copied_files()
         if len(self._layers) >= MAX_LAYERS:
@@ -351,8 +358,8 @@ class LocalSession(SandboxSession):
         return files
 
     async def _copied_files(self) -> CopiedFiles:
-        """Return a copy of the files that the session does not have by itself. Raises
-        :class:`~headrace.base.errors.EpisodeError` where they cannot be copied."""
+        """Return a copy of the session's own files, without the files that every session has. Raises
+        :class:`~headrace.base.errors.EpisodeError` if they cannot be copied."""
         without = [f"--exclude=.{path}" for path in (*NOT_COPIED, *self._driver.fixed, *self._driver.readable)]
         argv = [self.programs["tar"], "--one-file-system", "--anchored", *_EXACT, "--sparse", *without, "-cf", "-", "."]
         files = CopiedFiles(self._driver)
@@ -365,15 +372,15 @@ class LocalSession(SandboxSession):
         return files
 
     async def put_files(self, files: CopiedFiles) -> None:
-        """Make the files of a new session those of a copy. Raises :class:`~headrace.base.errors.EpisodeError` where
-        they cannot be written."""
+        """Unpack a copy of files in a new session. Raises :class:`~headrace.base.errors.EpisodeError` if they cannot be
+        written."""
         argv = [self.programs["tar"], "-p", "--xattrs", "-xf", "-", "-C", "/"]
         with files.opened("rb") as archive:
             await self._pass_file(argv, archive, stream=0)
 
     async def _pass_file(self, argv: Sequence[str], file: IO[bytes], *, stream: Literal[0, 1]) -> None:
-        """Run a program whose standard input or output is a file of this process. No process of the agent runs
-        meanwhile, which could open it, too."""
+        """Run a program whose standard input (``stream`` 0) or output (1) is a file of this process. The caller makes
+        sure that no process of the agent runs, because it could open the file too."""
         limits = replace(self.spec.limits, file_bytes=2 * self.spec.limits.disk_bytes)
         order = {"argv": argv, "env": ENVIRONMENT, "cwd": "/", "file": stream}
         done = await self._carry_out(order, limits, file=file)
@@ -387,11 +394,11 @@ class LocalSession(SandboxSession):
 
     @property
     def _own_store(self) -> str:
-        """The store that the session writes to."""
+        """The name of the store that the session writes to."""
         return self._layers[-1].partition("/")[0]
 
     async def stop(self) -> None:
-        """End the session and wait until its processes have gone. A call that is cancelled does not wait."""
+        """End the session and wait until its processes have ended. A cancelled call does not wait."""
         if not self.ended:
             self.ended = "it was stopped"
             try:
@@ -401,7 +408,8 @@ class LocalSession(SandboxSession):
                 await self._driver.drop(self._layers)
 
     def lose(self, reason: str) -> None:
-        """Note that the session has ended by itself or by force, and close its channel."""
+        """Mark the session as ended because of ``reason``, and close its channel; for a session that ended by itself or
+        was killed."""
         if not self.ended:
             self.ended = reason
             self._driver.forget(self)
@@ -410,14 +418,14 @@ class LocalSession(SandboxSession):
                 self._writer.close()
 
     def _close_forwards(self) -> None:
-        """End the ways out of the session."""
+        """Close the forwards of the session and the socket for file descriptors."""
         while self._forwards:
             self._forwards.pop().close()
         if self._descriptors is not None:
             self._descriptors.close()
 
     async def _disconnect(self) -> None:
-        """Ask the supervisor for the end, and wait for the word that all processes have gone."""
+        """Ask the supervisor to end the session, and wait until it reports that all processes have ended."""
         self._close_forwards()
         if self._writer is None:
             return
@@ -435,8 +443,9 @@ class LocalSession(SandboxSession):
     async def _call(
         self, order: dict[str, Any], data: bytes, within_s: float, file: IO[bytes] | None = None
     ) -> tuple[dict[str, Any], bytes]:
-        """Send the supervisor an order, with a file if there is one, and return its answer. A session that does not
-        answer in time, or whose caller was cancelled, is killed."""
+        """Send ``order`` to the supervisor, with ``data`` and the descriptor of ``file``, and return the record and the
+        bytes of its answer. Kill the session if no answer arrives within ``within_s`` seconds, or if the call is
+        cancelled. Raises :class:`SessionEnded` if the session has ended."""
         try:
             if self._writer is None:  # after a snapshot
                 await self._connect_again()
@@ -457,7 +466,7 @@ class LocalSession(SandboxSession):
         return record, more
 
     async def _connect_again(self) -> None:
-        """Start another supervisor after a snapshot. A session whose host has ended meanwhile has ended with it."""
+        """Start another supervisor after a snapshot. Raises :class:`SessionEnded` if the host process has ended."""
         try:
             await self.connect()
         except DriverLost as error:
@@ -465,7 +474,8 @@ class LocalSession(SandboxSession):
             self.refuse_ended()
 
     async def _answer(self, within_s: float) -> tuple[dict[str, Any], bytes]:
-        """Return the next frame of the supervisor. Raises :class:`SessionEnded` if none comes in time."""
+        """Return the record and the bytes of the supervisor's next frame. Raises :class:`SessionEnded` if none arrives
+        within ``within_s`` seconds."""
         assert self._reader is not None
         try:
             async with asyncio.timeout(within_s):
@@ -480,7 +490,7 @@ class LocalSession(SandboxSession):
         raise AssertionError("a session that was given up has ended")
 
     async def _give_up(self, reason: str) -> None:
-        """Kill the session, and free its files."""
+        """Kill the session because of ``reason``, and free its files."""
         if not self.ended:
             self.lose(reason)
             with suppress(EnvError, OSError):
@@ -489,13 +499,14 @@ class LocalSession(SandboxSession):
 
 
 async def open_jail(readable: Sequence[str] = ()) -> LocalDriver:
-    """Open the driver whose sandboxes this library makes: namespaces, a filter of system calls, limits, overlays."""
+    """Open the driver of sessions in Headrace's own sandbox: namespaces, a filter of system calls, limits, overlay file
+    systems. Sessions can read the paths ``readable``."""
     return await LocalDriver.open("jail", readable)
 
 
 async def open_bubblewrap(readable: Sequence[str] = ()) -> LocalDriver:
-    """Open the driver whose sandboxes bubblewrap makes. Snapshots are copies. Raises
-    :class:`~headrace.base.errors.EnvError` if it is not installed."""
+    """Open the driver of sessions in bubblewrap, whose snapshots are copies. Sessions can read the paths ``readable``.
+    Raises :class:`~headrace.base.errors.EnvError` if bubblewrap is not installed."""
     found = shutil.which("bwrap")
     if found is None:
         raise EnvError("there is no program bwrap here", remedy="install bubblewrap, or choose the kind 'jail'")

@@ -1,4 +1,4 @@
-"""The files of a snapshot of a local session: layers that nothing writes to any more, or an archive."""
+"""The files of a snapshot of a local session, in two forms: frozen overlay layers, or a copy in a tar archive."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headrace.base.errors import EpisodeError
 from headrace.wings.sandboxes.base import SandboxDriver
 
 MOST_OPEN = 16_384
-"""The number of open files that a process with sessions asks the system for: each session needs some, and each copy of
-files is one."""
+"""The limit of open files that a process with sessions requests: each session needs several, and each copy of files
+needs one."""
 LEFT_OPEN = 128
-"""The number of open files that copies leave to sessions, so that these can start and end."""
+"""The number of file descriptors that are reserved for sessions, so that copies of files cannot use them all."""
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files, as far as the system lets it."""
+    """Raise this process's limit of open files to :data:`MOST_OPEN`, or to the system's hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN)
     if most > soft != resource.RLIM_INFINITY:
@@ -25,23 +25,23 @@ def allow_open_files() -> None:
 
 
 class LayerFiles:
-    """The files of a snapshot as layers that nothing writes to any more."""
+    """The files of a snapshot as overlay layers, to which nothing is written any more."""
 
     def __init__(self, driver: SandboxDriver, layers: list[str], user: int) -> None:
-        """``layers`` of ``driver`` are in order, and ``user`` owns their files."""
+        """Describe ``layers`` of ``driver``, lowest first, whose files the user id ``user`` owns."""
         self.driver = driver
         self.layers = layers
         self.user = user
 
 
 class CopiedFiles:
-    """The files of a snapshot as an archive without a name on the disk: it ends with this process."""
+    """The files of a snapshot as a nameless archive on disk, which the kernel frees when this process ends."""
 
     user = 0
 
     def __init__(self, driver: SandboxDriver) -> None:
-        """Make room for the archive of a session of ``driver``. Raises
-        :class:`~headrace.base.errors.EpisodeError` where there is none."""
+        """Create the archive file of a session of ``driver``. Raises :class:`~headrace.base.errors.EpisodeError` if no
+        file can be opened."""
         self.driver = driver
         try:
             self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the snapshot
@@ -54,16 +54,16 @@ class CopiedFiles:
                            f"{LEFT_OPEN} of them")  # fmt: skip
 
     def opened(self, mode: Literal["rb", "wb"]) -> IO[bytes]:
-        """Return the archive, opened once more: readers at the same time have a place of their own in it."""
+        """Return a new file object of the archive, with a position of its own."""
         return open(f"/proc/self/fd/{self._file.fileno()}", mode)
 
     def close(self) -> None:
-        """Free the disk."""
+        """Free the disk space of the archive."""
         self._file.close()
 
 
 def _no_copy(problem: str) -> EpisodeError:
-    """Return the error of a copy that has no place."""
+    """Return the error for a copy of files that cannot be stored because of ``problem``."""
     return EpisodeError(
         f"the files of a session cannot be copied: {problem}",
         remedy="keep the moments of fewer episodes (env.options.episodes), allow this process more open files (ulimit "

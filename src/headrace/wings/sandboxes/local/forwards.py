@@ -1,6 +1,6 @@
-"""The ways out of a session: connections to its own 127.0.0.1 that are carried to an address outside.
+"""TCP forwards: connections to a port of 127.0.0.1 in a session are connected to an address outside.
 
-program in the session ── 127.0.0.1:PORT ── listener, held by this process ── HOST:PORT outside
+program in the session ── 127.0.0.1:PORT ── listening socket of this process ── HOST:PORT outside
 """
 
 from __future__ import annotations
@@ -11,50 +11,50 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 MOST_CONNECTIONS = 64
-"""The most connections of one port at once; more of them are closed at once."""
+"""The greatest number of connections of one port at a time; further connections are closed."""
 CHUNK_BYTES = 1 << 16
-"""The most bytes that are carried at once."""
+"""The greatest number of bytes of one read."""
 CONNECTED_S = 10.0
-"""How long a connection to the address outside may take."""
+"""The longest time to connect to the address outside, in seconds."""
 
 
 class PortForward:
-    """One port of a session, and the connections that are open on it."""
+    """The forward of one port of a session, and its open connections."""
 
     def __init__(self, address: str) -> None:
-        """Carry connections to ``address``: HOST:PORT."""
+        """Forward connections to ``address``: HOST:PORT."""
         host, _, port = address.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._server: asyncio.Server | None = None
-        self._carrying: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept the connections of a listener, which now belongs to this object."""
+        """Accept connections on ``listener``, which :meth:`close` closes."""
         self._server = await asyncio.start_server(self._accept, sock=listener, limit=CHUNK_BYTES)
 
     def close(self) -> None:
-        """End the connections, and accept no more."""
+        """End all connections, and accept no more."""
         if self._server is not None:
             self._server.close()
-        for task in list(self._carrying):
+        for task in list(self._connections):
             task.cancel()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry a new connection, unless there are too many."""
+        """Forward a new connection, or close it if there are :data:`MOST_CONNECTIONS`."""
         task = asyncio.current_task()
-        if task is None or len(self._carrying) >= MOST_CONNECTIONS:
+        if task is None or len(self._connections) >= MOST_CONNECTIONS:
             writer.transport.abort()
             return
-        self._carrying.add(task)
+        self._connections.add(task)
         try:
-            await self._carry(reader, writer)
+            await self._forward(reader, writer)
         finally:
-            self._carrying.discard(task)
+            self._connections.discard(task)
             writer.transport.abort()
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection in both directions until both have ended. Where the address cannot be reached, the
-        program in the session sees its connection closed."""
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Copy the bytes of one connection in both directions until both have ended. If the address outside cannot be
+        reached, close the connection."""
         try:
             async with asyncio.timeout(CONNECTED_S):
                 answers, outside = await asyncio.open_connection(self._host, self._port, limit=CHUNK_BYTES)
@@ -69,7 +69,7 @@ class PortForward:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Carry bytes in one direction until there are no more, and say so to the other end."""
+    """Copy bytes from ``reader`` to ``writer`` until the end of the stream, and pass the end on."""
     with suppress(OSError):
         while data := await reader.read(CHUNK_BYTES):
             writer.write(data)
@@ -78,8 +78,8 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def serve_forwards(listeners: socket.socket, addresses: Sequence[str]) -> list[PortForward]:
-    """Serve the listeners of a session, which wait at the socket ``listeners`` in the order of the addresses to which
-    they lead. Raises ``OSError`` if one is missing."""
+    """Receive one listening socket for each of ``addresses``, in their order, through the socket ``listeners``, and
+    return the forwards that serve them. Raises ``OSError`` if a listening socket is missing."""
     forwards = [PortForward(address) for address in addresses]
     for forward in forwards:
         _, descriptors, _, _ = socket.recv_fds(listeners, 1, 1)

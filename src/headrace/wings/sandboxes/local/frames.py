@@ -1,6 +1,6 @@
-"""Messages between a session and the process that asked for it. Standard library only.
+"""Frames: the messages between a session's supervisor and its client. Standard library only.
 
-A frame is two lengths, a record as JSON, and bytes that belong to it, such as the output of a command.
+A frame contains two lengths, a record as JSON, and the bytes of the record, such as the output of a command.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 Record = dict[str, Any]
 HEADER = struct.Struct(">II")
-"""The lengths of the record and of the bytes after it."""
+"""The lengths of the record and of its bytes, as unsigned 32-bit integers."""
 
 
 def packed(record: Record, data: bytes = b"") -> bytes:
-    """Return a record and its bytes as one frame."""
+    """Return one frame with a record and its bytes."""
     text = json.dumps(record).encode()
     return HEADER.pack(len(text), len(data)) + text + data
 
 
 def unpack(received: bytearray) -> tuple[Record, bytes] | None:
-    """Remove the first frame from what was received, and return its record and its bytes; ``None`` if it is not
-    complete yet.
+    """Remove the first frame from the buffer ``received``, and return its record and its bytes; ``None`` if the frame
+    is not complete yet.
 
     >>> received = bytearray(packed({"do": "run"}, b"in") + b"..")
     >>> unpack(received), bytes(received)

@@ -1,11 +1,12 @@
-"""The host of the local sandboxes: one process that forks a supervisor for each session, in milliseconds, and holds the
-files of all of them. Standard library only: ``python -I -S -B host.py CONTROL ORDER``.
+"""The host process of the local sandboxes. It forks a supervisor for each session and mounts the files of all sessions.
+It uses only the standard library, so that it starts in milliseconds: ``python -I -S -B host.py CONTROL ORDER``.
 
     client ── CONTROL: start, drop, kill ── host ── supervisor ── first process ── commands
            ══ a channel for each session ══════════╝
 
-The client holds one end of ``CONTROL`` and of every channel. When it dies, however it does, the kernel closes them:
-every supervisor ends its session, the host ends, and the files, which only these processes have mounted, are gone.
+The client is the process with the driver (driver.py). It has one end of ``CONTROL`` and of every channel. When it dies,
+the kernel closes them: every supervisor ends its session, the host ends, and the files vanish, because only these
+processes have them mounted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import jail, kernel, processes, user_namespace
     from headrace.wings.sandboxes.local import frames, init, loopback, root, supervisor
-else:  # two folders, and nothing else of headrace: it starts in milliseconds
+else:  # imports only from these two folders, to start in milliseconds
     sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), json.loads(sys.argv[2])["sandbox"]]
     import frames
     import init
@@ -38,33 +39,36 @@ else:  # two folders, and nothing else of headrace: it starts in milliseconds
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FIRST_USER, USERS = 40_000, 20_000
-"""Users of sessions on a host that is root: ids that no person has."""
+"""The user ids of sessions on a host that is root, as first id and count; no person has such an id."""
 NUMBERS = 4096
-"""The most processes of a user where the kernel bounds those of each session by itself."""
+"""The limit of processes for each user, where the kernel also bounds the processes of each session."""
 Order = dict[str, Any]
 
 
 class SandboxHost:
-    """The host of all sessions of one client."""
+    """The host process of all sessions of one client: its files, its supervisors, and the guards that this machine
+    lacks."""
 
     def __init__(self, order: Order, control: socket.socket) -> None:
-        """Prepare to host sessions as ``order`` describes them all, for the client at the other end of ``control``."""
+        """Prepare to host sessions for the client at the other end of ``control``. ``order`` contains the settings that
+        all sessions share."""
         self._order = order
         self._control = control
         self._bwrap: str = order["bwrap"]
-        """The path of bubblewrap, if it makes the sandboxes; empty: this program does."""
+        """The path of bubblewrap if it makes the sandboxes; empty if this program makes them."""
         self.missing: dict[str, str] = {}
-        """The guards that the kernel refuses, each with the cause."""
+        """The guards that the kernel refuses, each with the reason."""
         self._layers: root.Layers | None = None
         self._running: dict[int, tuple[str, int]] = {}
-        """The sessions by the file descriptor of their supervisor's process: their name and its process id."""
+        """The running sessions, as session name and supervisor process id by process file descriptor."""
         self._poll = select.poll()
 
     def prepare(self) -> None:
-        """Try every guard, and mount the place for the files. Raises ``OSError`` where sessions are impossible."""
+        """Test which guards the kernel offers, and mount the files. Raises ``OSError`` if sessions are impossible
+        here."""
         if os.getuid() != 0 or not processes.succeeds(_use_rights):
             self.missing["user"] = "only root with all rights can start a process as another user"
-            # a root without rights gives up its number, since sessions are no root's
+            # root without rights changes its user id, because sessions must not run as root
             user_namespace.enter(FIRST_USER if os.getuid() == 0 else None)
         self._layers = root.Layers(self._order["readable"])
         if self._bwrap:
@@ -79,35 +83,38 @@ class SandboxHost:
 
     @property
     def fixed(self) -> list[str]:
-        """The folders that every session has by itself and cannot change."""
+        """The folders that every session has from the start and cannot change."""
         assert self._layers is not None
         return self._layers.fixed
 
     def serve(self) -> None:
-        """Carry out the client's messages until it closes its end of the control socket."""
+        """Carry out the client's messages, and reap supervisors, until the client closes its end of the control
+        socket."""
         self._poll.register(self._control.fileno(), select.POLLIN)
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor != self._control.fileno():
-                    self._forget(descriptor)
-                elif not self._obey():
+                    self._reap(descriptor)
+                elif not self._carry_out_message():
                     return
 
-    def _forget(self, descriptor: int) -> None:
-        """Reap a supervisor that has ended."""
+    def _reap(self, descriptor: int) -> None:
+        """Reap the supervisor with the process file descriptor ``descriptor``, which has ended."""
         _, pid = self._running.pop(descriptor)
         self._poll.unregister(descriptor)
         os.close(descriptor)
         os.waitpid(pid, 0)
 
-    def _obey(self) -> bool:
-        """Carry out one message of the client; return ``False`` if there will be no more."""
+    def _carry_out_message(self) -> bool:
+        """Carry out one message of the client. Return ``False`` if the client has closed the socket."""
         data, descriptors, _, _ = socket.recv_fds(self._control, init.MESSAGE_BYTES, 2)
         if not data:
             return False
         message = json.loads(data)
         if message["do"] == "start":
-            if len(descriptors) < 2:  # this process has no room for them: the client sees that its ends are closed
+            if (
+                len(descriptors) < 2
+            ):  # this process has too many open files: the client's ends of the sockets are closed
                 for descriptor in descriptors:
                     os.close(descriptor)
                 return True
@@ -121,12 +128,13 @@ class SandboxHost:
                 if name == message["session"]:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         elif self._layers is not None:
-            with contextlib.suppress(OSError):  # its files stay until this process ends, and the other sessions go on
+            with contextlib.suppress(OSError):  # the files then stay until this process ends
                 self._layers.remove_store(message["store"])
         return True
 
     def _start(self, order: Order, channel: socket.socket) -> None:
-        """Fork the supervisor of a session. A session that cannot start tells its client why, through the channel."""
+        """Fork the supervisor of a session that ``order`` describes. If the session cannot start, the client receives
+        the reason through the channel."""
         try:
             if self._layers is not None:
                 self._add_files(self._layers, order)
@@ -153,7 +161,7 @@ class SandboxHost:
             os._exit(0)
 
     def _watch(self, name: str, pid: int) -> None:
-        """Note the supervisor ``pid`` of the session ``name``, or end it where this process has no room for its file
+        """Register the supervisor ``pid`` of the session ``name``. Kill it if this process cannot open another file
         descriptor."""
         try:
             descriptor = os.pidfd_open(pid)
@@ -165,21 +173,24 @@ class SandboxHost:
         self._poll.register(descriptor, select.POLLIN)
 
     def _add_files(self, layers: root.Layers, order: Order) -> None:
-        """Make the store of a new session, and the layer that it will write."""
+        """Make the new layer of a session, and for its first layer also its store."""
         store, _, number = order["layers"][-1].partition("/")
         if number == "0":
             layers.add_store(store, order["limits"]["disk_bytes"])
         layers.add_layer(order["layers"][-1], bare=bool(self._bwrap))
 
     def _supervise(self, order: Order, channel: socket.socket) -> None:
-        """Supervise a session to its end, in a process of its own."""
+        """Supervise a session until it ends; this runs in the forked supervisor process."""
         order["user"] = order["user"] or (FIRST_USER + os.getpid() % USERS if os.getuid() == 0 else os.getuid())
         session = supervisor.SessionSupervisor({**order, "programs_before": 1 if self._bwrap else 0}, channel)
         if self._bwrap:
             session.start(partial(self._become_bubblewrap, order))
-            limits = {**order["limits"], "processes": 2 * order["limits"]["processes"]}  # the supervisor comes first
-            given = {name: order[name] for name in ("missing", "user", "loopback", "ports")}
-            session.introduce({"limits": limits, **given})
+            limits = {
+                **order["limits"],
+                "processes": 2 * order["limits"]["processes"],
+            }  # the supervisor enforces the real limit first
+            more = {name: order[name] for name in ("missing", "user", "loopback", "ports")}
+            session.introduce({"limits": limits, **more})
         else:
             if order["loopback"] and "network" in self.missing:
                 raise OSError(f"a loopback network needs a namespace of its own: {self.missing['network']}")
@@ -191,7 +202,7 @@ class SandboxHost:
         session.supervise()
 
     def _be_init(self, order: Order, control: socket.socket) -> None:
-        """Be the first process of a session whose sandbox this program makes."""
+        """Run as the first process of a session whose sandbox this program makes."""
         assert self._layers is not None
         os.setsid()
         _silence()
@@ -203,7 +214,7 @@ class SandboxHost:
         limits = dict(order["limits"])
         missing = dict(self.missing)
         if _bound_numbers(limits["processes"]):
-            limits["processes"] = NUMBERS  # else sessions of one user would count together
+            limits["processes"] = NUMBERS  # RLIMIT_NPROC counts the processes of all sessions of one user
         elif os.getuid() != 0 or len(order["layers"]) > 1:
             missing["process numbers"] = "sessions of one user share one bound: it needs Linux 6.14"
         if order["loopback"]:
@@ -215,8 +226,8 @@ class SandboxHost:
         first.serve()
 
     def _become_bubblewrap(self, order: Order, control: socket.socket) -> None:
-        """Execute bubblewrap in place of this process, as another user than root, with ``init.py`` as the first process
-        of its sandbox."""
+        """Replace this process by bubblewrap, which runs as a user other than root and starts ``init.py`` as the first
+        process of its sandbox."""
         os.setsid()
         _silence()
         assert self._layers is not None
@@ -231,8 +242,8 @@ class SandboxHost:
         os.execve(words[0], [*words, str(control.fileno()), str(order["way"])], {})
 
     def _bubblewrap(self, files: list[str], names: dict[str, int]) -> list[str]:
-        """Return the command that makes a sandbox with bubblewrap and starts this Python in it. ``files`` are the
-        words for its root folder."""
+        """Return the command line with which bubblewrap makes a sandbox and starts this Python in it. ``files`` are the
+        arguments that mount the root folder, and ``names`` the file descriptors of files in /etc."""
         assert self._layers is not None
         spaces = ["user", "ipc", "pid", "net", "uts", "cgroup-try"]
         words = [self._bwrap, *(f"--unshare-{space}" for space in spaces), "--die-with-parent", "--as-pid-1"]
@@ -241,7 +252,7 @@ class SandboxHost:
         return [*words, "--chdir", "/", self._order["python"], "-I", "-S", "-B"]
 
     def _try_bubblewrap(self) -> None:
-        """Check that bubblewrap can make a sandbox here. Raises ``OSError`` with its words if it cannot."""
+        """Start bubblewrap once. Raises ``OSError`` with its error output if it cannot make a sandbox here."""
         read_end, write_end = os.pipe()
         pid = os.fork()
         if not pid:
@@ -263,21 +274,21 @@ class SandboxHost:
 
 
 def _become(user: int) -> None:
-    """Become another user, for good."""
+    """Change to the user and group id ``user``; root cannot be regained."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def _use_rights() -> None:
-    """Do what root does for a session: mount, and become another user. Raises ``OSError`` where root has no such
-    rights, as in some containers."""
+    """Do what root does for a session: mount, and change to another user. Raises ``OSError`` if root may not do so, as
+    in some containers. Run this in a child process."""
     jail.own_mounts()
     _become(FIRST_USER)
 
 
 def _file_of(text: str) -> int:
-    """Return the file descriptor of a file without a name, which programs inherit."""
+    """Return the descriptor of an anonymous file with the content ``text``, which child processes inherit."""
     descriptor = os.memfd_create("file", 0)
     os.write(descriptor, text.encode())
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -285,21 +296,22 @@ def _file_of(text: str) -> int:
 
 
 def _silence() -> None:
-    """Make the standard streams of this process lead nowhere."""
+    """Redirect the standard streams of this process to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
 
 
 def _bound_numbers(most: int) -> bool:
-    """Bound the processes of this namespace by the kernel, and return whether it does."""
+    """Limit the number of processes in this namespace to ``most``, and return whether the kernel has accepted the
+    limit."""
     before = _pid_max()
     processes.bound_numbers(most)
     return _pid_max() != before
 
 
 def _pid_max() -> str:
-    """Return the kernel's largest process number in this namespace; empty if it cannot be read."""
+    """Return the kernel's largest process id in this namespace; empty if it cannot be read."""
     try:
         with open("/proc/sys/kernel/pid_max", encoding="ascii") as file:
             return file.read()
@@ -308,7 +320,7 @@ def _pid_max() -> str:
 
 
 def _try_lock(order: Order) -> dict[str, str]:
-    """Return the guards of commands that the kernel refuses, found out in a forked process."""
+    """Return the guards of commands that the kernel refuses, each with the reason; a forked process tries them."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -324,13 +336,12 @@ def _try_lock(order: Order) -> dict[str, str]:
 
 
 def main(control: socket.socket, order: Order) -> None:
-    """Host sessions until the client has gone. The first message tells it what is missing, or that nothing works."""
+    """Host sessions until the client closes ``control``. The first message to the client contains the missing
+    guards, or the error if sessions are impossible."""
     os.umask(0o022)
     control.set_inheritable(False)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most, most)
-    )  # each session takes one; commands have limits of their own
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each session needs one; commands have their own limits
     host = SandboxHost(order, control)
     try:
         host.missing.update(_try_lock(order))

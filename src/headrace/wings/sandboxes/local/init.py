@@ -1,13 +1,13 @@
-"""The first process inside a session: it starts the session's commands and reaps its processes. Standard library only.
+"""The first process (init) inside a session: it starts commands and reaps processes. Standard library only.
 
     supervisor ── init ── command ── its child processes
-      outside       │        └── locked in: user, limits, system calls
+      outside       │        └── restricted: user, limits, system calls
                     └── hidden from the commands; when it ends, the kernel ends all processes of the session
 
-As a program, ``python -I -S -B init.py CONTROL WAY``, it is the first process of a sandbox that another program has
-made, such as bubblewrap. ``CONTROL`` is the inherited file descriptor of the socket to the supervisor. Messages on it
-are JSON; the supervisor's come with the file descriptors of a command, the first of which holds what it is. ``WAY`` is
-that of the socket through which listeners go to the client.
+The host forks it for the kind ``jail``. For bubblewrap it is a program, ``python -I -S -B init.py CONTROL LISTENERS``,
+which bubblewrap starts in its sandbox. Both arguments are inherited file descriptors of sockets: ``CONTROL`` leads to
+the supervisor, and ``LISTENERS`` sends listening sockets to the client. Messages on ``CONTROL`` are JSON. The message
+that starts a command has file descriptors: the first is a file that describes the command, the others are its streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import jail, kernel
     from headrace.wings.sandboxes.local import loopback
-else:  # the folders of the two sandboxes, and nothing else of headrace: it starts in milliseconds
+else:  # imports only from the folders of the two sandboxes, to start in milliseconds
     HERE = os.path.dirname(os.path.abspath(__file__))
     sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "sandbox")]
     import jail
@@ -32,28 +32,28 @@ else:  # the folders of the two sandboxes, and nothing else of headrace: it star
     import loopback
 
 MESSAGE_BYTES = 1 << 16
-"""The longest message of a supervisor."""
+"""The greatest length of a supervisor's message in bytes."""
 STATE_FD = 99
-"""The file descriptor to which a shell writes its directory and its variables when it ends."""
+"""The file descriptor of the state pipe, to which a shell writes its directory and its variables when it ends."""
 ROUNDS, ROUND_S = 2000, 0.003
-"""How often processes are killed until they have gone, and the time between, in seconds."""
+"""The greatest number of rounds in which processes are killed, and the time between two rounds in seconds."""
 MOST_NEW = 20
-"""How often new ones may appear meanwhile before all processes of the session are killed."""
+"""The number of rounds with new processes after which all processes of the session are killed at once."""
 NOT_STARTED = 127
-"""The exit code of a command that could not be executed, as shells have it."""
+"""The exit code of a command that could not be executed, as shells define it."""
 
 
 class Init:
-    """The first process of a session. It has no children but the session's commands and their orphans."""
+    """The first process of a session. Its children are the session's commands, and orphans of theirs."""
 
     def __init__(self, control: socket.socket, isolation: jail.Jail) -> None:
-        """Serve the supervisor at the other end of ``control``; ``isolation`` is applied to each command."""
+        """Serve the supervisor at the other end of ``control``. ``isolation`` is applied to each command."""
         self._control = control
         self._isolation = isolation
         self._command = 0
-        """The process id of the command that is waited for; 0 if there is none."""
+        """The process id of the running command; 0 if there is none."""
         self._before: set[int] = set()
-        """The processes that were there before the last command."""
+        """The process ids of the session at the start of the last command."""
 
     def serve(self) -> None:
         """Start commands and reap processes until the supervisor closes its end of the socket."""
@@ -71,15 +71,15 @@ class Init:
                 with contextlib.suppress(BlockingIOError):
                     os.read(ended, 1 << 12)
                 self._reap()
-            if self._control.fileno() in ready and not self._obey():
+            if self._control.fileno() in ready and not self._carry_out_message():
                 return
 
-    def _obey(self) -> bool:
-        """Carry out one message of the supervisor; return ``False`` if there will be no more."""
+    def _carry_out_message(self) -> bool:
+        """Carry out one message of the supervisor. Return ``False`` if the supervisor has closed the socket."""
         data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 8)
         if not data:
             return False
-        for descriptor in descriptors:  # else each would be open in the command too
+        for descriptor in descriptors:  # so that the command does not inherit it
             os.set_inheritable(descriptor, False)
         message = json.loads(data)
         if message["do"] == "count":
@@ -97,7 +97,8 @@ class Init:
         return True
 
     def _begin(self, message: dict[str, Any], descriptors: list[int]) -> int:
-        """Start a command, whose input, outputs and state pipe are ``descriptors``, and return its process id."""
+        """Start a command, whose input, output, error and state streams are ``descriptors``, and return its process
+        id."""
         pid = os.fork()
         if pid:
             return pid
@@ -110,7 +111,7 @@ class Init:
                 os.dup2(descriptor, target)
             self._isolation.order["limits"].update(message["limits"])
             self._isolation.lock()
-            if self._isolation.missing:  # the host has tried this: a command that is not locked in never starts
+            if self._isolation.missing:  # the host has tested this: an unrestricted command must never start
                 raise OSError(0, f"the kernel refuses {', '.join(self._isolation.missing)}")
             enter_directory(message["cwd"])
             os.execve(message["argv"][0], message["argv"], message["env"])
@@ -120,17 +121,17 @@ class Init:
             os._exit(NOT_STARTED)
 
     def _end(self, spared: set[int]) -> int:
-        """Kill all processes but those in ``spared``, and return how many there were at first. Processes that fork
-        faster than they are killed cost the session all of them."""
+        """Kill all processes except those in ``spared``, and return their number at the start. If new processes
+        appear in more than :data:`MOST_NEW` rounds, kill the spared processes too."""
         number = len(present() - spared)
-        seen: set[int] = set()
+        known_pids: set[int] = set()
         times_new = 0
         for _ in range(ROUNDS):
             left = present() - spared
             if not left:
                 break
-            times_new += not left <= seen
-            seen |= left
+            times_new += not left <= known_pids
+            known_pids |= left
             if times_new > MOST_NEW:
                 spared, left = set(), {-1}  # all at once: no process can fork away from it
             for pid in left:
@@ -141,7 +142,8 @@ class Init:
         return number
 
     def _reap(self) -> None:
-        """Reap all processes that have ended, and tell the supervisor if the command is among them."""
+        """Reap all processes that have ended. If the command is among them, report its exit status to the
+        supervisor."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -155,13 +157,13 @@ class Init:
                 self.tell({"status": os.waitstatus_to_exitcode(status), "cpu_s": cpu_s})
 
     def tell(self, record: dict[str, Any]) -> None:
-        """Send a record to the supervisor; if it has ended, the record is not needed."""
+        """Send a record to the supervisor. An error is ignored, because a supervisor that has ended needs no record."""
         with contextlib.suppress(OSError):
             self._control.send(json.dumps(record).encode())
 
 
 def _content(descriptor: int) -> dict[str, Any]:
-    """Return the message in a file that the supervisor has written."""
+    """Return the message that the supervisor has written to the anonymous file ``descriptor``."""
     parts: list[bytes] = []
     while part := os.pread(descriptor, 1 << 20, sum(map(len, parts))):
         parts.append(part)
@@ -170,7 +172,7 @@ def _content(descriptor: int) -> dict[str, Any]:
 
 
 def enter_directory(path: str) -> None:
-    """Make a directory the working directory; if it has gone, the nearest one above it that is there."""
+    """Change to the directory ``path``, or to its nearest parent that exists."""
     while True:
         try:
             os.chdir(path)
@@ -182,7 +184,8 @@ def enter_directory(path: str) -> None:
 
 
 def names(user: int) -> dict[str, str]:
-    """Return the files of /etc that give the session's user and its 127.0.0.1 their names, which programs ask for."""
+    """Return the files of /etc in which programs look up the name of the session's user and of 127.0.0.1, as content by
+    name."""
     return {
         "passwd": f"agent:x:{user}:{user}::/tmp:/bin/bash\n",
         "group": f"agent:x:{user}:\n",
@@ -191,18 +194,19 @@ def names(user: int) -> dict[str, str]:
 
 
 def present() -> set[int]:
-    """Return the process ids of the session but that of its first process."""
+    """Return the process ids of the session without its first process."""
     return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1}
 
 
-def main(descriptor: int, way: int) -> None:
-    """Serve as the first process of a sandbox that another program has made; its listeners go to ``way``."""
+def main(descriptor: int, listeners: int) -> None:
+    """Serve as the first process of a sandbox that another program has made. ``descriptor`` is the control socket, and
+    ``listeners`` the socket that sends listening sockets to the client."""
     with contextlib.suppress(OSError):
         kernel.hide_memory()
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     order = json.loads(control.recv(MESSAGE_BYTES))
-    loopback.send_listeners(order["ports"], way)
+    loopback.send_listeners(order["ports"], listeners)
     init = Init(control, jail.Jail(order, os.getuid()))
     init.tell({"ready": True, "missing": order["missing"], "user": order["user"]})
     init.serve()

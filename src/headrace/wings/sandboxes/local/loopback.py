@@ -1,9 +1,9 @@
 """The network of a session, which is its loopback interface. Standard library only.
 
-    first process ── listens on 127.0.0.1:PORT in the session's network ── listener ══▶ client, which serves it outside
+    first process ── listens on 127.0.0.1:PORT in the session's network ── listening socket ══▶ client, which accepts
 
-A socket belongs to the network in which it was made, also in another process: the client accepts those of a session
-without being in its network, and the session has no way out but these.
+A socket belongs to the network namespace in which it was made, even in another process. So the client can accept
+connections of a session from outside its network. The session reaches nothing else outside.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import struct
 
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1  # linux/sockios.h, linux/if.h
 BACKLOG = 64
-"""How many connections may wait until they are accepted."""
+"""The number of connections that may wait until they are accepted."""
 
 
 def bring_up() -> None:
     """Bring up the loopback interface of this process's network namespace."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
         request = bytearray(struct.pack("16sH14x", b"lo", 0))
-        fcntl.ioctl(asked, _GET_FLAGS, request)
+        fcntl.ioctl(probe_socket, _GET_FLAGS, request)
         (flags,) = struct.unpack_from("H", request, 16)
         struct.pack_into("H", request, 16, flags | _UP)
-        fcntl.ioctl(asked, _SET_FLAGS, bytes(request))
+        fcntl.ioctl(probe_socket, _SET_FLAGS, bytes(request))
 
 
 def send_listeners(ports: list[int], descriptor: int) -> None:
-    """Listen on the ports of 127.0.0.1, and send the sockets through the socket ``descriptor``, which is then closed,
-    to the process at its other end."""
-    with socket.socket(fileno=descriptor) as way:
+    """Listen on these ports of 127.0.0.1, and send the listening sockets through the socket ``descriptor``, which is
+    then closed."""
+    with socket.socket(fileno=descriptor) as channel:
         for port in ports:
             with socket.create_server(("127.0.0.1", port), backlog=BACKLOG) as listener:
-                way.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))])
+                channel.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))])

@@ -1,11 +1,12 @@
-"""The file system of a jailed session: layers of files over what it may read of the machine. Standard library only.
+"""The file system of a jailed session: writable layers over the readable paths of the machine. Standard library only.
 
-    /            overlay: the session's files of now │ layers of snapshots │ skeleton
-    /usr, ...    readable paths of the machine, bound read-only on the skeleton's places for them
+    /            overlay: the session's present layer │ layers of snapshots │ skeleton
+    /usr, ...    readable paths of the machine, bound read-only on mount points of the skeleton
     /dev, /proc  a few devices; the session's own processes
 
-The host keeps the skeleton and all layers in memory, in mounts that only its own processes see: they vanish with the
-last of these processes, however it ends.
+The skeleton is a tree of empty folders and files that every session has, with a mount point for each readable path. A
+store is a file system in memory for the layers of one session. Only the host and its processes see these mounts, so
+the kernel frees them when the last of these processes ends.
 """
 
 from __future__ import annotations
@@ -17,52 +18,54 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import jail, kernel
-else:  # a part of the host's program
+else:  # the host's program imports this as a top-level module
     import jail
     import kernel
 
 PLACES = ("/mnt", "/media", "/srv", "/run")
-"""Folders of the machine over which the host can mount its files, unless a session reads one of them."""
+"""Folders of the machine on which the host can mount its files; the first without a readable path in it is used."""
 PLAIN = kernel.NO_SUID | kernel.NO_DEVICES
 SKELETON_BYTES = 4 << 20
-"""The size of the skeleton: folders and empty files."""
+"""The size of the skeleton's file system in bytes; it contains folders and empty files."""
 PROBED = "/probed"
-"""A folder of a lower layer that is replaced to find out whether overlays work."""
+"""A folder of a lower layer that the probe replaces, to test whether overlays work."""
 FILE_BYTES = 1 << 12
-"""The least space that a file takes, on the average, which bounds their number."""
+"""The average space of a file from which the limit of the number of files follows, in bytes."""
 PROGRAM = "/.headrace"
-"""The folder of a session that holds the program of its first process, where bubblewrap makes the sandbox."""
+"""The folder of a bubblewrap session that contains the program of its first process."""
 LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": "/tmp"}
-"""Links in /dev."""
+"""Symbolic links in /dev, as target by name."""
 
 
 WRITABLE = ("/", "/tmp")
-"""Folders of the skeleton in which a session may make files. What the skeleton has in them is fixed."""
+"""Folders of the skeleton in which a session may create files; other folders of the skeleton are read-only."""
 
 
 class Layers:
-    """The files of all sessions of a host: a skeleton, and one store of limited size for each session."""
+    """The files of all sessions of a host: the skeleton, and one store of limited size for each session."""
 
     def __init__(self, readable: list[str]) -> None:
-        """Mount the place for the files and write the skeleton with a place for each of the ``readable`` paths, in a
-        mount namespace of this process."""
+        """Mount the host's files in a new mount namespace of this process, and write the skeleton with a mount point
+        for each of the ``readable`` paths."""
         jail.own_mounts()
         self.place = _free_place(readable)
-        """The folder of the machine over which the files are mounted."""
+        """The folder of the machine on which the files are mounted."""
         kernel.mount("tmpfs", self.place, "tmpfs", PLAIN, f"size={SKELETON_BYTES},mode=755")
         self.readable = readable
         self.fixed = sorted({_outermost(path) for path in (*readable, "/etc/x", "/dev/x")} - set(readable))
-        """Folders that hold places of the machine's paths. They are mounts, which no process in the session can move,
-        and read-only: the session's own user may own them."""
+        """Folders of the skeleton with mount points in them. They are mounted read-only, because the session's user may
+        own them; no process in the session can move a mount."""
         self._programs: list[str] = []
         self.overlays = True
-        """Whether sessions have their files in overlays; if not, each has one layer, which begins as the skeleton."""
+        """Whether the root of a session is an overlay; if not, each session has one layer, which contains a copy of the
+        skeleton."""
         for name in ("skeleton", "root"):
             os.mkdir(f"{self.place}/{name}")
         self._write_skeleton(f"{self.place}/skeleton")
 
     def _write_skeleton(self, root: str) -> None:
-        """Write the folders and files that every session has, and the places of what it reads of the machine."""
+        """Write the folders and files that every session has, and the mount points of the readable paths, below the
+        folder ``root``."""
         for path in self.readable:
             _make_place(path, root + path)
         for folder in ("/dev", "/proc", "/etc", "/tmp"):
@@ -74,8 +77,9 @@ class Layers:
         os.chmod(f"{root}/tmp", 0o1777)
 
     def show_machine(self, programs: dict[str, str]) -> None:
-        """Bind the readable paths on the skeleton's places, and the folders of ``programs`` by their names, where every
-        user can reach them: programs of another user than root bind them from there."""
+        """Bind the readable paths on the skeleton's mount points, and the folders of ``programs`` (path by name) beside
+        the skeleton. bubblewrap binds them from there, because it runs as a user that may not reach the original
+        paths."""
         self._programs = list(programs)
         for name, path in programs.items():
             os.mkdir(f"{self.place}/{name}")
@@ -85,8 +89,8 @@ class Layers:
                 kernel.mount(path, f"{self.place}/skeleton{path}", flags=kernel.BIND | kernel.RECURSIVE)
 
     def bubblewrap_words(self, names: dict[str, int]) -> list[str]:
-        """Return the arguments with which bubblewrap shows the machine and makes /dev and /proc. ``names`` are files of
-        /etc, each with the file descriptor of its content."""
+        """Return the arguments with which bubblewrap mounts the readable paths, /dev and /proc. ``names`` are files to
+        write in /etc, as file descriptor of the content by name."""
         words = [word for path in self.fixed for word in ("--perms", "0755", "--tmpfs", path)]
         for name in self._programs:
             words += ["--ro-bind", f"{self.place}/{name}", f"{PROGRAM}/{name}"]
@@ -106,7 +110,7 @@ class Layers:
         return [*words, "--proc", "/proc"]
 
     def add_store(self, store: str, disk_bytes: int) -> None:
-        """Mount a store for the files of one session, of at most ``disk_bytes`` in all its layers."""
+        """Mount a store for the files of one session, whose layers may have ``disk_bytes`` bytes in total."""
         path = f"{self.place}/{store}"
         os.mkdir(path)
         options = f"size={disk_bytes},nr_inodes={max(1 << 10, disk_bytes // FILE_BYTES)},mode=755"
@@ -117,19 +121,20 @@ class Layers:
             raise
 
     def remove_store(self, store: str) -> None:
-        """Free a store and all its layers; one that was never made is no error."""
+        """Free a store and all its layers. Do nothing if it does not exist."""
         path = f"{self.place}/{store}"
         if os.path.isdir(path):
             kernel.unmount(path)
             os.rmdir(path)
 
     def files(self, layer: str) -> str:
-        """Return the folder with the files of a layer."""
+        """Return the folder that contains the files of ``layer``."""
         return f"{self.place}/{layer}/files"
 
     def add_layer(self, layer: str, *, bare: bool = False) -> None:
-        """Make a layer, ``STORE/NUMBER``, for the files that a session will write, without anything in it if it is
-        ``bare``. Every user may write to its root, and only remove what is his."""
+        """Make the folders of a layer (``STORE/NUMBER``), which a session will write. Without overlays, the skeleton is
+        copied into the layer unless it is ``bare``. Every user may write to the layer's root, and remove only its own
+        files."""
         for name in ("files", "work"):
             os.makedirs(f"{self.place}/{layer}/{name}")
         if not self.overlays and not bare:
@@ -137,14 +142,15 @@ class Layers:
         os.chmod(self.files(layer), 0o1777)
 
     def give(self, layer: str, user: int) -> None:
-        """Give the folders of a new layer that is no overlay to the session's user, who unpacks copies over them."""
+        """Make the session's user the owner of the folders of a new layer without overlay, because this user unpacks
+        copied files over them."""
         for folder, _, _ in os.walk(f"{self.place}/{layer}/files"):
             os.chown(folder, user, user)
 
     def enter(self, layers: list[str], names: dict[str, str]) -> None:
-        """Make the layers the root of this process, which is the first of its session; the last of them is written to.
-        ``names`` are files of /etc by their content. Raises ``OSError`` where the kernel refuses, or where the session
-        has damaged the places of its mounts."""
+        """Mount ``layers`` as the root of this process, the first process of a session; the last layer is writable.
+        ``names`` are files of /etc, as content by name. Raises ``OSError`` if the kernel refuses, or if the session has
+        replaced a mount point."""
         jail.own_mounts()
         root = f"{self.place}/root"
         self._mount_files(layers, root)
@@ -165,19 +171,19 @@ class Layers:
         kernel.change_root(root)
 
     def _mount_files(self, layers: list[str], root: str) -> None:
-        """Mount the files of a session on ``root``. A host that is not root keeps the marks of its overlays in
-        attributes that users may set."""
+        """Mount the files of a session on ``root``. A host that is not root uses the overlay option ``userxattr``,
+        which stores the overlay's marks in attributes that users may set."""
         if not self.overlays:
             kernel.mount(f"{self.place}/{layers[-1]}/files", root, flags=kernel.BIND)
             return
-        os.chdir(self.place)  # short paths: the kernel reads one page of options
+        os.chdir(self.place)  # for short paths: the mount options must fit into one page
         lower = [*(f"{layer}/files" for layer in reversed(layers[:-1])), "skeleton"]
         options = f"lowerdir={':'.join(lower)},upperdir={layers[-1]}/files,workdir={layers[-1]}/work"
         kernel.mount("overlay", root, "overlay", PLAIN, options + (",userxattr" if os.getuid() else ""))
 
 
 def _free_place(readable: list[str]) -> str:
-    """Return a folder over which the host can mount its files. Raises ``OSError`` if there is none."""
+    """Return a folder on which the host can mount its files. Raises ``OSError`` if there is none."""
     for place in PLACES:
         if os.path.isdir(place) and not any(f"{path}/".startswith(f"{place}/") for path in readable):
             return place
@@ -185,8 +191,8 @@ def _free_place(readable: list[str]) -> str:
 
 
 def _make_place(path: str, place: str) -> None:
-    """Make the place in the skeleton on which ``path`` of the machine will be bound; a link stays a link where it
-    cannot be replaced."""
+    """Make the mount point ``place`` in the skeleton for ``path`` of the machine. A symbolic link is copied if
+    :func:`_stays_link`."""
     os.makedirs(os.path.dirname(place), exist_ok=True)
     if _stays_link(path):
         os.symlink(os.readlink(path), place)
@@ -197,20 +203,20 @@ def _make_place(path: str, place: str) -> None:
 
 
 def _outermost(path: str) -> str:
-    """Return the outermost folder above a path, or the path itself, that lies in a folder in which sessions write."""
+    """Return the path or the folder above it that lies directly in one of the folders :data:`WRITABLE`."""
     while os.path.dirname(path) not in WRITABLE:
         path = os.path.dirname(path)
     return path
 
 
 def _stays_link(path: str) -> bool:
-    """Return whether a path of the machine is a link in the skeleton too. One in a folder in which sessions write, such
-    as /bin, could be replaced there: what it leads to is mounted in its place."""
+    """Return whether the skeleton copies ``path`` as a symbolic link. A link in a writable folder, such as /bin, could
+    be replaced by the session, so the target of that link is mounted instead."""
     return os.path.islink(path) and not (os.path.dirname(path) in WRITABLE and os.path.exists(path))
 
 
 def _write_names(folder: str, names: dict[str, str]) -> None:
-    """Write the files of a new /etc; those that are there, or are the machine's, stay."""
+    """Write the files of /etc, given as content by name. Existing files are left as they are."""
     for name, text in names.items():
         with contextlib.suppress(OSError), open(f"{folder}/{name}", "x", encoding="ascii") as file:
             file.write(text)
@@ -222,14 +228,14 @@ def _touch(path: str) -> None:
 
 
 def _bind(path: str, root: str) -> None:
-    """Make ``path`` of the machine visible below ``root``, where the skeleton has a place for it."""
+    """Mount ``path`` of the machine on its mount point below ``root``."""
     _refuse_moved(root + path, root)
     kernel.mount(path, root + path, flags=kernel.BIND | kernel.RECURSIVE)
 
 
 def _refuse_moved(place: str, root: str) -> None:
-    """Raise ``OSError`` where a part of ``place`` below ``root`` is missing or a link: a link that a session has left
-    there would lead a mount to another place of the machine."""
+    """Raise ``OSError`` if a part of ``place`` below ``root`` is missing or a symbolic link. A link that a session has
+    made there would redirect a mount to another path of the machine."""
     while place != root:
         mode = os.lstat(place).st_mode
         if stat.S_ISLNK(mode):
@@ -238,8 +244,8 @@ def _refuse_moved(place: str, root: str) -> None:
 
 
 def probe_overlay(layers: Layers) -> None:
-    """Check in a forked process that overlays work here, deleted folders included. Raises ``OSError`` if they do
-    not."""
+    """Check in a forked process that overlays work here, including deletion of a lower layer's folder. Raises
+    ``OSError`` if they do not."""
     layers.add_store("probe", 1 << 20)
     try:
         for layer in ("probe/0", "probe/1"):
@@ -251,7 +257,7 @@ def probe_overlay(layers: Layers) -> None:
 
 
 def _check_overlay(layers: Layers) -> None:
-    """Run the check of :func:`probe_overlay` in a child, and raise its error."""
+    """Run the check of :func:`probe_overlay` in a child process, and raise its error as ``OSError``."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -271,7 +277,8 @@ def _check_overlay(layers: Layers) -> None:
 
 
 def _exit_with_child(layers: Layers, report: int) -> None:
-    """Try, as the first process of a new namespace of processes, to enter two layers and to replace a folder."""
+    """Fork the first process of a new process namespace, which enters two layers and replaces a folder, and wait for
+    it. It writes an error to the file descriptor ``report``."""
     pid = os.fork()
     if pid:
         os.waitpid(pid, 0)

@@ -2,11 +2,11 @@
 and ends them. Standard library only.
 
     client ══ frames ══ supervisor ══ messages and file descriptors ══ init ── commands
-     end of the line:    reads outputs, counts processes and memory,
-     all of it ends      ends what exceeds a limit
+     closed channel:     reads outputs, counts processes and memory,
+     session ends       ends processes that exceed a limit
 
-Files: :mod:`~headrace.wings.sandboxes.local.root`; the first process:
-:mod:`~headrace.wings.sandboxes.local.init`.
+The host process (host.py) forks one supervisor for each session. The session's file system is described in
+:mod:`~headrace.wings.sandboxes.local.root`, its first process (init) in :mod:`~headrace.wings.sandboxes.local.init`.
 """
 
 from __future__ import annotations
@@ -26,56 +26,56 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import kernel, processes
     from headrace.wings.sandboxes.local import frames
-else:  # a part of the host's program
+else:  # the host's program imports this as a top-level module
     import frames
     import kernel
     import processes
 
 POLL_MS = 30
-"""The interval at which the processes of a session are counted while there are any."""
+"""The interval in milliseconds at which the processes of a session are counted while there are any."""
 IDLE_MS = 1000
-"""The interval at which a session without processes looks at its deadline."""
+"""The interval in milliseconds at which a session without processes checks its deadline."""
 CHUNK_BYTES = 1 << 20
-"""The most bytes that are moved at once, and the size of pipes and sockets that carry more."""
+"""The greatest number of bytes of one read or write, and the size of large pipes and of socket buffers."""
 SMALL_BYTES = 1 << 16
-"""The size that pipes have by themselves."""
+"""The kernel's default size of a pipe in bytes; larger contents get a larger pipe."""
 STATE_BYTES = 1 << 20
-"""The most bytes that are read of the directory and the variables of a shell."""
+"""The greatest number of bytes that are read from a shell's state pipe."""
 SEND_S = 30
-"""How long a client may take nothing of a result before the session gives up, in seconds."""
+"""The timeout of sending a result to a client that does not read it, in seconds."""
 Order = dict[str, Any]
 
 
 class RunningCommand:
-    """A command in progress, with the part of its input that has not been written yet, and its outputs so far."""
+    """A running command, with the unwritten part of its input and the outputs that were read so far."""
 
     def __init__(self, order: Order, data: bytes, file: int) -> None:
-        """Open the pipes of a command, whose standard input is ``data``. ``file`` is a file descriptor that takes the
-        place of its stream ``order["file"]``, an input or an output; -1 if there is none."""
+        """Open the pipes of a command, whose standard input is ``data``. ``file`` is a file descriptor that replaces
+        its stream ``order["file"]``, an input or an output; -1: no file."""
         self.order = order
         self.ended: Order = {}
-        """How its first process ended; empty while it runs."""
+        """The record that says how the program ended; empty while it runs."""
         self.reason = ""
-        """The limit that it exceeded and was killed for, as a value of ``Reason``; empty if none."""
+        """The limit for which the command is killed, as a value of ``Reason``; empty if it exceeded none."""
         self.until_s = now_s() + order["wall_s"]
         self._file = file
         self._unsent = memoryview(data)
         self._input, *self._outputs = (os.pipe() for _ in range(4))
         self.output = {read_end: bytearray() for read_end, _ in self._outputs}
-        """The bytes that have arrived from standard output, standard error and the pipe by which the shell reports its
-        state, by file descriptor."""
+        """The bytes read from standard output, standard error and the state pipe, in this order, by file descriptor."""
         self.input = self._input[1]
         for large, (pipe, _) in ((len(data), self._input), (order["output_bytes"], self._outputs[0])):
             if large > SMALL_BYTES:
-                with contextlib.suppress(OSError):  # the user's limit of memory for pipes is reached
+                with contextlib.suppress(OSError):  # the user's limit of pipe memory is exhausted
                     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, CHUNK_BYTES)
         for descriptor in (self.input, *self.output):
             os.set_blocking(descriptor, False)
 
     def pass_ends(self, control: socket.socket, message: Order, user: int) -> None:
-        """Send the message that starts the command, with its ends of the pipes, which are then closed here. They are
-        handed over to ``user``, so that the command can open them by their names in /dev. The message itself travels
-        in an anonymous file, because a socket accepts a few hundred thousand bytes at most."""
+        """Send the message that starts the command to the first process, with the command's ends of the pipes, which
+        are then closed here. ``user`` becomes their owner, so that the command can open them by their names in /dev.
+        The message is passed in an anonymous file, because a socket message is limited to a few hundred thousand
+        bytes."""
         ends = [self._input[0], *(write_end for _, write_end in self._outputs)]
         for end in ends if user != os.getuid() else ():
             os.fchown(end, user, user)
@@ -92,8 +92,8 @@ class RunningCommand:
         self.feed()
 
     def feed(self) -> None:
-        """Write as much of the input as the pipe accepts, and close it when all is written or the reader has closed its
-        end."""
+        """Write as much of the input as the pipe accepts. Close the pipe when all input is written or its reader has
+        closed it."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self.input, self._unsent[:CHUNK_BYTES]) :]
@@ -105,7 +105,8 @@ class RunningCommand:
         self.input = -1
 
     def read(self, descriptor: int) -> bool:
-        """Read what is there of one output. Return whether the pipe is still open."""
+        """Read the available bytes of one output. Return whether the pipe is still open. Output beyond the limit sets
+        :attr:`reason`."""
         kept = self.output[descriptor]
         *_, state = self.output
         limit = STATE_BYTES if descriptor == state else self.order["output_bytes"]
@@ -120,34 +121,34 @@ class RunningCommand:
         return True
 
     def close(self) -> None:
-        """Close the pipes; processes that go on in the background can write to them no more."""
+        """Close this end of the pipes. Background processes cannot write to them any more."""
         for descriptor in (*self.output, *([self.input] if self.input >= 0 else [])):
             os.close(descriptor)
 
 
 class SessionSupervisor:
-    """The supervisor of one session, from the start of its first process to the end of its last one."""
+    """The supervisor of one session, from the start of its first process to the end of its last process."""
 
     def __init__(self, order: Order, channel: socket.socket) -> None:
-        """Supervise the session that ``order`` describes for the client at the other end of ``channel``."""
+        """Supervise the session that ``order`` describes, for the client at the other end of ``channel``."""
         self.order = order
         self._channel = channel
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
-        self._way = socket.socket(fileno=os.dup(order["way"]))
+        self._descriptors = socket.socket(fileno=os.dup(order["way"]))
         self._received = bytearray()
         self._command: RunningCommand | None = None
         self._until_s = now_s() + order["life_s"]
         self._control, self._other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._init_pid = 0
         self._poll = select.poll()
-        self._looked_s = 0.0
+        self._checked_s = 0.0
         self._ending = False
-        """Whether the first process is killing processes that have exceeded a limit."""
+        """Whether the order to kill processes that exceed a limit was sent and not answered yet."""
 
     def start(self, begin: Callable[[socket.socket], None]) -> None:
-        """Fork the first process of the session, which calls ``begin`` with its end of the control socket and never
-        returns."""
+        """Fork the first process of the session. It calls ``begin`` with its end of the control socket, and never
+        returns from here."""
         self._init_pid = os.fork()
         if self._init_pid:
             self._other_end.close()
@@ -165,12 +166,12 @@ class SessionSupervisor:
             os._exit(0)
 
     def introduce(self, order: Order) -> None:
-        """Send the first process, which another program has started, the part of the session's order that it needs."""
+        """Send ``order``, a part of the session's order, to a first process that was started by another program."""
         self._control.send(json.dumps(order).encode())
 
     def supervise(self) -> None:
-        """Serve the client until it closes the channel, the session's time is over, or its first process ends; then end
-        all processes of the session."""
+        """Serve the client until it closes the channel, the lifetime is over, or the first process ends. Then end all
+        processes of the session."""
         processes.watch_ahead()
         ended = os.pidfd_open(self._init_pid)
         for descriptor in (ended, self._channel.fileno(), self._control.fileno()):
@@ -184,34 +185,34 @@ class SessionSupervisor:
         self._send({"ended": reason})
 
     def _turn(self, ended: int) -> str:
-        """Wait for one event or the next look at the limits, and deal with it. Return why the session ends; empty if it
-        goes on."""
+        """Wait for one event or the next check of the limits, and handle it. ``ended`` is the process file descriptor
+        of the first process. Return why the session ends; empty if it continues."""
         ready = {descriptor for descriptor, _ in self._poll.poll(self._wait_ms())}
         if self._control.fileno() in ready:
             with contextlib.suppress(OSError):
-                self._heed(json.loads(self._control.recv(CHUNK_BYTES) or b"{}"))
+                self._handle_record(json.loads(self._control.recv(CHUNK_BYTES) or b"{}"))
         if ended in ready:
             return "its first process has ended"
         if now_s() >= self._until_s:
             return "deadline"
-        if self._channel.fileno() in ready and not self._obey():
+        if self._channel.fileno() in ready and not self._carry_out_orders():
             return "stopped"
         if self._command is not None:
-            self._look_at(self._command, ready)
-        if now_s() >= self._looked_s + POLL_MS / 1000:
+            self._move_bytes(self._command, ready)
+        if now_s() >= self._checked_s + POLL_MS / 1000:
             self._end_excess()
-            self._looked_s = now_s()
+            self._checked_s = now_s()
         return ""
 
     def _wait_ms(self) -> int:
-        """Return how long the supervisor may wait for an event before it looks at the limits."""
-        busy = self._command is not None or bool(self._others())
+        """Return the longest time to wait for an event before the next check of the limits, in milliseconds."""
+        busy = self._command is not None or bool(self._command_pids())
         left_s = (self._until_s if self._command is None else min(self._until_s, self._command.until_s)) - now_s()
         return max(0, min(POLL_MS if busy else IDLE_MS, int(left_s * 1000) + 1))
 
-    def _heed(self, record: Order) -> None:
-        """Deal with a message of the first process: it is ready or could not start, the command has ended, or the
-        processes that exceeded a limit have gone."""
+    def _handle_record(self, record: Order) -> None:
+        """Handle a message of the first process: it is ready or could not start, the command has ended, or the
+        processes that exceeded a limit were killed."""
         command = self._command
         if "status" in record:
             if command is not None:
@@ -225,8 +226,9 @@ class SessionSupervisor:
         elif record:
             self._send(record)
 
-    def _obey(self) -> bool:
-        """Read what the client has sent and carry it out; return ``False`` if the client has gone or wants the end."""
+    def _carry_out_orders(self) -> bool:
+        """Receive bytes from the client and carry out complete orders. Return ``False`` if the client has closed the
+        channel."""
         try:
             data = self._channel.recv(CHUNK_BYTES)
         except OSError:
@@ -243,8 +245,9 @@ class SessionSupervisor:
         return bool(data)
 
     def _run(self, order: Order, data: bytes) -> None:
-        """Start a command. An archive comes and goes through a file of the client, without passing this process."""
-        file = socket.recv_fds(self._way, 1, 1)[1][0] if "file" in order else -1
+        """Start a command. An archive is read from or written to a file of the client, whose descriptor arrives on the
+        socket for descriptors; its bytes do not pass through this process."""
+        file = socket.recv_fds(self._descriptors, 1, 1)[1][0] if "file" in order else -1
         self._command = command = RunningCommand(order, data, file)
         for descriptor in command.output:
             self._poll.register(descriptor, select.POLLIN)
@@ -253,14 +256,15 @@ class SessionSupervisor:
         if command.input >= 0:
             self._poll.register(command.input, select.POLLOUT)
 
-    def _others(self) -> list[int]:
-        """Return the processes of the session but its first one; at most one more than the limit."""
-        first = self.order["programs_before"]  # bubblewrap has processes of its own before the commands
+    def _command_pids(self) -> list[int]:
+        """Return the process ids of the session without its first process. The list is cut off one above the limit."""
+        first = self.order["programs_before"]  # bubblewrap's own processes come before the commands
         found = islice(processes.descendants(self._init_pid), first + self.order["limits"]["processes"] + 1)
         return list(found)[first:]
 
-    def _look_at(self, command: RunningCommand, ready: set[int]) -> None:
-        """Move the input and the outputs of the command, and end it at its deadline or when it has written too much."""
+    def _move_bytes(self, command: RunningCommand, ready: set[int]) -> None:
+        """Move the bytes of the command's input and outputs, and kill the command at its deadline or at the limit of
+        its output. ``ready`` are the file descriptors with an event."""
         if command.input in ready:
             fed = command.input
             command.feed()
@@ -275,8 +279,9 @@ class SessionSupervisor:
             self._end(since=True)
 
     def _end_excess(self) -> None:
-        """End all processes of the session if they exceed a limit together. The session goes on with its files."""
-        pids = self._others()
+        """End all processes of the session if they exceed the limit of processes or memory together. The session
+        continues with its files."""
+        pids = self._command_pids()
         limits = self.order["limits"]
         reason = "processes" if len(pids) > limits["processes"] else ""
         resident = {pid: processes.resident_bytes(pid) for pid in pids}
@@ -289,18 +294,19 @@ class SessionSupervisor:
             self._end(since=False)
 
     def _end(self, *, since: bool) -> None:
-        """Have the first process kill all processes, or those ``since`` the command began."""
+        """Let the first process kill all processes, or with ``since`` only processes that began with the present
+        command."""
         if not self._ending:
             self._ending = True
             self._tell_init({"do": "end", "since": since, "whose": "limit"})
 
     def _tell_init(self, message: Order) -> None:
-        """Send the first process a message; if it has gone, the session ends at once anyway."""
+        """Send a message to the first process. An error is ignored: if that process has ended, the session ends too."""
         with contextlib.suppress(OSError):
             self._control.send(json.dumps(message).encode())
 
     def _finish(self, command: RunningCommand) -> None:
-        """Send the client the result of a command that has ended, with the output until then."""
+        """Send the client the result of a command that has ended, with the outputs that were read."""
         for descriptor in command.output:
             command.read(descriptor)
             with contextlib.suppress(KeyError):
@@ -314,11 +320,12 @@ class SessionSupervisor:
         self._send(record, b"".join(outputs))
 
     def _send(self, record: Order, data: bytes = b"") -> None:
-        """Send a frame to the client; one that has gone needs none."""
+        """Send a frame to the client. An error is ignored, because a client that has closed the channel needs no
+        frame."""
         with contextlib.suppress(OSError):
             self._channel.sendall(frames.packed(record, data))
 
 
 def now_s() -> float:
-    """Return the seconds of a clock that never goes back."""
+    """Return the time of the monotonic clock, in seconds."""
     return time.monotonic()  # noqa: TID251 - a program of its own, without the clock of headrace

@@ -1,1 +1,2 @@
-"""Sessions in which a program of bash runs the commands, wherever they are: containers, and what others host."""
+"""Drivers whose sessions run elsewhere, in containers or on remote machines. A program of bash, ``server.sh``, runs the
+commands."""

@@ -1,4 +1,5 @@
-"""The calls of a Kubernetes cluster: jobs, pods, and the streams of a command. It needs ``kubernetes``."""
+"""A client of one namespace of a Kubernetes cluster: jobs, pods, and the streams of a command. It needs the package
+``kubernetes``."""
 
 from __future__ import annotations
 
@@ -17,36 +18,36 @@ from yaml import YAMLError
 from headrace.base.errors import ConfigError, EnvError, nearest
 from headrace.wings.sandboxes.served.session import ServerChannel
 
-client: Any = import_module("kubernetes.aio.client")  # this module is imported when its kind is chosen
+client: Any = import_module("kubernetes.aio.client")  # kubernetes is optional: only this kind imports it
 config: Any = import_module("kubernetes.aio.config")
 stream: Any = import_module("kubernetes.aio.stream")
 watch: Any = import_module("kubernetes.aio.watch")
 T = TypeVar("T")
 HEARTBEAT_S = 30.0
-"""How often a stream that is silent is asked whether it is alive."""
+"""The interval of the heartbeat of a silent WebSocket, in seconds."""
 FRAME_BYTES = 32 << 10
-"""The most bytes that are sent in one message."""
+"""The greatest number of bytes of one WebSocket message."""
 LINE_BYTES = 1 << 20
-"""The longest line of a server."""
+"""The greatest length of a line from the server in bytes."""
 LOOK_S = 2
-"""How long one look at the pods of a job waits for news."""
+"""The length of one watch of a job's pods, in seconds."""
 _STDIN, _STDOUT, _STDERR, _STATUS = range(4)
 
 
 class ClusterRefusal(EnvError):
-    """The error of a call that a cluster has refused, or that has not reached it."""
+    """The error of a call that the cluster refused or that did not reach it."""
 
     def __init__(self, problem: str, *, remedy: str, status: int = 0) -> None:
-        """``status`` is the number of HTTP, 0 if there was no answer."""
+        """``status`` is the HTTP status; 0 if there was no answer."""
         super().__init__(problem, remedy=remedy)
         self.status = status
 
 
 class KubernetesCluster:
-    """One namespace of a cluster. Use :meth:`open`, and :meth:`close` at the end."""
+    """A client of one namespace of a cluster. Create it with :meth:`open`, and call :meth:`close` at the end."""
 
     def __init__(self, found: Any, namespace: str, call_s: float) -> None:
-        """Call the cluster that ``found`` describes; each call may take ``call_s`` seconds."""
+        """Describe a client of the cluster of the configuration ``found``. Each call may take ``call_s`` seconds."""
         self.host = str(found.host)
         self.namespace = namespace
         self._call_s = call_s
@@ -58,8 +59,9 @@ class KubernetesCluster:
 
     @classmethod
     async def open(cls, kubeconfig: str, context: str, namespace: str, call_s: float) -> KubernetesCluster:
-        """Read how the cluster is reached: from the file ``kubeconfig``; if that is empty, from the usual file, or as a
-        pod of the cluster itself. Raises :class:`~headrace.base.errors.EnvError` if it is not said anywhere."""
+        """Return a client with the configuration in the file ``kubeconfig``. If that is empty, use the default file, or
+        the service account of a pod in the cluster. Raises :class:`~headrace.base.errors.EnvError` if there is no
+        configuration."""
         found = client.Configuration()
         usual = str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(":")[0]
         try:
@@ -78,7 +80,8 @@ class KubernetesCluster:
 
     @staticmethod
     def check_pod(fields: Mapping[str, Any]) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` if these are not fields of a pod."""
+        """Raise :class:`~headrace.base.errors.ConfigError` if ``fields`` are not valid fields of a pod's
+        specification."""
         known = set(client.V1PodSpec.attribute_map.values())
         for name in fields:
             if name not in known:
@@ -91,16 +94,16 @@ class KubernetesCluster:
             raise ConfigError(f"pod.{name}: {first['msg']}", remedy="write it as the manifests of pods do") from None
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the cluster."""
         await self._api.close()
         await self._streams.close()
 
     async def create_job(self, body: dict[str, Any]) -> None:
-        """Create a job."""
+        """Create a job from the manifest ``body``."""
         await self._call("create a job", self._jobs.create_namespaced_job(self.namespace, body))
 
     async def delete_job(self, name: str) -> None:
-        """Delete a job with its pods, at once. One that is not there is no error."""
+        """Delete a job and its pods at once. Do nothing if the job does not exist."""
         try:
             await self._call(
                 "delete a job",
@@ -113,14 +116,14 @@ class KubernetesCluster:
                 raise
 
     async def jobs(self, selector: str) -> list[tuple[str, dict[str, str]]]:
-        """Return the names and labels of jobs."""
+        """Return the names and labels of the jobs that match the label ``selector``."""
         found = await self._call(
             "list jobs", self._jobs.list_namespaced_job(self.namespace, label_selector=selector)
         )  # fmt: skip
         return [(str(job.metadata.name), dict(job.metadata.labels or {})) for job in found.items]
 
     async def create_policy(self, body: dict[str, Any]) -> None:
-        """Create a policy of the network, unless there is one of its name."""
+        """Create a network policy from the manifest ``body``, unless a policy of this name exists."""
         try:
             await self._call(
                 "create a network policy", self._policies.create_namespaced_network_policy(self.namespace, body)
@@ -130,26 +133,28 @@ class KubernetesCluster:
                 raise
 
     async def pods(self, selector: str, since: str | None = None) -> AsyncGenerator[tuple[str, Any]]:
-        """Yield what happens to pods, as pairs of a word (ADDED, MODIFIED, DELETED) and the pod, for a while; then end.
-        Begin with those that are there, or after the version ``since``."""
+        """Watch the pods that match ``selector`` for :data:`LOOK_S` seconds, and yield pairs of an event (ADDED,
+        MODIFIED, DELETED) and the pod. Without ``since``, the watch begins with the existing pods; else after that
+        resource version."""
         async with watch.Watch() as news:
             events = news.stream(
                 self._core.list_namespaced_pod, self.namespace, label_selector=selector, timeout_seconds=LOOK_S,
                 **({} if since is None else {"resource_version": since}),
             )  # fmt: skip
-            async with self._named("watch pods"), asyncio.timeout(LOOK_S + self._call_s):
+            async with self._refusals("watch pods"), asyncio.timeout(LOOK_S + self._call_s):
                 async for event in events:
                     yield str(event["type"]), event["object"]
 
     async def left_pods(self, selector: str) -> str | None:
-        """Return the version of the list of pods with these labels; ``None`` if there are none."""
+        """Return the resource version of the list of pods that match ``selector``; ``None`` if there are no such
+        pods."""
         found = await self._call(
             "list pods", self._core.list_namespaced_pod(self.namespace, label_selector=selector)
         )  # fmt: skip
         return str(found.metadata.resource_version or "") if found.items else None
 
     async def warnings(self, name: str) -> str:
-        """Return what the cluster says about a job or pod that does not start; empty if nothing."""
+        """Return the cluster's warning events about the job or pod ``name``; empty if there are none."""
         found = await self._call(
             "list events",
             self._core.list_namespaced_event(self.namespace, field_selector=f"involvedObject.name={name},type=Warning"),
@@ -157,9 +162,9 @@ class KubernetesCluster:
         return " ".join(f"{event.reason}: {event.message}" for event in found.items)[-500:]
 
     async def stream(self, pod: str, container: str, command: Sequence[str]) -> CommandStreams:
-        """Run a command in a pod, and return its streams."""
+        """Run a command in a container of a pod, and return its streams."""
         core = client.CoreV1Api(self._streams)
-        async with self._named("run a command in a pod"), asyncio.timeout(self._call_s):
+        async with self._refusals("run a command in a pod"), asyncio.timeout(self._call_s):
             opening = await core.connect_get_namespaced_pod_exec_without_preload_content(
                 pod, self.namespace, command=list(command), container=container,
                 stdin=True, stdout=True, stderr=True, tty=False,
@@ -167,13 +172,13 @@ class KubernetesCluster:
             return CommandStreams(await opening)
 
     async def _call(self, what: str, call: Awaitable[T]) -> T:
-        """Wait for one call."""
-        async with self._named(what), asyncio.timeout(self._call_s):
+        """Wait for one call to the cluster. Raises :class:`ClusterRefusal` if it fails; ``what`` describes the call."""
+        async with self._refusals(what), asyncio.timeout(self._call_s):
             return await call
 
     @asynccontextmanager
-    async def _named(self, what: str) -> AsyncIterator[None]:
-        """Name the failure of a call."""
+    async def _refusals(self, what: str) -> AsyncIterator[None]:
+        """Raise errors of the body as :class:`ClusterRefusal`; ``what`` describes the call that the body makes."""
         try:
             yield
         except client.ApiException as error:
@@ -189,17 +194,19 @@ class KubernetesCluster:
             raise self._refusal(what, str(error), "see that it runs and can be reached from here") from None
 
     def _refusal(self, what: str, words: str, remedy: str, status: int = 0) -> ClusterRefusal:
+        """Return the error of a failed call; ``what`` describes the call, and ``words`` its failure."""
         return ClusterRefusal(f"the cluster {self.host} did not {what}: {words}", remedy=remedy, status=status)
 
 
 class CommandStreams(ServerChannel):
-    """The streams of a command in a pod, over one WebSocket: the first byte of each message names the stream."""
+    """The streams of a command in a pod, over one WebSocket. The first byte of each message is the number of the
+    stream."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
-        """Use an open WebSocket of the protocol ``v4.channel.k8s.io``."""
+        """Use an open WebSocket with the subprotocol ``v4.channel.k8s.io``."""
         self._socket = socket
         self._read = bytearray()
-        self._said = bytearray()
+        self._error_output = bytearray()
         self._over = False
 
     async def send(self, data: bytes) -> None:
@@ -208,7 +215,7 @@ class CommandStreams(ServerChannel):
             await self._socket.send_bytes(bytes([_STDIN]) + data[begin : begin + FRAME_BYTES])
 
     async def line(self) -> bytes:
-        """Return the next line of the command."""
+        """Return the next line of the command's output."""
         begin = 0
         while (end := self._read.find(b"\n", begin)) < 0 and not self._over:
             begin = len(self._read)
@@ -218,7 +225,7 @@ class CommandStreams(ServerChannel):
         return self._take(end + 1 if end >= 0 else len(self._read))
 
     async def exactly(self, size: int) -> bytes:
-        """Return the next bytes of the command."""
+        """Return the next ``size`` bytes of the command's output."""
         while len(self._read) < size:
             if self._over:
                 raise EOFError("the stream has ended")
@@ -226,43 +233,44 @@ class CommandStreams(ServerChannel):
         return self._take(size)
 
     async def close(self) -> None:
-        """Close the WebSocket, which is the end of the command's input."""
+        """Close the WebSocket, which ends the command's input."""
         await self._socket.close()
 
     async def kill(self) -> None:
-        """Close the WebSocket."""
+        """Close the WebSocket, which ends the command's input."""
         await self._socket.close()
 
     async def last_words(self) -> str:
-        """Return what the command and the cluster have said at the end."""
-        return " ".join(self._said.decode("utf-8", "replace").split())[-500:]
+        """Return the last characters of the command's error output and of the cluster's status message."""
+        return " ".join(self._error_output.decode("utf-8", "replace").split())[-500:]
 
     def _take(self, size: int) -> bytes:
-        taken = bytes(self._read[:size])
+        """Remove the first ``size`` bytes of the buffer, and return them."""
+        data = bytes(self._read[:size])
         del self._read[:size]
-        return taken
+        return data
 
     async def _receive(self) -> None:
-        """Wait for one message."""
+        """Receive one message, and append it to the output or to the error output."""
         message = await self._socket.receive()
         if message.type is aiohttp.WSMsgType.BINARY and message.data:
             stream, data = message.data[0], message.data[1:]
             if stream == _STDOUT:
                 self._read += data
             else:
-                self._said = (self._said + data)[-4096:]
+                self._error_output = (self._error_output + data)[-4096:]
             self._over = stream == _STATUS
         elif message.type is not aiohttp.WSMsgType.BINARY:
             self._over = True
 
 
 def _words(error: Any) -> str:
-    """Return what a cluster says of a refusal."""
+    """Return the cluster's message in an error of its API."""
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(error.body)["message"])
     return str(error.reason)
 
 
 def _full(path: str) -> Path:
-    """Return a path with the folder of the user in the place of a tilde."""
+    """Return a path with the home directory for a tilde."""
     return Path(path).expanduser()

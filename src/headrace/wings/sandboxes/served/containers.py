@@ -1,11 +1,11 @@
 """Sessions in containers, by the command-line client of docker or podman.
 
     ContainerDriver ── client run ══ server.sh, the first process of a container   one client process for each session
-                    ── client commit: a snapshot is an image, a fork a container of it
+                    ── client commit: a snapshot is an image, and a fork is a container of that image
 
-The client's standard input is the lifeline: when this process dies, however it does, the input of the server ends, and
-the container with it (``--rm``). What outlives even that, such as the images of snapshots, carries the name of its
-owner as a label; the next driver on the machine removes what belongs to processes that have died.
+When this process dies, the kernel closes the client's standard input. Then the server's input ends, the server ends,
+and the client removes the container (``--rm``). Images of snapshots may remain: they are labelled with their owner's
+name, and the next driver on the machine deletes the images of dead owners (owners.py).
 """
 
 from __future__ import annotations
@@ -31,41 +31,43 @@ from headrace.wings.sandboxes.served.session import ServerChannel, server_argume
 from headrace.wings.sandboxes.served.settings import driver_settings
 
 SNAPSHOTS = "headrace-snapshot"
-"""The repository of the images of snapshots."""
+"""The repository name of the images of snapshots."""
 CALL_S = 120.0
-"""The longest time of a call of the client."""
+"""The longest time of one call of the client, in seconds."""
 END_S = 20.0
-"""How long a container may take to end by itself before it is killed."""
+"""The time in which a container must end by itself, in seconds; then it is killed."""
 LINE_BYTES = 1 << 20
-"""The longest line of a server: the greeting has the variables of the image."""
+"""The greatest length of a line from the server in bytes; the greeting contains the variables of the image."""
 OWN_BYTES = 64 * MIB
-"""The memory that a container has beyond that of its session: for the server and the outputs of a command."""
+"""The memory of a container beyond the limit of its session, in bytes: for the server and the outputs of a command."""
 
 
 class ContainerSettings(Section):
     """The settings of containers: ``env.options.driver``."""
 
     client: str = ""
-    """The client, by name or path; empty: the one that the kind is called after."""
+    """The client program, by name or path; empty: the program with the name of the kind (docker or podman)."""
     image: str = ""
-    """The image of sessions whose task names none."""
+    """The image of sessions whose task does not name an image."""
     pull: Literal["missing", "always", "never"] = "missing"
-    """When an image is fetched."""
+    """When an image is downloaded."""
     network: str = "none"
-    """The network of the containers, as the client names it; none by default."""
+    """The network of the containers, by the client's name for it; ``none``: no network."""
     cpus: float | None = Field(default=None, gt=0)
-    """The processors that one container may use; unset: all."""
+    """The number of processors that one container may use; unset: all."""
     capabilities: tuple[str, ...] = ()
-    """Rights that the root of a container has, such as CHOWN or SETUID; none by default."""
+    """Capabilities of the root user in a container, such as CHOWN or SETUID; none by default."""
     arguments: tuple[str, ...] = ()
-    """More arguments of the client's ``run``."""
+    """Further arguments of the client's ``run``."""
 
 
 class ContainerDriver(KeepingDriver):
-    """Sessions in containers of this machine, or of the one that the client talks to. Use :meth:`open`."""
+    """A driver of sessions in containers, on this machine or on the machine of the client's service. Create it with
+    :meth:`open`."""
 
     def __init__(self, kind: str, client: str, settings: ContainerSettings, readable: Sequence[str]) -> None:
-        """Drive the program ``client``. Containers can read the paths ``readable`` of the machine."""
+        """Describe a driver that calls the program ``client``. Containers can read the paths ``readable`` of the
+        machine."""
         super().__init__(kind, settings.image, {})
         self.settings = settings
         self._client = client
@@ -73,8 +75,9 @@ class ContainerDriver(KeepingDriver):
 
     @classmethod
     async def open(cls, kind: str, readable: Sequence[str], options: Mapping[str, Any]) -> ContainerDriver:
-        """Open the driver, and remove what drivers have left whose processes died. Raises
-        :class:`~headrace.base.errors.EnvError` where the client is missing or does not reach its service."""
+        """Return the driver of ``kind`` (docker or podman) with the settings ``options``, and delete containers and
+        images of dead owners. Raises :class:`~headrace.base.errors.EnvError` if the client is missing or does not reach
+        its service."""
         settings = driver_settings(kind, ContainerSettings, options)
         client = shutil.which(settings.client or kind)
         if client is None:
@@ -86,7 +89,7 @@ class ContainerDriver(KeepingDriver):
         return driver
 
     async def call(self, *words: str) -> tuple[int, str, str]:
-        """Call the client. Return its exit code, and what it has written."""
+        """Call the client with these arguments. Return its exit code, its output and its error output."""
         process = await asyncio.create_subprocess_exec(self._client, *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
         try:
             async with asyncio.timeout(CALL_S):
@@ -100,8 +103,8 @@ class ContainerDriver(KeepingDriver):
         return process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace").strip()
 
     async def sweep(self) -> None:
-        """Remove containers and images whose owner has died. Raises :class:`~headrace.base.errors.EnvError` if the
-        client does not reach its service."""
+        """Remove containers and images of dead owners. Raises :class:`~headrace.base.errors.EnvError` if the client
+        does not reach its service."""
         code, names, words = await self.call(
             "ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}"
         )  # fmt: skip
@@ -121,7 +124,7 @@ class ContainerDriver(KeepingDriver):
                 await self.call("rmi", image)
 
     async def keep(self, session: KeptSession, name: str) -> str:
-        """Make an image of the present files of a session."""
+        """Make an image of the present files of a session, and return its name."""
         image = f"{SNAPSHOTS}:{name}"
         code, _, words = await self.call("commit", "--change", f"LABEL {LABEL}={self.owner}", session.name, image)
         if code:
@@ -133,12 +136,12 @@ class ContainerDriver(KeepingDriver):
         return image
 
     async def remove(self, kept: str) -> None:
-        """Remove an image. One that cannot be removed now is removed by a later driver."""
+        """Remove an image. If that fails, a later driver removes it."""
         await self.call("rmi", kept)
 
     async def begin(self, spec: SandboxSpec, origin: str, *, below: str) -> KeptSession:
-        """Start a container of an image. Where the service cannot bound the size of its files, that is said in
-        :attr:`missing`."""
+        """Start a container of the image ``origin``. If the service cannot limit the size of its files, start it
+        without that limit, and report so in :attr:`missing`."""
         while True:
             session = self.enter(KeptSession(self, spec, self.next_name(), below))
             bounded = "disk" not in self.missing
@@ -158,7 +161,8 @@ class ContainerDriver(KeepingDriver):
             return session
 
     async def _run(self, session: KeptSession, image: str, *, bounded: bool) -> ContainerChannel:
-        """Have the client run a container, and return the channel to its server."""
+        """Start a client that runs a container, and return the channel to its server. ``bounded`` limits the size of
+        the container's files."""
         settings, limits = self.settings, session.spec.limits
         words = [
             "run", "--rm", "--interactive", "--name", session.name, "--label", f"{LABEL}={self.owner}",
@@ -182,10 +186,10 @@ class ContainerDriver(KeepingDriver):
 
 
 class ContainerChannel(ServerChannel):
-    """The standard streams of a client that runs a container."""
+    """The standard streams of a client process that runs a container."""
 
     def __init__(self, driver: ContainerDriver, process: Process, name: str) -> None:
-        """Use the streams of ``process``, which runs the container ``name``."""
+        """Use the streams of ``process``, a client that runs the container ``name``."""
         self._driver = driver
         self._process = process
         self._name = name
@@ -202,12 +206,12 @@ class ContainerChannel(ServerChannel):
         return await self._process.stdout.readline()
 
     async def exactly(self, size: int) -> bytes:
-        """Return the next bytes of the server."""
+        """Return the next ``size`` bytes of the server."""
         assert self._process.stdout is not None
         return await self._process.stdout.readexactly(size)
 
     async def close(self) -> None:
-        """End the input of the server, whose container the client then removes."""
+        """Close the server's input, and wait until the client has removed the container."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -220,7 +224,7 @@ class ContainerChannel(ServerChannel):
         """Kill the container, and remove it."""
         if self._process.returncode is None:
             assert self._process.stdin is not None
-            self._process.stdin.close()  # a container that is not there yet cannot be killed: it will find no input
+            self._process.stdin.close()  # ends a container that is still being created
             await self._driver.call("kill", "--signal", "KILL", self._name)
             try:
                 async with asyncio.timeout(END_S):
@@ -231,7 +235,7 @@ class ContainerChannel(ServerChannel):
                 await self._process.wait()
 
     async def last_words(self) -> str:
-        """Return what the client has said."""
+        """Return the end of the client's error output, or its exit code."""
         assert self._process.stderr is not None
         try:
             async with asyncio.timeout(END_S):
@@ -243,15 +247,15 @@ class ContainerChannel(ServerChannel):
 
 
 def _is_about_storage(words: str) -> bool:
-    """Return whether a client has refused a container for the bound on its files."""
+    """Return whether a client's error message is about the limit of a container's files."""
     return any(word in words.lower() for word in ("storage-opt", "storage opt", "storage option", "quota", "pquota"))
 
 
 async def open_docker(readable: Sequence[str] = (), **options: Any) -> ContainerDriver:
-    """Open the driver of docker."""
+    """Open the driver of docker with the settings ``options``; its containers can read the paths ``readable``."""
     return await ContainerDriver.open("docker", readable, options)
 
 
 async def open_podman(readable: Sequence[str] = (), **options: Any) -> ContainerDriver:
-    """Open the driver of podman."""
+    """Open the driver of podman with the settings ``options``; its containers can read the paths ``readable``."""
     return await ContainerDriver.open("podman", readable, options)

@@ -1,11 +1,11 @@
-"""Copies of what a session has changed, for services that keep no snapshots of their own.
+"""Copies of the files that a session has changed, for services that cannot store snapshots (remote.py).
 
-    at the start       list_files: every path of the session's file system, with what tells a change
-    at the snapshot    take_copy: another list; archives of the changed and new paths, and the names of the deleted ones
-    in a fork          put_copy: the same image, without the deleted paths, with the archives unpacked
+    at the start       list_files: every path of the session's file system, with its times, size and owner
+    at the snapshot    take_copy: a second list; archives of the changed and new paths, and the names of deleted paths
+    in a fork          put_copy: in a session of the same image, remove the deleted paths, and unpack the archives
 
-All of it is read and written by ``find`` and ``tar`` inside sessions, as their user. This side keeps the archives in
-a file without a name, which vanishes with this process, and never unpacks them.
+``find`` and ``tar`` read and write the files inside sessions, as the session's user. This process stores the archives
+in a nameless file, which the kernel frees at the end of this process, and never unpacks them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
 from headrace.wings.sandboxes.base import Execution, SandboxSession, SessionEnded
 
 BATCH_BYTES = 8 * MIB
-"""The size of one archive, unless a single file is larger."""
+"""The greatest size of one archive in bytes, unless a single file is larger."""
 MEMBER_BYTES = 8 * 1024
-"""The most that the description of a path takes in an archive, besides its name."""
+"""The greatest size of the header of one path in an archive, besides its name, in bytes."""
 LISTING_BYTES = 48 * MIB
-"""The longest list of files."""
+"""The greatest size of a list of files in bytes."""
 CALL_S = 120.0
-"""The longest time of one program that lists, packs or unpacks."""
+"""The longest time of one program that lists, packs or unpacks, in seconds."""
 _CHOWN, _FOWNER = 1 << 0, 1 << 3
-"""The capabilities of giving files away, and of changing the modes and times of the files of others."""
+"""The capabilities to change the owner of files, and to change the modes and times of other users' files."""
 _OPEN = "find / -xdev -uid $EUID \\( -type d ! -perm -700 -o -type f ! -perm -400 \\) " \
     "-printf 'M%m %p\\0' -exec chmod u+rwx -- {} \\; 2> /dev/null"  # fmt: skip
 _LIST = f"""
@@ -47,8 +47,9 @@ find / -xdev \\( -type d -printf 'Rd 0 %m %U %G %T@ %C@ 0 0 %p\\0' -o \
   -printf 'R%y %s %m %U %G %T@ %C@ %i %n %p\\0' \\) 2> /dev/null
 printf 'E\\0'
 """
-"""Write who the user is, the mounts, and a record of each path. With ``open``, what its owner cannot read is opened
-first, and its mode is reported: a user without rights could not pack it otherwise."""
+"""Print the user id, the capabilities, the mounts, and a record of each path. With the argument ``open``, first make
+files readable that their owner cannot read, and print their modes, because a user without capabilities could not pack
+them otherwise."""
 _MODES = """
 while IFS= read -r -d '' mode && IFS= read -r -d '' path; do chmod "$mode" -- "$path" || exit; done
 """
@@ -65,59 +66,60 @@ _UNPACK = ("--numeric-owner", "--same-owner", "-p", "-C", "/", "-xf", "-")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What a list says of one path."""
+    """One path in a list of files."""
 
     kind: str
-    """The letter of its type, as ``find`` writes it."""
+    """The letter of the path's type, as ``find`` prints it: f for a file, d for a directory, and so on."""
     size: int
     """The size in bytes; 0 for a directory."""
     mode: int
-    """The permissions."""
+    """The permission bits."""
     user: int
-    """The number of the owner."""
+    """The user id of the owner."""
     inode: str
-    """The number of the file, which hard links share; empty if it has one name."""
+    """The inode number, which hard links share; empty if the file has one name."""
     path: bytes
     """The full path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileListing:
-    """The paths of a session's file system at one moment, compressed: images have a hundred thousand."""
+    """The paths of a session's file system at one moment, compressed, because an image has about a hundred thousand."""
 
     data: bytes
-    """The records, each with a zero byte at its end."""
+    """The compressed records, separated by zero bytes."""
 
     def records(self) -> set[bytes]:
-        """Return the records."""
+        """Return the set of records."""
         return set(zlib.decompress(self.data).split(b"\0"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedFiles:
-    """What a session has changed since its image began."""
+    """The files that a session has changed since its start."""
 
     image: str
-    """The image, as exactly as the service names it: the changes fit no other one."""
+    """The image, by the most exact name of the service; the changes are valid only for this image."""
     removed: bytes
-    """The paths that a fork removes first, each with a zero byte at its end."""
+    """The paths that a fork removes first, each followed by a zero byte."""
     opened: bytes
-    """The folders of the image that a fork opens for its changes, as pairs of mode and path."""
+    """Folders of the image that a fork must make writable first, as pairs of mode and path."""
     modes: bytes
-    """The modes of what its owner cannot read, as pairs of mode and path, the innermost first."""
+    """The modes to restore of paths that their owner cannot read, as pairs of mode and path, innermost first."""
     archives: tuple[tuple[int, str], ...]
-    """The size and the hash of each archive, in their order."""
+    """The size in bytes and the SHA-256 of each archive, in order."""
     store: IO[bytes] = field(repr=False)
-    """The archives, one behind the other, in a file without a name."""
+    """The archives, one after the other, in a nameless file."""
 
     def release(self) -> None:
-        """Give up the archives."""
+        """Delete the archives."""
         self.store.close()
 
 
 @dataclass(slots=True, kw_only=True)
-class _Listed:
-    """What one call of the list has told."""
+class _ListedFiles:
+    """The parsed output of :data:`_LIST`: the user id and the capabilities of the session's user, the mount points, the
+    original modes of paths that were made readable, and the unparsed records of all paths."""
 
     user: int
     rights: int
@@ -127,60 +129,61 @@ class _Listed:
 
 
 async def list_files(session: SandboxSession) -> FileListing:
-    """Return the list of a session's files, with which a later one can be compared. Raises
-    :class:`~headrace.base.errors.EpisodeError` if they cannot be listed."""
-    seen = await _look(session, "")
-    return FileListing(data=zlib.compress(b"\0".join(seen.records), 1))
+    """Return the list of a session's files at its start, for :func:`take_copy`. Raises
+    :class:`~headrace.base.errors.EpisodeError` if the files cannot be listed."""
+    listed = await _list(session, "")
+    return FileListing(data=zlib.compress(b"\0".join(listed.records), 1))
 
 
 async def take_copy(session: SandboxSession, begun: FileListing, image: str, *, largest_bytes: int) -> ChangedFiles:
-    """Return what a session has changed since ``begun``; no process of it runs. No file may have more than
-    ``largest_bytes``. Raises :class:`~headrace.base.errors.EpisodeError` if it cannot be copied exactly."""
-    seen = await _look(session, "open")
+    """Return a copy of the files that a session has changed since the list ``begun``. The caller makes sure that no
+    process of the session runs. No file may have more than ``largest_bytes`` bytes. Raises
+    :class:`~headrace.base.errors.EpisodeError` if the changes cannot be copied exactly."""
+    listed = await _list(session, "open")
     try:
-        return await _copy(session, seen, begun.records(), image, largest_bytes)
+        return await _copy(session, listed, begun.records(), image, largest_bytes)
     finally:
-        if seen.modes:
+        if listed.modes:
             with suppress(SessionEnded):
-                await _do(session, "restore modes", _script(session, _MODES), _pairs(reversed(seen.modes)))
+                await _run_program(session, "restore modes", _script(session, _MODES), _pairs(reversed(listed.modes)))
 
 
 async def put_copy(session: SandboxSession, files: ChangedFiles) -> None:
-    """Make the files of a new session those of a copy. Raises :class:`~headrace.base.errors.EpisodeError` if that
-    fails."""
+    """Apply the changes ``files`` to a new session of the same image. Raises
+    :class:`~headrace.base.errors.EpisodeError` if that fails."""
     if files.opened:
-        await _do(session, "open folders", _script(session, _MODES), files.opened)
+        await _run_program(session, "open folders", _script(session, _MODES), files.opened)
     if files.removed:
-        await _do(session, "remove files", _script(session, _REMOVE), files.removed)
+        await _run_program(session, "remove files", _script(session, _REMOVE), files.removed)
     files.store.seek(0)
     data = [files.store.read(size) for size, _ in files.archives]
     for archive, (_, digest) in zip(data, files.archives, strict=True):
         if hashlib.sha256(archive).hexdigest() != digest:
             raise _refused("the file in which its archives are kept has changed", "look at this machine's disk")
-        await _do(session, "unpack", [session.programs["tar"], *_UNPACK], archive)
+        await _run_program(session, "unpack", [session.programs["tar"], *_UNPACK], archive)
     if files.modes:
-        await _do(session, "set modes", _script(session, _MODES), files.modes)
+        await _run_program(session, "set modes", _script(session, _MODES), files.modes)
 
 
 async def _copy(
-    session: SandboxSession, seen: _Listed, old: set[bytes], image: str, largest_bytes: int
+    session: SandboxSession, listed: _ListedFiles, old: set[bytes], image: str, largest_bytes: int
 ) -> ChangedFiles:
-    """Pack what differs between two lists."""
-    before, after = _by_path(old.difference(seen.records), seen.mounts), _by_path(seen.records, seen.mounts)
-    changed = {record.path: record for record in _by_path(set(seen.records) - old, seen.mounts).values()}
+    """Pack the paths that differ between the records ``old`` and the present list."""
+    before, after = _by_path(old.difference(listed.records), listed.mounts), _by_path(listed.records, listed.mounts)
+    changed = {record.path: record for record in _by_path(set(listed.records) - old, listed.mounts).values()}
     removed = [path for path, record in before.items() if path not in after or after[path].kind != record.kind]
     touched = [*(path for path in changed if changed[path].kind != "d"), *removed]
-    for path in [*touched, *changed]:  # unpacking beside them changes the times of their folders
+    for path in [*touched, *changed]:  # unpacking a path changes the times of its folder
         above = posixpath.dirname(path)
         if above in after:
             changed[above] = after[above]
-    changed = {path: record for path, record in changed.items() if _is_ours(record, seen)}
+    changed = {path: record for path, record in changed.items() if _is_writable(record, listed)}
     batches = _batches(changed.values(), largest_bytes)
     store, archives, total = tempfile.TemporaryFile(), [], 0  # noqa: SIM115 - it lives as long as the snapshot
     try:
         for paths, most in batches:
             names = b"".join((path.lstrip(b"/") or b".") + b"\0" for path in paths)
-            done = await _do(session, "pack", [session.programs["tar"], *_PACK], names, most)
+            done = await _run_program(session, "pack", [session.programs["tar"], *_PACK], names, most)
             archives.append((store.write(done.stdout), hashlib.sha256(done.stdout).hexdigest()))
             total += len(done.stdout)
             if total > 2 * session.spec.limits.disk_bytes:
@@ -188,18 +191,18 @@ async def _copy(
     except BaseException:
         store.close()
         raise
-    first = {record.path: record for record in map(_record, filter(None, old)) if record.kind == "d"}
+    first = {record.path: record for record in map(_parsed_record, filter(None, old)) if record.kind == "d"}
     parents = {posixpath.dirname(path) for path in [*touched, *changed]}
     opened = [(b"u+rwx", path) for path in sorted(parents) if path in first and first[path].mode & 0o300 != 0o300]
     return ChangedFiles(
         image=image, removed=b"".join(path + b"\0" for path in _outermost(removed)), opened=_pairs(opened),
-        modes=_pairs(reversed(seen.modes)), archives=tuple(archives), store=store,
+        modes=_pairs(reversed(listed.modes)), archives=tuple(archives), store=store,
     )  # fmt: skip
 
 
-async def _look(session: SandboxSession, how: str) -> _Listed:
-    """List the files of a session."""
-    done = await _do(session, "list files", [*_script(session, _LIST), how], b"", LISTING_BYTES)
+async def _list(session: SandboxSession, how: str) -> _ListedFiles:
+    """Return the present files of a session. ``how`` is the argument of :data:`_LIST`: ``open`` or empty."""
+    done = await _run_program(session, "list files", [*_script(session, _LIST), how], b"", LISTING_BYTES)
     parts = done.stdout.split(b"\0")
     try:
         if parts[-2] != b"E":
@@ -210,11 +213,11 @@ async def _look(session: SandboxSession, how: str) -> _Listed:
     except (ValueError, IndexError) as error:
         raise _refused(f"its files cannot be listed: {error}", "keep its find and bash as they were") from None
     records = [part[1:] for part in parts[3:-2] if part[:1] == b"R"]
-    return _Listed(user=user, rights=rights, mounts=mounts, modes=modes, records=records)
+    return _ListedFiles(user=user, rights=rights, mounts=mounts, modes=modes, records=records)
 
 
-def _record(record: bytes) -> FileRecord:
-    """Return what the bytes of a record say. Raises :class:`~headrace.base.errors.EpisodeError` if nothing."""
+def _parsed_record(record: bytes) -> FileRecord:
+    """Return one parsed record. Raises :class:`~headrace.base.errors.EpisodeError` if it has another format."""
     try:
         kind, size, mode, user, _, _, _, inode, links, path = record.split(b" ", 9)
         shared = inode.decode() if int(links) > 1 else ""
@@ -226,29 +229,30 @@ def _record(record: bytes) -> FileRecord:
 
 
 def _by_path(records: Iterable[bytes], mounts: set[bytes]) -> dict[bytes, FileRecord]:
-    """Return records by their paths, without places that are mounted, which belong to the service, and without sockets,
-    which are nothing without their process."""
-    found = {record.path: record for record in map(_record, filter(None, records))}
+    """Return the parsed records by path, without mount points, which belong to the service, and without sockets, which
+    are useless without their process."""
+    found = {record.path: record for record in map(_parsed_record, filter(None, records))}
     return {path: record for path, record in found.items() if path not in mounts and record.kind != "s"}
 
 
-def _is_ours(record: FileRecord, seen: _Listed) -> bool:
-    """Return whether a fork can make this path: folders of others keep their times. Raises
-    :class:`~headrace.base.errors.EpisodeError` for a file that it could not make."""
-    if record.user == seen.user or seen.rights & (_CHOWN | _FOWNER) == _CHOWN | _FOWNER:
+def _is_writable(record: FileRecord, listed: _ListedFiles) -> bool:
+    """Return whether a fork can write this path. A folder of another user is skipped, and keeps its times. Raises
+    :class:`~headrace.base.errors.EpisodeError` for a file of another user."""
+    if record.user == listed.user or listed.rights & (_CHOWN | _FOWNER) == _CHOWN | _FOWNER:
         return True
     if record.kind != "d":
         raise _refused(
             f"{record.path.decode('utf-8', 'replace')!r} belongs to user {record.user}, and the session to user "
-            f"{seen.user}, who cannot give it away",
+            f"{listed.user}, who cannot give it away",
             "give the driver the capabilities CHOWN and FOWNER",
         )
     return False
 
 
 def _batches(records: Iterable[FileRecord], largest_bytes: int) -> list[tuple[list[bytes], int]]:
-    """Return the paths of each archive, with a bound on its size. Hard links to one file are in one archive; folders
-    come last, the inner ones before the outer ones, since files that are unpacked change their times."""
+    """Return the paths of each archive, with an upper bound of its size in bytes. Hard links to the same file are in
+    one archive. Folders come last, inner folders before outer folders, because unpacking files changes the times of
+    their folders."""
     units: dict[str | bytes, list[FileRecord]] = {}
     ordered = sorted(records, key=lambda record: record.path)
     for record in ordered:
@@ -275,38 +279,40 @@ def _batches(records: Iterable[FileRecord], largest_bytes: int) -> list[tuple[li
 
 
 def _outermost(paths: Sequence[bytes]) -> list[bytes]:
-    """Return paths without those that are below another one of them."""
+    """Return the paths that are not inside another one of ``paths``."""
     every = set(paths)
-    return [path for path in sorted(paths) if not any(above in every for above in _above(path))]
+    return [path for path in sorted(paths) if not any(above in every for above in _parents(path))]
 
 
-def _above(path: bytes) -> Iterable[bytes]:
-    """Return the folders above a path."""
+def _parents(path: bytes) -> Iterable[bytes]:
+    """Yield the folders above a path, innermost first, without the root."""
     while (path := posixpath.dirname(path)) not in (b"/", b""):
         yield path
 
 
 def _pairs(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return pairs of words as the scripts read them."""
+    """Return pairs in the format that the scripts read: each string followed by a zero byte."""
     return b"".join(first + b"\0" + second + b"\0" for first, second in pairs)
 
 
 def _unescaped(path: bytes) -> bytes:
-    """Return a path of the list of mounts as it is: the kernel writes spaces and line ends as octal numbers."""
+    """Return a path of the kernel's mount list unescaped; the kernel writes spaces, tabs and line ends as octal
+    numbers."""
     for name in (b" ", b"\t", b"\n", b"\\"):
         path = path.replace(b"\\%03o" % ord(name), name)
     return path
 
 
 def _script(session: SandboxSession, text: str) -> list[str]:
-    """Return the arguments that run a script of bash."""
+    """Return the arguments that run the script ``text`` with bash."""
     return [session.programs["bash"], "--norc", "--noprofile", "-c", text, "copy"]
 
 
-async def _do(
+async def _run_program(
     session: SandboxSession, what: str, argv: Sequence[str], stdin: bytes = b"", output_bytes: int = MIB
 ) -> Execution:
-    """Run a program of a copy. Raises :class:`~headrace.base.errors.EpisodeError` with its words if it fails."""
+    """Run a program in the session, and return its result. Raises :class:`~headrace.base.errors.EpisodeError` with its
+    error output if it fails; ``what`` describes the program's task."""
     spec = session.spec.limits
     limits = replace(
         spec, wall_s=CALL_S, cpu_s=int(CALL_S), output_bytes=output_bytes, file_bytes=2 * spec.disk_bytes
@@ -319,5 +325,5 @@ async def _do(
 
 
 def _refused(problem: str, remedy: str) -> EpisodeError:
-    """Return the error of a copy that cannot be made."""
+    """Return the error for a copy that cannot be made because of ``problem``."""
     return EpisodeError(f"a snapshot cannot be copied: {problem}", remedy=remedy, reason="session_snapshot")

@@ -1,12 +1,12 @@
-"""Sessions in sandboxes of Daytona, by its own client (``pip install 'headrace[daytona]'``).
+"""The driver of sessions in sandboxes of Daytona, with Daytona's client (``pip install 'headrace[daytona]'``).
 
     DaytonaDriver ── create ── sandbox of an image, or of a snapshot
                   ══ a command of a process session: input by calls, output by its log, a WebSocket ══ server.sh
-                  ── create_snapshot: an image of its files, a fork a sandbox of it
+                  ── create_snapshot: an image of its files; a fork is a sandbox of that image
 
-Input and output are text to the service, so that both travel as lines of base64. Its terminals pass bytes, but drop a
-reader that is slower than their output; the log waits, and is read again where it was when its connection is cut. The
-key is read by the client from ``DAYTONA_API_KEY``.
+The service accepts input and output only as text, so both are sent as lines of base64. The output is read from the log
+of the command, which can be read again from the same place after a lost connection. Daytona's terminals would pass
+bytes, but they disconnect a slow reader. The client reads the key from ``DAYTONA_API_KEY``.
 """
 
 from __future__ import annotations
@@ -46,42 +46,43 @@ if TYPE_CHECKING:
     from daytona.common.daytona import CreateSandboxBaseParams
 
 SENT_BYTES = 1 << 18
-"""The most bytes of one call that sends input. The service passes them on by a pipe, and answers when they are read."""
+"""The greatest number of bytes of one call that sends input. The service answers when the command has read them."""
 PREFIX = "headrace-snapshot-"
-"""How the names of snapshots begin."""
+"""The prefix of the names of snapshots."""
 NAMED = "snapshot:"
-"""How an image begins that is the name of a snapshot of Daytona, and none of a registry."""
+"""The prefix of an image name that names a snapshot of Daytona and not an image of a registry."""
 PIECES = 64
-"""How many pieces of output wait to be read before the stream is held up."""
+"""The capacity of the queue of output pieces; when it is full, reading of the log waits."""
 CONNECTIONS = 100
-"""How many times the log of one session is opened before its end is believed."""
+"""The greatest number of connections to the log of one session; after that its output counts as ended."""
 PAGE = 100
-"""How many snapshots are listed by one call."""
+"""The number of snapshots in one page of the service's list."""
 _NOT_TEXT = str.maketrans("", "", "\0\1\2")
-"""What older services fill messages with, and what may be left of the marks of the log where a connection was cut."""
+"""Characters to remove from the log: older services fill messages with zero bytes, and a lost connection may leave
+parts of the log's stream markers."""
 _MISSING = {"disk": "Daytona cannot bound the files of a session: they may fill the disk of its sandbox"}
-"""What the service does not hold."""
+"""The guards that the service lacks."""
 _QUOTA = ("limit exceeded", "quota exceeded")
-"""How the words of a refusal for a quota end; its status is that of any wrong request."""
+"""Parts of an error message that mean an exceeded quota; its HTTP status is the same as for any invalid request."""
 
 
 class DaytonaSettings(Section):
     """The settings of sandboxes of Daytona: ``env.options.driver``."""
 
     image: str = ""
-    """The image of sessions whose task names none: of a registry, with its tag, or ``snapshot:NAME``."""
+    """The image of sessions whose task does not name an image: a registry name with a tag, or ``snapshot:NAME``."""
     target: str = ""
-    """The region of the sandboxes; empty: that of ``DAYTONA_TARGET``, or of the organization."""
+    """The region of the sandboxes; empty: the region in ``DAYTONA_TARGET``, or the organization's default."""
     network: bool = False
     """Whether sessions reach the network."""
     user: str = "root"
-    """The user that the service is asked to run the server and the commands as."""
+    """The user of the image that runs the server and the commands."""
     rights: bool = False
-    """Whether commands keep the rights of that user, such as those of root; else they have none."""
+    """Whether commands keep the rights of ``user``, such as the rights of root; if not, they have no capabilities."""
     cpus: int | None = Field(default=None, ge=1)
-    """The processors of a sandbox of an image; unset: what Daytona gives."""
+    """The number of processors of a sandbox from an image; unset: Daytona's default."""
     disk_gib: int | None = Field(default=None, ge=1)
-    """The disk of a sandbox of an image, in GiB; unset: what Daytona gives."""
+    """The disk space of a sandbox from an image, in GiB; unset: Daytona's default."""
     idle_s: int = Field(default=900, ge=60)
     """The time after which Daytona ends a sandbox whose worker has died, in seconds, rounded up to minutes."""
 
@@ -90,7 +91,7 @@ class DaytonaChannel(HostedChannel):
     """The standard streams of the server in a sandbox: the input of a command, and its log."""
 
     def __init__(self, driver: DaytonaDriver, sandbox: AsyncSandbox, name: str) -> None:
-        """Use a sandbox, and a process session of this name; :meth:`run` starts the server."""
+        """Describe a channel to a sandbox, in which :meth:`run` starts the server in the process session ``name``."""
         super().__init__()
         self._driver = driver
         self._sandbox = sandbox
@@ -98,25 +99,25 @@ class DaytonaChannel(HostedChannel):
         self._command = ""
         self._pieces: asyncio.Queue[bytes] = asyncio.Queue(PIECES)
         self._output = EncodedOutput()
-        self._passed = 0
-        self._again = 0
+        self._num_read = 0
+        self._to_skip = 0
         self._connected = False
-        self._leave: Callable[[], object] | None = None
+        self._stop_reading: Callable[[], object] | None = None
         self._ended = ""
 
     async def run(self, session: HostedSession, settings: DaytonaSettings) -> None:
-        """Start the launcher."""
+        """Start the launcher and the reading of its log."""
         from daytona import SessionExecuteRequest
 
         words = launcher_arguments(session.spec, encoded=True, lined=True, rights=settings.rights)
-        # no `exec`: the shell of the process session tells the end of the server, for which its errors must end, too
+        # no `exec`: the shell of the process session reports the end of the server, once its error output has ended too
         command = f"cd / && bash {shlex.join(words)} 2> /dev/null"
         await self._sandbox.process.create_session(self._name)
         started = await self._sandbox.process.execute_session_command(
             self._name, SessionExecuteRequest(command=command, run_async=True, suppress_input_echo=True)
         )
         self._command = started.cmd_id
-        self._leave = self._driver.watch(self._follow())
+        self._stop_reading = self._driver.watch(self._read_log())
 
     async def send(self, data: bytes) -> None:
         """Send bytes to the server."""
@@ -124,31 +125,31 @@ class DaytonaChannel(HostedChannel):
             for start in range(0, len(data), SENT_BYTES):
                 text = encoded_input(data[start : start + SENT_BYTES])
                 await self._sandbox.process.send_session_command_input(self._name, self._command, text)
-        except Exception as error:  # the client's errors have a base, but those of its transport need not
+        except Exception as error:  # errors of the client's transport have another base class
             self._ended = self._ended or words_of(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
     async def piece(self) -> bytes:
-        """Return the next bytes of the server."""
+        """Return the next bytes of the server's output; empty at the end."""
         return await self._pieces.get()
 
     async def close(self) -> None:
         """End the sandbox."""
         await quietly(self._sandbox.delete(timeout=END_S))
-        if self._leave is not None:
-            self._leave()
-        while not self._pieces.empty():  # they are not read any more, and the end needs room
+        if self._stop_reading is not None:
+            self._stop_reading()
+        while not self._pieces.empty():  # nobody reads them, and the end of the stream needs space
             self._pieces.get_nowait()
         self._pieces.put_nowait(b"")
 
     async def last_words(self) -> str:
-        """Return what the client has said of the end of the server; empty if nothing."""
+        """Return the client's message about the end of the server; empty if there is none."""
         return self._ended
 
-    async def _follow(self) -> None:
-        """Read the log to the end of the server, again from where it was if a connection is cut."""
+    async def _read_log(self) -> None:
+        """Read the log until the server ends. After a lost connection, connect again and skip what was read before."""
         for _ in range(CONNECTIONS):
-            self._again, self._connected = self._passed, False
+            self._to_skip, self._connected = self._num_read, False
             try:
                 await self._sandbox.process.get_session_command_logs_async(
                     self._name, self._command, self._take, _ignore
@@ -161,35 +162,35 @@ class DaytonaChannel(HostedChannel):
         await self._pieces.put(b"")
 
     async def _take(self, text: str) -> None:
-        """Take text of the log, which begins anew with each connection."""
+        """Decode text of the log, and queue the pieces that were not read over an earlier connection."""
         text = text.translate(_NOT_TEXT)
         self._connected = True
-        new = text[self._again :]
-        self._again = max(0, self._again - len(text))
-        self._passed += len(new)
+        new = text[self._to_skip :]
+        self._to_skip = max(0, self._to_skip - len(text))
+        self._num_read += len(new)
         for piece in self._output.take(new):
             await self._pieces.put(piece)
 
 
 class DaytonaDriver(HostedDriver):
-    """Sessions in sandboxes of Daytona. Use :func:`open_daytona`."""
+    """A driver of sessions in sandboxes of Daytona. Create it with :func:`open_daytona`."""
 
     def __init__(self, settings: DaytonaSettings, client: AsyncDaytona) -> None:
-        """Describe a driver with these settings, which closes its client."""
+        """Describe a driver with these settings. :meth:`close` closes ``client``."""
         super().__init__("daytona", settings.image, _MISSING)
         self.settings = settings
         self._client = client
         self._unsure: set[str] = set()
 
     async def create(self, session: HostedSession, origin: str) -> DaytonaChannel:
-        """Make a sandbox of an image or a snapshot, and start the launcher in it."""
+        """Create a sandbox from the image or snapshot ``origin``, and start the launcher in it."""
         try:
-            sandbox = await self._client.create(self._wanted(session, origin), timeout=0)
+            sandbox = await self._client.create(self._create_parameters(session, origin), timeout=0)
             session.machine = sandbox
             channel = DaytonaChannel(self, sandbox, session.name)
             await channel.run(session, self.settings)
         except BaseException as error:
-            # a sandbox whose image could not be built is there as well, and is not ended by its time alone
+            # a sandbox exists even if its image could not be built, and then does not end at its lifetime
             await asyncio.shield(quietly(self._end(session.name)))
             if isinstance(error, Exception):
                 raise _refusal(error, f"a session cannot start from {origin!r}") from error
@@ -197,12 +198,12 @@ class DaytonaDriver(HostedDriver):
         return channel
 
     async def keep(self, session: KeptSession, name: str) -> str:
-        """Make a snapshot of the files of a sandbox."""
+        """Make a snapshot of a sandbox's files, and return its name."""
         name = f"{PREFIX}{name}"
         self._unsure.add(name)
         try:
             await session.machine.create_snapshot(name, timeout=0)
-            # the sandbox goes on as before when its snapshot has failed, and nothing else tells it
+            # a failed snapshot raises no error in the call before
             await self._client.snapshot.get(name)
         except Exception as error:
             raise _refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
@@ -210,18 +211,18 @@ class DaytonaDriver(HostedDriver):
         return name
 
     async def remove(self, kept: str) -> None:
-        """Remove a snapshot."""
+        """Delete a snapshot."""
         await quietly(self._client.snapshot.delete(kept))
 
     async def close(self) -> None:
-        """End all sandboxes, have all snapshots removed, and close the client."""
+        """End all sandboxes, delete all snapshots, and close the client."""
         await super().close()
-        for name in self._unsure:  # the service may have made them after all
+        for name in self._unsure:  # the service may have created them in spite of an error
             await self.remove(name)
         await quietly(self._client.close())
 
     async def sweep(self) -> None:
-        """End sandboxes and remove snapshots whose owner has died."""
+        """End sandboxes and delete snapshots of dead owners."""
         from daytona import ListSandboxesQuery
 
         try:
@@ -239,7 +240,7 @@ class DaytonaDriver(HostedDriver):
             ) from error
 
     async def _snapshots(self) -> list[str]:
-        """Return the names of all snapshots."""
+        """Return the names of all snapshots of the organization."""
         names: list[str] = []
         page, pages = 0, 1
         while page < pages:
@@ -250,11 +251,12 @@ class DaytonaDriver(HostedDriver):
         return names
 
     async def _end(self, name: str) -> None:
-        """End a sandbox by its name."""
+        """End the sandbox ``name``."""
         await (await self._client.get(name)).delete(timeout=END_S)
 
-    def _wanted(self, session: HostedSession, origin: str) -> CreateSandboxBaseParams:
-        """Return what the service is asked for. A sandbox that is idle is one without a connection to its log."""
+    def _create_parameters(self, session: HostedSession, origin: str) -> CreateSandboxBaseParams:
+        """Return the parameters for the creation of a sandbox. To Daytona, a sandbox is idle when no connection to its
+        log is open."""
         from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Resources
 
         settings = self.settings
@@ -275,25 +277,22 @@ class DaytonaDriver(HostedDriver):
 
 
 def whole_minutes(seconds: float) -> int:
-    """Return a time as the service takes it.
-
-    >>> whole_minutes(61.0)
-    2
-    """
+    """Return a time in whole minutes, rounded up, at least 1."""
     return max(1, math.ceil(seconds / 60))
 
 
 def _memory_gib(spec: SandboxSpec) -> int:
-    """Return the memory of the sandbox of a session, in GiB."""
+    """Return the memory of a session's sandbox, in GiB."""
     return math.ceil((spec.limits.memory_bytes + OWN_BYTES) / (1024 * MIB))
 
 
 def _ignore(text: str) -> None:
-    """Take text of the server's errors, of which there are none."""
+    """Ignore text of the server's error output, which is always empty."""
 
 
 def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
-    """Return the error of this package for one of the client, with the client's words and what helps."""
+    """Return the error to raise for an ``error`` of the client, with the client's message and a remedy; ``what`` says
+    what failed."""
     from daytona import DaytonaAuthenticationError, DaytonaForbiddenError, DaytonaRateLimitError
 
     words = f"{what}: {words_of(error)}"
@@ -309,20 +308,20 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
 
 
 def _client() -> AsyncDaytona:
-    """Return a client with the key of the environment. Raises :class:`~headrace.base.errors.EnvError` without one."""
+    """Return a client with the key in the environment. Raises :class:`~headrace.base.errors.EnvError` without a key."""
     from daytona import AsyncDaytona, DaytonaConfig, DaytonaError
 
     try:
-        with warnings.catch_warnings():  # the client looks at a setting of its own that it has deprecated
+        with warnings.catch_warnings():  # the client reads its own deprecated setting
             warnings.simplefilter("ignore", DeprecationWarning)
-            return AsyncDaytona(DaytonaConfig(connection_pool_maxsize=None))  # each session holds a connection
+            return AsyncDaytona(DaytonaConfig(connection_pool_maxsize=None))  # each session keeps a connection
     except DaytonaError as error:
         raise EnvError(f"Daytona cannot be used: {words_of(error)}", remedy="set DAYTONA_API_KEY") from error
 
 
 async def open_daytona(readable: Sequence[str] = (), **options: Any) -> DaytonaDriver:
-    """Open the driver of Daytona. ``readable`` paths cannot be shown to a provider's machine: they are
-    refused."""
+    """Open the driver of Daytona with the settings ``options``. ``readable`` must be empty, because a provider's
+    machine cannot read paths of this machine."""
     settings = driver_settings("daytona", DaytonaSettings, options)
     refuse_readable("daytona", readable)
     refuse_missing("daytona")

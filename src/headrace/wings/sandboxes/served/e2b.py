@@ -1,10 +1,10 @@
-"""Sessions in sandboxes of E2B, by its own client (``pip install 'headrace[e2b]'``).
+"""The driver of sessions in sandboxes of E2B, with E2B's client (``pip install 'headrace[e2b]'``).
 
     E2BDriver ── AsyncSandbox.create ── machine of a template ── commands.run(stdin) ══ server.sh
-              ── create_snapshot: a template of its files, a fork a machine of it
+              ── create_snapshot: a template of its files; a fork is a machine of that template
 
-The client gives the output of commands as text, in which bytes do not survive, so that the server's output travels as
-lines of base64. Its input is bytes. The key is read by the client from ``E2B_API_KEY``.
+The client returns the output of commands as text, which cannot contain all bytes, so the server's output is sent as
+lines of base64. The input is bytes. The client reads the key from ``E2B_API_KEY``.
 """
 
 from __future__ import annotations
@@ -36,37 +36,39 @@ if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
 
 SENT_BYTES = 1 << 20
-"""The most bytes of one call that sends input: as base64 they stay below the 4 MiB that services of Connect take."""
+"""The greatest number of bytes of one call that sends input. As base64 they stay below 4 MiB, the limit of a Connect
+message."""
 PREFIX = "headrace-snapshot-"
-"""How the names of snapshots begin."""
+"""The prefix of the names of snapshots."""
 PIECES = 64
-"""How many pieces of output wait to be read before the stream is held up."""
+"""The capacity of the queue of output pieces; when it is full, reading of the output waits."""
 _MISSING = {
     "disk": "E2B cannot bound the files of a session: they may fill the disk of the template",
 }
-"""What the service does not hold."""
+"""The guards that the service lacks."""
 _ONLY_WHOLE = (400, 409)
-"""How the service refuses snapshots of files alone: it cannot make them for this team, or on this machine."""
+"""The HTTP statuses with which the service refuses a snapshot of files without memory, for this team or this
+machine."""
 
 
 class E2BSettings(Section):
     """The settings of sandboxes of E2B: ``env.options.driver``."""
 
     image: str = ""
-    """The template of sessions whose task names none, by name or id."""
+    """The template of sessions whose task does not name an image, by name or id."""
     network: bool = False
     """Whether sessions reach the internet."""
     user: str = "root"
     """The user of the template that runs the server and the commands."""
     rights: bool = False
-    """Whether commands keep the rights of that user, such as those of root in the sandbox; else they have none."""
+    """Whether commands keep the rights of ``user``, such as the rights of root; if not, they have no capabilities."""
 
 
 class E2BChannel(HostedChannel):
     """The standard streams of the server in a sandbox."""
 
     def __init__(self, driver: E2BDriver, sandbox: AsyncSandbox) -> None:
-        """Use a sandbox; :meth:`run` starts the server."""
+        """Describe a channel to a sandbox, in which :meth:`run` starts the server."""
         super().__init__()
         self._driver = driver
         self._sandbox = sandbox
@@ -76,7 +78,7 @@ class E2BChannel(HostedChannel):
         self._ended = ""
 
     async def run(self, session: HostedSession, settings: E2BSettings) -> None:
-        """Start the launcher."""
+        """Start the launcher, and a task that waits for its end."""
         words = launcher_arguments(session.spec, encoded=True, rights=settings.rights)
         self._handle = await self._sandbox.commands.run(
             f"exec bash {shlex.join(words)}", background=True, user=settings.user, cwd="/", stdin=True, timeout=0,
@@ -90,12 +92,12 @@ class E2BChannel(HostedChannel):
         try:
             for start in range(0, len(data), SENT_BYTES):
                 await self._handle.send_stdin(data[start : start + SENT_BYTES])
-        except Exception as error:  # the client raises many kinds of errors, without one base
+        except Exception as error:  # the client's errors have no common base class
             self._ended = self._ended or words_of(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
     async def piece(self) -> bytes:
-        """Return the next bytes of the server."""
+        """Return the next bytes of the server's output; empty at the end."""
         return await self._pieces.get()
 
     async def close(self) -> None:
@@ -103,20 +105,20 @@ class E2BChannel(HostedChannel):
         await quietly(self._sandbox.kill(request_timeout=END_S))
         if self._handle is not None:
             await quietly(self._handle.disconnect())
-        while not self._pieces.empty():  # they are not read any more, and the end needs room
+        while not self._pieces.empty():  # nobody reads them, and the end of the stream needs space
             self._pieces.get_nowait()
 
     async def last_words(self) -> str:
-        """Return what the client has said of the end of the server; empty if nothing."""
+        """Return the client's message about the end of the server; empty if there is none."""
         return self._ended
 
     async def _take(self, text: str) -> None:
-        """Take text of the server's output."""
+        """Decode text of the server's output, and queue its pieces."""
         for piece in self._output.take(text):
             await self._pieces.put(piece)
 
     async def _watch(self, handle: AsyncCommandHandle[Any]) -> None:
-        """Wait for the end of the server, and pass it on."""
+        """Wait for the end of the server, and queue the end of the stream."""
         try:
             await handle.wait()
         except Exception as error:  # noqa: BLE001 - a boundary: the session reports how it ended
@@ -125,7 +127,7 @@ class E2BChannel(HostedChannel):
 
 
 class E2BDriver(HostedDriver):
-    """Sessions in sandboxes of E2B. Use :func:`open_e2b`."""
+    """A driver of sessions in sandboxes of E2B. Create it with :func:`open_e2b`."""
 
     def __init__(self, settings: E2BSettings) -> None:
         """Describe a driver with these settings."""
@@ -134,7 +136,7 @@ class E2BDriver(HostedDriver):
         self._files_only = True
 
     async def create(self, session: HostedSession, origin: str) -> E2BChannel:
-        """Make a sandbox of a template, and start the launcher in it."""
+        """Create a sandbox from the template or snapshot ``origin``, and start the launcher in it."""
         from e2b import AsyncSandbox
 
         try:
@@ -160,14 +162,15 @@ class E2BDriver(HostedDriver):
         return channel
 
     async def keep(self, session: KeptSession, name: str) -> str:
-        """Make a template of a sandbox: of its files alone, or of its memory too where the service cannot."""
+        """Make a snapshot of a sandbox, without its memory if the service can do so, and return its id."""
         try:
             return await self._snapshot(session.machine, f"{PREFIX}{name}")
         except Exception as error:
             raise _refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
 
     async def _snapshot(self, sandbox: AsyncSandbox, name: str) -> str:
-        """Return the id of a new template."""
+        """Make a snapshot named ``name``, and return its id. After the first refusal of a snapshot without memory, all
+        snapshots contain the memory."""
         from e2b import SandboxException
 
         if self._files_only:
@@ -180,13 +183,13 @@ class E2BDriver(HostedDriver):
         return (await sandbox.create_snapshot(name)).snapshot_id
 
     async def remove(self, kept: str) -> None:
-        """Remove a template."""
+        """Delete a snapshot."""
         from e2b import AsyncSandbox
 
         await quietly(AsyncSandbox.delete_snapshot(kept, request_timeout=END_S))
 
     async def sweep(self) -> None:
-        """End sandboxes and remove snapshots whose owner has died."""
+        """End sandboxes and delete snapshots of dead owners."""
         from e2b import AsyncSandbox, SandboxQuery
 
         try:
@@ -194,7 +197,7 @@ class E2BDriver(HostedDriver):
                 if is_dead((info.metadata or {}).get(LABEL, "")):
                     await AsyncSandbox.kill(info.sandbox_id)
             for kept in await _all(AsyncSandbox.list_snapshots()):
-                if any(_is_left(name) for name in kept.names):
+                if any(_has_dead_owner(name) for name in kept.names):
                     await AsyncSandbox.delete_snapshot(kept.snapshot_id)
         except Exception as error:
             raise EnvError(
@@ -204,7 +207,7 @@ class E2BDriver(HostedDriver):
 
 
 async def _all(pages: Any) -> list[Any]:
-    """Return what all pages of a list have."""
+    """Return the items of all pages of a list."""
     found: list[Any] = []
     while pages.has_next:
         found += await pages.next_items()
@@ -212,19 +215,20 @@ async def _all(pages: Any) -> list[Any]:
 
 
 async def _end_old_servers(sandbox: AsyncSandbox) -> None:
-    """End what a snapshot with memory has brought along: the server of the session that it was taken of."""
+    """Kill the processes that a snapshot with memory has restored: the server of the original session."""
     for process in await sandbox.commands.list():
         await sandbox.commands.kill(process.pid)
 
 
-def _is_left(name: str) -> bool:
-    """Return whether the name of a snapshot, perhaps with a team and a tag, is that of an owner who has died."""
+def _has_dead_owner(name: str) -> bool:
+    """Return whether ``name``, a snapshot's name with an optional team and tag, belongs to a dead owner."""
     short = name.rpartition("/")[2].partition(":")[0]
     return short.startswith(PREFIX) and is_dead(short.removeprefix(PREFIX))
 
 
 def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
-    """Return the error of this package for one of the client, with the client's words and what helps."""
+    """Return the error to raise for an ``error`` of the client, with the client's message and a remedy; ``what`` says
+    what failed."""
     from e2b import AuthenticationException, RateLimitException, ServiceBusyException
 
     words = f"{what}: {words_of(error)}"
@@ -238,7 +242,8 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
 
 
 async def open_e2b(readable: Sequence[str] = (), **options: Any) -> E2BDriver:
-    """Open the driver of E2B. ``readable`` paths cannot be shown to a provider's machine: they are refused."""
+    """Open the driver of E2B with the settings ``options``. ``readable`` must be empty, because a provider's machine
+    cannot read paths of this machine."""
     settings = driver_settings("e2b", E2BSettings, options)
     refuse_missing("e2b")
     refuse_readable("e2b", readable)

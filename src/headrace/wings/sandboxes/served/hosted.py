@@ -1,11 +1,12 @@
-"""What the drivers of sandbox services have in common: sessions that are machines of a provider.
+"""The base of drivers of sandbox services (Daytona, E2B, Modal): each session is a machine of the provider.
 
     HostedDriver ── create, keep, remove ── the service's client
          │ HostedSession ══ HostedChannel ══ launcher ── server.sh
 
-A launcher starts the server: where the machine allows it, as the first process of a process space of its own, so that
-no command can end it, and without the rights of root. The service ends each machine when the session's time is over;
-machines and snapshots carry the name of their owner, and the next driver removes what belongs to processes that died.
+The launcher is a program of bash that starts the server: if the machine allows it, as the first process of a new
+process namespace, so that no command can kill it, and without the rights of root. The service ends each machine at the
+end of the session's lifetime. Machines and snapshots are labelled with their owner's name (owners.py); the next driver
+deletes what dead owners have left.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from headrace.wings.sandboxes.served.session import ServerChannel, server_progra
 
 T = TypeVar("T")
 CALL_S = 120.0
-"""The longest time of a call of a service."""
+"""The longest time of one call of a service, in seconds."""
 LATE_S = 2 * CALL_S
-"""How long the creation of a machine that is no longer needed may take; then it can be ended."""
+"""The longest time in seconds to wait for the creation of a machine that is no longer needed, in order to end it."""
 END_S = 20.0
-"""How long the end of a machine is waited for. One that is not confirmed by then ends at its time."""
+"""The longest time to wait for the end of a machine, in seconds. If it does not end by then, it ends at its
+lifetime."""
 MOST_GREETINGS = 100
-"""How many lines may come before the launcher's."""
+"""The greatest number of lines before the launcher's line, such as greetings of the image's shell profile."""
 _LAUNCHER = """
 program=$1 encoded=$2 lined=$3 rights=$4
 shift 4
@@ -61,82 +63,80 @@ fi
 [[ $lined ]] && program="exec < <($bytes)"$'\n'$program
 exec "${space[@]}" "${lock[@]}" setsid --wait bash -c "$program" server "$@"
 """
-"""A program of bash that says which guards it lacks, and becomes the server. What turns its output into lines of
-base64, and such lines into its input, runs outside the server's process space, where no command can end it; where there
-is none, in the server's session."""
+"""A program of bash that prints the guards it lacks, and then becomes the server. The loops that encode the
+server's output as lines of base64, and decode its input, run outside the server's process namespace, where no command
+can kill them; without such a namespace they run in the server's session."""
 _LACKS = {
     "first process": "the server is no first process here (unshare is refused): a `kill -1` ends the session",
     "rights": "commands keep the rights of their user here (setpriv is refused)",
 }
-"""What is said of a guard that a launcher lacks."""
+"""The message for each guard that a launcher may lack, by name."""
 
 
 def launcher_arguments(spec: SandboxSpec, *, encoded: bool, rights: bool, lined: bool = False) -> list[str]:
-    """Return the arguments of ``bash`` that serve a session on a hosted machine. ``encoded`` sends the server's output
-    as lines of base64, for clients that only pass text; with ``rights``, commands keep those of root. ``lined`` is for
-    services that pass input as text, too, and output by way of a log, whose last bytes may wait for the next ones: the
-    input comes as :func:`encoded_input` writes it, and each line of output is followed by an empty one."""
+    """Return the arguments of ``bash`` that run the launcher for a session on a provider's machine. ``encoded``: the
+    server's output is sent as lines of base64, for clients that accept only text. ``rights``: commands keep the rights
+    of root. ``lined``: the input is text as :func:`encoded_input` writes it, and each output line is followed by an
+    empty line, for services that return the output through a log, which may delay the last bytes."""
     numbers = (int(spec.life_s * 1e6), spec.limits.processes, spec.limits.memory_bytes)
     flags = ("1" if flag else "" for flag in (encoded, lined, rights))
     return ["-c", _LAUNCHER, "launcher", server_program(), *flags, *map(str, numbers)]
 
 
 def is_of_launcher(line: bytes) -> bool:
-    """Return whether a line is the first one of the launcher, and not what an image's profile says to its users."""
+    """Return whether a line is the launcher's first line, and not a greeting of the image's shell profile."""
     return line.startswith(b"headrace-launcher")
 
 
 def encoded_input(data: bytes) -> str:
-    """Return the lines of text that a launcher with ``lined`` turns into these bytes.
-
-    >>> encoded_input(b"hello")
-    '9\\naGVsbG8=\\n'
-    """
+    """Return the lines of text that a launcher with ``lined`` decodes to ``data``."""
     text = base64.b64encode(data).decode() + "\n"
     return f"{len(text)}\n{text}"
 
 
 class EncodedOutput:
-    """The output of a launcher with ``encoded``: lines up to the launcher's own, then lines of base64."""
+    """A decoder for the output of a launcher with ``encoded``: plain lines up to the launcher's line, then lines of
+    base64."""
 
     def __init__(self) -> None:
-        """Begin with nothing taken."""
+        """Create a decoder at the start of the output."""
         self._text = ""
         self._plain = True
 
     def take(self, text: str) -> list[bytes]:
-        """Take the next text, and return the pieces that have come with it. A line that is no base64 is a piece as it
-        is, for which no answer is taken; an empty one is none."""
+        """Decode the next text, and return the pieces of bytes that it completes; empty lines give none. A line that is
+        not valid base64 is returned undecoded; the session does not accept it as an answer."""
         *lines, self._text = (self._text + text).split("\n")
         pieces = []
         for line in lines:
             pieces.append(_unencoded(line) if self._plain else _decoded(line))
             self._plain = self._plain and not is_of_launcher(line.encode("utf-8", "surrogateescape"))
-        if len(self._text) > 2 * LINE_BYTES:  # no line of the server's
+        if len(self._text) > 2 * LINE_BYTES:  # the server writes no line of this length
             pieces.append(_unencoded(self._text))
             self._text = ""
         return [piece for piece in pieces if piece]
 
 
 def _unencoded(line: str) -> bytes:
-    """Return a line as it is."""
+    """Return the bytes of a line, with a line end, without decoding base64."""
     return line.encode("utf-8", "surrogateescape") + b"\n"
 
 
 def _decoded(line: str) -> bytes:
-    """Return the bytes that a line of base64 stands for; one that is none as it is."""
+    """Return the decoded bytes of a line of base64; the bytes of the line itself if it is not base64."""
     with suppress(binascii.Error, ValueError):
         return base64.b64decode(line, validate=True)
     return _unencoded(line)
 
 
 def whole_seconds(spec: SandboxSpec) -> int:
-    """Return the time after which a service ends the machine of a session."""
+    """Return the lifetime of a session for the service, in whole seconds, rounded up."""
     return max(1, math.ceil(spec.life_s))
 
 
 def refuse_missing(kind: str) -> None:
-    """Raise :class:`~headrace.base.errors.EnvError` if the client package of a kind, of the same name, is missing."""
+    """Raise :class:`~headrace.base.errors.EnvError` if the client package of the service is not installed; it is named
+    like ``kind``."""
     if find_spec(kind) is None:
         raise EnvError(
             f"sandboxes of kind {kind!r} need the package {kind!r}, which is not installed",
@@ -145,46 +145,50 @@ def refuse_missing(kind: str) -> None:
 
 
 def words_of(error: BaseException) -> str:
-    """Return the words of a client's error, in one line and not without end."""
+    """Return an error of a client as one line of at most 500 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 class HostedChannel(ServerChannel):
-    """The standard streams of a launcher, read piece by piece."""
+    """The channel to a launcher's standard streams. Subclasses implement :meth:`piece`, which reads pieces of any
+    size."""
 
     def __init__(self) -> None:
-        """Begin with nothing read."""
+        """Create a channel whose buffer is empty."""
         self.lacks: dict[str, str] = {}
-        """The guards that the launcher lacks, each with the cause; known after the first line."""
+        """The guards that the launcher lacks, each with the reason; filled by the first call of :meth:`line`."""
         self._said = False
         self._over = False
         self._read = bytearray()
 
     @abstractmethod
     async def piece(self) -> bytes:
-        """Return the next bytes of the server; empty at the end of the stream."""
+        """Return the next bytes of the server's output; empty at the end of the stream."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End the machine; an error is swallowed, since the service ends it at its time."""
+        """End the machine. Errors are ignored, because the service ends the machine at its lifetime."""
 
     async def kill(self) -> None:
-        """End the machine."""
+        """End the machine at once."""
         await self.close()
 
     async def line(self) -> bytes:
-        """Return the next line of the server."""
+        """Return the next line of the server. The first call reads the launcher's line before it, into
+        :attr:`lacks`."""
         if not self._said:
             self._said = True
-            said = b""
+            first_line = b""
             for _ in range(MOST_GREETINGS):
-                if is_of_launcher(said := await self._line()):
+                if is_of_launcher(first_line := await self._line()):
                     break
-            self.lacks = {name: why for name, why in _LACKS.items() if name.replace(" ", "-").encode() in said.split()}
+            self.lacks = {
+                name: why for name, why in _LACKS.items() if name.replace(" ", "-").encode() in first_line.split()
+            }
         return await self._line()
 
     async def exactly(self, size: int) -> bytes:
-        """Return the next bytes of the server."""
+        """Return the next ``size`` bytes of the server."""
         while len(self._read) < size:
             if not (more := await self._more()):
                 raise EOFError("the server has gone")
@@ -192,7 +196,8 @@ class HostedChannel(ServerChannel):
         return self._taken(size)
 
     async def _line(self) -> bytes:
-        """Return the next line, or what there is of one at the end. Raises ``ValueError`` for a line without end."""
+        """Return the next line, or the rest of the output at the end of the stream. Raises ``ValueError`` for a line of
+        more than :data:`LINE_BYTES`."""
         start = 0
         while (end := self._read.find(b"\n", start)) < 0:
             start = len(self._read)
@@ -204,13 +209,13 @@ class HostedChannel(ServerChannel):
         return self._taken(end + 1)
 
     async def _more(self) -> bytes:
-        """Return the next bytes of the server; empty at the end of the stream, and ever after."""
+        """Return the next bytes of the server; empty at the end of the stream and in every later call."""
         more = b"" if self._over else await self.piece()
         self._over = not more
         return more
 
     def _taken(self, size: int) -> bytes:
-        """Take the first bytes of what was read."""
+        """Remove the first ``size`` bytes of the buffer, and return them."""
         data = bytes(self._read[:size])
         del self._read[:size]
         return data
@@ -220,38 +225,40 @@ class HostedSession(KeptSession):
     """A session on a machine of a service."""
 
     async def join(self, channel: HostedChannel, missing: Mapping[str, str], begun_s: float) -> None:
-        """Attach the server of a machine whose time began at ``begun_s``, or soon after it."""
+        """Attach the server of a machine whose lifetime began at ``begun_s``. ``missing`` are the guards that the
+        driver lacks."""
         await self.attach(channel)
         self.missing = {**missing, **channel.lacks}
         self._until_s = begun_s + self.spec.life_s
 
     async def give_up(self, reason: str) -> None:
-        """End the session at once; what the client says of the end is part of the reason."""
+        """End the session at once because of ``reason``, to which the client's own message about the end is added."""
         if not self.ended and self._channel is not None and (words := await self._channel.last_words()):
             reason = f"{reason} ({words})"
         await super().give_up(reason)
 
 
 class HostedDriver(KeepingDriver):
-    """Sessions on machines of a service. Drivers of services define what is abstract here."""
+    """A driver of sessions on machines of a service. Drivers of single services implement its abstract methods."""
 
     def __init__(self, kind: str, image: str, missing: Mapping[str, str]) -> None:
-        """Describe a driver whose sessions begin as ``image`` unless their spec names one."""
+        """Describe a driver whose sessions start from ``image`` unless their spec names another image. ``missing`` are
+        the guards that the service lacks."""
         super().__init__(kind, image, missing)
         self._tasks = asyncio.TaskGroup()
 
     @abstractmethod
     async def create(self, session: HostedSession, origin: str) -> HostedChannel:
-        """Make a machine of an image, or of the snapshot ``session.below``, and start the launcher on it. Raises
-        :class:`~headrace.base.errors.HeadraceError` without leaving a machine."""
+        """Create a machine from the image or snapshot ``origin``, and start the launcher on it. Raises
+        :class:`~headrace.base.errors.HeadraceError`, and ends the machine, if that fails."""
 
     @abstractmethod
     async def sweep(self) -> None:
-        """Remove machines and snapshots whose owner has died. Raises :class:`~headrace.base.errors.EnvError` if the
-        service is not reached, or refuses the key."""
+        """Delete machines and snapshots of dead owners. Raises :class:`~headrace.base.errors.EnvError` if the service
+        cannot be reached or refuses the key."""
 
     async def opened(self) -> None:
-        """Reach the service, and remove what dead owners have left."""
+        """Connect to the service, and delete what dead owners have left; the functions that open a driver call this."""
         await self._tasks.__aenter__()
         try:
             async with asyncio.timeout(CALL_S):
@@ -267,12 +274,13 @@ class HostedDriver(KeepingDriver):
             raise
 
     async def close(self) -> None:
-        """End all machines, and have all snapshots removed."""
+        """End all machines, and delete all snapshots."""
         await super().close()
         await self._tasks.__aexit__(None, None, None)
 
     async def keep_files(self, session: KeptSession) -> KeptFiles:
-        """Return the present files of a session as the service keeps them."""
+        """Let the service store the present files of a session, and return the name of the snapshot. Raises
+        :class:`~headrace.base.errors.EpisodeError` if it does not answer in time."""
         try:
             async with asyncio.timeout(CALL_S):
                 return await super().keep_files(session)
@@ -280,16 +288,16 @@ class HostedDriver(KeepingDriver):
             raise _late("session_snapshot") from None
 
     def watch(self, call: Coroutine[Any, Any, None]) -> Callable[[], object]:
-        """Have a call that raises nothing run beside the sessions, and return what cancels it; :meth:`close` waits for
-        its end."""
+        """Run ``call``, which must not raise, in the background, and return a function that cancels it. :meth:`close`
+        waits for its end."""
         return self._tasks.create_task(call).cancel
 
     def tags(self, session: HostedSession) -> dict[str, str]:
-        """Return what the machine of a session carries."""
+        """Return the tags of a session's machine, which name its owner and the session."""
         return {"headrace": "session", LABEL: self.owner, "headrace.session": session.name}
 
     async def begin(self, spec: SandboxSpec, origin: str, *, below: str) -> HostedSession:
-        """Make a machine, and wait until its server is ready."""
+        """Create a machine, and wait until its server is ready."""
         session = self.enter(HostedSession(self, spec, self.next_name(), below))
         begun_s = RealClock().now()
         making = self._tasks.create_task(_outcome(self.create(session, origin)))
@@ -297,7 +305,7 @@ class HostedDriver(KeepingDriver):
             async with asyncio.timeout(CALL_S):
                 channel = await asyncio.shield(making)
         except BaseException as error:
-            # the service may make the machine all the same: it is ended as soon as it is there
+            # the service may still create the machine: it is ended as soon as it exists
             self._tasks.create_task(_end_made(making))
             await session.give_up("its start was cut off")
             if isinstance(error, TimeoutError):
@@ -311,7 +319,7 @@ class HostedDriver(KeepingDriver):
 
 
 async def _outcome(call: Coroutine[Any, Any, T]) -> T | Exception:
-    """Return what a call of a service returns, or the error that it raises."""
+    """Return the result of a call to a service, or the error that it raises."""
     try:
         async with asyncio.timeout(LATE_S):
             return await call
@@ -320,7 +328,8 @@ async def _outcome(call: Coroutine[Any, Any, T]) -> T | Exception:
 
 
 def _late(reason: str) -> EpisodeError:
-    """Return the error for a service that has not answered in time."""
+    """Return the error for a service that has not answered in time; ``reason`` is the reason of the episode's
+    failure."""
     return EpisodeError(
         f"the service has not answered within {CALL_S:g} s",
         remedy="look at the network of this machine, and whether the service is up",
@@ -330,13 +339,13 @@ def _late(reason: str) -> EpisodeError:
 
 async def _end_made(making: asyncio.Task[HostedChannel | Exception]) -> None:
     """End a machine that is no longer needed, as soon as it has been created."""
-    made = await making
-    if isinstance(made, HostedChannel):
-        await made.kill()
+    outcome = await making
+    if isinstance(outcome, HostedChannel):
+        await outcome.kill()
 
 
 async def quietly(call: Coroutine[Any, Any, Any]) -> None:
-    """Wait for a call whose failure changes nothing, at most as long as an end may take."""
+    """Wait for a call at most :data:`END_S` seconds, and ignore its errors."""
     with suppress(Exception):
         async with asyncio.timeout(END_S):
             await call

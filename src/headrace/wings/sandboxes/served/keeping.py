@@ -1,9 +1,9 @@
-"""The books of drivers whose service keeps snapshots: as images, or as what else it calls them.
+"""The base of drivers whose service stores snapshots itself, for example as images of docker.
 
-    KeepingDriver ── begin: a session of an image, or of what was kept ── keep ── remove
+    KeepingDriver ── begin: a session from an image or a snapshot ── keep: store a snapshot ── remove: delete it
 
-What is kept counts once for itself, and once for each session and each snapshot that is built on it. It is removed when
-none is left.
+Each stored snapshot has a reference count: one for the snapshot object of the caller, and one for each session and each
+snapshot that is built on it. The driver deletes a snapshot when its count is zero.
 """
 
 from __future__ import annotations
@@ -29,50 +29,51 @@ from headrace.wings.sandboxes.served.session import ServedSession
 
 S = TypeVar("S", bound="KeptSession")
 _NUMBERS = count()
-"""The numbers in the names of what the drivers of this process make: they carry one owner's name."""
+"""The numbers in the names of sessions and snapshots, unique among the drivers of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptFiles:
-    """The files of a snapshot, which the service keeps."""
+    """The files of a snapshot that the service stores."""
 
     name: str
-    """What the service calls them."""
+    """The service's name or id of the snapshot."""
     below: str
-    """The snapshot with which the session had begun; empty if none."""
+    """The name of the snapshot from which the session was forked; empty if it started from an image."""
     driver: KeepingDriver
-    """The driver that had the service keep them."""
+    """The driver that made the snapshot."""
 
 
 class KeptSession(ServedSession):
-    """A session whose snapshots the service keeps."""
+    """A session whose snapshots are stored by the service."""
 
     def __init__(self, driver: KeepingDriver, spec: SandboxSpec, name: str, below: str) -> None:
-        """Describe a session whose container or machine carries ``name``; it continues the snapshot ``below``."""
+        """Describe a session whose container or machine is named ``name``. ``below`` is the name of the snapshot from
+        which the session is forked; empty if it starts from an image."""
         super().__init__(spec)
         self.name = name
         self.below = below
         self.machine: Any = None
-        """The machine, as the service's client knows it, if the driver needs it."""
+        """The machine as an object of the service's client; ``None`` if the driver needs none."""
         self._driver = driver
 
     async def take_files(self) -> KeptFiles:
-        """Have the service keep the files."""
+        """Store a snapshot of the files with the service."""
         return await self._driver.keep_files(self)
 
     async def left(self) -> None:
-        """Take the session out of the books."""
+        """Remove the session from the driver's records."""
         await self._driver.forget(self)
 
 
 class KeepingDriver(SandboxDriver):
-    """Sessions that begin as images, and as what was kept of other sessions."""
+    """A driver whose sessions start from images, or from snapshots that the service stores."""
 
     def __init__(self, kind: str, image: str, missing: Mapping[str, str]) -> None:
-        """Describe a driver whose sessions begin as ``image`` unless their spec names one."""
+        """Describe a driver whose sessions start from ``image`` unless their spec names another image."""
         self.kind = kind
         self.owner = owner_name()
-        """The name of this process, which what it makes carries."""
+        """The name of this process, with which sessions and snapshots are labelled."""
         self.missing: dict[str, str] = dict(missing)
         self._image = image
         self._sessions: set[KeptSession] = set()
@@ -80,19 +81,21 @@ class KeepingDriver(SandboxDriver):
 
     @abstractmethod
     async def begin(self, spec: SandboxSpec, origin: str, *, below: str) -> KeptSession:
-        """Return a session of an image, or of the snapshot ``below``, whose server has greeted; it is entered into the
-        books before the service makes anything."""
+        """Return a session of the image or snapshot ``origin``, after its server's greeting. ``below`` is the
+        snapshot's name; empty for an image. The implementation calls :meth:`enter` before the service creates
+        anything."""
 
     @abstractmethod
     async def keep(self, session: KeptSession, name: str) -> str:
-        """Have the service keep the files of a session, under a name if it names them. Return what it calls them."""
+        """Let the service store the files of a session. Return the service's name of the snapshot, which may be
+        ``name``."""
 
     @abstractmethod
     async def remove(self, kept: str) -> None:
-        """Remove what was kept. An error is swallowed: a later driver removes it, or its time is over."""
+        """Delete the snapshot ``kept``. Errors are ignored, because a later driver deletes it, or it expires."""
 
     async def start(self, spec: SandboxSpec) -> KeptSession:
-        """Begin a session of the image, and make its directory."""
+        """Start a session from its image, and make its directory."""
         self.refuse_closed()
         refuse_invalid(spec)
         session = await self.begin(spec, image_of(self.kind, spec, self._image), below="")
@@ -100,7 +103,7 @@ class KeepingDriver(SandboxDriver):
         return session
 
     async def fork(self, snapshot: SandboxSnapshot) -> KeptSession:
-        """Begin a session of a snapshot."""
+        """Start a session from a snapshot."""
         self.refuse_closed()
         files = self._files_of(snapshot)
         if snapshot.released or files.name not in self._uses:
@@ -110,7 +113,7 @@ class KeepingDriver(SandboxDriver):
         return session
 
     async def release(self, snapshot: SandboxSnapshot) -> None:
-        """Have a snapshot removed as soon as no fork is built on it."""
+        """Release a snapshot; the service deletes it as soon as no session and no other snapshot is built on it."""
         if not snapshot.released:
             files = self._files_of(snapshot)
             snapshot.released = True
@@ -118,15 +121,15 @@ class KeepingDriver(SandboxDriver):
             await self._drop(files.below)
 
     def _files_of(self, snapshot: SandboxSnapshot) -> KeptFiles:
-        """Return the files of a snapshot of this driver. Raises :class:`~headrace.base.errors.EpisodeError` for those
-        of another one."""
+        """Return the files of a snapshot. Raises :class:`~headrace.base.errors.EpisodeError` if they belong to another
+        driver."""
         files = snapshot.files
         if not isinstance(files, KeptFiles) or files.driver is not self:
             raise unusable_snapshot()
         return files
 
     async def close(self) -> None:
-        """End all sessions, and have all snapshots removed."""
+        """End all sessions, and delete all snapshots."""
         self.closed = True
         await asyncio.gather(*(session.give_up("its driver was closed") for session in list(self._sessions)))
         kept, self._uses = list(self._uses), Counter()
@@ -134,7 +137,7 @@ class KeepingDriver(SandboxDriver):
             await self.remove(name)
 
     async def keep_files(self, session: KeptSession) -> KeptFiles:
-        """Return the present files of a session as the service keeps them."""
+        """Let the service store the present files of a session, count the snapshot, and return its name."""
         name = await self.keep(session, f"{self.owner}-{next(_NUMBERS)}")
         self._uses[name] = 1
         if session.below:
@@ -142,24 +145,24 @@ class KeepingDriver(SandboxDriver):
         return KeptFiles(name=name, below=session.below, driver=self)
 
     def next_name(self) -> str:
-        """Return a name for what is made for a session."""
+        """Return a new name for a session's container or machine."""
         return f"headrace-{self.owner}-{next(_NUMBERS)}"
 
     def enter(self, session: S) -> S:
-        """Take a session into the books, and return it."""
+        """Record a session that is about to start, and return it."""
         if session.below:
             self._uses[session.below] += 1
         self._sessions.add(session)
         return session
 
     async def forget(self, session: KeptSession) -> None:
-        """Take a session that has ended out of the books."""
+        """Remove an ended session from the records, which frees the snapshot that it was forked from."""
         if session in self._sessions:
             self._sessions.remove(session)
             await self._drop(session.below)
 
     async def _drop(self, kept: str) -> None:
-        """Count one use less of a snapshot, and have it removed after the last one."""
+        """Remove one reference of a snapshot, and delete the snapshot after the last reference."""
         if kept in self._uses:
             self._uses[kept] -= 1
             if not self._uses[kept]:
@@ -168,8 +171,8 @@ class KeepingDriver(SandboxDriver):
 
 
 def image_of(kind: str, spec: SandboxSpec, image: str) -> str:
-    """Return the image of a session: that of its spec, or that of the driver. Raises
-    :class:`~headrace.base.errors.ConfigError` if there is none."""
+    """Return the name of a session's image: the image of its spec, or the driver's ``image``. Raises
+    :class:`~headrace.base.errors.ConfigError` if both are empty."""
     if not spec.image and not image:
         raise ConfigError(
             f"a session of kind {kind!r} has no image", remedy="set the driver's image, or that of the spec"

@@ -1,11 +1,11 @@
-"""Sessions in pods of a Kubernetes cluster, each of a job of its own.
+"""The driver of sessions in a Kubernetes cluster: each session is a pod of its own job.
 
-    KubernetesDriver ── create job ──▶ pod: bash, which waits at two pipes, then server.sh, its first process
-                     ══ exec, a WebSocket: two cat, the other ends of the pipes
+    KubernetesDriver ── create job  ──▶ pod: bash, which waits for two named pipes, then becomes server.sh
+                     ══ exec, a WebSocket: two cat processes at the other ends of the pipes
                      ── delete job
 
-The WebSocket is the lifeline: when this process dies, the input of the server ends, with it the pod, and the cluster
-deletes a job that has ended. What has no lifeline yet ends at the deadline of its job.
+When this process dies, the WebSocket closes, so the server's input ends, the pod ends, and the cluster deletes the job.
+A pod that has no WebSocket yet ends at the deadline of its job.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from headrace.wings.sandboxes.served.cluster import KubernetesCluster
 
 OWNER, SESSION = "headrace.owner", "headrace.session"
-"""The labels of jobs and pods: whose they are, and which session."""
+"""The keys of the labels of jobs and pods: the owner's name, and the session's name."""
 POLICY = "headrace-sandboxes"
-"""The policy of the network that closes the pods of sessions."""
+"""The name of the network policy that blocks the network of sessions."""
 CONTAINER = "session"
 END_S = 20.0
-"""How long a pod may take to go before it is left to the cluster."""
+"""The longest time to wait for the end of a pod, in seconds; then the cluster ends it alone."""
 PROBE_S = 2.0
-"""How long a pod tries to reach the cluster, to see whether its network is closed."""
+"""The time for which a pod tries to reach the cluster's address, to test whether its network is blocked, in seconds."""
 _WAIT = (
     'p=/dev/shm/.headrace; mkfifo -m 600 "$p-in" "$p-out" || exit; '
     'exec bash -c "$1" server "${@:2}" < "$p-in" > "$p-out"'
 )
-"""The first process: wait until both pipes have their other ends, then be the server."""
+"""The pod's first process: wait until both pipes are open at their other ends, then become the server."""
 _JOIN = (
     'p=/dev/shm/.headrace; until [[ -p $p-out ]]; do sleep 0.01; done; cat < "$p-out" & exec cat > "$p-in"'
 )  # fmt: skip
-"""The other ends of the pipes: output and input of this command are those of the server."""
+"""The command that opens the other ends of the pipes: its output and input are the server's."""
 _OWN_FIELDS = frozenset({
     "containers", "volumes", "restartPolicy", "automountServiceAccountToken", "activeDeadlineSeconds",
     "enableServiceLinks", "terminationGracePeriodSeconds", "hostNetwork", "hostPID", "hostIPC",
@@ -64,44 +64,46 @@ class KubernetesSettings(RemoteSettings):
     """The settings of sessions in Kubernetes: ``env.options.driver``."""
 
     namespace: str = ""
-    """The namespace of the jobs; empty: that of the context, or ``default``."""
+    """The namespace of the jobs; empty: the namespace of the context, or ``default``."""
     context: str = ""
-    """The context of the kubeconfig; empty: its current one."""
+    """The context of the kubeconfig; empty: its current context."""
     kubeconfig: str = ""
-    """The file that says how the cluster is reached; empty: ``~/.kube/config``, or the cluster in which this runs."""
+    """The file with the cluster's address and credentials; empty: ``~/.kube/config``, or the cluster of this pod."""
     pull: Literal["missing", "always", "never"] = "missing"
-    """When an image is fetched."""
+    """When an image is downloaded."""
     network: Literal["none", "open"] = "none"
-    """``none``: a policy of the network closes the pods; ``open``: they have the network of the cluster."""
+    """``none``: a network policy blocks the network of pods; ``open``: pods have the cluster's network."""
     cpus: float | None = Field(default=None, gt=0)
-    """The processors that one pod may use; unset: all."""
+    """The number of processors that one pod may use; unset: all."""
     requests: dict[str, str] = Field(default_factory=dict)
-    """What the scheduler reserves for a pod, such as ``{"cpu": "100m"}``; unset memory and disk are reserved whole."""
+    """The resource requests of a pod, such as ``{"cpu": "100m"}``; without memory or disk, the limits are requested."""
     capabilities: tuple[str, ...] = ()
-    """Rights that the root of a pod has, such as CHOWN or SETUID; none by default."""
+    """Capabilities of the root user in a pod, such as CHOWN or SETUID; none by default."""
     pod: dict[str, JsonValue] = Field(default_factory=dict)
-    """More fields of the pod, such as ``nodeSelector``, ``tolerations`` or ``runtimeClassName``."""
+    """Further fields of the pod's specification, such as ``nodeSelector``, ``tolerations`` or ``runtimeClassName``."""
 
     @field_validator("pod")
     @classmethod
     def _leave_own_fields(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        if taken := sorted(_OWN_FIELDS & value.keys()):
-            raise ValueError(f"the driver sets {', '.join(taken)} by itself")
+        """Refuse fields of the pod's specification that the driver sets itself."""
+        if own_fields := sorted(_OWN_FIELDS & value.keys()):
+            raise ValueError(f"the driver sets {', '.join(own_fields)} by itself")
         return value
 
 
 class KubernetesSession(RemoteSession):
-    """A session in a pod."""
+    """A session in a pod of the cluster."""
 
     def __init__(self, driver: RemoteDriver, spec: SandboxSpec, image: str, name: str) -> None:
         """Describe a session in the pod of the job ``name``."""
         super().__init__(driver, spec, image)
         self.name = name
         self.address = ""
-        """The address of the cluster as pods see it; empty if it is not told."""
+        """The cluster's address and port as pods see them, as ``HOST/PORT``; empty if pods do not receive it."""
 
     async def attach(self, channel: ServerChannel) -> None:
-        """Wait until the server has greeted. What the cluster has set is none of the variables of commands."""
+        """Wait for the server's greeting. Variables that the cluster has set are removed from the variables of
+        commands."""
         await super().attach(channel)
         self.address = self.surroundings.get("KUBERNETES_SERVICE_HOST", "")
         if self.address:
@@ -112,12 +114,12 @@ class KubernetesSession(RemoteSession):
 
 
 class KubernetesDriver(RemoteDriver):
-    """Sessions in the pods of one namespace. Use :meth:`open`."""
+    """A driver of sessions in pods of one namespace. Create it with :meth:`open`."""
 
     settings: KubernetesSettings
 
     def __init__(self, settings: KubernetesSettings, cluster: KubernetesCluster) -> None:
-        """Drive a cluster."""
+        """Describe a driver that creates jobs in ``cluster``."""
         super().__init__("kubernetes", settings)
         self.owner = owner_name()
         self.missing["disk"] = (
@@ -129,8 +131,8 @@ class KubernetesDriver(RemoteDriver):
 
     @classmethod
     async def open(cls, readable: Sequence[str], options: Mapping[str, Any]) -> KubernetesDriver:
-        """Open the driver, and remove what drivers of this machine have left whose processes died. Raises
-        :class:`~headrace.base.errors.EnvError` where the client package is missing or the cluster refuses."""
+        """Return the driver with the settings ``options``, and delete jobs of dead owners. Raises
+        :class:`~headrace.base.errors.EnvError` if the client package is missing or the cluster refuses a call."""
         settings = driver_settings("kubernetes", KubernetesSettings, options)
         refuse_readable("kubernetes", readable)
         try:
@@ -154,13 +156,14 @@ class KubernetesDriver(RemoteDriver):
         return driver
 
     async def sweep(self) -> None:
-        """Delete jobs whose owner has died."""
+        """Delete jobs of dead owners."""
         for name, labels in await self._cluster.jobs(OWNER):
             if is_dead(labels.get(OWNER, "")):
                 await self._cluster.delete_job(name)
 
     async def close_network(self) -> None:
-        """Have a policy close the network of sessions. Where this user may not make one, that is in :attr:`missing`."""
+        """Create a network policy that blocks the network of sessions. If this user may not create it, report the
+        reason in :attr:`missing`."""
         if self.settings.network == "open":
             return
         from headrace.wings.sandboxes.served.cluster import ClusterRefusal
@@ -175,16 +178,17 @@ class KubernetesDriver(RemoteDriver):
             self.missing["network"] = error.problem[-300:]
 
     async def close(self) -> None:
-        """End all sessions, and close the connections."""
+        """End all sessions, and close the connections to the cluster."""
         await super().close()
         await self._cluster.close()
 
     def largest_bytes(self, spec: SandboxSpec) -> int:
-        """Return the size of the largest file that a copy can hold: the server keeps it in memory."""
+        """Return the size in bytes of the largest file that a copy can contain; the server buffers it in memory."""
         return spec.limits.file_bytes
 
     async def begin(self, spec: SandboxSpec, image: str) -> KubernetesSession:
-        """Create a job, wait for its pod, and join the server in it."""
+        """Create a job, wait for its pod, and connect to the server in it. Raises
+        :class:`~headrace.base.errors.EpisodeError` if the pod does not start in time."""
         from headrace.wings.sandboxes.served.cluster import ClusterRefusal
 
         session = KubernetesSession(self, spec, image, f"headrace-{secrets.token_hex(8)}")
@@ -193,7 +197,7 @@ class KubernetesDriver(RemoteDriver):
         try:
             await self._create(self._job(session))
             async with asyncio.timeout(self.settings.start_s):
-                pod, session.image = await self._started(session)
+                pod, session.image = await self._wait_for_pod(session)
             channel.streams = await self._cluster.stream(pod, CONTAINER, ["bash", "-c", _JOIN])
         except ClusterRefusal as error:
             await self._abandon(session, channel)
@@ -208,17 +212,18 @@ class KubernetesDriver(RemoteDriver):
             await self._abandon(session, channel)
             raise
         await session.attach(channel)
-        await self._look(session)
+        await self._probe_guards(session)
         return session
 
     async def _create(self, job: dict[str, Any]) -> None:
-        """Create a job. A cancelled caller waits for the answer, since a job that is made after its deletion
-        would stay until its deadline."""
+        """Create a job. A cancelled call first waits for the cluster's answer: otherwise the job might be created after
+        its deletion, and stay until its deadline."""
         from headrace.wings.sandboxes.served.cluster import ClusterRefusal
 
         refusals = []
 
         async def make() -> None:
+            """Create the job, and store a refusal instead of raising it, so that the task group does not wrap it."""
             try:
                 await self._cluster.create_job(job)
             except ClusterRefusal as error:
@@ -240,16 +245,17 @@ class KubernetesDriver(RemoteDriver):
         await asyncio.shield(channel.kill())
         await session.left()
 
-    async def _started(self, session: KubernetesSession) -> tuple[str, str]:
+    async def _wait_for_pod(self, session: KubernetesSession) -> tuple[str, str]:
         """Wait until the pod of a session runs, and return its name and its image. Raises
-        :class:`~headrace.base.errors.EpisodeError` as soon as it cannot be."""
-        while (started := await self._seen_running(session)) is None:
+        :class:`~headrace.base.errors.EpisodeError` as soon as it cannot run any more."""
+        while (started := await self._find_running_pod(session)) is None:
             if words := await self._reasons(session):
                 raise _no_start(words, "look at the quotas and policies of the namespace")
         return started
 
-    async def _seen_running(self, session: KubernetesSession) -> tuple[str, str] | None:
-        """Return the name and the image of a session's pod, if it is seen to run within one look."""
+    async def _find_running_pod(self, session: KubernetesSession) -> tuple[str, str] | None:
+        """Return the name and the image of a session's pod if it runs before the watch of the cluster ends; else
+        ``None``."""
         async with aclosing(self._cluster.pods(f"{SESSION}={session.name}")) as news:
             async for word, pod in news:
                 if (image := _image_of_running(pod, word)) is not None:
@@ -257,19 +263,21 @@ class KubernetesDriver(RemoteDriver):
         return None
 
     async def _reasons(self, session: KubernetesSession) -> str:
-        """Return what the cluster says of a job without a pod."""
+        """Return the cluster's warnings about a job without a pod; empty if there are none."""
         from headrace.wings.sandboxes.served.cluster import ClusterRefusal
 
         with suppress(ClusterRefusal):
             return await self._cluster.warnings(session.name)
         return ""
 
-    async def _look(self, session: KubernetesSession) -> None:
-        """Find out, in the first session, which guards the cluster lacks."""
+    async def _probe_guards(self, session: KubernetesSession) -> None:
+        """Test in the first session which guards the cluster lacks, and record them in :attr:`missing`."""
         async with self._probe:
             if self._probed:
                 return
-            most = await self._ask(session, "read -r most < /sys/fs/cgroup/pids.max; [[ $most =~ ^[0-9]+$ ]]", 10.0)
+            most = await self._succeeds(
+                session, "read -r most < /sys/fs/cgroup/pids.max; [[ $most =~ ^[0-9]+$ ]]", 10.0
+            )
             if not most:
                 self.missing["process numbers"] = (
                     "no bound on the processes of a pod was found: the count every 30 ms is what ends a fork bomb"
@@ -277,22 +285,22 @@ class KubernetesDriver(RemoteDriver):
             if self.settings.network == "none" and "network" not in self.missing:
                 if not session.address:
                     self.missing["network"] = "pods are not told the cluster's address: it cannot be tried"
-                elif await self._ask(session, f"exec 3<>/dev/tcp/{session.address}", PROBE_S):
+                elif await self._succeeds(session, f"exec 3<>/dev/tcp/{session.address}", PROBE_S):
                     self.missing["network"] = (
                         f"a pod reaches {session.address}: the cluster's network does not carry out policies"
                     )
             self._probed = True
 
     @staticmethod
-    async def _ask(session: KubernetesSession, script: str, wall_s: float) -> bool:
-        """Return whether a script succeeds."""
+    async def _succeeds(session: KubernetesSession, script: str, wall_s: float) -> bool:
+        """Return whether a script of bash succeeds in the session within ``wall_s`` seconds."""
         limits = SandboxLimits(wall_s=wall_s, open_files=256, memory_bytes=session.spec.limits.memory_bytes)
         argv = [session.programs["bash"], "-c", script]
         done = await session.execute(argv, stdin=b"", directory="/", variables=ENVIRONMENT, limits=limits)
         return done.reason is Reason.EXITED and done.status == 0
 
     def _job(self, session: KubernetesSession) -> dict[str, Any]:
-        """Return the job of a session."""
+        """Return the manifest of a session's job."""
         memory = str(_volume_bytes(session.spec))
         labels = {OWNER: self.owner, SESSION: session.name, f"{SESSION}.network": self.settings.network}
         pod = {
@@ -311,7 +319,7 @@ class KubernetesDriver(RemoteDriver):
         }  # fmt: skip
 
     def _container(self, session: KubernetesSession) -> dict[str, Any]:
-        """Return the container of a session."""
+        """Return the manifest of a session's container."""
         settings, limits = self.settings, session.spec.limits
         bounds = {
             "memory": str(limits.memory_bytes + _volume_bytes(session.spec)),
@@ -333,14 +341,14 @@ class KubernetesDriver(RemoteDriver):
 
 
 class PodChannel(ServerChannel):
-    """The way to the server of a pod; its end is the end of the job."""
+    """The channel to the server of a pod; closing it deletes the job."""
 
     def __init__(self, cluster: KubernetesCluster, name: str) -> None:
-        """Use the job ``name``."""
+        """Describe a channel to the pod of the job ``name``. The driver sets :attr:`streams` when it has connected."""
         self._cluster = cluster
         self._name = name
         self.streams: ServerChannel | None = None
-        """The streams of the command that has joined the server."""
+        """The streams of the command that is connected to the server; ``None`` before."""
 
     async def send(self, data: bytes) -> None:
         """Send bytes to the server."""
@@ -353,16 +361,17 @@ class PodChannel(ServerChannel):
         return await self.streams.line()
 
     async def exactly(self, size: int) -> bytes:
-        """Return the next bytes of the server."""
+        """Return the next ``size`` bytes of the server."""
         assert self.streams is not None
         return await self.streams.exactly(size)
 
     async def close(self) -> None:
-        """End the input of the server, delete its job, and wait until its pod has gone."""
+        """Delete the job, which ends the server, and wait until its pod has gone."""
         await self.kill()
 
     async def kill(self) -> None:
-        """Delete the job, and wait until its pod has gone. A cluster that cannot be reached does so by itself."""
+        """Delete the job, and wait until its pod has gone. Errors are ignored: a cluster that cannot be reached deletes
+        the job at its deadline."""
         from headrace.wings.sandboxes.served.cluster import ClusterRefusal
 
         with suppress(ClusterRefusal, TimeoutError):
@@ -373,11 +382,11 @@ class PodChannel(ServerChannel):
                 await self._gone()
 
     async def last_words(self) -> str:
-        """Return what the command has said that joins the server."""
+        """Return the error output of the command that connects to the server."""
         return "" if self.streams is None else await self.streams.last_words()
 
     async def _gone(self) -> None:
-        """Wait until there is no pod of the job."""
+        """Wait until the job has no pod any more."""
         selector = f"{SESSION}={self._name}"
         while (since := await self._cluster.left_pods(selector)) is not None:
             async with aclosing(self._cluster.pods(selector, since)) as news:
@@ -385,14 +394,14 @@ class PodChannel(ServerChannel):
 
 
 def _volume_bytes(spec: SandboxSpec) -> int:
-    """Return the size in bytes of the in-memory volume of a pod, in which its server keeps the inputs and outputs of
-    the commands that run, and archives of files on their way."""
+    """Return the size in bytes of a pod's in-memory volume. Its server buffers there the inputs and outputs of running
+    commands, and archives of files."""
     return OWN_BYTES + 4 * spec.limits.output_bytes + 2 * spec.limits.file_bytes + 16 * MIB
 
 
 def _image_of_running(pod: Any, word: str) -> str | None:
-    """Return the image of a pod that runs, as the cluster names it; ``None`` if it does not run yet. Raises
-    :class:`~headrace.base.errors.EpisodeError` if it never will."""
+    """Return the image of a running pod, as the cluster names it; ``None`` if the pod does not run yet. ``word`` is the
+    kind of the watch event. Raises :class:`~headrace.base.errors.EpisodeError` if the pod cannot run any more."""
     if word == "DELETED" or pod.status.phase in ("Failed", "Succeeded"):
         raise _no_start(f"its pod has ended: {_end_of(pod)}", "look at the image, and the cluster's events")
     for status in pod.status.container_statuses or ():
@@ -405,7 +414,7 @@ def _image_of_running(pod: Any, word: str) -> str | None:
 
 
 def _end_of(pod: Any) -> str:
-    """Return why a pod has ended."""
+    """Return in words why a pod has ended."""
     words = [str(pod.status.reason or ""), str(pod.status.message or "")]
     for status in pod.status.container_statuses or ():
         if status.state.terminated is not None:
@@ -415,10 +424,11 @@ def _end_of(pod: Any) -> str:
 
 
 def _no_start(problem: str, remedy: str) -> EpisodeError:
-    """Return the error of a session that cannot start."""
+    """Return the error for a session that cannot start."""
     return EpisodeError(f"a session cannot start: {problem}", remedy=remedy, reason="session_start")
 
 
 async def open_kubernetes(readable: Sequence[str] = (), **options: Any) -> KubernetesDriver:
-    """Open the driver of Kubernetes."""
+    """Open the driver of Kubernetes with the settings ``options``. ``readable`` must be empty, because pods cannot read
+    paths of this machine."""
     return await KubernetesDriver.open(readable, options)

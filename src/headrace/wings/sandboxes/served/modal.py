@@ -1,10 +1,10 @@
-"""Sessions in sandboxes of Modal, by its own client (``pip install 'headrace[modal]'``).
+"""The driver of sessions in sandboxes of Modal, with Modal's client (``pip install 'headrace[modal]'``).
 
     ModalDriver ── Sandbox.create ── machine of an image ── exec(text=False) ══ server.sh
-                ── snapshot_filesystem: an image of its files, a fork a machine of it
+                ── snapshot_filesystem: an image of its files; a fork is a machine of that image
 
-The client reads its token from ``MODAL_TOKEN_ID`` and ``MODAL_TOKEN_SECRET``, or its own file of settings. It resumes a
-stream whose connection was cut at the byte where it was, so that a short cut costs nothing.
+The client reads its token from ``MODAL_TOKEN_ID`` and ``MODAL_TOKEN_SECRET``, or from its own settings file. After a
+lost connection it resumes a stream at the same byte, so no output is lost.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
     import modal
 
 SENT_BYTES = 1 << 20
-"""The most bytes of one call that sends input: the client refuses more than 2 MiB."""
+"""The greatest number of bytes of one call that sends input; the client refuses more than 2 MiB."""
 _MISSING = {"disk": "Modal cannot bound the files of a session below the disk of its sandboxes"}
-"""What the service does not hold."""
+"""The guards that the service lacks."""
 
 
 class ModalSettings(Section):
     """The settings of sandboxes of Modal: ``env.options.driver``."""
 
     image: str = ""
-    """The image of sessions whose task names none: of a registry, or an id of Modal (im-...)."""
+    """The image of sessions whose task does not name an image: a name in a registry, or an id of Modal (im-...)."""
     app: str = "headrace"
-    """The app to which the sandboxes belong; it is made if there is none."""
+    """The name of the Modal app to which the sandboxes belong; it is created if it does not exist."""
     network: bool = False
     """Whether sessions reach the network."""
     cpus: float | None = Field(default=None, gt=0)
-    """The processors that one sandbox may use; unset: what Modal gives."""
+    """The number of processors that one sandbox may use; unset: Modal's default."""
     rights: bool = False
-    """Whether commands keep the rights of root in the sandbox; else they have none."""
+    """Whether commands keep the rights of root in the sandbox; if not, they have no capabilities."""
     snapshot_s: int = Field(default=86400, ge=60)
     """The time after which Modal removes a snapshot that was not released, in seconds."""
 
@@ -63,7 +63,7 @@ class ModalChannel(HostedChannel):
     """The standard streams of the server in a sandbox."""
 
     def __init__(self, sandbox: modal.Sandbox) -> None:
-        """Use a sandbox; :meth:`run` starts the server."""
+        """Describe a channel to a sandbox, in which :meth:`run` starts the server."""
         super().__init__()
         self._sandbox = sandbox
         self._process: Any = None
@@ -71,7 +71,7 @@ class ModalChannel(HostedChannel):
         self._ended = ""
 
     async def run(self, session: HostedSession, settings: ModalSettings) -> None:
-        """Start the launcher."""
+        """Start the launcher for ``session``."""
         from modal.stream_type import StreamType
 
         words = launcher_arguments(session.spec, encoded=False, rights=settings.rights)
@@ -86,12 +86,12 @@ class ModalChannel(HostedChannel):
             for start in range(0, len(data), SENT_BYTES):
                 self._process.stdin.write(data[start : start + SENT_BYTES])
                 await self._process.stdin.drain.aio()
-        except Exception as error:  # the client raises many kinds of errors, without one base
+        except Exception as error:  # the client's errors have no common base class
             self._ended = self._ended or words_of(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
     async def piece(self) -> bytes:
-        """Return the next bytes of the server."""
+        """Return the next bytes of the server's output; empty at the end."""
         assert self._output is not None
         try:
             return await anext(self._output)
@@ -109,12 +109,12 @@ class ModalChannel(HostedChannel):
         await quietly(self._sandbox.detach.aio())  # type: ignore[no-untyped-call]
 
     async def last_words(self) -> str:
-        """Return what the client has said of the end of the server; empty if nothing."""
+        """Return the client's message about the end of the server; empty if there is none."""
         return self._ended
 
 
 class ModalDriver(HostedDriver):
-    """Sessions in sandboxes of Modal. Use :func:`open_modal`."""
+    """A driver of sessions in sandboxes of Modal. Create it with :func:`open_modal`."""
 
     def __init__(self, settings: ModalSettings) -> None:
         """Describe a driver with these settings."""
@@ -123,17 +123,17 @@ class ModalDriver(HostedDriver):
         self._app: modal.App | None = None
 
     async def create(self, session: HostedSession, origin: str) -> ModalChannel:
-        """Make a sandbox of an image, and start the launcher in it."""
+        """Create a sandbox from the image or snapshot ``origin``, and start the launcher in it."""
         import modal
 
         memory = (session.spec.limits.memory_bytes + OWN_BYTES) // MIB
-        named = modal.Image.from_id if session.below or origin.startswith("im-") else modal.Image.from_registry
+        image_of = modal.Image.from_id if session.below or origin.startswith("im-") else modal.Image.from_registry
         try:
             sandbox = await modal.Sandbox.create.aio(
                 "sleep",
                 "infinity",
                 app=self._app,
-                image=named(origin),
+                image=image_of(origin),
                 tags=self.tags(session),
                 timeout=whole_seconds(session.spec),
                 cpu=None if self.settings.cpus is None else (self.settings.cpus, self.settings.cpus),
@@ -154,7 +154,7 @@ class ModalDriver(HostedDriver):
         return channel
 
     async def keep(self, session: KeptSession, name: str) -> str:
-        """Make an image of the files of a sandbox."""
+        """Make an image of a sandbox's files, and return its id."""
         try:
             image = await session.machine.snapshot_filesystem.aio(ttl=self.settings.snapshot_s)
         except Exception as error:
@@ -162,13 +162,13 @@ class ModalDriver(HostedDriver):
         return str(image.object_id)
 
     async def remove(self, kept: str) -> None:
-        """Remove an image."""
+        """Delete the image of a snapshot."""
         import modal.experimental
 
         await quietly(modal.experimental.image_delete.aio(kept))
 
     async def sweep(self) -> None:
-        """End sandboxes whose owner has died. Images of snapshots end by themselves."""
+        """End sandboxes of dead owners. Images of snapshots expire by themselves (``snapshot_s``)."""
         import modal
 
         try:
@@ -184,7 +184,8 @@ class ModalDriver(HostedDriver):
 
 
 def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
-    """Return the error of this package for one of the client, with the client's words and what helps."""
+    """Return the error to raise for an ``error`` of the client, with the client's message and a remedy; ``what`` says
+    what failed."""
     from modal.exception import AuthError, PermissionDeniedError, ResourceExhaustedError
 
     words = f"{what}: {words_of(error)}"
@@ -198,7 +199,8 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
 
 
 async def open_modal(readable: Sequence[str] = (), **options: Any) -> ModalDriver:
-    """Open the driver of Modal. ``readable`` paths cannot be shown to a provider's machine: they are refused."""
+    """Open the driver of Modal with the settings ``options``. ``readable`` must be empty, because a provider's machine
+    cannot read paths of this machine."""
     settings = driver_settings("modal", ModalSettings, options)
     refuse_missing("modal")
     refuse_readable("modal", readable)

@@ -1,4 +1,5 @@
-"""What drivers of remote services have in common when snapshots are copies: sessions, their list, and their forks."""
+"""The base of drivers of remote services that cannot store snapshots: a snapshot is a copy of the changed files
+(copies.py)."""
 
 from __future__ import annotations
 
@@ -20,36 +21,37 @@ from headrace.wings.sandboxes.served.keeping import image_of
 from headrace.wings.sandboxes.served.session import ServedSession
 
 OWN_BYTES = 64 * MIB
-"""The memory that a sandbox has beyond that of its session, for the server."""
+"""The memory of a sandbox beyond the limit of its session, for the server, in bytes."""
 
 
 class RemoteSettings(Section):
     """The settings that all drivers of remote services have: ``env.options.driver``."""
 
     image: str = ""
-    """The image of sessions whose task names none."""
+    """The image of sessions whose task does not name an image."""
     snapshots: bool = True
     """Whether sessions can be copied. If so, each start lists the files of the image."""
     start_s: float = 300.0
-    """The longest time of a start in seconds, the fetching of an image included."""
+    """The longest time of a start in seconds, which includes the download of an image."""
     call_s: float = 30.0
     """The longest time of one call of the service in seconds."""
 
 
 class RemoteSession(ServedSession):
-    """A session in a sandbox that a service hosts."""
+    """A session in a sandbox that a service runs."""
 
     def __init__(self, driver: RemoteDriver, spec: SandboxSpec, image: str) -> None:
-        """Describe a session of an image."""
+        """Describe a session that starts from ``image``."""
         super().__init__(spec)
         self.image = image
-        """The image, as exactly as the service names it."""
+        """The image, by the most exact name that the service reports, such as a digest."""
         self.begun: FileListing | None = None
-        """The files of the image; ``None`` if the session is not to be copied."""
+        """The list of the files at the start of the session; ``None`` if the session cannot be copied."""
         self._driver = driver
 
     async def take_files(self) -> ChangedFiles:
-        """Return a copy of what the session has changed."""
+        """Return a copy of the files that the session has changed. Raises :class:`~headrace.base.errors.EpisodeError`
+        if the setting ``snapshots`` is false."""
         if self.begun is None:
             raise EpisodeError(
                 "a session of a driver with snapshots=false cannot be copied",
@@ -61,15 +63,15 @@ class RemoteSession(ServedSession):
         return files
 
     async def left(self) -> None:
-        """Take the session out of the books of its driver."""
+        """Remove the session from its driver's records."""
         self._driver.forget(self)
 
 
 class RemoteDriver(SandboxDriver):
-    """Sessions in sandboxes of a service, whose snapshots are copies."""
+    """A driver of sessions in sandboxes of a service, whose snapshots are copies of changed files."""
 
     def __init__(self, kind: str, settings: RemoteSettings) -> None:
-        """Make sessions of ``kind``."""
+        """Describe a driver of sandboxes of ``kind``."""
         self.kind = kind
         self.settings = settings
         self.missing: dict[str, str] = {}
@@ -78,12 +80,12 @@ class RemoteDriver(SandboxDriver):
 
     @abstractmethod
     async def begin(self, spec: SandboxSpec, image: str) -> RemoteSession:
-        """Return a session of an image whose server has greeted. It is in the books from the moment on at which the
-        service may have made something for it."""
+        """Return a session of an image, after its server's greeting. The implementation calls :meth:`enter` before the
+        service creates anything."""
 
     @abstractmethod
     def largest_bytes(self, spec: SandboxSpec) -> int:
-        """Return the size of the largest file that a copy can hold."""
+        """Return the size in bytes of the largest file that a copy can contain."""
 
     async def start(self, spec: SandboxSpec) -> RemoteSession:
         """Start a sandbox from the image of ``spec`` or of the settings, list its files, and create the session's
@@ -95,7 +97,8 @@ class RemoteDriver(SandboxDriver):
         return session
 
     async def fork(self, snapshot: SandboxSnapshot) -> RemoteSession:
-        """Start a sandbox of the image of a snapshot, and make its changes there."""
+        """Start a sandbox from the image of a snapshot, and write the changed files into it. Raises
+        :class:`~headrace.base.errors.EpisodeError` if the image has changed since."""
         self.refuse_closed()
         files = snapshot.files
         if snapshot.released or not isinstance(files, ChangedFiles) or files not in self._copies:
@@ -117,7 +120,7 @@ class RemoteDriver(SandboxDriver):
         return session
 
     async def release(self, snapshot: SandboxSnapshot) -> None:
-        """Give up the copy of a snapshot."""
+        """Delete the copy of a snapshot."""
         if not snapshot.released and not self.closed:
             files = snapshot.files
             if not isinstance(files, ChangedFiles) or files not in self._copies:
@@ -127,7 +130,7 @@ class RemoteDriver(SandboxDriver):
             files.release()
 
     async def close(self) -> None:
-        """End all sessions, and give up all copies."""
+        """End all sessions, and delete all copies."""
         self.closed = True
         await asyncio.gather(*(session.give_up("its driver was closed") for session in list(self._sessions)))
         for files in self._copies:
@@ -135,19 +138,19 @@ class RemoteDriver(SandboxDriver):
         self._copies.clear()
 
     def keep(self, files: ChangedFiles) -> None:
-        """Take a copy into the books."""
+        """Record a copy, which :meth:`close` deletes."""
         self._copies.add(files)
 
     def enter(self, session: RemoteSession) -> None:
-        """Take a session into the books."""
+        """Record a session that is about to start, which :meth:`close` ends."""
         self._sessions.add(session)
 
     def forget(self, session: RemoteSession) -> None:
-        """Take a session that has ended out of the books."""
+        """Remove an ended session from the records."""
         self._sessions.discard(session)
 
     async def _begin_listed(self, spec: SandboxSpec, image: str) -> RemoteSession:
-        """Begin a session, and list its files before anything has changed them."""
+        """Start a session, and list its files before a command can change them."""
         session = await self.begin(spec, image)
         session.missing = dict(self.missing)
         if self.settings.snapshots:

@@ -1,11 +1,11 @@
-"""Sessions whose commands are run by ``server.sh``: a program of bash inside, which serves one channel.
+"""Sessions of containers and remote machines. In them ``server.sh``, a program of bash, runs the commands.
 
-    ServedSession ══ channel ══ server.sh ── command, held to its limits
+    ServedSession ══ channel ══ server.sh ── command, with its limits
       requests: a line and bytes     │
-      answers:  a line and bytes     └── the end of the channel ends it
+      answers:  a line and bytes     └── the end of the channel ends the server
 
-The server needs nothing of Headrace and no Python, only what images of Linux have. Each answer repeats the random nonce
-of its request, so that bytes that come unasked are not taken for one.
+The server needs no file of Headrace and no Python, only programs that images of Linux usually contain. Each answer
+repeats the random nonce of its request, so that other output is not mistaken for an answer.
 """
 
 from __future__ import annotations
@@ -26,63 +26,66 @@ from headrace.rollout.scoring.sandbox.run import by_signal
 from headrace.wings.sandboxes.base import Execution, SandboxSession, SandboxSpec, without_own
 
 STARTED_S = 120.0
-"""The longest time until a server has greeted, an image that has to be fetched included."""
+"""The longest time until a server sends its greeting, in seconds; it includes the download of an image."""
 GRACE_S = 15.0
-"""How long after the deadline of a command its answer may take to arrive, before the session is given up."""
+"""The time after the deadline of a command within which its answer must arrive, in seconds; then the session is
+ended."""
 SHORTEST_S = 0.001
-"""The time that a call has at the least, so that a session whose time is over says so."""
+"""The shortest timeout of a call in seconds, so that a call after the end of the lifetime raises the right error."""
 _NOT_OF_COMMANDS = frozenset({"LC_ALL", "container", "HOSTNAME", "TERM"})
-"""Variables that containers set besides those of their image."""
+"""Variables that containers set in addition to the variables of their image; commands do not receive them."""
 _PROGRAMS = ("bash", "cat", "mkdir", "tar")
 
 
 class ServerChannel(ABC):
-    """The way to a server: bytes that are sent arrive at its standard input, and what it writes can be read."""
+    """The contract of a connection to a session's server: :meth:`send` writes to its standard input, :meth:`line` and
+    :meth:`exactly` read its standard output."""
 
     @abstractmethod
     async def send(self, data: bytes) -> None:
-        """Send bytes. Raises ``OSError`` if the server has gone."""
+        """Send bytes. Raises ``OSError`` if the server has ended."""
 
     @abstractmethod
     async def line(self) -> bytes:
-        """Return the next line with its end; what there is of one, at the end of the stream."""
+        """Return the next line with its line end. At the end of the stream, return the rest, which may be empty."""
 
     @abstractmethod
     async def exactly(self, size: int) -> bytes:
-        """Return the next ``size`` bytes. Raises ``EOFError`` if there are fewer."""
+        """Return the next ``size`` bytes. Raises ``EOFError`` if the stream ends before."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End the server's input, and wait until it has gone."""
+        """Close the server's input, and wait until the server has ended."""
 
     @abstractmethod
     async def kill(self) -> None:
-        """End the server at once, with all that runs beside it."""
+        """Kill the server at once, with all other processes of the session."""
 
     async def last_words(self) -> str:
-        """Return what is known of the end of a server that has not greeted; empty if nothing is."""
+        """Return in words why a server ended before its greeting; empty if the reason is unknown."""
         return ""
 
 
 @cache
 def server_program() -> str:
-    """Return the text of the server."""
+    """Return the text of ``server.sh``."""
     return Path(__file__).with_name("server.sh").read_text(encoding="utf-8")
 
 
 def server_arguments(spec: SandboxSpec) -> list[str]:
-    """Return the arguments of ``bash`` that serve a session as ``spec`` describes it."""
+    """Return the arguments of ``bash`` that run the server for a session as ``spec`` describes it."""
     limits = spec.limits
     numbers = (int(spec.life_s * 1e6), limits.processes, limits.memory_bytes)
     return ["-c", server_program(), "server", *map(str, numbers)]
 
 
 class ServedSession(SandboxSession):
-    """A session at the other end of a channel."""
+    """A session whose server is at the other end of a :class:`ServerChannel`."""
 
     def __init__(self, spec: SandboxSpec) -> None:
-        """Describe a session; :meth:`attach` begins it. Raises :class:`~headrace.base.errors.EpisodeError` for one
-        with forwards, which would need a program in the image that listens."""
+        """Describe a session; :meth:`attach` connects it to its server. Raises
+        :class:`~headrace.base.errors.EpisodeError` for a spec with forwards, because they would need a listening
+        program in the image."""
         if spec.forwards:
             raise EpisodeError(
                 f"forwards={dict(spec.forwards)!r} cannot be served by this kind of sandbox",
@@ -94,8 +97,9 @@ class ServedSession(SandboxSession):
         self._until_s = 0.0
 
     async def attach(self, channel: ServerChannel) -> None:
-        """Wait until the server at the other end is ready; the time of the session begins. Raises
-        :class:`~headrace.base.errors.EpisodeError` with its last words if it does not start."""
+        """Wait for the greeting of the server at the other end of ``channel``, and read the programs and variables of
+        the image from it. The lifetime of the session begins now. Raises :class:`~headrace.base.errors.EpisodeError`
+        with the server's last words if it does not start."""
         self._channel = channel
         try:
             async with asyncio.timeout(STARTED_S):
@@ -123,9 +127,9 @@ class ServedSession(SandboxSession):
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
     ) -> Execution:
-        """Run a program in the session."""
-        given = [f"{name}={value}" for name, value in variables.items() if not name.startswith("-")]
-        words = [directory, *given, *argv]
+        """Run a program in the session, as the contract says."""
+        assignments = [f"{name}={value}" for name, value in variables.items() if not name.startswith("-")]
+        words = [directory, *assignments, *argv]
         data = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words) + stdin
         numbers = (
             len(data), len(words) - 1, int(limits.wall_s * 1e6), limits.output_bytes, limits.cpu_s,
@@ -139,17 +143,17 @@ class ServedSession(SandboxSession):
         return _execution(answer, outputs, limits)
 
     async def end_background(self) -> int:
-        """Kill all processes of the session, and return how many there were."""
+        """Kill all processes of the session, and return their number."""
         (number,), _ = await self._call("end", secrets.token_hex(16), within_s=GRACE_S)
         return int(number)
 
     async def count_background(self) -> int:
-        """Return how many processes run in the background."""
+        """Return the number of background processes."""
         (number,), _ = await self._call("count", secrets.token_hex(16), within_s=GRACE_S)
         return int(number)
 
     async def stop(self) -> None:
-        """End the session, and wait until it has gone."""
+        """End the session, and wait until its server has ended."""
         if not self.ended:
             self.ended = "it was stopped"
             try:
@@ -159,7 +163,7 @@ class ServedSession(SandboxSession):
                 await self.left()
 
     async def give_up(self, reason: str) -> None:
-        """End the session at once."""
+        """Kill the session at once, because of ``reason``."""
         if not self.ended:
             self.ended = reason
             if self._channel is not None:
@@ -167,13 +171,14 @@ class ServedSession(SandboxSession):
             await self.left()
 
     async def left(self) -> None:
-        """Do what the driver does when a session has gone."""
+        """Remove the ended session from its driver's records. Subclasses override this; here it does nothing."""
 
     async def _call(
         self, what: str, nonce: str, numbers: str = "", data: bytes = b"", *, within_s: float
     ) -> tuple[list[str], list[bytes]]:
-        """Send the server a request, and return the words and the bytes of its answer. A session that does not answer
-        in time, or whose caller was cancelled, is ended."""
+        """Send the server the request ``what`` (run, end or count), and return the words and the outputs of its answer.
+        End the session if no answer arrives within ``within_s`` seconds, or if the call is cancelled. Raises
+        :class:`~headrace.wings.sandboxes.base.SessionEnded` if the session has ended."""
         assert self._channel is not None
         left_s = self._until_s - RealClock().now()
         try:
@@ -195,7 +200,8 @@ class ServedSession(SandboxSession):
         raise AssertionError("a session that was given up has ended")
 
     async def _answer(self, what: str, nonce: str) -> tuple[list[str], list[bytes]]:
-        """Return the next answer. Raises ``ValueError`` if it is not one to the request ``nonce``."""
+        """Return the words and the outputs of the next answer. Raises ``ValueError`` if it does not repeat ``nonce``,
+        and ``EOFError`` if the server has ended."""
         assert self._channel is not None
         line = await self._channel.line()
         if not line.endswith(b"\n"):
@@ -209,13 +215,14 @@ class ServedSession(SandboxSession):
 
 
 def _unmarked(data: bytes, nonce: str) -> bytes:
-    """Return an output up to the mark that the server has put at its end, without what came after it."""
+    """Return an output without the mark that the server appends to it (the nonce in a line of its own) and without what
+    follows the mark."""
     return data.rpartition(f"\n{nonce}\n".encode())[0] if f"\n{nonce}\n".encode() in data else data
 
 
 def _execution(answer: Sequence[str], outputs: Sequence[bytes], limits: SandboxLimits) -> Execution:
-    """Return the result of a program from what the server says of it: the reason, the status, whether a signal ended
-    it, and its processor time."""
+    """Return the result of a program. ``answer`` is what the server reports: the reason, the status, whether a signal
+    ended the program, and its processor time; ``outputs`` are standard output, standard error and the state pipe."""
     stdout, stderr, state = outputs
     most, reason, status, cpu_s = limits.output_bytes, Reason(answer[0]), int(answer[1]), _cpu_s(answer[3])
     if answer[2] == "1" and status > 128:
@@ -228,11 +235,7 @@ def _execution(answer: Sequence[str], outputs: Sequence[bytes], limits: SandboxL
 
 
 def _cpu_s(text: str) -> float:
-    """Return the seconds in the words of bash.
-
-    >>> _cpu_s("1m0.500s+0m0.250s")
-    60.75
-    """
+    """Return the sum of processor times in seconds, written as bash writes them."""
     total = 0.0
     for part in text.split("+"):
         minutes, _, seconds = part.rpartition("m")

@@ -1,4 +1,4 @@
-"""The reading of what a driver is given: its settings, ``env.options.driver``, and paths of this machine."""
+"""The validation of a driver's arguments: its settings (``env.options.driver``), and readable paths of this machine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ S = TypeVar("S", bound=Section)
 
 
 def driver_settings(kind: str, section: type[S], options: Mapping[str, Any]) -> S:
-    """Return the settings of sandboxes of ``kind``. Raises :class:`~headrace.base.errors.ConfigError` for one that is
-    wrong."""
+    """Return the settings of sandboxes of ``kind`` as a record of ``section``. Raises
+    :class:`~headrace.base.errors.ConfigError` for an invalid setting."""
     try:
         return section(**options)
     except ValidationError as error:
@@ -27,7 +27,8 @@ def driver_settings(kind: str, section: type[S], options: Mapping[str, Any]) -> 
 
 
 def refuse_readable(kind: str, readable: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for paths of this machine, which no service can show."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``readable`` names paths of this machine, because a remote
+    machine cannot read them."""
     if readable:
         raise ConfigError(
             f"readable={list(readable)} cannot be shown to sandboxes of kind {kind!r}, which run elsewhere",

@@ -1,6 +1,6 @@
-"""The answer to one request, as it arrives in the streams of a server. A stream is one streamed HTTP reply; a commit of
-new weights may end it, and another stream then continues the answer. The reader is the part of the run that gets the
-tokens in chunks. A label is the name under which the server knows a version.
+"""The answer to one request, as it arrives in the streams of a server. A stream is one streamed HTTP response. A commit
+of new weights may end a stream, and another stream then continues the answer. The reader is the part of the run that
+receives the tokens in chunks. A label is the server's name for a version of the weights.
 
 Shape legend: T tokens of the answer, N tokens of prompt and answer except the last, L mixture-of-experts layers, K
 experts per token and layer.
@@ -24,14 +24,14 @@ from headrace.base.types.recorded import Experts, KeptSets, Routing
 from headrace.base.types.tokens import Tokens
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""A token id as servers write it."""
+"""A token id in a server's JSON."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A range of tokens of one stream that one version has sampled, as the server reports it."""
+    """A range of tokens of one stream that the same version has sampled, as reported by the server."""
 
     version: str
-    """The server's label of the weights that sampled them."""
+    """The server's label of the weights that sampled the tokens."""
     start: int
     """Index of the first token of the span within the stream."""
     end: int
@@ -45,19 +45,19 @@ class StreamPart:
     ids: Sequence[int]
     """Ids of the new tokens."""
     logprobs: Sequence[float]
-    """Logprobs of the new tokens; NaN where the server gave no finite number."""
+    """Logprobs of the new tokens; NaN where the server reported no finite number."""
     ended: str = ""
     """The reason why the stream ended: ``stop``, ``length`` or ``abort``; empty while it continues."""
     spans: tuple[VersionSpan, ...] | None = None
-    """The versions of the whole stream, with its last event; ``None`` from a server that does not report them."""
+    """The versions of all tokens of the stream, in its last event; ``None`` in other events, and from a server that
+    does not report them."""
     label: str | None = None
-    """The label of the weights in use, from a server that reports it in every event; else ``None``."""
+    """The label of the weights in use; ``None`` from a server that does not report it in every event."""
     kept: Sequence[Sequence[int]] | None = None
     """The kept-set of each new token; ``None`` from a server that does not report them."""
     experts: npt.NDArray[Any] | None = None
-    """The chosen experts of every layer for the tokens that the stream was started with and those that it added, but
-    for the last token, in any shape; they come with the last event. ``None`` in other events, and from a server that
-    does not report them."""
+    """The chosen experts of every layer for the tokens of the stream's prompt and for its new tokens except the last,
+    flat or shaped, in the last event. ``None`` in other events, and from a server that does not report them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,7 +71,7 @@ class StreamedAnswer:
     arrival: int
     """The number of requests that arrived before this one."""
     ids: list[int] = field(default_factory=list)
-    """Ids of the whole answer, including tokens that another engine sampled before the request came here."""
+    """Ids of the whole answer, including tokens that another engine sampled before this engine received the request."""
     logprobs: list[float] = field(default_factory=list)
     """Logprobs of the answer; 0 for tokens that another engine sampled."""
     versions: list[int] = field(default_factory=list)
@@ -81,13 +81,13 @@ class StreamedAnswer:
     experts_NLK: Experts | None = None
     """The experts of every token of prompt and answer but the last, once the server has reported them."""
     begun: int = 0
-    """Number of tokens that another engine sampled before the request came here."""
+    """Number of tokens that another engine sampled before this engine received the request."""
     flushed: int = 0
-    """Number of tokens that were sent to the reader."""
+    """Number of tokens that have been sent to the reader."""
     stream_start: int = 0
     """Number of tokens that the answer had when its current stream began."""
     restarted: bool = False
-    """Whether the reader must discard all tokens that it has got, which the next chunk tells it."""
+    """Whether the reader must discard all tokens that it has received; the next chunk tells the reader so."""
     halted: bool = False
     """Whether a commit has ended the stream; a new stream continues the answer after the commit."""
     task: asyncio.Task[None] | None = None
@@ -107,8 +107,8 @@ class StreamedAnswer:
         self.kept.extend(part.kept or [()] * len(part.ids))
 
     def restart(self) -> int:
-        """Discard the whole answer, which will be sampled again from the prompt, and return how many of its tokens this
-        server had sampled."""
+        """Discard the whole answer, which will be sampled again from the prompt, and return the number of discarded
+        tokens that this server had sampled."""
         lost = len(self.ids) - self.begun
         self.ids, self.logprobs, self.versions, self.kept = [], [], [], []
         self.begun = self.flushed = self.stream_start = 0
@@ -116,10 +116,11 @@ class StreamedAnswer:
         return lost
 
     def correct_versions(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Replace the versions of the tokens of the current stream by those in ``spans``, pairs of a version and its
-        number of tokens, in order. A token gets the version in use when it arrives, which is wrong if it was on its way
-        during a commit. If the reader already got a wrong version, the answer is sent again. Raises ``ValueError`` if
-        the spans do not fit the stream, or name a version that was not in use yet."""
+        """Replace the versions of the tokens of the current stream by the versions in ``spans``, which are pairs of a
+        version and a number of tokens, in order. A token is stamped with the version in use when it arrives, which is
+        wrong if the token was in transit during a commit. If the reader has already received a wrong version, the
+        answer is sent again. Raises ``ValueError`` if the spans do not fit the stream, or name a version that was not
+        in use yet."""
         stamped = self.versions[self.stream_start :]
         if (tokens := sum(count for _, count in spans)) != len(stamped):
             raise ValueError(f"versions of {tokens} tokens for {len(stamped)}")
@@ -138,8 +139,8 @@ class StreamedAnswer:
             )
 
     def chunk(self, reason: StopReason | None = None, error: RequestError | None = None) -> TokenChunk:
-        """Return the tokens that were not sent to the reader yet as a chunk, and mark them as sent. The last chunk has
-        a ``reason`` why the answer ended, or the ``error`` with which it failed."""
+        """Return the tokens that have not been sent to the reader as a chunk, and mark them as sent. The last chunk of
+        an answer has the ``reason`` why the answer ended, or the ``error`` with which it failed."""
         span = slice(self.flushed, None)
         prompt_routing, routing = self._routing()
         chunk = TokenChunk(
@@ -159,11 +160,12 @@ class StreamedAnswer:
         return chunk if error is None else chunk.failed(error)
 
     def _routing(self) -> tuple[Routing | None, Routing | None]:
-        """Return the experts of the prompt's tokens, which go with the first chunk only (``None`` later), and of the
-        answer's tokens that were not sent yet; both are ``None`` if the server has reported no experts."""
+        """Return the experts of the prompt's tokens, which belong to the first chunk only (``None`` for later chunks),
+        and of the answer's tokens that have not been sent. Both are ``None`` if the server has reported no experts."""
         if self.experts_NLK is None:
             return None, None
         prompt_NLK, answer_NLK = np.split(self.experts_NLK, [len(self.prompt)])
+        # the last token of the answer was never an input of the model, so it has no experts
         known_T = np.arange(self.flushed, len(self.ids)) < len(answer_NLK)
         is_first = self.flushed <= self.begun
         prompt = None if not is_first else Routing(known_T=np.ones(len(prompt_NLK), bool), experts_RLK=prompt_NLK)

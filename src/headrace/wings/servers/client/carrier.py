@@ -1,11 +1,11 @@
-"""The transfer of versions to the machines of a server that shares no folder with this machine.
+"""The transfer of weight versions to the machines of a server that shares no folder with this machine.
 
     engine's process, rank 0                     one worker of each machine, ranks 1, 2, ...
     carry ───────── order: start_receiving ────▶ a thread joins the process group, once
     bucket, bucket, ... ══════ broadcast ═════▶  files in the shared memory of that machine, while it decodes
           ◀──── receive_status: hashes ────────
 
-The commit loads the files. The backend is Gloo, or NCCL if both ends have GPUs.
+The server loads the received files at the commit. The backend is Gloo, or NCCL if both ends have GPUs.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from headrace.wings.servers.client.ownership import REMEDY, public_name
 from headrace.wings.servers.client.wire import Wire
 
 POLL_S = 0.05
-"""Seconds between two questions whether a version has arrived."""
+"""Seconds between two status requests while a version is being received."""
 CALL_S = 60.0
 """Longest wait for the workers' answer to one call, in seconds."""
 
 CallWorkers = Callable[..., Awaitable[list[Any]]]
-"""A function that calls a method of the server's workers by name, with arguments, through an HTTP client, and returns
-the result of each worker."""
+"""A function that calls a method of the server's workers, and returns the result of each worker. Its arguments are the
+HTTP client, the method's name, and the method's arguments."""
 
 
 class _ReceiveStatus(msgspec.Struct):
-    """The state of the latest transfer in one worker, as it reports it."""
+    """The state of the latest transfer in one worker, as reported by the worker."""
 
     attempt: str = ""
-    """Name of the transfer."""
+    """Name of this attempt to send a version."""
     path: str = ""
     """Directory of the received files on the worker's machine; empty until all have arrived."""
     hashes: list[str] = []
@@ -64,14 +64,15 @@ class CarrierConfig:
     backend: str
     """The backend of the process group: ``gloo`` or ``nccl``."""
     host: str
-    """Address of this machine at which the workers reach this process."""
+    """Address of this machine to which the workers connect."""
     device: str
-    """Device of this machine that NCCL sends from."""
+    """Device of this machine from which NCCL sends."""
     deadline_s: float
     """Longest wait for the workers to join, and for each bucket, in seconds."""
 
     def refuse_impossible(self) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` if this machine cannot listen at ``host`` or has no NCCL."""
+        """Raise :class:`~headrace.base.errors.ConfigError` if this process cannot listen at ``host``, or if NCCL is
+        chosen and is not available on this machine."""
         try:
             _listen(self.host).close()
         except OSError as error:
@@ -88,10 +89,10 @@ class CarrierConfig:
 
 @dataclass(slots=True, kw_only=True)
 class _GroupOffer:
-    """A process group that this process has opened and the workers are invited to join."""
+    """A process group whose store this process has opened, and which the workers are invited to join."""
 
     invitation: dict[str, Any]
-    """The facts that the workers need to join, sent with each order."""
+    """The data that the workers need to join the group, sent with each order."""
     store: Any
     """The TCP store of torch.distributed through which the members find each other."""
     group: ProcessGroup | None = None
@@ -99,12 +100,12 @@ class _GroupOffer:
 
 
 class Carrier:
-    """A sender of versions to the machines of a server. It keeps one process group with a worker of each machine, and
-    makes a new one after a failure. Only one thread may use it at a time."""
+    """A sender of versions to the machines of a server. It reuses one process group with a worker of each machine, and
+    opens a new group after a failure. Only one thread may use it at a time."""
 
     def __init__(self, wire: Wire, call_workers: CallWorkers, config: CarrierConfig) -> None:
-        """Make a sender. ``wire`` has the connections to the server, and ``call_workers`` calls methods of its workers
-        through them; no process group is opened yet."""
+        """Create a sender, without a process group. ``wire`` has the connections to the server, and ``call_workers``
+        calls methods of its workers through these connections."""
         self._wire, self._call_workers, self._config = wire, call_workers, config
         self._run = public_name()
         self._directory_name = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
@@ -112,9 +113,9 @@ class Carrier:
         self._used = False
 
     def carry(self, directory: Path, version: int) -> Path:
-        """Send all files in ``directory``, which hold the version ``version``, to the server's machines, and return the
-        path of the directory that holds them there. Raises :class:`~headrace.base.errors.NeedsFull` if they do not
-        arrive complete and in time."""
+        """Send the version ``version``, which consists of all files in ``directory``, to the server's machines, and
+        return the path of the directory with the files on those machines. Raises
+        :class:`~headrace.base.errors.NeedsFull` if the files do not arrive complete and in time."""
         files = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
         sizes = {name: path.stat().st_size for name, path in files.items()}
         attempt = secrets.token_hex(4)
@@ -145,15 +146,16 @@ class Carrier:
             ) from None
 
     def close(self) -> None:
-        """Let the workers leave the process group and delete the files that they received."""
+        """Make the workers leave the process group and delete the files that they received."""
         self._offer = None
         if self._used:
             with suppress(ComponentDied):
                 self._call("stop_receiving")
 
     def _offer_group(self) -> _GroupOffer:
-        """Return the offer of a new process group of this process and the workers. Raises ``ValueError`` if no worker
-        receives versions, and :class:`~headrace.base.errors.EngineUnfit` if another run sends weights to the server."""
+        """Open the store of a new process group of this process and the workers, and return the offer to join it.
+        Raises ``ValueError`` if no worker receives versions, and :class:`~headrace.base.errors.EngineUnfit` if another
+        run sends weights to the server."""
         # one entry per machine: the address from which another run sends, or an empty string
         sources = self._call("other_source", self._run)
         if not sources:
@@ -177,8 +179,8 @@ class Carrier:
         return _GroupOffer(invitation=invitation, store=store)
 
     def _join_group(self, offer: _GroupOffer) -> ProcessGroup:
-        """Wait until all workers have joined the offered process group, and return it; this process has rank 0 in it.
-        Raises an error if a worker has not joined within ``deadline_s`` seconds."""
+        """Wait until all workers have joined the offered process group, and return the group, in which this process has
+        rank 0. Raises an error if a worker has not joined within ``deadline_s`` seconds."""
         rank_and_size = (0, offer.invitation["size"])
         if self._config.backend == "gloo":
             try:
@@ -192,8 +194,8 @@ class Carrier:
         return ProcessGroup(nccl(offer.store, *rank_and_size, options), self._config.deadline_s)
 
     def _send(self, group: ProcessGroup, path: Path, num_bytes: int) -> str:
-        """Broadcast the ``num_bytes`` bytes of the file at ``path`` to all workers in buckets, and return their
-        SHA-256."""
+        """Broadcast the ``num_bytes`` bytes of the file at ``path`` to all workers in buckets, and return the SHA-256
+        hash of the file."""
         digest = hashlib.sha256()
         device = self._config.device if self._config.backend == "nccl" else CPU
         whole = torch.from_file(str(path), size=num_bytes, dtype=torch.uint8)
@@ -203,8 +205,9 @@ class Carrier:
         return digest.hexdigest()
 
     def _verify_arrival(self, attempt: str, hashes: list[str]) -> Path:
-        """Wait until the workers have the files of the transfer ``attempt``, compare their ``hashes``, and return the
-        directory that holds them. Raises ``ValueError`` if one failed or received other bytes."""
+        """Wait until the workers have received the files of the transfer ``attempt``, compare the files' ``hashes``,
+        and return the directory of the files on the workers' machines. Raises ``ValueError`` if a worker failed or
+        received other bytes."""
         statuses = self._wire.call(self._wait_until_received(attempt), self._config.deadline_s + CALL_S)
         if any(status.error for status in statuses):
             raise ValueError("a worker failed to receive it")
@@ -214,8 +217,8 @@ class Carrier:
         return Path(path)
 
     async def _wait_until_received(self, attempt: str) -> list[_ReceiveStatus]:
-        """Return the status of each worker once all have received the version sent as ``attempt``. Raises
-        ``ValueError`` if that takes longer than ``deadline_s`` seconds."""
+        """Wait until all workers have received the transfer ``attempt`` or one has failed, and return the status of
+        each worker. Raises ``ValueError`` after ``deadline_s`` seconds."""
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 return await self._poll_until_received(attempt)
@@ -224,8 +227,8 @@ class Carrier:
             raise ValueError(problem) from None
 
     async def _poll_until_received(self, attempt: str) -> list[_ReceiveStatus]:
-        """Ask the workers again and again, and return their statuses once all have received the transfer ``attempt`` or
-        one has failed."""
+        """Request the workers' statuses every :data:`POLL_S` seconds, and return them once all workers have received
+        the transfer ``attempt`` or one has failed."""
         while True:
             statuses = await self._statuses(attempt)
             if any(status.error for status in statuses) or (statuses and all(status.path for status in statuses)):
@@ -233,7 +236,8 @@ class Carrier:
             await asyncio.sleep(POLL_S)
 
     def _worker_error(self, attempt: str) -> str:
-        """Return the error that a worker reports for the transfer ``attempt``; empty if none does."""
+        """Return the first error that a worker reports for the transfer ``attempt``; empty if no worker reports an
+        error."""
         try:
             statuses = self._wire.call(self._statuses(attempt), CALL_S)
         except (ComponentDied, ValueError):
@@ -246,12 +250,12 @@ class Carrier:
         return [status for status in statuses if status.attempt == attempt]
 
     def _call(self, method: str, *arguments: str) -> list[Any]:
-        """Call a method of the workers, and wait for the result of each that receives versions."""
+        """Call a method of the workers from a synchronous thread; see :meth:`_call_async`."""
         return self._wire.call(self._call_async(method, *arguments), CALL_S)
 
     async def _call_async(self, method: str, *arguments: str) -> list[Any]:
-        """Call ``method`` of the workers and return the result of each worker that receives versions; ``None``, which
-        the others return, is left out."""
+        """Call ``method`` of the workers, and return the result of each worker that receives versions. The other
+        workers return ``None``, which is left out."""
         results = await self._call_workers(self._wire.client, method, *arguments)
         return [result for result in results if result is not None]
 

@@ -1,5 +1,5 @@
-"""The settings of an engine that is a server: the table ``[engine.server]`` of a run file. The server is one that the
-engine starts itself, or one that runs already at one of ``urls``."""
+"""The settings of an engine that samples through a server: the table ``[engine.server]`` of a run file. The engine
+starts the server itself, or connects to a server that already runs at one of ``urls``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PARALLEL = {
     "engine.pipeline": ("--pipeline-parallel-size", "-pp", "--pp-size"),
     "engine.count": ("--data-parallel-size", "-dp", "--dp-size", "--dp"),
 }
-"""The options of servers that divide them among GPUs, by the setting that says the same."""
+"""The options of servers that choose the number of GPUs, by the setting of a run file with the same meaning."""
 
 
 class ServerConfig(EngineSettings):
-    """The settings of the server of ``engine.kind = "vllm"`` or ``"sglang"``, which an engine starts, or which runs
-    already."""
+    """The settings of the server of ``engine.kind = "vllm"`` or ``"sglang"``, which an engine starts or which already
+    runs."""
 
     urls: tuple[str, ...] = ()
     """URLs of servers that run already, one for each of ``engine.count``, such as ``http://127.0.0.1:8000``; empty:
@@ -36,8 +36,8 @@ class ServerConfig(EngineSettings):
     python: str = ""
     """Python interpreter of the environment in which the server is installed; empty: that of Headrace."""
     args: tuple[str, ...] = ()
-    """Further arguments for a server that an engine starts, such as ``["--enable-prefix-caching"]``. How many GPUs it
-    computes on is ``engine.tensor`` and ``engine.pipeline``, so that it is shown those alone."""
+    """Further arguments for a server that an engine starts, such as ``["--enable-prefix-caching"]``. The number of GPUs
+    is set by ``engine.tensor`` and ``engine.pipeline``, and the server can use only these GPUs."""
     cache_mb: int | None = Field(default=None, ge=1)
     """Size of the key-value cache of a server that an engine starts, in MiB. Unset: ``engine.cache_share`` of the
     memory of a GPU, 1,024 on processors."""
@@ -59,7 +59,7 @@ class ServerConfig(EngineSettings):
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse addresses that are not HTTP URLs or that hold a secret."""
+        """Refuse addresses that are not HTTP URLs or that contain a secret."""
         for url in urls:
             remedy = "name an environment variable that holds the key: engine.server.token_from"
             refuse_secret("engine.server.urls", url, remedy)
@@ -72,8 +72,7 @@ class ServerConfig(EngineSettings):
 
     @model_validator(mode="after")
     def _ways_are_used(self) -> Self:
-        """Refuse settings of another way to send weights than the chosen one, and an address that the server cannot
-        reach."""
+        """Refuse settings that only another ``weights_by`` uses, and an address that the server cannot reach."""
         if self.weights_by != "files" and self.weights_dir:
             raise ConfigError(
                 f"engine.server.weights_dir is a folder that the server sees, and weights_by={self.weights_by!r} uses "
@@ -101,7 +100,7 @@ class ServerConfig(EngineSettings):
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Self:
-        """Refuse settings of a server that is started beside URLs of running ones, and the other way round."""
+        """Refuse settings for starting a server together with URLs of running servers, and an API key without URLs."""
         if self.urls and (self.python or self.args or self.cache_mb is not None):
             name = "python" if self.python else "args" if self.args else "cache_mb"
             raise ConfigError(
@@ -116,7 +115,7 @@ class ServerConfig(EngineSettings):
         return self
 
     def for_engine(self, place: int) -> ServerConfig:
-        """Return the settings of the engine number ``place``: of the URLs, only its own is left."""
+        """Return the settings of the engine number ``place``, in which ``urls`` has only the URL of its server."""
         return self.model_copy(update={"urls": self.urls[place : place + 1]})
 
     def refuse_run(self, *, count: int, width: int, start_timeout_s: float) -> None:
@@ -153,7 +152,8 @@ class ServerConfig(EngineSettings):
                 )
 
     def sentence(self, kind: str) -> str:
-        """Return a sentence for the user that says where answers are sampled; ``kind`` is the name of the server."""
+        """Return a sentence for the user about the server that samples answers; ``kind`` is the name of the kind of
+        server."""
         python = self.python or "this environment"
         where = f"at {', '.join(self.urls)}" if self.urls else f"that each engine starts from {python}"
         return f"Answers are sampled by {kind}, {where}."
@@ -166,7 +166,7 @@ class ServerConfig(EngineSettings):
 
 
 class SharedFolderConfig(ServerConfig):
-    """The settings of a server that takes new weights through a folder only."""
+    """The settings of a server that can receive new weights only through a folder."""
 
     @model_validator(mode="after")
     def _weights_are_files(self) -> Self:

@@ -1,4 +1,5 @@
-"""An engine that is a server: the :class:`~headrace.engine.base.EngineCore` contract over the streams of its API.
+"""An engine that samples through a server (vLLM, SGLang): an :class:`~headrace.engine.base.EngineCore` over the streams
+of the server's API.
 
     step loop of the engine's process event loop of the wire (a thread)                  the server
     add, abort ─────────────────▶    queue ─ at most max_sequences ─▶ one stream each ─▶ samples
@@ -7,11 +8,11 @@
     commit ─────────────────────▶    admit none; pause; load the file; resume ────────▶  packs its kernels' weights
     take_swaps ◀── report ─────────  the spans at the end of a stream correct its stamps
 
-Tokens are stamped with the version in use when they arrive. The weights are loaded between the server's answer to
-*pause* and the order to *resume*, so a token sampled under the old version usually arrives before. Where one does not,
-the spans at the end of the stream show it, and the answer is sent to its reader again
-(:meth:`.answer.StreamedAnswer.correct_versions`). Where a server reports no spans, every stream ends at the commit
-instead, so that it has one version.
+A token is stamped with the version in use when it arrives. The weights are loaded between the server's answer to
+*pause* and the request to *resume*, so a token of the old version usually arrives before the commit. If it arrives
+later, the version spans at the end of the stream show the error, and the answer is sent to its reader again
+(:meth:`.answer.StreamedAnswer.correct_versions`). If a server reports no spans, every stream is ended at the commit, so
+that each stream has one version.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from headrace.wings.servers.client.streams import AnswerStreams, ChunkQueue, Str
 from headrace.wings.servers.client.wire import Wire
 
 STEP_S = 0.005
-"""Longest wait of a step for tokens, in seconds; orders to the engine wait as long."""
+"""Longest time in seconds that a step waits for tokens. Other calls to the engine are delayed by as much."""
 CONTROL_S = 60.0
-"""Longest wait for a pause, a withdrawal or a score, in seconds."""
+"""Longest wait for the server's answer to a control request (pause, withdrawal, score), in seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _ServedForkSource:
-    """The tokens of a request, running or ended, that others may continue from one of its tokens (fork)."""
+    """The tokens of a running or ended request, from which other requests may be forked."""
 
     prompt: list[int]
     """Token ids of the prompt."""
@@ -60,8 +61,8 @@ class _ServedForkSource:
     """Version of the newest token; ``NOT_SAMPLED`` before the first."""
 
     def extend(self, chunk: TokenChunk) -> None:
-        """Append the tokens of a chunk that is sent to the reader; if the reader must discard earlier ones, they are
-        dropped first."""
+        """Append the tokens of a chunk that is sent to the reader. If the chunk tells the reader to discard earlier
+        tokens, drop the earlier tokens first."""
         if chunk.lost:
             self.ids.clear()
         self.ids.extend(chunk.tokens.ids_T.tolist())
@@ -71,7 +72,8 @@ class _ServedForkSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedLimits:
-    """The limits of all requests to a served engine, and the records that the server can make of each token."""
+    """The limits of all requests to a served engine, and the kinds of records that the server reports for each
+    token."""
 
     vocab_size: int
     """Number of token ids; ids run from 0 to one below it."""
@@ -84,9 +86,9 @@ class ServedLimits:
 
 
 class ServedEngine:
-    """An engine that samples through a server: the synchronous side, which the engine's process calls step by step.
-    :func:`headrace.wings.servers.client.make.served` makes it. ``receiver`` takes new weights from the learner; it is
-    ``None`` if the weights never change."""
+    """An engine that samples through a server. This class is the synchronous side, whose methods the step loop of the
+    engine's process calls. :func:`headrace.wings.servers.client.make.served` creates it. ``receiver`` receives new
+    weights from the learner; it is ``None`` if the weights never change."""
 
     def __init__(
         self,
@@ -99,11 +101,11 @@ class ServedEngine:
         receiver: Receiver | None,
         clock: Clock,
     ) -> None:
-        """Make the engine over a server that serves. ``info`` is what the server reports about itself, and ``limits``
-        are those of requests."""
+        """Create the engine over a running server. ``info`` contains the facts that the server reports about itself,
+        and ``limits`` the limits of requests."""
         self._wire, self._server, self._config, self._limits, self._receiver = wire, server, config, limits, receiver
         self._info = info
-        self._name, self._can = server.dialect.name, config.can
+        self._name, self._capabilities = server.dialect.name, config.can
         self._chunk_queue = ChunkQueue()
         stream_config = StreamConfig(
             max_streams=config.max_sequences,
@@ -117,7 +119,7 @@ class ServedEngine:
         self._arrivals = itertools.count()
         self._live: dict[int, _ServedForkSource] = {}
         self._ended: OrderedDict[int, _ServedForkSource] = OrderedDict()
-        self._swapping: int | None = None
+        self._loading_version: int | None = None
         self._version = NOT_SAMPLED
         self._paused = False
 
@@ -126,14 +128,14 @@ class ServedEngine:
         return {"server": f"{self._name} {self._info.version}", "server_address": str(self._server.address)}
 
     def adopt(self, version: int) -> None:
-        """Record that the server uses the weights of ``version``: those of its own directory or, if adapters are
-        trained, those that were written for it, which it loads now."""
+        """Record that the server uses the weights of ``version``. These are the weights of its own model directory or,
+        if adapters are trained, adapters that were written for it, which the server loads now."""
         self._wire.call(self._adopt(version), CONTROL_S)
         self._version = version
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request for the server. Raises :class:`~headrace.base.errors.RequestError` if the server cannot serve
-        it, and :class:`~headrace.base.errors.EngineFull` if too many wait."""
+        the request, and :class:`~headrace.base.errors.EngineFull` if too many requests wait."""
         name = f"request {request.request_id}"
         if problem := self._problem(request):
             raise RequestError(f"{name}: {problem}", remedy="correct it, or take engine.kind = 'native'")
@@ -151,7 +153,7 @@ class ServedEngine:
                 f"exceed max_context={self._limits.max_context}",
                 remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
             )
-        begun = self._given_answer(request, name)
+        begun = self._begun_answer_ids(request, name)
         answer = StreamedAnswer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(begun))
         answer.begun = answer.flushed = len(begun)
         answer.logprobs, answer.versions = [0.0] * len(begun), [NOT_SAMPLED] * len(begun)
@@ -161,21 +163,21 @@ class ServedEngine:
 
     def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
         """End the requests with these ids, and return their last chunks; unknown ids are ignored."""
-        if self._wire.failure is not None:  # the next step raises, after it has returned earlier chunks
+        if self._wire.failure is not None:  # the next step returns earlier chunks, and then raises
             return []
         self._wire.call(self._withdraw(request_ids), CONTROL_S)
         return self._pop_chunks()
 
     def has_work(self) -> bool:
-        """Return whether :meth:`step` should be called: chunks, a commit's report or an error are due, or requests
-        run."""
-        if self._chunk_queue.not_empty or self._swapping is not None or self._wire.failure is not None:
+        """Return whether :meth:`step` should be called: a chunk, a commit's report or an error is available, or
+        requests run."""
+        if self._chunk_queue.not_empty or self._loading_version is not None or self._wire.failure is not None:
             return True
         return bool(self._live) and not self._paused
 
     def step(self) -> list[TokenChunk]:
-        """Wait up to :data:`STEP_S` seconds for chunks of tokens from the server, and return those that have arrived.
-        If the connection is broken, its error is raised after the last chunks were returned."""
+        """Wait up to :data:`STEP_S` seconds for chunks of tokens from the server, and return the chunks that have
+        arrived. If the connection is broken, raise its error once all earlier chunks were returned."""
         self._chunk_queue.wait(STEP_S)
         broken = self._wire.failure is not None
         chunks = self._pop_chunks()
@@ -184,13 +186,14 @@ class ServedEngine:
         return chunks
 
     def score(self, request: ScoreTokens) -> FloatColumn:
-        """Return the logprob of each of the given tokens after those before it; see :meth:`top_scores`."""
+        """Return the logprob of each of the given tokens, conditioned on the tokens before it; see
+        :meth:`top_scores`."""
         return self.top_scores(request).logprobs_T
 
     def top_scores(self, request: ScoreTokens) -> TopScores:
-        """Let the server compute the logprobs of given tokens, and the likeliest ``top_k`` tokens in each place. Raises
-        :class:`~headrace.base.errors.RequestError` for what it cannot compute exactly: another temperature than 1,
-        kept-sets, and recorded experts."""
+        """Let the server compute the logprobs of given tokens, and the ``top_k`` likeliest tokens at each position.
+        Raises :class:`~headrace.base.errors.RequestError` for a request that the server cannot compute exactly: with a
+        temperature other than 1, with kept-sets, or with recorded experts."""
         self._refuse_broken()
         problem = score_problem(request, self._limits.vocab_size)
         if self._version == NOT_SAMPLED:
@@ -208,8 +211,8 @@ class ServedEngine:
         return self._wire.call(self._scores(ids, request.top_k), CONTROL_S)
 
     def stage(self, update: WeightUpdate) -> None:
-        """Receive a version from the learner, verify it, and write it where the server can load it, while the server
-        generates."""
+        """Receive a version from the learner, verify it, and write it to the folder from which the server will load it.
+        The server continues to generate meanwhile."""
         if self._receiver is None:
             raise WeightsError(
                 f"version {update.version} is sent to {self._name} with fixed weights", remedy="start it for training"
@@ -218,34 +221,39 @@ class ServedEngine:
         self._server.handover.write(update.version, self._receiver.staged())
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
-        """Begin to let the server load the staged ``version``; ``mode`` says what happens to running answers, and
-        :meth:`take_swaps` reports the end. Raises :class:`~headrace.base.errors.WeightsError` for a mode that the
-        server cannot do, and while another commit runs."""
-        if mode not in self._can.interrupts:
+        """Start the loading of the staged ``version`` in the server, without waiting for it; ``mode`` decides what
+        happens to running answers, and :meth:`take_swaps` reports the end. Raises
+        :class:`~headrace.base.errors.WeightsError` for a mode that the server does not support, and while another
+        commit runs."""
+        if mode not in self._capabilities.interrupts:
             raise WeightsError(
                 f"{self._name} cannot commit with sync.interrupt={mode.value!r}",
-                remedy=f"set it to {' or '.join(sorted(one.value for one in self._can.interrupts))}",
+                remedy=f"set it to {' or '.join(sorted(one.value for one in self._capabilities.interrupts))}",
             )
-        if self._swapping is not None or self._receiver is None:
-            other = f"version {self._swapping} is still coming into use" if self._swapping else "its weights are fixed"
+        if self._loading_version is not None or self._receiver is None:
+            other = (
+                f"version {self._loading_version} is still coming into use"
+                if self._loading_version
+                else "its weights are fixed"
+            )
             raise WeightsError(f"commit of version {version}, and {other}", remedy="wait for the commit's report")
         self._receiver.commit(version)
-        self._swapping = version
+        self._loading_version = version
         self._paused &= mode is not Interrupt.SLEEP
         self._wire.post(self._begin_swap, version, mode)
 
     def take_swaps(self) -> list[SwapReport]:
-        """Remove and return the reports of commits that have ended; the engine's version is then that of the last
-        one."""
+        """Remove and return the reports of commits that have ended, and record the version of the last of them as the
+        engine's version."""
         swaps = self._chunk_queue.pop_swaps()
         if swaps:
-            self._version, self._swapping = swaps[-1].version, None
+            self._version, self._loading_version = swaps[-1].version, None
         return swaps
 
     def pause(self, *, release: bool = False) -> None:
-        """Stop sampling until :meth:`resume`. With ``release``, the server gives its memory back;
-        :class:`~headrace.base.errors.RequestError` is raised if it cannot."""
-        if release and not self._can.releases:
+        """Stop sampling until :meth:`resume`. With ``release``, the server also releases its memory; raises
+        :class:`~headrace.base.errors.RequestError` if the server cannot release it."""
+        if release and not self._capabilities.releases:
             raise RequestError(
                 f"{self._name} cannot release its memory on {self._config.device}",
                 remedy="pause without release, or take engine.kind = 'native'",
@@ -261,21 +269,21 @@ class ServedEngine:
         self._paused = False
 
     def stats(self) -> EngineStats:
-        """Return the counters of the engine: running and waiting requests, tokens, versions."""
+        """Return the counters of the engine, such as running and waiting requests, tokens, and the version."""
         return self._streams.stats
 
     # -- checks of requests -------------------------------------------------------------------------------------------
 
     def _problem(self, request: GenerateRequest) -> str:
-        """Return why the server cannot answer ``request``; empty if it can."""
+        """Return the reason why the server cannot answer ``request``; empty if it can."""
         sampling, dialect = request.sampling, self._server.dialect
         needs = {
             "kept-sets (record_kept)": sampling.record_kept and not self._limits.record_kept,
             "experts (record_routing)": sampling.record_routing and self._limits.routing is None,
-            "entropies (record_entropy)": sampling.record_entropy and not self._can.entropies,
+            "entropies (record_entropy)": sampling.record_entropy and not self._capabilities.entropies,
             "likeliest entries (record_top)": sampling.record_top > 0,
             "structure of answers": bool(sampling.structure),
-            "pinned sequences": request.pinned and not self._can.pins,
+            "pinned sequences": request.pinned and not self._capabilities.pins,
             f"adapter of an agent {request.agent!r}": request.agent not in self._server.handover.form.adapters,
         }
         lacking = [what for what, is_needed in needs.items() if is_needed]
@@ -304,9 +312,9 @@ class ServedEngine:
         return [*past.prompt, *past.ids[: request.fork.at]]
 
     def _find_fork_source(self, fork: ForkRequest, name: str) -> _ServedForkSource:
-        """Return the tokens of the running or recently ended request that ``fork`` continues; ``name`` is the new
-        request's in errors. Raises :class:`~headrace.base.errors.RequestError` if there is none, or if it cannot be
-        forked at that token."""
+        """Return the tokens of the running or recently ended request that ``fork`` continues; ``name`` is the name of
+        the new request in errors. Raises :class:`~headrace.base.errors.RequestError` if there is no such request, or if
+        it cannot be forked at that token."""
         past = self._live.get(fork.parent) or self._ended.get(fork.parent)
         if past is None:
             raise RequestError(
@@ -319,7 +327,7 @@ class ServedEngine:
                 f"{name} forks request {fork.parent} at={fork.at}, but that one has sampled {len(past.ids)} tokens",
                 remedy=f"set at to a number from 0 to {len(past.ids)}",
             )
-        if fork.stale is StaleFork.REUSE and not self._can.reuses_stale:
+        if fork.stale is StaleFork.REUSE and not self._capabilities.reuses_stale:
             raise RequestError(
                 f"{name} is to share what older weights have computed, and {self._name} shares none of that",
                 remedy="set stale to 'recompute' or 'refuse'",
@@ -331,9 +339,9 @@ class ServedEngine:
             )
         return past
 
-    def _given_answer(self, request: GenerateRequest, name: str) -> list[int]:
-        """Return the tokens of the answer that another engine has sampled and this one continues; none for a new
-        answer. Raises :class:`~headrace.base.errors.RequestError` if they cannot be continued."""
+    def _begun_answer_ids(self, request: GenerateRequest, name: str) -> list[int]:
+        """Return the tokens of an answer that another engine has begun and this engine continues; an empty list for a
+        new answer. Raises :class:`~headrace.base.errors.RequestError` if the answer cannot be continued."""
         if request.answer_ids_T is None:
             return []
         checked = check_ids("answer", request.answer_ids_T, self._limits.vocab_size)
@@ -349,8 +357,8 @@ class ServedEngine:
     # -- results and commits ------------------------------------------------------------------------------------------
 
     def _pop_chunks(self) -> list[TokenChunk]:
-        """Remove and return the chunks that have arrived, and keep the tokens of the last ``fork_memory`` ended
-        requests, from which others may be forked."""
+        """Remove and return the chunks that have arrived. Keep the tokens of the last ``fork_memory`` ended requests,
+        so that requests can be forked from them."""
         chunks = self._chunk_queue.pop_all()
         for chunk in chunks:
             self._live[chunk.request_id].extend(chunk)
@@ -362,31 +370,31 @@ class ServedEngine:
         return chunks
 
     def _refuse_broken(self) -> None:
-        """Raise the error with which the connection to the server ended, if it has ended."""
+        """Raise the error of the connection to the server, if the connection has ended."""
         if self._wire.failure is not None:
             raise self._wire.over() from self._wire.failure
 
     def _begin_swap(self, version: int, mode: Interrupt) -> None:
-        """Start the task that lets the server load ``version``; this runs in the event loop."""
+        """Start the task in which the server loads ``version``; this method runs in the event loop."""
         self._swap = self._wire.spawn(self._streams.swap(version, mode))
 
     async def _scores(self, ids: Sequence[int], top_k: int) -> TopScores:
-        """Ask the server for the scores of ``ids``, with the adapter of the policy."""
+        """Request the scores of ``ids`` from the server, computed with the adapter of the policy."""
         adapter = self._server.handover.form.adapters[""]
         return await self._server.dialect.scores(self._wire.client, ids, top_k, adapter)
 
     async def _adopt(self, version: int) -> None:
-        """Let the server load the written files of a version, or only name its weights if its own directory holds
-        them."""
+        """If adapters are trained, let the server load the files of ``version``; otherwise only set the label of the
+        weights that it already has."""
         handover, dialect, label = self._server.handover, self._server.dialect, self._streams.labels.of(version)
-        if handover.form.adapters[""]:  # the server's own directory holds no adapters
+        if handover.form.adapters[""]:  # the server's model directory has no adapters
             await dialect.load(self._wire.client, handover.path(version), label, handover.form.folders)
         else:
             await dialect.name_weights(self._wire.client, label)
         self._streams.adopt(version)
 
     async def _withdraw(self, request_ids: Sequence[int]) -> None:
-        """End the requests with these ids, and queue their last chunks; this runs in the event loop."""
+        """End the requests with these ids, and queue their last chunks; this method runs in the event loop."""
         for chunk in self._streams.withdraw(request_ids, StopReason.ABORTED):
             self._chunk_queue.put(chunk)
 
@@ -394,5 +402,5 @@ class ServedEngine:
 async def _make_streams(
     wire: Wire, server: Server, chunk_queue: ChunkQueue, stream_config: StreamConfig, clock: Clock
 ) -> AnswerStreams:
-    """Return the streams of the server. This runs in the event loop that owns them."""
+    """Create the streams of the server, in the event loop that owns them."""
     return AnswerStreams(wire, server, chunk_queue, stream_config, clock)

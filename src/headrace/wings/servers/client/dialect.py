@@ -1,5 +1,6 @@
-"""The contract of a server's API: what a kind of server must offer to be an engine. A label is the name under which the
-server knows a version of the weights; ``client`` is always the HTTP client of the server."""
+"""The contract of a server's API (:class:`ServerDialect`): the operations that a kind of server must support to be used
+as an engine. A label is the server's name for a version of the weights. The parameter ``client`` is always the HTTP
+client of the server."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseMode:
-    """The way in which a server is to pause for a commit."""
+    """The way in which a server pauses for a commit."""
 
     abort: bool = False
-    """Whether to end every answer with the tokens it has; otherwise answers stay and continue after the pause."""
+    """Whether to end the stream of every answer with the tokens sampled so far; otherwise answers stay in the server
+    and continue after the pause."""
     recompute: bool = False
     """Whether to discard the key-value cache of the answers that stay."""
 
@@ -41,29 +43,31 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRequest:
-    """A request for one stream: an answer, or the rest of one."""
+    """A request for one stream, which samples an answer or the rest of an answer."""
 
     ids: Sequence[int]
-    """The tokens that the stream starts with: the prompt, and the part of the answer that exists already."""
+    """The prompt of the stream: the tokens of the request's prompt, and of the part of the answer that exists
+    already."""
     sampling: Sampling
     """The sampling settings of the answer."""
     max_new_tokens: int
-    """Number of tokens that may be added."""
+    """Largest number of new tokens."""
     label: str
     """Label of the weights in use. The prefix cache must not be shared between labels."""
     record_kept: bool = False
     """Whether the server must report the kept-set of each token."""
     adapter: str = ""
-    """Name of the adapter that answers; empty for the model itself."""
+    """Name of the adapter to sample with; empty for the model itself."""
 
 
 class ServerDialect(Protocol):
-    """The API of one kind of server, such as vLLM: the requests and replies that an engine exchanges with it."""
+    """The contract of the API of one kind of server, such as vLLM: the requests that an engine sends to it, and the
+    decoding of its responses."""
 
     name: str
     """The server's name for display."""
     kind: str
-    """The ``engine.kind`` that chooses it."""
+    """The value of ``engine.kind`` that selects this kind of server."""
     package: str
     """Name of the Python distribution that contains the server."""
     tested: tuple[str, ...]
@@ -72,8 +76,8 @@ class ServerDialect(Protocol):
     """URL path of requests for streams."""
 
     def refusal(self, sampling: Sampling, *, continues: bool) -> str:
-        """Return why the server cannot sample with ``sampling``; empty if it can. ``continues`` says that another
-        engine has begun the answer."""
+        """Return the reason why the server cannot sample with the settings ``sampling``; empty if it can. With
+        ``continues``, another engine has begun the answer."""
         ...
 
     def body(self, request: StreamRequest) -> dict[str, Any]:
@@ -81,47 +85,51 @@ class ServerDialect(Protocol):
         ...
 
     def part(self, event: str, num_seen: int) -> StreamPart | None:
-        """Return what the JSON text of an event adds to a stream that has had ``num_seen`` tokens; ``None`` if nothing.
-        Raises ``ValueError`` for an invalid event, since the server is not trusted."""
+        """Decode the JSON text of one event of a stream, of which ``num_seen`` tokens have been received; return
+        ``None`` if the event adds nothing. Raises ``ValueError`` for an invalid event, since the server is not
+        trusted."""
         ...
 
     async def identify(self, client: httpx.AsyncClient) -> ServerInfo:
-        """Return the server's version, model and context, as it reports them."""
+        """Request and return the server's version, model and context."""
         ...
 
     async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
-        """Stop generating after the current step, in the way of ``mode``."""
+        """Make the server stop generating after the current step, in the way that ``mode`` describes."""
         ...
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
-        """Load the files in ``path``, a directory on the server's machine (see :mod:`.forms`), and name these weights
-        ``label``. ``adapters`` are the adapters' folders, empty if the model itself is trained."""
+        """Make the server load the weights in ``path``, a directory on the server's machine (see :mod:`.forms`), and
+        set their label to ``label``. ``adapters`` are the names of the adapters' folders; empty if the model itself is
+        trained."""
         ...
 
     async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
-        """Give the server's current weights the name ``label``, without changing them."""
+        """Set the label of the server's current weights to ``label``, without changing the weights."""
         ...
 
     async def resume(self, client: httpx.AsyncClient) -> None:
-        """Continue generating after a pause."""
+        """Make the server continue generating after a pause."""
         ...
 
     async def sleep(self, client: httpx.AsyncClient) -> None:
-        """Release the memory of weights and cache, while the server is paused and has no answer in progress."""
+        """Make the server release the memory of weights and cache. The server must be paused and have no answer in
+        progress."""
         ...
 
     async def wake(self, client: httpx.AsyncClient) -> None:
-        """Allocate the memory again, with the same weights, and end the pause."""
+        """Make the server allocate the memory again, with the same weights, and end its pause."""
         ...
 
     async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
-        """Return the logprob of each of ``ids`` after those before it at temperature 1, and the ``top_k`` likeliest
-        tokens in each place. ``adapter`` is the adapter that computes; empty for the model itself."""
+        """Return the logprob of each of the tokens ``ids``, conditioned on the tokens before it, at temperature 1, and
+        the ``top_k`` likeliest tokens at each position. ``adapter`` is the name of the adapter to compute with; empty
+        for the model itself."""
         ...
 
 
 async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Send a request that must succeed, and return the JSON of its answer. Raises
+    """Send a POST request, and return the JSON of the response, or ``None`` if the response is not JSON. Raises
     :class:`~headrace.base.errors.ComponentDied` if it fails, because the state of the server is then unknown."""
     import httpx
 

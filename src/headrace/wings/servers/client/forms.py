@@ -1,7 +1,7 @@
-"""The form of a version for a server: the tensors that the learner sends, and the files that the server loads.
+"""The format of a version for a server: the tensors that the learner sends, and the files that the server loads.
 
 If the model itself is trained, a version is one checkpoint file, with one tensor for each expert. If only adapters are
-trained, it is one folder per adapter in the format of peft, named like the adapter.
+trained, a version is one folder per adapter in peft's format; the folder's name is the adapter's name.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ FILE = "model.safetensors"
 
 
 class ServedForm:
-    """The form in which all versions of one run reach the server, derived from the model's configuration without its
-    weights."""
+    """The format of all versions of one run, derived from the model's configuration without its weights."""
 
     def __init__(self, required: ServeRequirements) -> None:
-        """Build the model of ``required`` without the values of its weights, with its adapters if these are trained."""
+        """Build the model of ``required`` on the meta device, with its adapters if adapters are trained."""
         lora, dtype = required.lora, getattr(torch, required.dtype)
         with BUILDING, torch.device("meta"):
             self._model: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(required.path), dtype=dtype)
             if lora is not None:
                 add_adapters(self._model, lora.model_copy(update={"adapter": None}), required.path)
         self.adapters: Mapping[str, str] = {"": DEFAULT, **{one: one for one in lora.agents}} if lora else {"": ""}
-        """The server's name of the adapter of each agent, and under the empty name of the policy's; ``{"": ""}`` if the
-        model itself is trained."""
+        """The server's name of the adapter of each agent, by the agent's name; the empty name is the policy. ``{"":
+        ""}`` if the model itself is trained."""
 
     @property
     def folders(self) -> Sequence[str]:
@@ -46,14 +45,14 @@ class ServedForm:
         return [name for name in self.adapters.values() if name]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return uninitialised tensors on the CPU with the names, shapes and dtypes of those that the learner sends.
-        The receiver fills them with each version that arrives."""
+        """Return uninitialised tensors on the CPU with the names, shapes and dtypes of the tensors that the learner
+        sends. The receiver copies each version into them."""
         held = weight_tensors(self._model)
         return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in held.items()}
 
     def write(self, tensors: Mapping[str, Tensor], directory: Path) -> None:
-        """Write a version, given by its ``tensors``, as files that the server can load into ``directory``, which exists
-        and is empty. Raises ``OSError`` and ``SafetensorError``."""
+        """Write the ``tensors`` of a version to ``directory``, as files that the server can load. The directory must
+        exist and be empty. Raises ``OSError`` and ``SafetensorError``."""
         if self.adapters[""]:
             write_adapters(self._model, tensors, directory)
             return

@@ -1,8 +1,9 @@
-"""The handover of weights from this process to a server: each version is a folder in shared memory, and is broadcast
-from there if the server runs on other machines.
+"""The handover of weights from the engine's process to a server. Each version is a folder in shared memory; if the
+server runs on other machines, the folder is broadcast to them.
 
-A server can load a checkpoint, split it over its workers and pack it for its kernels, wherever the checkpoint came
-from. So the transport, codec and checks between learner and engine end here.
+A server can load any checkpoint, split it over its workers and pack it for its kernels. So the weights pass from the
+learner to this process with the transport, codec and checks of any engine, and from this process to the server as a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from headrace.wings.servers.client.carrier import Carrier
 from headrace.wings.servers.client.forms import ServedForm
 
 DEADLINE_S = 30.0
-"""Longest silence of a server's machine while a version is sent there, in seconds."""
+"""Longest wait for a server's machine while a version is sent to it, in seconds."""
 
 
 class Handover:
-    """The versions that are on their way to a server, each a folder in ``directory``, which the server can read and
-    only this run uses. ``form`` says which files a version has, and ``deadline_s`` is the longest wait while one is
-    sent."""
+    """The folders of the versions that a server will load. They are in ``directory``, which only this run uses.
+    ``form`` defines the files of a version, and ``deadline_s`` is the longest wait for a server's machine while a
+    version is sent to it."""
 
     def __init__(self, directory: Path, form: ServedForm, deadline_s: float = DEADLINE_S) -> None:
-        """Make a handover to which no version was written yet."""
+        """Create a handover without versions."""
         self.directory, self.form, self.deadline_s = directory, form, deadline_s
         self.carrier: Carrier | None = None
         """The sender to the server's machines; ``None`` if the server can read ``directory``."""
@@ -39,7 +40,7 @@ class Handover:
         return self._carried.get(version, self._written(version))
 
     def write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of ``version`` where the server finds them, completely or not at all, and send them to its
+        """Write the tensors of ``version`` to a folder, completely or not at all, and send the folder to the server's
         machines if they cannot read ``directory``.
 
         Raises :class:`~headrace.base.errors.WeightsError` if there is too little space, or if the transfer fails.

@@ -1,4 +1,5 @@
-"""A kind of server as an engine: the facts that a run file and the planner need before a server is started."""
+"""The registration of a kind of server as an engine: the facts that a run file and the planner need before a server is
+started."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from headrace.engine.config import EngineConfig, EngineKind, EngineSettings
 from headrace.wings.servers.client.config import ServerConfig
 
 if TYPE_CHECKING:
-    # imported when a server is started: they bring torch
+    # ServerParts imports torch, so it is imported when a server is started
     from headrace.wings.servers.client.server import ServerParts
 
 BY_ABORT = frozenset({Interrupt.ABORT_RESUME, Interrupt.ABORT_RETRY, Interrupt.DRAIN, Interrupt.BATCH})
-"""The commit modes after which an answer has one version, so that the server need not report which tokens which version
-sampled."""
+"""The commit modes that end or finish every stream, so that each stream has one version. The server need not report the
+version of each token then."""
 SERVED = Capabilities(
     interrupts=BY_ABORT,
     truncates=False,
@@ -39,7 +40,7 @@ SERVED = Capabilities(
     other_models=False,
     gangs=True,
 )
-"""The capabilities of every server that completes prompts and returns logprobs."""
+"""The capabilities that every supported server has at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class ServerKind(EngineKind):
     and an instance of this class."""
 
     parts: Callable[[], ServerParts]
-    """A function that imports and returns what is needed to start and use such a server."""
+    """A function that imports and returns the implementation of this kind of server."""
     settings: type[EngineSettings] = ServerConfig
     """The class of the settings ``[engine.server]``."""
     unread: frozenset[str] = frozenset({

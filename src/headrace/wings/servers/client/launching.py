@@ -39,9 +39,9 @@ class ServeRequirements:
 
 
 def model_alone(path: str, directory: Path) -> str:
-    """Return a directory that holds the model in ``path`` and no other safetensors files, since servers read all that
-    they find. If ``path`` has others, such as an optimizer's state, it is a directory of links below ``directory``;
-    otherwise ``path`` itself."""
+    """Return a directory with the model in ``path`` and no other safetensors files, since servers load all safetensors
+    files of a directory. If ``path`` has other ones, such as an optimizer's state, create a directory of links below
+    ``directory`` and return it; otherwise return ``path``."""
     source = Path(path).resolve()
     index = source / "model.safetensors.index.json"
     names = {"model.safetensors"}
@@ -64,7 +64,7 @@ def interpreter(server: ServerConfig) -> str:
 
 
 def installed(server: ServerConfig, package: str) -> str:
-    """Return the version of ``package`` in the server's environment, without importing it.
+    """Return the version of ``package`` in the server's environment, without importing the package.
 
     Raises :class:`~headrace.base.errors.ConfigError` if it is not installed.
     """

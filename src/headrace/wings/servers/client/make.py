@@ -1,4 +1,5 @@
-"""The construction of an engine that is a server: the server is started or found, checked, and closed at the end."""
+"""The construction of an engine that samples through a server: start the server or connect to a running one, check it,
+and close it at the end."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ from headrace.wings.servers.client.wire import Address, Wire
 @contextmanager
 def opened(setup: EngineSetup) -> Iterator[OpenedEngine]:
     """Open the engine of ``engine.kind`` in this process, as a context: start its server or connect to a running one,
-    and yield the engine with its facts. If the weights never change, the server uses those of the model's directory
-    from the beginning."""
+    and yield the engine with its facts. If the weights never change, the server uses the weights of the model's
+    directory from the beginning."""
     config, model = setup.config, setup.model
     refuse_multimodal(
         model.path, f"engine.kind={config.kind!r} serves the whole checkpoint, whose weights have other names"
@@ -73,8 +74,9 @@ def served(
     clock: Clock,
 ) -> Iterator[ServedEngine]:
     """Start the server of ``config`` or connect to a running one, check it, and yield an engine that samples through
-    it. The engine has no version yet; its weights come through ``handover``, from the ``receiver`` if they are trained.
-    Raises :class:`~headrace.base.errors.ConfigError` if the server cannot be started or reached, or does not fit."""
+    it. The engine has no version at first. Its weights are passed to the server through ``handover``; if they are
+    trained, they come from ``receiver``. Raises :class:`~headrace.base.errors.ConfigError` if the server cannot be
+    started or reached, or does not fit."""
     kind, directory = ENGINES.load(config.kind), handover.directory
     assert isinstance(kind, ServerKind)
     parts, settings = kind.parts(), settings_of(config)
@@ -115,7 +117,7 @@ def _carrier_config(config: EngineConfig, handover: Handover) -> CarrierConfig |
     carrier_config = CarrierConfig(
         backend=settings.weights_by,
         host=settings.weights_host,
-        device=config.device.partition(",")[0],  # one GPU of an engine that has several sends to all
+        device=config.device.partition(",")[0],  # the first GPU of an engine sends to all machines
         deadline_s=handover.deadline_s,
     )
     carrier_config.refuse_impossible()
@@ -126,8 +128,8 @@ def _carrier_config(config: EngineConfig, handover: Handover) -> CarrierConfig |
 def _opened_carrier(
     parts: ServerParts, wire: Wire, handover: Handover, carrier_config: CarrierConfig | None
 ) -> Iterator[None]:
-    """Give ``handover`` a carrier, which sends versions to the server's machines, while the body runs; without
-    ``carrier_config`` nothing is done."""
+    """Return a context in which ``handover`` has a carrier, which sends versions to the server's machines. If
+    ``carrier_config`` is ``None``, do nothing."""
     if carrier_config is None:
         yield
         return
@@ -145,8 +147,8 @@ def _refuse_other_model(
     dialect: ServerDialect, address: Address, info: ServerInfo, required: ServeRequirements
 ) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if the model that the server reports in ``info`` differs from
-    the required one in its context, its name or its tensors. Other differences appear when weights do not fit, or in
-    the first comparison of logprobs."""
+    the required one in its context, its name or its tensors. Other differences are found later, when weights do not fit
+    or logprobs are compared for the first time."""
     if info.max_context < required.max_context:
         raise ConfigError(
             f"{dialect.name} at {address} serves {info.model!r} with a context of {info.max_context} tokens, and "
@@ -175,7 +177,8 @@ def _refuse_other_model(
 
 def _other_tensors(required: ServeRequirements, theirs: str) -> str:
     """Return the first difference in names or shapes between the tensors of the server's model, in the directory
-    ``theirs``, and the required one; empty if there is none, or if that directory cannot be read here."""
+    ``theirs``, and of the required model; empty if there is no difference, or if that directory cannot be read on this
+    machine."""
     if not (Path(theirs) / "config.json").is_file() or Path(theirs).resolve() == Path(required.path).resolve():
         return ""
     there, here = (

@@ -1,5 +1,5 @@
-"""The ownership of a server by one run, which alone may load weights into it: a second run on this machine is refused,
-one on another machine is detected in the server's answers."""
+"""The ownership of a server by one run. Only the owner may load weights into the server: :func:`owned` refuses a second
+run on this machine, and :class:`Labels` detects a run on another machine in the server's answers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ REMEDY = "give each run a server of its own (engine.server.urls)"
 
 @contextlib.contextmanager
 def owned(address: Address) -> Iterator[None]:
-    """Own the server at ``address`` while the body runs, among the processes of this machine. Raises
-    :class:`~headrace.base.errors.ConfigError` if another process owns it and does not exit within :data:`EXIT_S`. On
-    other systems than Linux nothing is checked."""
-    # an abstract socket: it has no file, and ends with this process
+    """Return a context in which this process owns the server at ``address``, among the processes of this machine.
+    Raises :class:`~headrace.base.errors.ConfigError` if another process owns the server and does not exit within
+    :data:`EXIT_S`. Nothing is checked on systems other than Linux."""
+    # an abstract Unix socket has no file, and the kernel removes it when this process ends
     name = f"\0headrace gives weights to {_numeric(address.host)[:60]}:{address.port}"
     with socket.socket(socket.AF_UNIX) as claim:
         if sys.platform == "linux" and not _claim(claim, name):
@@ -40,8 +40,8 @@ def public_name() -> str:
 
 
 def _claim(claim: socket.socket, name: str) -> bool:
-    """Bind the abstract socket ``name`` to ``claim``, and return whether that succeeded: only one process of this
-    machine can have it. If another one has it, wait once for its end."""
+    """Bind ``claim`` to the abstract socket ``name``, and return whether that succeeded, since only one process of this
+    machine can bind a name. If another process has bound it, wait once for the exit of that process, and try again."""
     for _ in range(2):
         with contextlib.suppress(OSError):
             claim.bind(name)
@@ -62,7 +62,8 @@ def _numeric(host: str) -> str:
 
 
 class Labels:
-    """The names under which one engine's versions are known to the server: a version and the run's name.
+    """The labels by which the server names one engine's versions. A label consists of the version and a name of the
+    run.
 
     >>> labels = Labels("vLLM at http://10.9.0.2:8000", run="5f3a")
     >>> labels.of(7), labels.version("7:5f3a")
@@ -75,8 +76,8 @@ class Labels:
     """
 
     def __init__(self, server: str, run: str | None = None) -> None:
-        """Make labels. ``server`` is a name for display. ``run`` distinguishes runs; it is empty if the weights never
-        change, so that several runs may use one server."""
+        """Create labels. ``server`` is a name for error messages. ``run`` is the name of the run (``None``: a random
+        one); it is empty if the weights never change, so that several runs may use one server."""
         self._server, self._run = server, secrets.token_hex(4) if run is None else run
 
     def of(self, version: int) -> str:
@@ -84,8 +85,8 @@ class Labels:
         return f"{version}:{self._run}"
 
     def version(self, label: str) -> int:
-        """Return the version of a label that the server has reported. Raises ``ValueError`` if it is not a number, and
-        :class:`~headrace.base.errors.ComponentDied` for weights that this run did not load."""
+        """Return the version in a ``label`` that the server has reported. Raises ``ValueError`` if the version is not a
+        number, and :class:`~headrace.base.errors.ComponentDied` for the label of weights that this run did not load."""
         version, mark, run = label.partition(":")
         if not mark:
             raise ComponentDied(

@@ -1,5 +1,6 @@
-"""The records of a token beside its logprob, decoded and checked, since a server's data are not trusted: its kept-set
-(the token ids that truncated sampling left to choose from) and the experts that computed it.
+"""Decoders of the records that a server reports for each token beside its logprob: its kept-set (the token ids that
+remained after truncated sampling) and the experts that computed it. The server's data are not trusted, so they are
+checked.
 
 Shape legend: N tokens, H layers of a model, L mixture-of-experts layers among them, K experts per token and layer.
 """
@@ -25,17 +26,17 @@ crash the parser."""
 
 
 class RoutingDecoder:
-    """A decoder of the experts that a server reports, for one model with ``num_layers`` layers, of which only some have
-    experts."""
+    """A decoder of the experts that a server reports for each token, for one model with ``num_layers`` layers. Only
+    some of the layers may have experts."""
 
     def __init__(self, routed: RoutedModel, num_layers: int) -> None:
-        """Make a decoder; ``routed`` describes the experts of the model and the layers that have some."""
+        """Create a decoder; ``routed`` describes the experts of the model and the layers that have experts."""
         self._routed, self._num_layers = routed, num_layers
         self._depths = [layer.depth for layer in routed.layers]
 
     def of(self, reported: npt.NDArray[Any], count: int) -> Experts:
-        """Return the experts of ``count`` tokens from ``reported``, which covers every layer and is flat or shaped [N,
-        H, K]. Raises ``ValueError`` if they cannot come from this model."""
+        """Return the experts of ``count`` tokens, ``[N, L, K]``, from the array ``reported``, which covers every layer
+        and is flat or of shape ``[N, H, K]``. Raises ``ValueError`` if the experts cannot come from this model."""
         shape = (count, self._num_layers, self._routed.top_k)
         if reported.shape not in (shape, (math.prod(shape),)):
             raise ValueError(f"experts of shape {reported.shape}, expected {shape}")
@@ -49,8 +50,8 @@ class RoutingDecoder:
 
 
 def refuse_kept(kept: Sequence[Sequence[int]], ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ``ValueError`` if the tokens ``ids`` cannot have been drawn from the kept-sets ``kept``: each must be in
-    its own set, whose ids must ascend and be below ``vocab_size``."""
+    """Raise ``ValueError`` if the tokens ``ids`` cannot have been drawn from the kept-sets ``kept``. Each token must be
+    in its own set, and the ids of a set must ascend and be below ``vocab_size``."""
     if len(kept) != len(ids):
         raise ValueError(f"{len(kept)} kept-sets for {len(ids)} tokens")
     for token, span in zip(ids, kept, strict=True):
@@ -61,12 +62,12 @@ def refuse_kept(kept: Sequence[Sequence[int]], ids: Sequence[int], vocab_size: i
 
 
 def numbers(text: str) -> npt.NDArray[np.int32]:
-    """Return the 32-bit integers in the base64 ``text``. Raises ``ValueError`` for anything else."""
+    """Decode the base64 ``text`` of an array of 32-bit integers. Raises ``ValueError`` for an invalid text."""
     return np.frombuffer(base64.b64decode(text, validate=True), np.int32)
 
 
 def unpacked(text: str) -> npt.NDArray[Any]:
-    """Return the array in ``text``, which is a numpy file in base64. Raises ``ValueError`` for anything else. The
+    """Decode ``text``, a numpy file of an integer array in base64. Raises ``ValueError`` for an invalid text. The
     memory used is bounded by the size of the file.
 
     >>> file = io.BytesIO()

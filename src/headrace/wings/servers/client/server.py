@@ -1,5 +1,5 @@
-"""One server of an engine: its process if the engine started it, and the checks whether it is alive. A server that the
-engine found running already has no process here."""
+"""The server of one engine: its process, if the engine started it, and the checks whether it is alive. A server that
+was already running has no process object here."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ HEALTH_S = 20.0
 POLL_S = 0.25
 """Seconds between two attempts to reach a server that is starting."""
 GRACE_S = 10.0
-"""Seconds that a server that an engine started has to exit before it is killed."""
+"""Seconds between the request to exit (SIGTERM) and the kill of a server that an engine started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command that starts a server, which is run, or shown to a user in an error. ``str`` is the line for a shell."""
+    """A command that starts a server. The engine runs it, or shows it to the user in an error; ``str`` returns it as a
+    line for a shell."""
 
     argv: Sequence[str]
     """The program and its arguments."""
     variables: Mapping[str, str]
-    """Environment variables in addition to those that every program of a run gets."""
+    """Environment variables in addition to the variables of every program of a run."""
     hint: str = ""
     """Advice, besides the log, for a server that exits before it serves."""
 
@@ -50,13 +51,13 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerParts:
-    """What is needed to start and use servers of one kind."""
+    """The parts of the implementation of one kind of server."""
 
     dialect: ServerDialect
     """The API of such a server."""
     own_address: Callable[[Path], Address]
-    """A function that returns the address at which a server that the engine starts is to listen, given a directory of
-    its own."""
+    """A function that returns the address at which a server that the engine starts will listen. Its argument is a
+    directory for the server's files."""
     command: Callable[[EngineConfig, ServeRequirements, Address], Command]
     """A function that returns the command that starts a server, from the settings of the engine, the required model and
     the address."""
@@ -65,11 +66,12 @@ class ServerParts:
 
 
 class Server:
-    """The server of one engine, and its process if the engine started it. ``handover`` holds the versions for it."""
+    """The server of one engine, and its process if the engine started it. ``handover`` has the versions that the server
+    will load."""
 
     def __init__(self, dialect: ServerDialect, address: Address, handover: Handover, command: Command) -> None:
-        """Make the server, whose process is not started. ``command`` is the one that starts it, or that the user should
-        have used."""
+        """Create the object, without starting a process. ``command`` is the command that starts the server, or that the
+        user should have used for a server that was already running."""
         self.dialect, self.address, self.handover, self._command = dialect, address, handover, command
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -93,8 +95,9 @@ class Server:
             ) from None
 
     def wait_until_serving(self, wire: Wire, wait_s: float, clock: Clock) -> ServerInfo:
-        """Wait until the server answers, and return what it reports about itself. Raises
-        :class:`~headrace.base.errors.ConfigError` if it does not within ``wait_s`` seconds, or if its process ends."""
+        """Wait until the server answers, and return the facts that it reports about itself. Raises
+        :class:`~headrace.base.errors.ConfigError` if it does not answer within ``wait_s`` seconds, or if its process
+        ends."""
         return wire.call(self._wait_until_serving(wire.client, wait_s, clock), wait_s + HEALTH_S)
 
     async def refuse_dead(self, client: httpx.AsyncClient, *, ask: bool = True) -> None:
@@ -112,12 +115,12 @@ class Server:
         except httpx.HTTPError as error:
             words = f"does not answer: {type(error).__name__}: {error}"
         if words:
-            await asyncio.sleep(0.5)  # its process may be about to end
+            await asyncio.sleep(0.5)  # its process may be about to end, and the exit code is the better reason
             raise ComponentDied(self._ended() or f"{self} {words}", remedy="look at its log")
 
     def lacks(self, what: str) -> EngineUnfit:
-        """Return the error for a server that does not report ``what`` it must report of each token, so that none of its
-        answers can be used."""
+        """Return the error for a server that does not report a required record of each token, so that its answers
+        cannot be used. ``what`` is the name of the record, such as ``experts``."""
         return EngineUnfit(
             f"{self} tells no {what} of its tokens",
             remedy=f"start it so: {self._command}",
@@ -135,14 +138,14 @@ class Server:
             self._process.wait()
 
     def _ended(self) -> str:
-        """Return a sentence about the end of the server's process; empty while it runs, and for a server that has no
-        process here."""
+        """Return a sentence with the exit code of the server's process; empty while the process runs, and for a server
+        without a process here."""
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"{self.dialect.name} ended with exit code {code}"
 
     async def _identify(self, client: httpx.AsyncClient) -> ServerInfo:
-        """Return what the server reports about itself. Raises :class:`~headrace.base.errors.ConfigError` if its answer
-        is not that of a server of this kind."""
+        """Return the facts that the server reports about itself. Raises :class:`~headrace.base.errors.ConfigError` if
+        its answer does not come from a server of this kind."""
         try:
             return await self.dialect.identify(client)
         except HeadraceError:
@@ -155,7 +158,7 @@ class Server:
             ) from None
 
     async def _wait_until_serving(self, client: httpx.AsyncClient, wait_s: float, clock: Clock) -> ServerInfo:
-        """Wait until the server answers a health check, and return what it reports about itself. Raises
+        """Wait until the server answers a health check, and return the facts that it reports about itself. Raises
         :class:`~headrace.base.errors.ConfigError` after ``wait_s`` seconds, or if its process has ended."""
         import httpx
 

@@ -1,5 +1,5 @@
-"""The part of a served engine that runs in the event loop of the wire (the connections to the server): one task for
-each answer, and the commits between them. A stream is one streamed reply of the server.
+"""The asynchronous part of a served engine, which runs in the event loop of the wire (the connections to the server):
+one task for each answer, and the commits of new weights. A stream is one streamed HTTP response of the server.
 
 queue ──at most max_streams──▶ stream ──stop, length──▶ ended
   ▲                            │ ▲
@@ -40,14 +40,14 @@ ABORT = "abort"
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 _ENDS = frozenset({"", ABORT, *_REASONS})
 _REQUEST_ERRORS = frozenset({400, 413, 422, 429, 503})
-"""Statuses that say something about a request. With any other one it is not certain that the server itself answered."""
+"""HTTP statuses that are caused by the request. After any other error status the server's health is checked."""
 _KEEPS_ANSWERS = frozenset({Interrupt.ABORT_RESUME, Interrupt.SLEEP})
 _BY_ABORT = _KEEPS_ANSWERS | {Interrupt.ABORT_RETRY}
 _WAITS_FOR_ANSWERS = frozenset({Interrupt.DRAIN, Interrupt.BATCH})
 HALT_S = 30.0
-"""Longest time in seconds that a paused server may take to end its streams."""
+"""Longest time in seconds for a paused server to end its streams."""
 WATCH_S = 5.0
-"""Seconds without a token after which a server with open streams gets a health check."""
+"""Seconds without a token after which the health of a server with open streams is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +65,16 @@ class StreamConfig:
     routing: RoutingDecoder | None = None
     """Decoder of the experts that the server reports; ``None`` if it does not."""
     trained: bool = False
-    """Whether this run trains the server's weights, so that no other run may load any."""
+    """Whether this run trains the server's weights, so that no other run may load weights into the server."""
 
 
 class AnswerStreams:
-    """The streams of one server, the queue of answers that wait for one, and its commits. Every method must be called
-    in the event loop of the wire."""
+    """The streams of one server, the queue of answers that wait for a stream, and the commits of new weights. Every
+    method must be called in the event loop of the wire."""
 
     def __init__(self, wire: Wire, server: Server, chunk_queue: ChunkQueue, config: StreamConfig, clock: Clock) -> None:
-        """Make the streams of ``server`` over ``wire``, and begin to watch the server. Chunks and reports go into
-        ``chunk_queue``."""
+        """Create the object for ``server``, which is reached through ``wire``, and start to watch the server. Chunks
+        and commit reports are put into ``chunk_queue``."""
         self._wire, self._server, self._chunk_queue, self._config, self._clock = (
             wire,
             server,
@@ -84,31 +84,32 @@ class AnswerStreams:
         )
         self._dialect: ServerDialect = server.dialect
         self._waiting: list[tuple[tuple[int, int], StreamedAnswer]] = []
-        self._held_back: list[StreamedAnswer] | None = None
-        """Requests that arrived while none are admitted; ``None`` while they are."""
+        self._held_back_answers: list[StreamedAnswer] | None = None
+        """Answers that wait while admission is stopped; ``None`` while answers are admitted."""
         self._running: dict[int, StreamedAnswer] = {}
-        self._known: dict[int, StreamedAnswer] = {}
+        self._answers_by_id: dict[int, StreamedAnswer] = {}
         self._resumed, self._changed = asyncio.Event(), asyncio.Event()
         self._resumed.set()
         self.labels = Labels(str(server), None if config.trained else "")
         self._version = NOT_SAMPLED
-        self._asleep = False
+        self._is_asleep = False
         """Whether the server has released its memory."""
         self._busy_since_s = 0.0
         self._last_token_s = clock.now()
         self.stats = EngineStats()
-        """The engine's counters. The record is replaced and never changed, so any thread may read it."""
+        """The engine's counters. Each change replaces the immutable record, so any thread may read it."""
         self._watching = wire.spawn(self._watch())
 
     def adopt(self, version: int) -> None:
-        """Record that the server uses the weights of ``version``; tokens that arrive from now on get it."""
+        """Record that the server uses the weights of ``version``; tokens that arrive from now on are stamped with
+        it."""
         self._version = version
         self._update_stats(version=version)
 
     def add(self, answer: StreamedAnswer) -> None:
-        """Queue an answer, which is streamed as soon as a stream is free. If its request has a deadline, it is ended
-        then."""
-        self._known[answer.request.request_id] = answer
+        """Queue an answer, which is streamed as soon as a stream is free. If its request has a deadline, the answer is
+        ended at the deadline."""
+        self._answers_by_id[answer.request.request_id] = answer
         deadline_s = answer.request.deadline_s
         if deadline_s is not None:
             asyncio.get_running_loop().call_later(deadline_s, self._expire, answer)
@@ -117,7 +118,7 @@ class AnswerStreams:
 
     def withdraw(self, request_ids: Sequence[int], reason: StopReason) -> list[TokenChunk]:
         """End the answers to ``request_ids`` for ``reason``, and return their last chunks; unknown ids are ignored."""
-        known = [self._known[one] for one in dict.fromkeys(request_ids) if one in self._known]
+        known = [self._answers_by_id[one] for one in dict.fromkeys(request_ids) if one in self._answers_by_id]
         for answer in known:
             self._remove(answer)
             if answer.task is not None:
@@ -126,35 +127,36 @@ class AnswerStreams:
         return [answer.chunk(reason) for answer in known]
 
     async def pause(self) -> None:
-        """Pause the server until :meth:`resume`; answers stay in it."""
+        """Pause the server until :meth:`resume`; running answers stay in the server."""
         self._stop_admitting()
         await self._dialect.pause(self._wire.client, PauseMode())
 
     async def sleep(self) -> None:
-        """Pause the server until :meth:`resume`, end its streams, and let it release its memory."""
+        """Pause the server until :meth:`resume`, end its streams, and make it release its memory."""
         self._stop_admitting()
         self._resumed.clear()
         await self._dialect.pause(self._wire.client, PauseMode(abort=True))
         await self._wait_until_halted()
         await self._dialect.sleep(self._wire.client)
-        self._asleep = True
+        self._is_asleep = True
 
     async def resume(self) -> None:
-        """Let the server continue to generate, and admit requests again."""
+        """Make the server continue to generate, and admit answers again."""
         await self._wake()
         await self._dialect.resume(self._wire.client)
         self._resumed.set()
         self._start_admitting()
 
     async def _wake(self) -> None:
-        """Let the server allocate its memory again, if it has released it."""
-        if self._asleep:
+        """Make the server allocate its memory again, if it has released its memory."""
+        if self._is_asleep:
             await self._dialect.wake(self._wire.client)
-            self._asleep = False
+            self._is_asleep = False
 
     async def swap(self, version: int, mode: Interrupt) -> None:
-        """Let the server load ``version``, and queue the report of the commit. ``mode`` says what happens to running
-        answers: they stay, are ended and continued, begin again, or are waited for."""
+        """Make the server load ``version``, and queue the report of the commit. ``mode`` decides what happens to
+        running answers: they stay in the server, are ended and continued, are sampled again from the start, or finish
+        before the load."""
         ordered_s = self._clock.now()
         self._stop_admitting(later_only=mode is Interrupt.BATCH)
         if mode in _WAITS_FOR_ANSWERS:
@@ -199,19 +201,19 @@ class AnswerStreams:
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     def _queue(self, answer: StreamedAnswer) -> None:
-        """Add an answer to the waiting ones or, while a commit stops admission, to those that are held back."""
-        if self._held_back is None:
+        """Add an answer to the queue of waiting answers or, while admission is stopped, to the answers that are held
+        back."""
+        if self._held_back_answers is None:
             heapq.heappush(self._waiting, (answer.key, answer))
         else:
-            self._held_back.append(answer)
+            self._held_back_answers.append(answer)
 
     def _admit(self) -> None:
-        """Start the streams of waiting answers, in the order of their priority, while fewer than the allowed number
-        run."""
+        """Start the streams of waiting answers in the order of their priority, until ``max_streams`` run."""
         while self._waiting and len(self._running) < self._config.max_streams:
             _, answer = heapq.heappop(self._waiting)
             request_id = answer.request.request_id
-            if self._known.get(request_id) is not answer:  # it was withdrawn while it waited
+            if self._answers_by_id.get(request_id) is not answer:  # it was withdrawn while it waited
                 continue
             if not self._running:
                 self._busy_since_s = self._last_token_s = self._clock.now()
@@ -220,39 +222,39 @@ class AnswerStreams:
         self._update_stats()
 
     def _remove(self, answer: StreamedAnswer) -> None:
-        """Forget an answer that has ended, and count the busy time when none runs any more."""
+        """Remove an answer that has ended. If no answer runs any more, add the elapsed busy time to the counters."""
         request_id = answer.request.request_id
-        self._known.pop(request_id, None)
+        self._answers_by_id.pop(request_id, None)
         if self._running.pop(request_id, None) is not None and not self._running:
             self._update_stats(busy_s=self.stats.busy_s + self._clock.now() - self._busy_since_s)
         self._changed.set()
 
     def _expire(self, answer: StreamedAnswer) -> None:
-        """End an answer whose deadline has passed, if it has not ended before."""
+        """End an answer whose deadline has passed, unless it has ended already."""
         request_id = answer.request.request_id
-        if self._known.get(request_id) is answer:
+        if self._answers_by_id.get(request_id) is answer:
             for chunk in self.withdraw([request_id], StopReason.DEADLINE):
                 self._chunk_queue.put(chunk)
 
     def _stop_admitting(self, *, later_only: bool = False) -> None:
-        """Hold back new answers until :meth:`_start_admitting`; also those that wait already, unless ``later_only`` is
-        set."""
-        if self._held_back is None:
-            self._held_back = []
+        """Stop admission until :meth:`_start_admitting`: hold back new answers and, unless ``later_only`` is set, the
+        answers that wait already."""
+        if self._held_back_answers is None:
+            self._held_back_answers = []
         if not later_only:
-            self._held_back += [answer for _, answer in self._waiting]
+            self._held_back_answers += [answer for _, answer in self._waiting]
             self._waiting = []
 
     def _start_admitting(self) -> None:
-        """Queue the answers that were held back, and start as many as may run."""
-        held, self._held_back = self._held_back or [], None
+        """Queue the answers that were held back, and start as many as ``max_streams`` allows."""
+        held, self._held_back_answers = self._held_back_answers or [], None
         for answer in held:
             self._queue(answer)
         self._admit()
 
     async def _wait_until_halted(self) -> None:
-        """Wait until the paused server has ended every stream. An answer whose stream has brought no token is queued
-        again instead, since its request may not have reached the server. Raises
+        """Wait until the paused server has ended every stream. An answer whose stream has received no token is
+        cancelled and queued again instead, since its request may not have reached the server. Raises
         :class:`~headrace.base.errors.ComponentDied` after :data:`HALT_S`."""
         for answer in list(self._running.values()):
             if not answer.halted and len(answer.ids) == answer.stream_start:
@@ -269,9 +271,9 @@ class AnswerStreams:
                 remedy="look at its log; another sync.interrupt does not need it",
             ) from None
 
-    async def _wait_for(self, reached: Callable[[], bool]) -> None:
-        """Wait until ``reached`` returns true; it is asked again whenever an answer ends or is halted."""
-        while not reached():
+    async def _wait_for(self, is_reached: Callable[[], bool]) -> None:
+        """Wait until ``is_reached`` returns true; it is called again whenever an answer ends or is halted."""
+        while not is_reached():
             self._changed.clear()
             await self._changed.wait()
 
@@ -279,7 +281,7 @@ class AnswerStreams:
 
     async def _run(self, answer: StreamedAnswer) -> None:
         """Stream one answer to its end; this is the body of its task. If the server ends the stream for a commit, wait
-        until the server resumes, and request the rest."""
+        until the server resumes, and request the rest of the answer in a new stream."""
         try:
             while (ended := await self._stream(answer)) == ABORT:
                 if self._resumed.is_set():
@@ -298,8 +300,8 @@ class AnswerStreams:
         self._admit()
 
     async def _stream(self, answer: StreamedAnswer) -> str:
-        """Request the rest of one answer, read the stream until the server ends it, and return the reason why it ended:
-        ``stop``, ``length`` or ``abort``."""
+        """Request the rest of one answer, read the stream until the server ends it, and return the server's reason for
+        the end: ``stop``, ``length`` or ``abort``."""
         import httpx
 
         answer.stream_start = len(answer.ids)
@@ -325,8 +327,8 @@ class AnswerStreams:
             ) from None
 
     async def _refusal(self, reply: httpx.Response) -> RequestError:
-        """Return the error for a reply that is not a stream. Raises :class:`~headrace.base.errors.ComponentDied` if the
-        server is dead."""
+        """Return the error for an HTTP response whose status is not 200. Raises
+        :class:`~headrace.base.errors.ComponentDied` if the server is dead."""
         status, body = reply.status_code, (await reply.aread())[:500]
         if status not in _REQUEST_ERRORS:
             await self._server.refuse_dead(self._wire.client)
@@ -336,8 +338,8 @@ class AnswerStreams:
         return RequestError(problem, remedy="look at the request, and at the server's log")
 
     async def _read_stream(self, answer: StreamedAnswer, reply: httpx.Response) -> str:
-        """Read the events of one stream into the answer, and return the reason why the stream ended. Raises
-        :class:`~headrace.base.errors.SequenceFailed` for an event that is not valid, since the server is not
+        """Append the events of one stream to the answer, and return the server's reason for the end of the stream.
+        Raises :class:`~headrace.base.errors.SequenceFailed` for an event that is not valid, since the server is not
         trusted."""
         async for line in reply.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
@@ -363,9 +365,9 @@ class AnswerStreams:
         raise SequenceFailed(f"{self._dialect.name} ended an answer without a reason", remedy="look at its log")
 
     def _versions(self, part: StreamPart) -> list[tuple[int, int]] | None:
-        """Return the versions of the stream that ends with ``part``, each with its number of tokens; ``None`` if the
-        server does not report them. Raises :class:`~headrace.base.errors.ComponentDied` for weights that this run did
-        not load."""
+        """Return the versions of the stream that ends with ``part``, each with its number of tokens; ``None`` if
+        ``part`` has no version spans. Raises :class:`~headrace.base.errors.ComponentDied` if the server has weights
+        that this run did not load."""
         try:
             if part.label is not None:
                 self.labels.version(part.label)
@@ -373,11 +375,11 @@ class AnswerStreams:
                 return None
             return [(self.labels.version(span.version), max(0, span.end - span.start)) for span in part.spans]
         except ComponentDied:
-            self._discard_running()  # it is not known since when the server has had them
+            self._discard_running()  # the server may have had the other weights for any length of time
             raise
 
     def _discard_running(self) -> None:
-        """Discard all running answers, whose versions cannot be trusted any more, and cancel their tasks."""
+        """Discard all running answers, whose version stamps may be wrong, and cancel their tasks."""
         for answer in self._running.values():
             answer.restart()
             self._chunk_queue.put(answer.chunk())
@@ -413,26 +415,26 @@ class AnswerStreams:
             self._chunk_queue.put(answer.chunk())
 
     def _experts(self, answer: StreamedAnswer, part: StreamPart) -> Experts:
-        """Return the experts that the server reports with the last event of an answer, checked against the model.
-        Raises an error if it reports none."""
+        """Return the experts from the last event of an answer, checked against the model. Raises an error if the server
+        has reported none."""
         assert self._config.routing is not None
         if part.experts is None:
             raise self._server.lacks("experts")
         return self._config.routing.of(part.experts, len(answer.prompt) + len(answer.ids) - 1)
 
     async def _watch(self) -> None:
-        """Check every :data:`WATCH_S` seconds whether the server is alive, and raise if it is not, even if its
-        connections stay open. This task runs as long as the connection."""
+        """Check every :data:`WATCH_S` seconds whether the server is alive, and raise an error if it is dead, even if
+        its connections stay open. This is the body of a task that runs as long as the wire."""
         for _ in itertools.count():
             await asyncio.sleep(WATCH_S)
             silent_s = self._clock.now() - self._last_token_s
-            is_silent = silent_s >= WATCH_S and bool(self._running) and self._held_back is None
+            is_silent = silent_s >= WATCH_S and bool(self._running) and self._held_back_answers is None
             await self._server.refuse_dead(self._wire.client, ask=is_silent)
 
     def _update_stats(self, **changed: float) -> None:
-        """Replace the engine's counters by new ones with the ``changed`` figures and the present numbers of running and
+        """Replace the engine's counters by a copy with the ``changed`` figures and the current numbers of running and
         waiting answers."""
-        waiting = len(self._known) - len(self._running)
+        waiting = len(self._answers_by_id) - len(self._running)
         self.stats = msgspec.structs.replace(
             self.stats, running=len(self._running), waiting=waiting, **changed
         )  # fmt: skip

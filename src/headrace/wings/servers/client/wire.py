@@ -1,5 +1,5 @@
-"""The wire: the connections to one server, in an event loop on a thread of its own. The engine's step loop is
-synchronous, and a server handles many requests at once."""
+"""The wire: the HTTP connections to one server, in an event loop that runs in its own thread. The engine's step loop is
+synchronous, while a server handles many requests at once."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ END_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The address of a server, and the secret with which it is reached."""
+    """The address of a server, and the secret that its requests must have."""
 
     url: str
     """The server's URL without a path."""
     socket: str = ""
     """Path of the Unix socket on which the server listens instead; empty for none."""
     token: str = field(default="", repr=False)
-    """Token that is sent as ``Authorization: Bearer TOKEN``; empty for none."""
+    """Token that is sent in the header ``Authorization: Bearer TOKEN``; empty for none."""
     key_file: str = ""
-    """Path of the file from which a server that the engine starts reads the token; empty if it needs none, or runs
-    already."""
+    """Path of the file from which a server that the engine starts reads the token; empty if the server needs no token,
+    or was already running."""
 
     @property
     def host(self) -> str:
@@ -47,7 +47,7 @@ class Address:
 
     @property
     def port(self) -> int:
-        """Return the port of the URL, by default that of HTTP or HTTPS."""
+        """Return the port of the URL, by default the standard port of HTTP or HTTPS."""
         parts = urlsplit(self.url)
         return parts.port or (443 if parts.scheme == "https" else 80)
 
@@ -57,11 +57,11 @@ class Address:
 
 
 class Wire:
-    """The HTTP client of one server and the event loop in which it runs, used in a ``with`` statement. If a task of the
-    loop raises, the loop ends and :attr:`failure` holds the error."""
+    """The HTTP client of one server and the event loop in which it runs, used in a ``with`` statement. If a task in the
+    loop raises an error, the loop ends, and :attr:`failure` is the error."""
 
     def __init__(self, address: Address) -> None:
-        """Make the connections to the server at ``address``, which are opened by the ``with`` statement."""
+        """Create the wire to the server at ``address``; the ``with`` statement starts it."""
         self.address = address
         self.failure: BaseException | None = None
         self._ready = threading.Event()
@@ -103,17 +103,18 @@ class Wire:
             ) from None
 
     def post(self, function: Callable[..., object], *args: object) -> None:
-        """Call ``function`` in the event loop, without waiting for it; nothing happens if the loop has ended."""
+        """Schedule a call of ``function`` in the event loop, without waiting for it; do nothing if the loop has
+        ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task in the event loop, which ends with the loop, and whose error ends it. This must be called within
-        the loop."""
+        """Start a task in the event loop. The task is cancelled when the loop ends, and an error of the task ends the
+        loop. This method must be called in the event loop."""
         return self._group.create_task(work)
 
     def over(self) -> ComponentDied:
-        """Return an error that says why the event loop has ended, for those that still want to use it."""
+        """Return an error with the reason why the event loop has ended, for callers that still try to use it."""
         self._thread.join(END_S)  # the failure is set when the last task has ended
         failure = self.failure
         while isinstance(failure, BaseExceptionGroup):
@@ -124,7 +125,7 @@ class Wire:
         return ComponentDied(f"the connection to the server at {self.address} {words}", remedy="look at its log")
 
     def _run(self) -> None:
-        """Run the event loop of the wire's thread, and keep the error with which it ends."""
+        """Run the event loop, and store the error with which it ends; this is the body of the wire's thread."""
         try:
             asyncio.run(self._open())
         except asyncio.CancelledError:
@@ -135,7 +136,7 @@ class Wire:
             self._ready.set()
 
     async def _open(self) -> None:
-        """Open the HTTP client, and keep it open until this task, the main one of the loop, is cancelled."""
+        """Open the HTTP client, and keep it open until this task, the main task of the loop, is cancelled."""
         import httpx
 
         task = asyncio.current_task()

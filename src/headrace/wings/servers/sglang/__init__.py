@@ -1,4 +1,4 @@
-"""SGLang as an engine: it samples, and takes new weights through its HTTP API."""
+"""The registration of SGLang as an engine, which samples and receives new weights through SGLang's HTTP API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that starts SGLang, run by an engine or shown to a user who runs the server."""
+"""The command that starts SGLang. An engine runs it, or shows it to a user who starts the server."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The API of SGLang, as far as an engine needs it.
+"""The API of SGLang, as far as an engine uses it.
 
-Answers come from ``/generate`` (ids in, ids out). Its events have no spans of versions, and an event may be late. So
-every stream is ended at a commit (``/pause_generation`` with ``abort``) and a new stream continues the answer: each
-stream has one version. Logprobs are those after penalties and temperature, and before truncation. A label names the
-weights in use. ``client`` is always the HTTP client of the server.
+``/generate`` receives token ids and streams token ids. Its events have no version spans, and an event may arrive after
+a commit. So every stream is ended at a commit (``/pause_generation`` with ``abort``), and a new stream continues the
+answer: each stream has one version. Logprobs are computed after penalties and temperature, and before truncation. A
+label is the server's name for the weights in use. The parameter ``client`` is always the HTTP client of the server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import httpx
 
 UNBOUNDED = 2**31 - 1
-"""The context that is assumed of a server that was started without a limit: that of its model applies."""
+"""The context length that is assumed for a server without a configured limit; the limit of its model applies then."""
 
 
 class _Finish(msgspec.Struct):
@@ -64,8 +64,9 @@ class SglangDialect:
     stream_path = "/generate"
 
     def refusal(self, sampling: Sampling, *, continues: bool) -> str:
-        """Return why the server cannot sample with ``sampling``; empty if it can. Its logprobs ignore truncation, and a
-        stream that continues an answer would count penalties from zero."""
+        """Return the reason why the server cannot sample with ``sampling``; empty if it can. It refuses truncation,
+        which the logprobs ignore, and penalties, because a stream that continues an answer would not count the earlier
+        tokens."""
         if sampling.truncated:
             return f"{self.name} tells logprobs from before top_k, top_p and min_p"
         penalised = sampling.presence_penalty or sampling.frequency_penalty
@@ -94,7 +95,7 @@ class SglangDialect:
 
     def part(self, event: str, num_seen: int) -> StreamPart | None:
         """Decode the JSON text of one event of a stream, of which ``num_seen`` tokens have been read; ``None`` if it
-        brings nothing new. Raises ``ValueError`` for an error of the server."""
+        adds nothing. Raises ``ValueError`` for an error of the server."""
         read = msgspec.json.decode(event, type=_SglangEvent)
         if read.error is not None or read.meta_info is None:
             raise ValueError(str(read.error)[:300])
@@ -124,8 +125,8 @@ class SglangDialect:
         await post(client, "/pause_generation", {"mode": "abort" if mode.abort else "in_place"})
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
-        """Let SGLang load the files in the directory ``path`` as the weights with the name ``label``; it serves no
-        ``adapters``. Raises :class:`~headrace.base.errors.ComponentDied` if it does not."""
+        """Make SGLang load the weights in the directory ``path``, and set their label to ``label``. ``adapters`` is not
+        used. Raises :class:`~headrace.base.errors.ComponentDied` if SGLang reports a failure."""
         order = {"model_path": str(path), "load_format": "auto", "weight_version": label, "flush_cache": True}
         answer = await post(client, "/update_weights_from_disk", order)
         if not answer["success"]:
@@ -134,7 +135,7 @@ class SglangDialect:
             )  # fmt: skip
 
     async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
-        """Give the weights in use the name ``label``; running requests continue."""
+        """Set the label of the weights in use to ``label``; running requests continue."""
         await post(client, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     async def resume(self, client: httpx.AsyncClient) -> None:
@@ -150,8 +151,9 @@ class SglangDialect:
         await post(client, "/resume_memory_occupation", {})
 
     async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
-        """Return the logprob of each of ``ids`` given those before it, at temperature 1, and the ``top_k`` likeliest
-        tokens in each place. The first token has nothing before it, and gets 0."""
+        """Return the logprob of each of the tokens ``ids``, conditioned on the tokens before it, at temperature 1, and
+        the ``top_k`` likeliest tokens at each position. The logprob of the first token, which has no tokens before it,
+        is 0."""
         wanted = {"max_new_tokens": 1, "temperature": 0.0}
         order = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
         answer = await post(client, "/generate", {"input_ids": list(ids), "sampling_params": wanted, **order})

@@ -1,4 +1,5 @@
-"""vLLM as an engine: it samples, and takes new weights through its weight-transfer API."""
+"""The registration of vLLM as an engine, which samples and receives new weights through vLLM's HTTP and weight-transfer
+API."""
 
 from __future__ import annotations
 

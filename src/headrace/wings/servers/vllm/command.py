@@ -1,4 +1,4 @@
-"""The command that starts vLLM, run by an engine or shown to a user who runs the server."""
+"""The command that starts vLLM. An engine runs it, or shows it to a user who starts the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_RECORDS = (
     ". On processors vLLM tells neither kept-sets nor experts without Triton's backend for them: set "
     "learner.keep_sampling_mask = false and learner.keep_routing = false, or take engine.kind = 'native'"
 )
-"""Advice for a server on processors that ends before it serves, if it was to report kept-sets or experts."""
+"""Advice for a server on processors that must report kept-sets or experts and exits before it serves."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for ``--max-lora-rank``."""
 

@@ -1,13 +1,14 @@
-"""The API of vLLM, as far as an engine needs it.
+"""The API of vLLM, as far as an engine uses it.
 
-Answers come from ``/inference/v1/generate`` (``--enable-scale-out``): ids in, ids out, each with the logprob under what
-it was drawn from (``--logprobs-mode processed_logprobs``), and at the end the spans of its weight versions. Weights and
-pauses are the RL routes of its development mode (``VLLM_SERVER_DEV_MODE=1``).
+``/inference/v1/generate`` (``--enable-scale-out``) receives token ids and streams token ids. Each token has its logprob
+under the distribution from which it was drawn (``--logprobs-mode processed_logprobs``), and the end of a stream has the
+spans of its weight versions. Weights are loaded and the server is paused through the RL routes of vLLM's development
+mode (``VLLM_SERVER_DEV_MODE=1``).
 
-``seed`` is never sent. A request with a seed has a generator of its own, and where its prompt is prefilled in pieces
-vLLM 0.32 takes back the draw that each piece but the last has made (``gpu_model_runner.py``:
-``gen.set_offset(gen.get_offset() - 4)``). A generator on a CPU has no offset: it raises "CPU Generator does not use
-offset", and the engine dies. Nor would a seed fix the draws of an answer that continues elsewhere.
+``seed`` is never sent. A request with a seed has a separate random generator. If its prompt is prefilled in chunks,
+vLLM 0.32 reverts the draw of each chunk except the last (``gpu_model_runner.py``: ``gen.set_offset(gen.get_offset() -
+4)``). A CPU generator has no offset: it raises "CPU Generator does not use offset", and the engine dies. A seed would
+also not make an answer reproducible that another engine continues.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ class VllmDialect:
     stream_path = "/inference/v1/generate"
 
     def refusal(self, sampling: Sampling, *, continues: bool) -> str:
-        """Return why the server cannot sample with ``sampling``; empty if it can. ``continues`` says that the answer
-        has begun elsewhere. Penalties count the tokens of an answer, and vLLM takes the tokens of a continued answer
-        for its prompt."""
+        """Return the reason why the server cannot sample with ``sampling``; empty if it can. With ``continues``,
+        another engine has begun the answer. Penalties count only the tokens of an answer, but vLLM would treat the
+        earlier tokens of a continued answer as its prompt."""
         penalised = sampling.presence_penalty or sampling.frequency_penalty
         return f"{self.name} cannot continue an answer under presence or frequency penalties" * bool(
             penalised and continues
@@ -160,8 +161,8 @@ class VllmDialect:
         await post(client, f"/pause?mode={running}&clear_cache={str(clear).lower()}")
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
-        """Load the weights in the directory ``path`` into vLLM under the name ``label``: those of the whole model or,
-        if ``adapters`` are named, each of these adapters from the folder of its name."""
+        """Make vLLM load the weights in the directory ``path``, and set their label to ``label``. If there are
+        ``adapters``, load each of them from the folder with its name; otherwise load the whole model."""
         if not adapters:
             await post(client, "/start_weight_update")
             await post(client, "/update_weights", {"update_info": {"path": str(path / FILE)}})
@@ -179,7 +180,7 @@ class VllmDialect:
         await self.name_weights(client, label)
 
     async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
-        """Give the weights in use the name ``label``."""
+        """Set the label of the weights in use to ``label``."""
         await post(client, "/update_weight_version", {"new_version": label})
 
     async def resume(self, client: httpx.AsyncClient) -> None:
@@ -195,9 +196,9 @@ class VllmDialect:
         await post(client, "/wake_up")
 
     async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
-        """Return the logprob of each of ``ids`` given those before it, at temperature 1, and the ``top_k`` likeliest
-        tokens in each place. ``adapter`` is the adapter that computes; empty for the model itself. The first token has
-        nothing before it, and gets 0."""
+        """Return the logprob of each of the tokens ``ids``, conditioned on the tokens before it, at temperature 1, and
+        the ``top_k`` likeliest tokens at each position. ``adapter`` is the name of the adapter to compute with; empty
+        for the model itself. The logprob of the first token, which has no tokens before it, is 0."""
         wanted = {"max_tokens": 1, "prompt_logprobs": top_k, "top_k": 1, "detokenize": False}
         order = {"token_ids": list(ids), "sampling_params": wanted, **_model_field(adapter)}
         answer = await post(client, self.stream_path, order)
@@ -223,12 +224,12 @@ def _drawn(sampling: Sampling, *, record_kept: bool) -> dict[str, float]:
 
 
 def _model_field(adapter: str) -> dict[str, str]:
-    """Return the field of a request that chooses an adapter; none for the model itself."""
+    """Return the field of a request that selects an adapter; an empty dictionary for the model itself."""
     return {"model": adapter} if adapter else {}
 
 
 async def call_workers(client: httpx.AsyncClient, method: str, *arguments: str) -> list[Any]:
-    """Call the method of that name of ``headrace_in_vllm.Extension`` in every worker of the server, and return the
-    result of each."""
+    """Call ``method`` of ``headrace_in_vllm.Extension`` in every worker of the server, and return the result of each
+    worker."""
     results: list[Any] = (await post(client, "/collective_rpc", {"method": method, "args": arguments}))["results"]
     return results

@@ -1,8 +1,9 @@
-"""The extension that runs inside vLLM's workers and loads new weights. A worker is a process of vLLM with one device.
+"""The extension of vLLM's workers that loads new weights. A worker is a process of vLLM with one device.
 
-It is chosen with ``--worker-extension-cls headrace_in_vllm.Extension`` and ``--weight-transfer-config '{"backend":
-"headrace"}'``, and imports nothing of Headrace, which need not be installed there. vLLM's own layerwise reloading
-splits a checkpoint's tensors over its workers and packs them for its kernels.
+vLLM loads it because of the options ``--worker-extension-cls headrace_in_vllm.Extension`` and
+``--weight-transfer-config '{"backend": "headrace"}'``. It imports nothing of Headrace, which need not be installed in
+vLLM's environment. vLLM's own layerwise reloading splits a checkpoint's tensors over the workers and packs them for the
+kernels.
 """
 
 # gate: getattr - the layers are vLLM's
@@ -30,7 +31,7 @@ from vllm.platforms import current_platform  # type: ignore[import-not-found]
 BACKEND = "headrace"
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-"""Endings of the names of the embeddings that an output head may share its weights with."""
+"""Endings of the names of embeddings whose weights an output head may share."""
 
 
 @dataclass
@@ -57,17 +58,17 @@ class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         """Do nothing: there is no connection to open."""
 
     def start_weight_update(self) -> None:
-        """Prepare the model's layers for new weights: let them accept tensors in the format of checkpoints again, which
-        their kernels have packed."""
+        """Prepare the model's layers for new weights. The kernels have packed the layers' tensors, so the layers are
+        changed back to the format of checkpoints."""
         if current_platform.is_cpu():
             for layer in self.model.modules():
                 if hasattr(layer, "quant_method") and hasattr(layer.quant_method, "moe_kernel"):
-                    layer.quant_method.moe_kernel = None  # otherwise the loaded weights are not packed for the CPU
+                    layer.quant_method.moe_kernel = None  # else vLLM does not pack the loaded weights again
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load all tensors of the file that ``update_info`` names into the model. Raises ``ValueError`` with the names
-        of parameters that are missing in it."""
+        of parameters that are missing in the file."""
         expected = dict(self.model.named_parameters())
         with safe_open(update_info.path, framework="pt") as file:
             names = list(file.keys())
@@ -82,7 +83,7 @@ class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             raise ValueError(f"{update_info.path} holds nothing for {', '.join(missing[:5])} ({len(missing)} in all)")
 
     def finish_weight_update(self) -> None:
-        """Pack the loaded weights for the kernels, after which the model may compute again."""
+        """Pack the loaded weights for the kernels. After that the model can compute again."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -93,12 +94,13 @@ class Extension:
     """The methods that are added to each worker of vLLM; an engine calls them over HTTP (``/collective_rpc``).
     Importing this module registers :class:`SharedFile`.
 
-    An adapter that is loaded in place through vLLM's own route is read from its files again in every step, as its
-    requests continue asking for that. So the route loads it once, and from then on the workers exchange it.
+    If vLLM's own route loads an adapter in place, every later step reads its files again, since every request repeats
+    the order to load it in place. So the route loads an adapter only once, and later versions are loaded by
+    :meth:`replace_adapter`.
     """
 
     def register_adapter(self, name: str) -> None:
-        """Remember under ``name`` the number that vLLM gave to the adapter that was loaded last."""
+        """Store the number that vLLM has assigned to the last loaded adapter under ``name``."""
         self._numbers()[name] = max(self._worker().list_loras())
 
     def replace_adapter(self, name: str, path: str) -> None:

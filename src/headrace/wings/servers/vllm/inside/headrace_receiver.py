@@ -1,6 +1,6 @@
-"""The receiver of versions on a machine of a server that shares no folder with the engine's process. It runs in one
-worker of each machine, in a thread beside the decoding. An order is a request of the sender to receive one version; its
-``attempt`` is a name that no other order has.
+"""The receiver of weight versions on a machine of a server that shares no folder with the engine's process. It runs in
+one worker of each machine, in a thread, while the worker decodes. An order is the sender's request to receive one
+version; its ``attempt`` is a unique name.
 
 It imports nothing of Headrace, which need not be installed there. The sender is
 ``headrace/wings/servers/client/carrier.py``.
@@ -27,21 +27,21 @@ import torch
 import torch.distributed as dist
 
 LOCK = "lock"
-"""The name of the file that a process locks while it uses the directory. A directory whose file is not locked may be
-removed."""
+"""The name of the file that a process locks while it uses the directory of the versions. A directory without a lock may
+be removed."""
 LOOK_S = 2.0
 """Longest wait for a connection to another run that may be alive, in seconds."""
 _DIRECTORY_NAME = re.compile(r"headrace-\d+-")
 _SHARED_MEMORY = Path("/dev/shm")
-_distributed: Any = dist  # much of it is not in torch's stubs
+_distributed: Any = dist  # torch's stubs lack many of its names
 
 
 class VersionReceiver:
-    """A receiver of versions for one machine. A new order replaces the one before: the thread of the older order, which
-    may still wait for bytes, ends without effect."""
+    """A receiver of versions for one machine. A new order replaces the previous order: the thread of the previous
+    order, which may still wait for bytes, ends without effect."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make a receiver. ``device`` is the worker's device, which NCCL receives on."""
+        """Create a receiver. ``device`` is the worker's device, to which NCCL receives."""
         self._device = device
         self._group: _Group | None = None
         self._directory = _SharedDirectory()
@@ -49,8 +49,8 @@ class VersionReceiver:
         self._changing = threading.Lock()
 
     def other_source(self, run: str) -> str:
-        """Return the address of the machine from which another run than ``run`` sends versions here; empty if there is
-        none. A run is alive as long as its store accepts connections."""
+        """Return the address of the machine from which a run other than ``run`` sends versions to this receiver; empty
+        if there is no such run. A run counts as alive as long as its TCP store accepts connections."""
         group = self._group
         if group is not None and group.run != run:
             with contextlib.suppress(OSError), socket.create_connection(group.store_address, LOOK_S):
@@ -67,8 +67,8 @@ class VersionReceiver:
         threading.Thread(target=self._receive, args=(settings,), name="receive weights", daemon=True).start()
 
     def receive_status(self) -> dict[str, Any]:
-        """Return the state of the latest order: its ``attempt``, and once it has ended ``path`` and ``hashes``, or
-        ``error``."""
+        """Return the state of the latest order: its ``attempt`` and, once the order has ended, ``path`` and ``hashes``,
+        or ``error``."""
         return self._status
 
     def stop_receiving(self) -> None:
@@ -78,8 +78,8 @@ class VersionReceiver:
             self._directory.close()
 
     def _receive(self, order: dict[str, Any]) -> None:
-        """Receive the files of one version and note the outcome, for the sender to read; this is the body of a thread.
-        A later attempt overrides this one."""
+        """Receive the files of one version, and store the outcome, which the sender requests later; this is the body of
+        a thread. If a later order has arrived, store nothing."""
         attempt = order["attempt"]
         try:
             status = {"attempt": attempt, **self._receive_files(order)}
@@ -106,7 +106,7 @@ class VersionReceiver:
         return {"path": str(directory), "hashes": hashes}
 
     def _join_group(self, order: dict[str, Any], attempt: str) -> _Group:
-        """Return the process group that the order names, and join it if this worker is not in it yet."""
+        """Return the process group that the order names; join the group first if this worker is not a member."""
         group, settings = self._group, order["group"]
         if group is None or group.name != settings["name"]:
             with self._while_latest(attempt):
@@ -118,8 +118,8 @@ class VersionReceiver:
 
     @contextlib.contextmanager
     def _while_latest(self, attempt: str) -> Iterator[None]:
-        """Hold the lock while the body runs, in which the state may be changed. Raises :class:`_Overtaken` if the order
-        ``attempt`` is no longer the latest."""
+        """Return a context that holds the lock, so that the state may be changed. Raises :class:`_Overtaken` if the
+        order ``attempt`` is no longer the latest."""
         with self._changing:
             if self._status.get("attempt") != attempt:
                 raise _Overtaken("another order came, or the end")
@@ -131,19 +131,20 @@ class _Overtaken(Exception):
 
 
 class _Group:
-    """A process group of torch.distributed: the engine's process, which is rank 0 and sends, and one worker of each
-    machine. ``run`` is the name of the run that sends."""
+    """A process group of torch.distributed. Its members are the engine's process, which has rank 0 and sends, and one
+    worker of each machine. ``run`` is the name of the sending run."""
 
     def __init__(self, settings: dict[str, Any], run: str, device: torch.device) -> None:
-        """Join the process group to which the run ``run`` invites by ``settings``: its store's address, its size, its
-        backend and its deadline. ``device`` is the worker's, on which NCCL receives; Gloo receives on the CPU."""
+        """Join the process group that ``settings`` describe: the address of its store, its size, its backend and its
+        deadline. ``run`` is the name of the run that sends. ``device`` is the worker's device, to which NCCL receives;
+        Gloo receives on the CPU."""
         self.name, self.run = settings["name"], run
         self.store_address = host, port = settings["host"], settings["port"]
         nccl = settings["backend"] == "nccl"
         self._timeout = timedelta(seconds=settings["deadline_s"])
         self._device = device if nccl else torch.device("cpu")
         if nccl:
-            torch.cuda.set_device(device)  # the current device belongs to the thread
+            torch.cuda.set_device(device)  # the current device is a setting of each thread
         store = _distributed.TCPStore(host, port, None, False, self._timeout)
         rank_and_size = store.add("members", 1), settings["size"]
         if nccl:
@@ -159,8 +160,8 @@ class _Group:
         self._group = make(store, *rank_and_size, options)
 
     def receive(self, file: BinaryIO, num_bytes: int, bucket_bytes: int) -> str:
-        """Receive ``num_bytes`` bytes in broadcasts of at most ``bucket_bytes``, write them to ``file``, and return
-        their SHA-256."""
+        """Receive ``num_bytes`` bytes in broadcasts of at most ``bucket_bytes`` bytes, write them to ``file``, and
+        return their SHA-256 hash."""
         buffer = torch.empty(min(num_bytes, bucket_bytes), dtype=torch.uint8, device=self._device)
         digest = hashlib.sha256()
         order = dist.BroadcastOptions()
@@ -177,16 +178,16 @@ class _Group:
 
 class _SharedDirectory:
     """A directory in the shared memory of this machine for the received versions, which only this user can open.
-    Directories that killed processes left are removed."""
+    Directories that killed processes have left behind are removed."""
 
     def __init__(self) -> None:
-        """Make the object; the directory is made for the first version."""
+        """Create the object; the directory is created for the first version."""
         self._root: Path | None = None
         self._lock = -1
 
     def version(self, name: str, number: int) -> Path:
-        """Return an empty folder for the version ``number`` in the directory ``name``. Of the earlier versions only the
-        newest is kept, since the server may be about to load it."""
+        """Create and return an empty folder for the version ``number`` in the directory ``name``. Delete the earlier
+        versions except the newest, which the server may be about to load."""
         if self._root is None or self._root.name != name:
             self.close()
             self._root = self._make(name)
@@ -210,7 +211,7 @@ class _SharedDirectory:
             self._root = None
 
     def _make(self, name: str) -> Path:
-        """Make the directory ``name``, and remove those that no process uses any more."""
+        """Create and lock the directory ``name``, and remove directories that no process uses any more."""
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         for left in parent.glob("headrace-*"):
             if _DIRECTORY_NAME.match(left.name) and left.is_dir():
@@ -223,7 +224,7 @@ class _SharedDirectory:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a new file for writing, in a folder that is made if needed."""
+    """Open a new file for writing, and create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("wb")
 

@@ -1,0 +1,278 @@
+"""The prediction heads of checkpoints (multi-token prediction): layers behind a model's own, from whose logits drafts
+are drawn.
+
+    state of token i, after the model's last norm ─▶ norm ─┐
+                                                           ├─▶ projection ─▶ decoder layer ─▶ norm ─▶ hidden state
+    embedding of token i + 1 ──────────────────────▶ norm ─┘
+
+The model's own output layer turns the new hidden state into logits of token i + 2, and the head can be applied to that
+state and token i + 2 again (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and output layer are those of the
+model, so that they change with its weights; the head itself stays as it is in the checkpoint.
+
+The decoder layer of a head is loaded as a model of the same kind with one layer, so that transformers converts its
+weights as it does those of the model, and its attention follows the same plans. Importing this module imports neither
+torch nor transformers.
+
+Shape legend: N tokens of a pass, H hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.base.errors import ModelError
+from headrace.models.config import WHOLE, ModelConfig
+from headrace.models.load import INDEX_FILE, RESUMED, ready
+from headrace.models.settings import BUILDING, model_directory, num_later_layers, read_config, read_whole_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from headrace.models.predicting import PredictionHead
+
+HEADS_FILE = "model-heads.safetensors"
+"""The file of a snapshot with the tensors of prediction heads, as they are in the checkpoint that was trained."""
+REMEDY = "set engine.speculation = 'history', which needs no heads, or copy the checkpoint's files again"
+_UNREAD = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+"""The endings of the names of a head's tensors that are copies of the model's own, or computed from its settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadLayout:
+    """The names of the tensors of a checkpoint's first prediction head, and the order of its inputs."""
+
+    prefix: str
+    """The beginning of all names; ``{layer}`` stands for the number of the model's own layers."""
+    embedding_norm: str
+    """The name of the norm of the embedding, after the prefix."""
+    hidden_norm: str
+    """The name of the norm of the hidden state."""
+    projection: str
+    """The name of the layer that projects both to one hidden state."""
+    last_norm: str
+    """The name of the norm after the decoder layer."""
+    hidden_first: bool
+    """Whether the projection takes the hidden state before the embedding."""
+
+    def start(self, config: PreTrainedConfig) -> str:
+        """Return the beginning of the names of the head's tensors in a checkpoint with these settings."""
+        return self.prefix.format(layer=config.num_hidden_layers)
+
+    @property
+    def own(self) -> tuple[str, str, str, str]:
+        """The names of the tensors that are not part of the decoder layer: both norms of the inputs, the projection,
+        the last norm."""
+        return self.embedding_norm, self.hidden_norm, self.projection, self.last_norm
+
+
+_BEHIND = HeadLayout(
+    prefix="model.layers.{layer}.",
+    embedding_norm="enorm.weight",
+    hidden_norm="hnorm.weight",
+    projection="eh_proj.weight",
+    last_norm="shared_head.norm.weight",
+    hidden_first=False,
+)
+"""The layout of DeepSeek-V3 and GLM-4.5."""
+_MIMO = HeadLayout(
+    prefix="model.mtp_layers.0.",
+    embedding_norm="token_layernorm.weight",
+    hidden_norm="hidden_layernorm.weight",
+    projection="input_proj.weight",
+    last_norm="final_layernorm.weight",
+    hidden_first=True,
+)
+"""The layout of MiMo, which computes a Qwen 2."""
+LAYOUTS: dict[str, HeadLayout] = {"deepseek_v3": _BEHIND, "glm4_moe": _BEHIND, "qwen2": _MIMO}
+"""The layout of the prediction heads of each kind of model whose heads can be loaded, by ``model_type``."""
+
+
+def refuse_headless(path: str) -> HeadLayout:
+    """Return the layout of the prediction heads of the model in ``path``. Only its settings and the headers of its
+    files are read.
+
+    Raises :class:`~headrace.base.errors.ModelError` for a kind of model whose heads are not known, for a model without
+    heads, and if tensors of the head are missing or have other shapes than the settings describe.
+    """
+    config, said = read_config(path), f"engine.speculation='heads', and model.path={path!r} is a "
+    layout = LAYOUTS.get(config.model_type)
+    if layout is None or _is_part(path):
+        kinds = ", ".join(sorted(LAYOUTS))
+        raise ModelError(
+            f"{said}{read_whole_config(path).model_type}, of which no prediction heads can be loaded",
+            remedy=f"set engine.speculation = 'history', or use a model of one of these kinds: {kinds}",
+        )
+    if not num_later_layers(config):
+        raise ModelError(
+            f"{said}{config.model_type} without prediction heads: config.json does not say that "
+            "num_nextn_predict_layers is at least 1",
+            remedy="set engine.speculation = 'history', or copy config.json from where the model comes from",
+        )
+    start, hidden = layout.start(config), int(config.hidden_size)
+    shapes = {name: shape for _, name, shape in _headers(model_directory(path))}
+    if not shapes:
+        return layout  # a model of a hub whose weights are fetched later; others without weights have been refused
+    wanted = {name: [hidden, 2 * hidden] if name == layout.projection else [hidden] for name in layout.own}
+    if lacking := [start + name for name in wanted if start + name not in shapes]:
+        raise ModelError(
+            f"{said}{config.model_type} whose config.json says num_nextn_predict_layers={num_later_layers(config)}, "
+            f"but its files hold no {', '.join(lacking)}",
+            remedy=REMEDY,
+        )
+    if wrong := [name for name, shape in wanted.items() if shapes[start + name] != shape]:
+        raise ModelError(
+            f"{said}{config.model_type}: {start}{wrong[0]} has the shape {shapes[start + wrong[0]]}, and a hidden size "
+            f"of {hidden} asks for {wanted[wrong[0]]}",
+            remedy=REMEDY,
+        )
+    return layout
+
+
+def load_head(config: ModelConfig, model: PreTrainedModel) -> PredictionHead:
+    """Load the first prediction head of the checkpoint that ``model`` was loaded from with the settings ``config``, on
+    the same device and in the same number format. Raises what :func:`refuse_headless` does, and
+    :class:`~headrace.base.errors.ModelError` if tensors of its decoder layer are missing or do not fit."""
+    from headrace.models.predicting import PredictionHead
+
+    layout = refuse_headless(config.path)
+    read = read_config(config.path)
+    start = layout.start(read)
+    tensors = {
+        name.removeprefix(start): tensor for name, tensor in _read(model_directory(config.path), (start,)).items()
+    }
+    own = [tensors.pop(name) for name in layout.own]
+    layer = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNREAD)}
+    small = _one_layer(config, read, layer, own[-1])
+    return PredictionHead(small, own[:3], hidden_first=layout.hidden_first).to(model.device)
+
+
+def wanted_head(speculation: str, config: ModelConfig, model: PreTrainedModel) -> PredictionHead | None:
+    """Return the prediction head that an engine with the setting ``speculation`` needs; ``None`` for none. The other
+    arguments, and the errors, are those of :func:`load_head`."""
+    return load_head(config, model) if speculation == "heads" else None
+
+
+def later_tensors(base: Path) -> list[str]:
+    """Return the names of the tensors in the checkpoint ``base`` that belong to prediction heads, of any kind of model,
+    in the order of its files; none for a multimodal checkpoint, and for a directory without a model. The model does not
+    have them, so that a snapshot of it copies them from there."""
+    if not (base / "config.json").is_file() or _is_part(str(base)):
+        return []
+    return [name for _, name, _ in _headers(base) if _is_later(name, int(read_config(str(base)).num_hidden_layers))]
+
+
+def later_bytes(base: Path) -> int:
+    """Return about how many bytes :func:`copy_later` writes for the checkpoint ``base``, at most."""
+    later = set(later_tensors(base))
+    return sum(4 * math.prod(shape) for _, name, shape in _headers(base) if name in later)
+
+
+def copy_later(base: Path, directory: Path) -> None:
+    """Copy the tensors of the prediction heads of the checkpoint ``base`` bit for bit into a snapshot of its model in
+    ``directory``, whose weights have been written, as the file :data:`HEADS_FILE`, and list them in the index of the
+    weights there, which is made if there is none. Without such tensors nothing is written."""
+    from safetensors.torch import save_file
+
+    held = {name for _, name, _ in _headers(directory)}
+    names = [name for name in later_tensors(base) if name not in held]
+    if not names:
+        return
+    tensors = _read(base, tuple(names))
+    save_file({name: tensors[name] for name in names}, directory / HEADS_FILE, metadata={"format": "pt"})
+    index = directory / INDEX_FILE
+    if index.is_file():
+        tree = json.loads(index.read_text(encoding="utf-8"))
+        tree["weight_map"] |= dict.fromkeys(names, HEADS_FILE)
+    else:
+        size = sum(file.stat().st_size for file in {file for file, _, _ in _headers(directory)})
+        files = {name: file.name for file, name, _ in _headers(directory)}
+        tree = {"metadata": {"total_size": size}, "weight_map": files}
+    index.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+
+
+def _is_part(path: str) -> bool:
+    """Return whether the model that is used of the checkpoint in ``path`` is a part of a multimodal one."""
+    whole = read_whole_config(path)
+    return type(whole) is not type(read_config(path)) or bool(whole.to_dict().get(WHOLE))
+
+
+def _is_later(name: str, num_layers: int) -> bool:
+    """Return whether the tensor ``name`` belongs to a prediction head, in a checkpoint of ``num_layers`` layers.
+
+    >>> [_is_later(name, 2) for name in ("model.layers.1.norm", "model.layers.2.enorm.weight", "mtp.fc.weight")]
+    [False, True, True]
+    """
+    numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
+    return any(part.startswith("mtp") for part in name.split(".")) or any(int(one) >= num_layers for one in numbers)
+
+
+def _headers(directory: Path) -> Iterator[tuple[Path, str, list[int]]]:
+    """Yield the file, the name and the shape of each tensor of the weights in ``directory``."""
+    from safetensors import safe_open
+
+    for file in sorted(each for each in directory.glob("*.safetensors") if not each.name.startswith(RESUMED)):
+        with safe_open(file, framework="numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it cannot be iterated over
+                yield file, name, opened.get_slice(name).get_shape()
+
+
+def _read(directory: Path, starts: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return the tensors of the weights in ``directory`` whose names begin with one of ``starts``."""
+    from safetensors import safe_open
+
+    files = dict.fromkeys(file for file, name, _ in _headers(directory) if name.startswith(starts))
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            names = [name for name in opened.keys() if name.startswith(starts)]  # noqa: SIM118 - it cannot be iterated
+            found |= {name: opened.get_tensor(name) for name in names}
+    return found
+
+
+def _one_layer(
+    config: ModelConfig, read: PreTrainedConfig, layer: Mapping[str, Tensor], norm: Tensor
+) -> PreTrainedModel:
+    """Return a model of the kind that ``read`` describes, with the tensors ``layer`` as its only layer and ``norm`` as
+    its last norm. Its vocabulary has one token, which is never used. Raises
+    :class:`~headrace.base.errors.ModelError` if the tensors are not those of such a layer."""
+    import torch
+
+    from headrace.models.attention import NAME
+    from headrace.models.text_part import causal_class
+    from headrace.models.weights import refuse_not_finite
+
+    small, said = copy.deepcopy(read), f"engine.speculation='heads': the prediction head of model.path={config.path!r}"
+    changes: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 1, "pad_token_id": None}
+    changes |= {"layer_types": ["full_attention"], "first_k_dense_replace": 0}  # a mixture's head is a mixture
+    for name, value in changes.items():
+        if name in small.to_dict():
+            setattr(small, name, value)
+    blank = torch.zeros(1, small.hidden_size)
+    state = {f"model.layers.0.{name}": tensor for name, tensor in layer.items()}
+    state |= {"model.norm.weight": norm, "model.embed_tokens.weight": blank, "lm_head.weight": blank}
+    kind, dtype = causal_class(small), getattr(torch, config.dtype)
+    assert kind is not None, "refused when the model was loaded"
+    try:
+        with BUILDING:
+            model, info = kind.from_pretrained(
+                None, config=small, state_dict=state, dtype=dtype, attn_implementation=NAME, output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except Exception as error:  # foreign tensors may raise anything
+        raise ModelError(f"{said} cannot be loaded: {type(error).__name__}: {error}", remedy=REMEDY) from error
+    wrong = [f"{name} has the shape {list(found)}, not {list(fit)}" for name, found, fit in info["mismatched_keys"]]
+    wrong += [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    wrong += [f"{name} has no place in it" for name in sorted(info["unexpected_keys"])]
+    if wrong:
+        shown = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise ModelError(f"{said} does not fit config.json: {shown}", remedy=REMEDY)
+    refuse_not_finite(model, config.path)
+    return ready(model).requires_grad_(requires_grad=False)
