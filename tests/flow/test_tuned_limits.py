@@ -35,6 +35,16 @@ def test_cap_doubles_until_the_first_sign_of_pressure_and_then_climbs_by_steps()
     assert cap.capacity == 30
 
 
+def test_cap_doubles_again_when_an_engine_was_added() -> None:
+    cap = Concurrency(floor=4, capacity=16, last_stats=FRESH, searching=False)
+    cap, _ = looks(cap, FRESH)
+    assert cap.capacity == 17
+    cap, _ = looks(cap, EngineStats(cache_blocks=200))
+    assert cap.capacity == 34
+    cap, _ = looks(replace(cap, searching=False), FRESH)
+    assert cap.capacity == 35, "one that was removed is no reason"
+
+
 def test_second_cut_waits_until_the_first_has_taken_effect() -> None:
     cap = Concurrency(floor=4, capacity=16, last_stats=FRESH)
     for preempted in range(1, 5):

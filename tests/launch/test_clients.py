@@ -78,7 +78,11 @@ def test_a_snapshot_may_wait_for_a_step_that_takes_hours_but_its_announcement_ma
 
 @pytest.mark.parametrize("side", ["engine", "learner"])
 def test_the_parts_of_a_run_are_waited_for_as_long_as_its_settings_say(side: str) -> None:
-    order = SimpleNamespace(sync=SyncConfig(), version_bytes=5 * 10**9)  # 60 s, and one for each 50 MB
+    engines = {"engine": SimpleNamespace(count=1), "agents": {}, "teachers": {}}
+    devices = SimpleNamespace(engines=("cpu",))
+    order = SimpleNamespace(  # 60 s, and one for each 50 MB
+        sync=SyncConfig(), version_bytes=5 * 10**9, devices=devices, **engines
+    )
     site = SimpleNamespace(token="t", on_spans=lambda _: None)
     processes = Processes(site=site, starter=None, order=order, weights=Path("weights"))  # type: ignore[arg-type]
 

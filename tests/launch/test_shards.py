@@ -247,6 +247,18 @@ async def replace_engine(made: World, group: asyncio.TaskGroup) -> None:
     await made.start_engine("engine-0", group)
 
 
+async def resize(made: World, group: asyncio.TaskGroup) -> None:
+    """Add an engine, and remove another when it has ended its requests."""
+    await asyncio.sleep(0.05)
+    await made.start_engine("engine-2", group)
+    made.fleet.retire("engine-1")
+    for _ in range(200):  # what is left then continues on others
+        if made.fleet.load("engine-1"):
+            await asyncio.sleep(0.02)
+    made.fleet.leave("engine-1")
+    made.clients.pop("engine-1").end(ComponentDied("removed", remedy="none"))
+
+
 async def run_alone(made: World, number: int, rng: random.Random) -> list[EpisodeGraph]:
     """Run the episodes of a group one by one, of which one is withdrawn at some time."""
     handles = [Withdrawal() for _ in range(SIZE)]
@@ -286,7 +298,8 @@ def test_episodes_end_once_with_their_own_tokens_while_shards_and_engines_are_ki
             killing = group.create_task(kill_shards(made, rng))
             await run_groups(made, range(24))
             await replace_engine(made, group)
-            await run_groups(made, range(24, 48))
+            await asyncio.gather(run_groups(made, range(24, 48)), resize(made, group))
+            await run_groups(made, range(48, 54))
             killing.cancel()
             assert len(made.recoveries) >= 2
             assert all("SIGKILL" in each.cause for each in made.recoveries)
@@ -294,7 +307,7 @@ def test_episodes_end_once_with_their_own_tokens_while_shards_and_engines_are_ki
 
     asyncio.run(run())
     keys = sorted(episode.key for episode in ended)
-    assert keys == [EpisodeKey(number, place) for number in range(48) for place in range(SIZE)]
+    assert keys == [EpisodeKey(number, place) for number in range(54) for place in range(SIZE)]
     for episode in ended:
         refuse_wrong(episode)
 

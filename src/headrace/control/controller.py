@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 RECOVERY = "recovery"
 """The kind of the ledger's notes about parts of the run that died and were restarted."""
+ENGINES = "engines"
+"""The kind of the ledger's notes about engines that were added or removed."""
 
 
 class Controller:
@@ -301,6 +303,12 @@ class Controller:
             return
         state.event(str(recovery))
         state.metrics.recovered(recovery)
+
+    def record_engine_change(self, text: str) -> None:
+        """Record that engines were added or removed while the run goes on; ``text`` says which."""
+        self.state.board.progress()
+        self._note(ENGINES, text)
+        self.state.event(text)
 
     def _note(self, kind: str, detail: str) -> None:
         """Write a note about an event of the run to the ledger. ``kind`` is one word, ``detail`` a description of the

@@ -9,6 +9,7 @@ the link, and a preempted sequence to a lost packet.
     more requests wait than half of those that run        a step down
     the cap is reached, nothing waits, the cache has room a step up; doubled until there was a first sign of pressure
     otherwise                                             no change
+    the cache grew, since an engine was added             as before the first sign of pressure
 
 The cap is never lower than one batch, so that a step is always possible, and never higher than the lead allows.
 
@@ -63,7 +64,8 @@ class Concurrency:
         (12, 'capacity 16 → 12 groups: 3 sequences had to leave the cache')
         """
         limit = max(limit, self.floor)
-        state = replace(self, last_stats=stats, capacity=min(self.capacity, limit))
+        grew = stats.cache_blocks > self.last_stats.cache_blocks > 0
+        state = replace(self, last_stats=stats, capacity=min(self.capacity, limit), searching=self.searching or grew)
         step = max(1, self.floor // 4)
         in_effect = num_running <= state.capacity
         preempted = stats.preempted - self.last_stats.preempted
@@ -80,7 +82,7 @@ class Concurrency:
         if num_running < state.capacity or stats.waiting or used > RISE_BELOW:
             return state, ""
         why = "all of it is in use and nothing waits" + (f" (cache {used:.0%} used)" if stats.cache_blocks else "")
-        return state._with_capacity(2 * state.capacity if self.searching else state.capacity + step, limit, why)
+        return state._with_capacity(2 * state.capacity if state.searching else state.capacity + step, limit, why)
 
     def _with_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
         """Return the state with ``capacity``, limited to the range from one batch to ``limit``, and a sentence that

@@ -246,6 +246,11 @@ class Child:
                 self._old_logs.popleft().unlink()
 
     async def end(self, farewell: object) -> None:
+        """Let the process shut down (:meth:`shut_down`), and release it."""
+        await self.shut_down(farewell)
+        self.close()
+
+    async def shut_down(self, farewell: object) -> None:
         """Order the process to shut down with the message ``farewell``, and kill it if it does not end within
         :data:`GRACE_S`. A process that is still starting is killed at once."""
         can_shut_down = self.peer.ready.done() and self._process.accepts_shutdown  # a loading process reads no orders
@@ -255,7 +260,6 @@ class Child:
                 async with asyncio.timeout(GRACE_S):
                     await self._process.wait()
         await self.kill()
-        self.close()
 
     async def kill(self) -> None:
         """Kill the process now, together with all processes that it has started, which could outlive it."""

@@ -3,7 +3,7 @@ name. A *part* of a run is one of its processes: an engine, a rank of the learne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -125,6 +125,10 @@ class Launcher:
     :class:`~headrace.launch.order.LaunchOrder`. Its resources on other machines are released after the body."""
     cluster: ClusterLaunch | None = None
     """The functions for other machines; ``None`` if every process is on this machine."""
+    engine_room: Callable[[Any, tuple[str, ...]], Awaitable[None]] | None = None
+    """Checks whether engines with the given names can be added while a run goes on, given the starter that ``starting``
+    has opened, and raises :class:`~headrace.base.errors.ConfigError` if there is no room for them. Their processes are
+    then started as those of other engines are. ``None``: engines are started only with the run."""
 
 
 def _problem(made: Any) -> str | None:

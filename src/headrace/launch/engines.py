@@ -11,20 +11,29 @@ answered an order. It is killed after ``launch.engine_silence_s`` seconds of sil
 The sequences of a dead engine continue on other engines, or wait for its restart. The learner is not affected. An
 engine that is alive but does not receive new weights is not restarted: it finishes its sequences, and serves again
 after it has received a later version.
+
+Engines are added and removed while the run goes on (:mod:`headrace.launch.resizing` decides which):
+
+    add ──▶ loading ──▶ joins the fleet ──the newest weights──▶ serves     one that ends before is forgotten
+    remove ──▶ ends its sequences, and gets no new ones ──▶ shuts down     after a time the others continue the rest
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
 from headrace.base.clock import Clock
 from headrace.base.types.observation import Recovery
+from headrace.base.types.weights import Interrupt
 from headrace.engine.fleet import Fleet
 from headrace.launch.child import Child
 from headrace.launch.clients import EngineClient
 from headrace.launch.supervision import Outage, SupervisionConfig, Supervisor
 
+DRAIN_TICK_S = 0.1
+"""Seconds between two checks whether an engine that is being removed has ended its sequences."""
 DEATH_KNOWN_S = 3.0
 """Seconds after which it is certain whether an engine that did not receive weights is dead."""
 
@@ -75,6 +84,11 @@ class Engines(Supervisor):
         peers = [self.client(name) for name in self.fleet.in_step()]
         return {peer.orders_address: peer.weights_address for peer in peers if peer.orders_address}
 
+    def commit_when_staged(self, mode: Interrupt) -> Interrupt | None:
+        """Return ``mode`` if the present engines may commit a version in it as soon as each has staged it; ``None`` if
+        the controller orders the commits."""
+        return mode if self.fleet.commits_when_staged(mode) else None
+
     def client(self, name: str) -> EngineClient:
         """Return the client of the current process of the engine ``name``."""
         peer = self.children[name].peer
@@ -94,6 +108,7 @@ class Engines(Supervisor):
             if why:
                 outage = self._record_missed_version(child.role, why, since_s, outage)
                 await self.fleet.wait_until_serving(child.role)
+            self._serves(child.role)
             if outage is not None:
                 self.recovered(child.role, outage)
                 outage = None
@@ -102,6 +117,62 @@ class Engines(Supervisor):
     def leave(self, name: str) -> int:
         """Remove the engine ``name`` from the fleet, and return the number of sequences that it had."""
         return self.fleet.leave(name)
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """The names of the engines that get requests now."""
+        return tuple(name for name in self.names if self.fleet.serves(name))
+
+    def is_lasting(self, name: str) -> bool:
+        """Return whether the engine ``name`` is started again if it dies: it has served, and is not being removed."""
+        return name not in self._additions and name not in self._removals
+
+    def status(self, name: str) -> str:
+        """Return what the engine ``name`` does, in one word: ``starting``, ``serving``, ``waiting`` for new weights, or
+        ``leaving``."""
+        if name in self._removals:
+            return "leaving"
+        if name not in self.fleet.names:
+            return "starting"
+        return "serving" if self.fleet.serves(name) else "waiting"
+
+    def begin_removal(self, name: str) -> asyncio.Future[int]:
+        """Give the engine ``name`` no new requests; it is not started again if it ends. Return the future that is done
+        when it has ended, with the number of its sequences that continue on other engines."""
+        self.fleet.retire(name)
+        return super().begin_removal(name)
+
+    async def end_removal(self, name: str, ended: asyncio.Future[int], drain_s: float) -> int:
+        """Wait until the engine ``name``, whose removal has begun with the future ``ended``, has ended its sequences,
+        or until ``drain_s`` seconds have passed; then let its process shut down, and wait for its end. Return the
+        number of its sequences that continue on other engines."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await self._drain(name)
+        if not ended.done():
+            self.order_kill(name, f"{name} was removed")
+        return await ended
+
+    async def _drain(self, name: str) -> None:
+        """Wait until the engine ``name`` has no sequences, or has left the fleet."""
+        while True:
+            if name not in self.fleet.names or not self.fleet.load(name):
+                return
+            await asyncio.sleep(DRAIN_TICK_S)
+
+    def _serves(self, name: str) -> None:
+        """Note that the engine ``name`` serves. One that was added counts as one of the fleet from now on."""
+        self._added(name)
+        self._count()
+
+    def _forget(self, name: str, carried_over: int = 0) -> None:
+        """Forget the engine ``name``, which has ended and is not started again."""
+        super()._forget(name, carried_over)
+        self._count()
+
+    def _count(self) -> None:
+        """Tell the fleet how many engines it has: those that were added count when they serve."""
+        self.fleet.resize(len(self.names) - len(self._additions))
 
     def _record_missed_version(self, name: str, why: str, since_s: float, outage: Outage | None) -> Outage:
         """Report that the engine ``name`` has not received new weights since ``since_s``, for the reason ``why``.

@@ -37,6 +37,7 @@ from headrace.launch.engines import Engines
 from headrace.launch.environments import JOINING, JoinServer, environment_pool, environment_start, episode_limits
 from headrace.launch.order import LaunchedRun, LaunchOrder
 from headrace.launch.processes import Processes, open_directories
+from headrace.launch.resizing import FleetResizer
 from headrace.launch.supervision import REMEDY, Supervisor
 from headrace.launch.vitals import Vitals
 from headrace.models.settings import read_config
@@ -74,8 +75,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         learner_client = await processes.start_learner()
         learner_client.receivers, learner_client.lacking = engines.addresses, engines.lacking
         learner_client.engines_in_step = engines.in_step
-        if engines.fleet.commits_when_staged(order.sync.interrupt):
-            learner_client.commit_when_staged = order.sync.interrupt
+        learner_client.commit_when_staged = partial(engines.commit_when_staged, order.sync.interrupt)
         vitals = _make_vitals(processes)
         async with _supervise(processes, supervised, pool, own_envs, join_server, vitals=vitals):
             parts = Components(
@@ -99,6 +99,8 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
                 send_signs_to=vitals.send_messages_to,
                 send_recoveries_to=partial(_send_recoveries, supervised),
                 facts=processes.facts,
+                changes=FleetResizer(processes, engines),
+                private=processes.site.directory,
             )
 
 

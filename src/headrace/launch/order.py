@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from headrace.algo.config import AlgoConfig
+from headrace.base.types.messages.program import EngineStatus
 from headrace.base.types.observation import Event, Recovery
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
@@ -138,6 +140,39 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The address of its machine; empty for the controller's machine."""
 
 
+OnProgress = Callable[[str], None]
+"""A function that is called with texts about a change that is under way."""
+
+
+class EngineChanges(Protocol):
+    """Changes of the engines of a run while it goes on."""
+
+    def send_changes_to(self, on_change: OnProgress) -> None:
+        """Call ``on_change`` with one sentence about every later change, for the log of the run."""
+        ...
+
+    def status(self) -> tuple[EngineStatus, ...]:
+        """Return the status of every engine of the policy."""
+        ...
+
+    async def add(self, num: int, on_progress: OnProgress) -> tuple[str, ...]:
+        """Add ``num`` engines, and wait until all of them serve the newest version; return their names.
+
+        Raises :class:`~headrace.base.errors.ConfigError` if the run cannot have more engines, or if one of them ended
+        before it served; the others are added all the same.
+        """
+        ...
+
+    async def remove(self, name: str, num: int, drain_s: float, on_progress: OnProgress) -> tuple[str, ...]:
+        """Remove the engine ``name`` or, if that is empty, the last ``num`` engines, and wait until their processes
+        have ended; return their names. Each has ``drain_s`` seconds to end its sequences, and the other engines
+        continue the rest.
+
+        Raises :class:`~headrace.base.errors.ConfigError` for engines that cannot be removed.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRun:
     """The parts of a launched run, and functions that report the state of their processes."""
@@ -155,3 +190,7 @@ class LaunchedRun:
     """Makes the supervisors report to the given function when a part has died, and when it serves again."""
     facts: Callable[[], Facts]
     """Returns the facts that the engines and the learner report about themselves."""
+    changes: EngineChanges
+    """Adds and removes engines."""
+    private: Path
+    """A directory of this machine that only the user of the run can enter; it exists as long as the processes do."""

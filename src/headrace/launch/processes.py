@@ -29,11 +29,12 @@ from headrace.launch.child import Child, ProcessSpec, Rendezvous, Starter
 from headrace.launch.clients import EngineClient, EnvPeer, LearnerClient, RankClient
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.clients.rollout import RolloutClient
-from headrace.launch.engines import Engines, engine_names
+from headrace.launch.engines import Engines
 from headrace.launch.interleaving import interleaving_file
 from headrace.launch.leases import Lease, sweep
 from headrace.launch.lending import make_activity_file
 from headrace.launch.order import ComponentStatus, Facts, LaunchOrder
+from headrace.launch.places import EnginePlaces, teacher_role
 from headrace.launch.rollouts import RolloutShards, shard_names
 from headrace.launch.starts import (
     EngineStart,
@@ -77,6 +78,12 @@ class Processes:
     :func:`~headrace.rollout.scoring.fit.columns_for`."""
     num_environments: int = 0
     """Number of environment workers that were started, including workers that were replaced."""
+    places: EnginePlaces = field(init=False)
+    """The engines that the run has now, with their devices."""
+
+    def __post_init__(self) -> None:
+        """Begin with the engines of the order."""
+        self.places = EnginePlaces(self.order)
 
     def refuse_little_room(self) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if this machine has too little space for the versions of the
@@ -87,7 +94,7 @@ class Processes:
     def engines(self, *, own_weights: bool = False) -> Engines:
         """Return the supervisor of the policy's engines. The engines are not started yet. With ``own_weights``, each
         engine uses the weights of the model directory and receives no weights from a learner."""
-        return self._engines(engine_names(self.order.engine.count), self.order.model, own_weights=own_weights)
+        return self._engines(self.places.policy, self.order.model, own_weights=own_weights)
 
     def agents(self) -> dict[str, Engines]:
         """Return, for each agent with frozen weights, the supervisor of its engine, by the agent's name. The engines
@@ -138,7 +145,7 @@ class Processes:
             deadline_s=order.sync.longest_s(order.version_bytes),
             environment=self._shard_env_settings() if order.env.remote else None,
         )
-        self._forget_replaced()
+        self.forget_ended()
 
         def client(channel: ControllerChannel) -> RolloutClient:
             """Return the peer of the shard."""
@@ -185,19 +192,19 @@ class Processes:
         # a run can be replayed only if one engine handles all requests
         is_only_engine = order.engine.count == 1 and not order.launch.rollouts
         teachers = {teacher_role(teacher): served for teacher, served in order.teachers.items()}
-        names = self._engine_names()
-        place = names.index(name)
-        devices = Devices(engines=(order.devices.engines[place],), learner=()) if order.launch.remote else order.devices
+        place, num_engines, devices = self.places.index(name), len(self.places.names), self.places.devices
+        if order.launch.remote:
+            devices = Devices(engines=(devices.engines[place],), learner=())
         config = order.engine.for_engine(0 if order.launch.remote else place, devices)
         if name in teachers:  # a teacher samples nothing and reads one sequence at a time
             config = config.model_copy(update={"max_sequences": 1, "cache_tokens": None, "speculation": "off"})
-        num_threads = order.launch.threads("engine", len(names), num_cores())
+        num_threads = order.launch.threads("engine", num_engines, num_cores())
         start = EngineStart(
             model=model.model_dump(mode="json"),
             engine=config.model_dump(mode="json"),
             max_context=teachers[name].max_context if name in teachers else order.max_context,
             num_threads=num_threads,
-            lending=self._lending_settings(place, len(names)),
+            lending=self._lending_settings(place, num_engines),
             route=self._route(),
             record_kept=order.sampling.record_kept and not own_weights,
             record_routing=order.sampling.record_routing and not own_weights,
@@ -208,7 +215,7 @@ class Processes:
             interleaving=str(order.run_dir / interleaving_file(name)) if is_only_engine and not own_weights else "",
             recorded=None if own_weights else order.recorded,
         )
-        self._forget_replaced()
+        self.forget_ended()
         return await self._start(name, start, num_threads, partial(self._engine_client, name))
 
     async def start_learner(self) -> LearnerClient:
@@ -216,7 +223,7 @@ class Processes:
         order = self.order
         world = order.learner.parallel.world
         num_threads = order.launch.threads("learner", world, num_cores())
-        num_engines = len(self._engine_names())
+        num_engines = len(self.places.names)
         start = LearnerStart(
             model=order.model.model_dump(mode="json"),
             learner=self._learner_settings(0),
@@ -239,13 +246,6 @@ class Processes:
             await self._start(name, other, num_threads, partial(self._rank_client, name))
         assert isinstance(child.peer, LearnerClient)
         return child.peer
-
-    def _engine_names(self) -> tuple[str, ...]:
-        """Return the names of all engines of the run: the engines of the policy, then of the agents, then of the
-        teachers."""
-        order = self.order
-        others = (*(f"agent-{agent}" for agent in order.agents), *map(teacher_role, order.teachers))
-        return (*engine_names(order.engine.count), *others)
 
     def _lending_settings(self, place: int, num_engines: int) -> Lending | None:
         """Return how the cores are divided, for the part with the index ``place``; ``None`` if no cores are lent. The
@@ -288,7 +288,7 @@ class Processes:
         start = ScorerStart(reward=reward.model_dump(mode="json"), columns=self.columns[reward.label], keep=limits)
         name = f"scorer-{self.num_scorers}"
         self.num_scorers += 1
-        self._forget_replaced()
+        self.forget_ended()
         return await self._start(name, start, num_threads=1, make_peer=partial(self._foreign_peer, name))
 
     async def start_environment(self, start: EnvironmentStart, elsewhere: Starter | None = None) -> Child:
@@ -296,12 +296,12 @@ class Processes:
         joined the run; ``None`` means the run's own starter."""
         name = f"environment-{self.num_environments}"
         self.num_environments += 1
-        self._forget_replaced()
+        self.forget_ended()
         make_peer = partial(self._env_peer, name)
         return await self._start(name, start, num_threads=1, make_peer=make_peer, elsewhere=elsewhere)
 
-    def _forget_replaced(self) -> None:
-        """Remove ended processes that were replaced from the list of the run's processes."""
+    def forget_ended(self) -> None:
+        """Remove ended processes, which were replaced or removed, from the list of the run's processes."""
         self.children = [child for child in self.children if not child.closed]
 
     def _route(self) -> Route:
@@ -385,15 +385,6 @@ class Processes:
         return LearnerClient(
             "learner", channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s
         )
-
-
-def teacher_role(name: str) -> str:
-    """Return the name of the engine process of the teacher ``name``. The name of a run's only teacher may be empty.
-
-    >>> teacher_role(""), teacher_role("math")
-    ('teacher', 'teacher-math')
-    """
-    return f"teacher-{name}" if name else "teacher"
 
 
 def _version(peer: Peer) -> int | None:

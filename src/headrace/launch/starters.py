@@ -28,5 +28,9 @@ async def _open_starter(order: LaunchOrder) -> AsyncIterator[Starter]:
         yield LocalStarter(order.forks)
 
 
-LOCAL = Launcher(starting=_open_starter)
+async def _room_here(starter: Starter, names: tuple[str, ...]) -> None:
+    """Accept all engines: on this machine only GPUs are counted, which are chosen elsewhere."""
+
+
+LOCAL = Launcher(starting=_open_starter, engine_room=_room_here)
 """The launcher for ``launch.kind = "local"``."""

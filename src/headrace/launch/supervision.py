@@ -7,6 +7,9 @@ and restarts a process that dies, as long as the number of restarts allows it.
 
 If a process reports an error during its first start, the settings are wrong, and the run ends with that error. If a
 signal killed the process before it was ready, it could not report an error, and it is started again.
+
+Processes can be added while the run goes on, and removed. One that is added and ends before it serves for the first
+time is removed again, and the run goes on. One that is being removed may end at any time, and is not started again.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.base.clock import Clock
-from headrace.base.errors import ComponentDied, DeadlineError, EngineUnfit
+from headrace.base.errors import ComponentDied, DeadlineError, EngineUnfit, HeadraceError
+from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.observation import Recovery
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.fleet.member import TICK_S
@@ -81,6 +85,14 @@ class Supervisor(ABC):
         self.restarts = Counter[str]()
         """How many times each process was started again, by name."""
         self._on_recovery: Callable[[Recovery], None] = lambda _: None
+        self._tasks: asyncio.TaskGroup | None = None
+        """The tasks that supervise one process each; ``None`` before :meth:`run`."""
+        self._additions: dict[str, asyncio.Future[None]] = {}
+        """For each process that was added and has not served yet, the future that is done when it serves, or that has
+        the error with which it ended."""
+        self._removals: dict[str, asyncio.Future[int]] = {}
+        """For each process that is being removed, the future that is done when it has ended, with the number of its
+        sequences that continue elsewhere."""
 
     @abstractmethod
     async def serve(self, child: Child, outage: Outage | None) -> None:
@@ -114,11 +126,50 @@ class Supervisor(ABC):
     async def run(self) -> None:
         """Supervise the processes. This ends only by cancellation, or with a
         :class:`~headrace.base.errors.HeadraceError` if a process has died and must not be restarted."""
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as self._tasks:
             for name in self.names:
-                group.create_task(self._keep_running(name))
+                self._tasks.create_task(self._keep_running(name))
             if self._config.restarts:
-                group.create_task(self.watch())
+                self._tasks.create_task(self.watch())
+
+    async def add(self, name: str) -> None:
+        """Start one more process, ``name``, and wait until it serves. Raises the
+        :class:`~headrace.base.errors.HeadraceError` with which it ended before that; the run goes on without it."""
+        assert self._tasks is not None
+        self.names = (*self.names, name)
+        self._kill_events[name] = asyncio.Event()
+        served = self._additions[name] = asyncio.get_running_loop().create_future()
+        try:
+            await self._start_one(name)
+        except BaseException:
+            self._forget(name)
+            raise
+        self._tasks.create_task(self._keep_running(name))
+        await served
+
+    def begin_removal(self, name: str) -> asyncio.Future[int]:
+        """Note that the process ``name`` is being removed: it may end at any time from now on, and is not started
+        again. Return the future that is done when it has ended, with the number of its sequences that continue
+        elsewhere."""
+        removal = self._removals[name] = asyncio.get_running_loop().create_future()
+        return removal
+
+    def _added(self, name: str) -> None:
+        """Note that the process ``name`` serves: from now on, one that was added is treated as the others are."""
+        served = self._additions.pop(name, None)
+        if served is not None and not served.done():
+            served.set_result(None)
+
+    def _forget(self, name: str, carried_over: int = 0) -> None:
+        """Forget the process ``name``, which has ended and is not started again. ``carried_over`` of its sequences
+        continue elsewhere."""
+        self.names = tuple(other for other in self.names if other != name)
+        for known in (self.children, self._kill_events, self._kill_reasons, self._additions, self.restarts):
+            known.pop(name, None)
+        self._set_patience()
+        removal = self._removals.pop(name, None)
+        if removal is not None and not removal.done():
+            removal.set_result(carried_over)
 
     def order_kill(self, name: str, why: str) -> None:
         """Make the task that supervises the process ``name`` kill it. ``why`` becomes the cause of its end."""
@@ -136,20 +187,45 @@ class Supervisor(ABC):
 
     async def _start_one(self, name: str) -> None:
         """Start the process ``name``. It has not loaded anything yet when this returns."""
-        child = self.children[name] = await self._start(name)
-        child.peer.waits_while_halted = len(self.names) == 1 or not self._config.restarts
+        self.children[name] = await self._start(name)
+        self._set_patience()
+
+    def _set_patience(self) -> None:
+        """Let the answers of a process that is stopped be waited for if it is the only one, or if none is started
+        again."""
+        for child in self.children.values():
+            child.peer.waits_while_halted = len(self.names) == 1 or not self._config.restarts
 
     async def _keep_running(self, name: str) -> None:
-        """Wait until the process ``name`` ends, and start it again. Repeat this until this call is cancelled, or until
-        a death ends the run."""
+        """Wait until the process ``name`` ends, and start it again. Repeat this until this call is cancelled, until the
+        process is removed, or until a death ends the run."""
         outage: Outage | None = None
         while True:
             child = self.children[name]
             cause = await self._run_until_death(child, outage)
+            if name in self._removals or name in self._additions:
+                self._end_without_restart(child, cause)
+                return
             outage = self._record_death(child, cause, outage)
             child.close()
             self._kill_events[name].clear()
-            await self._start_one(name)
+            try:
+                await self._start_one(name)
+            except HeadraceError:
+                if name not in self._removals:
+                    raise
+                self._forget(name)
+                return
+
+    def _end_without_restart(self, child: Child, cause: str) -> None:
+        """Stop to use the process ``child``, which has ended because it is being removed, or before it served for the
+        first time; then its error goes to the caller of :meth:`add`."""
+        carried_over, served = self.leave(child.role), self._additions.get(child.role)
+        child.close()
+        self._forget(child.role, carried_over)
+        if served is not None and not served.done():
+            error = child.peer.reported_error or ComponentDied(cause, remedy="look at its log in the run directory")
+            served.set_exception(error)
 
     async def _run_until_death(self, child: Child, outage: Outage | None) -> str:
         """Supervise one process until its end, and return the cause of its end. ``outage`` is the outage that this
@@ -174,7 +250,7 @@ class Supervisor(ABC):
         start."""
         limit_s = self._config.start_timeout_s
         await asyncio.wait([child.peer.ready], timeout=limit_s)
-        if not child.peer.ready.done() and outage is None:
+        if not child.peer.ready.done() and outage is None and child.role not in self._additions:
             halted = child.peer.halted and f"; it {child.peer.halted}"
             raise DeadlineError(
                 f"{child.role} did not start within {limit_s:g} s{halted}",
@@ -186,9 +262,13 @@ class Supervisor(ABC):
         await self.serve(child, outage)
 
     async def _kill_when_ordered(self, child: Child) -> None:
-        """Wait until :meth:`order_kill` is called for this process, and kill it."""
+        """Wait until :meth:`order_kill` is called for this process, and kill it; one that is being removed is ordered
+        to shut down first."""
         await self._kill_events[child.role].wait()
-        await child.kill()
+        if child.role in self._removals:
+            await child.shut_down(Shutdown())
+        else:
+            await child.kill()
 
     async def _order_kill_when_stopped(self, child: Child) -> None:
         """Order the kill of a process that was stopped for ``silence_s`` and has not answered an order.

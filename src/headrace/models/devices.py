@@ -15,7 +15,7 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -159,6 +159,34 @@ def _multi_gpu_engines(
     last_first = free if named else free[len(free) - width * count :]
     gpu_sets = [last_first[at : at + width] for at in range(0, width * count, width)]
     return tuple(f"{CUDA}:{','.join(map(str, gpu_set))}" for gpu_set in (gpu_sets if named else gpu_sets[::-1]))
+
+
+def device_of_one_more(engine: str, devices: Devices, *, gpus: int, width: int = 1, only_cpu: bool = False) -> str:
+    """Return the device for one more engine of ``width`` GPUs beside the parts that compute on ``devices``, on a
+    machine with ``gpus`` GPUs: the last GPUs that no other part uses, or the CPU. For ``engine`` and ``only_cpu`` see
+    :func:`settle`.
+
+    Raises :class:`~headrace.base.errors.ConfigError` if too few GPUs are free.
+
+    >>> here = Devices(engines=("cuda:3",), learner=("cuda:0",))
+    >>> device_of_one_more("auto", here, gpus=4), device_of_one_more("auto", here, gpus=4, width=2)
+    ('cuda:2', 'cuda:1,2')
+    """
+    if engine == CPU or (engine == AUTO and (only_cpu or not gpus)):
+        return CPU
+    used = {number for device in (*devices.engines, *devices.learner) for number in gpu_numbers(device)}
+    free = [number for number in gpu_numbers(engine) or range(gpus) if number not in used]
+    if len(free) >= width:
+        return f"{CUDA}:{','.join(map(str, free[-width:]))}"
+    few = f"{len(free)} of the {width} GPUs that it computes on are" if free else "no GPU is"
+    named = f", and engine.device={engine!r}" if gpu_numbers(engine) else ""
+    here = replace(devices, engines=tuple(device for device in devices.engines if device))
+    raise ConfigError(
+        f"one more engine cannot be added: {few} free; torch sees {_describe_gpus(gpus)}{named}, and they "
+        f"are in use: {here}",
+        remedy="remove another engine first, or restart the run with fewer ranks of the learner, or on a machine with "
+        "more GPUs",
+    )
 
 
 def settle_one(setting: str, name: str, *, gpus: int, only_cpu: bool = False) -> str:

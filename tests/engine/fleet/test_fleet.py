@@ -57,6 +57,75 @@ async def test_sequences_of_a_dead_engine_go_on_elsewhere_from_what_was_streamed
 
 
 @in_virtual_time
+async def test_engine_that_is_retired_ends_what_it_has_commits_with_the_others_and_gets_nothing_new() -> None:
+    fleet, engines = fleet_of("a", "b")
+    await bring(fleet, 0)
+    async with asyncio.TaskGroup() as group:
+        for seed in range(10):
+            group.create_task(sample(fleet, seed))
+        await asyncio.sleep(1.5 * FLUSH * TOKEN_S)
+        asked = len(engines["a"].asked)
+        fleet.retire("a")
+        await bring(fleet, 1)
+        late = [group.create_task(sample(fleet, seed)) for seed in range(10, 20)]
+        await late[0]
+        assert not fleet.serves("a")
+        assert engines["a"].commits == [0, 1], "its sequences may need the memory of the version before"
+    assert len(engines["a"].asked) == asked > 0
+    assert fleet.load("a") == 0
+    assert fleet.leave("a") == 0
+
+
+@in_virtual_time
+async def test_fork_of_a_request_of_an_engine_that_is_being_removed_is_refused_by_name() -> None:
+    fleet, _ = fleet_of("a", "b")
+    await bring(fleet, 0)
+    (chunk, *_) = await sample(fleet, 0)
+    fleet.retire("a")
+    with pytest.raises(RequestError, match="was with a, which is being removed"):
+        await sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=chunk.request_id, at=0)))
+
+
+@in_virtual_time
+async def test_request_whose_engines_are_removed_again_and_again_is_not_taken_for_the_cause() -> None:
+    fleet, _ = fleet_of("keeper")
+    await bring(fleet, 0)
+    kind = TogetherMortal
+    async with asyncio.TaskGroup() as group:
+        answer = group.create_task(sample(fleet, 0, options=RequestOptions(session="s")))
+        for number in range(2 * MAX_DEATHS_WITHOUT_TOKEN):
+            await asyncio.sleep(0.5 * FLUSH * TOKEN_S)
+            name = str(number)
+            fleet.join(name, kind(name))
+            await fleet.stage(update(0))
+            await fleet.commit(0)
+            (there,) = [other for other in fleet.names if other != name]
+            engine = fleet._members[there].engine
+            fleet.retire(there)
+            assert isinstance(engine, Mortal)
+            kill(fleet, engine)
+    assert len(answer.result()) == 5
+
+
+@in_virtual_time
+async def test_busy_time_never_decreases_when_the_number_of_engines_changes() -> None:
+    fleet, engines = fleet_of("a", "b")
+    await bring(fleet, 0)
+    for engine, busy_s in zip(engines.values(), (4.0, 2.0), strict=True):
+        engine._count(busy_s=busy_s, prefill_s=busy_s / 2)
+    assert (fleet.stats().busy_s, fleet.stats().prefill_s) == (3.0, 1.5)
+    fleet.resize(3)
+    assert (fleet.stats().busy_s, fleet.stats().prefill_s) == (3.0, 1.5)
+    engines["a"]._count(busy_s=3.0)
+    assert fleet.stats().busy_s == 4.0
+    kill(fleet, engines["b"])
+    fleet.resize(1)
+    assert (fleet.stats().busy_s, fleet.stats().prefill_s) == (4.0, 1.5)
+    engines["a"]._count(busy_s=1.0)
+    assert fleet.stats().busy_s == 5.0
+
+
+@in_virtual_time
 async def test_siblings_are_asked_for_in_one_call_and_go_on_one_by_one_where_their_engine_dies() -> None:
     fleet, engines = fleet_of("a", "b", kind=TogetherMortal)
     await bring(fleet, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from headrace.base.errors import ConfigError
 from headrace.run.session import load_config, train
 from tests.run.session.killed_runs import FLOW, LONG, SLOW_REWARD, ended
-from tests.run.session.runs import Running, components, first_words, make_run, running, shared_buffers, verb
+from tests.run.session.runs import Running, components, first_words, make_run, running, shared_buffers, verb, wait_gone
 from tests.run.session.serial import SerialLoop, same_learner
 
 pytestmark = pytest.mark.timeout(300)
@@ -100,6 +101,82 @@ def test_two_engines_without_age_train_what_a_plain_serial_loop_trains(tmp_path:
     assert same_learner(tmp_path / "run" / "checkpoints" / "step-000006", tmp_path / "serial")
     with pytest.raises(ConfigError, match=r"engine\.count=2, and which engine served what is not recorded"):
         train(run_file, overrides=[f"run.dir={tmp_path / 'again'}"], replay=tmp_path / "run")
+
+
+def test_run_gets_two_engines_and_loses_one_and_trains_what_a_plain_serial_loop_trains(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    steps = 50
+    run_file = make_run(
+        tmp_path,
+        model_dir,
+        reward=SLOW_REWARD,
+        engine=LONG,
+        flow={**FLOW, "max_age": 0, "max_idle_batches": 100_000},
+        run={"dir": "run", "steps": steps, "checkpoint_every": steps},
+    )
+    run_dir = tmp_path / "run"
+    with running("train", run_file) as life:
+        life.until_step(2)
+        added = json.loads(verb("engines", run_dir, "add", "2", "--json"))
+        assert (added["state"], added["changed"]) == ("done", ["engine-1", "engine-2"])
+        assert [(each["name"], each["state"]) for each in added["engines"]] == [
+            ("engine", "serving"), ("engine-1", "serving"), ("engine-2", "serving"),
+        ]  # fmt: skip
+        pids = {each["name"]: each["pid"] for each in added["engines"]}
+        life.until_step(life.until_step() + 3)
+        removed = json.loads(verb("engines", run_dir, "remove", "engine-1", "--json"))
+        assert [each["name"] for each in removed["engines"]] == ["engine", "engine-2"]
+        assert not wait_gone([pids["engine-1"]], 1.0)
+        while "engine-1" in components(run_dir):  # the status is renewed once a second
+            life.until_step()
+        assert life.rest(120.0) == first_words(run_file)
+    summary = ended(run_dir, steps)
+    assert (summary["max_token_age"], summary["recoveries"]) == (0, [])
+    said = "".join(life.lines)
+    assert re.search(r"engine-1 was added: it serves after [\d.]+ s; \d engines? serves? \(cores: engine 1, ", said)
+    assert re.search(r"engine-1 was removed(; \d+ of its sequences continue on other engines)?; 2 engines serve", said)
+    assert not shared_buffers(life.process.pid)
+    SerialLoop(load_config(run_file, ["engine.flush_tokens=64"]), tmp_path / "buffer").train(tmp_path / "serial")
+    assert same_learner(run_dir / "checkpoints" / f"step-{steps:06}", tmp_path / "serial"), "bit for bit"
+    with pytest.raises(ConfigError, match=r"its engines were changed while it ran \(engine-[12] was added"):
+        train(run_file, overrides=[f"run.dir={tmp_path / 'again'}"], replay=run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "codec"), [("group", "full"), ("http", "delta"), ("files", "delta")])
+def test_engines_that_weights_are_sent_to_come_and_go_again_and_again_and_nothing_is_lost(
+    tmp_path: Path, model_dir: Path, transport: str, codec: str
+) -> None:
+    run_file = make_run(
+        tmp_path,
+        model_dir,
+        reward=SLOW_REWARD,
+        engine=LONG,
+        flow={**FLOW, "max_age": 1, "max_idle_batches": 100_000},
+        sync={"transport": transport, "codec": codec, "deadline_s": 20.0},
+        launch={"engine_threads": 1, "learner_threads": 1, "rollouts": 1},
+        run={"dir": "run", "steps": 100_000},
+    )
+    run_dir = tmp_path / "run"
+    with running("train", run_file) as life:
+        life.until_step(2)
+        for number in range(4):
+            added = json.loads(verb("engines", run_dir, "add", "--json"))
+            assert added["changed"] == ["engine" if number % 2 else "engine-1"]
+            life.until_step(life.until_step() + 2)
+            gone = "engine-1" if number % 2 else "engine"
+            removed = json.loads(verb("engines", run_dir, "remove", gone, "--drain", str(number % 3), "--json"))
+            assert [each["state"] for each in removed["engines"]] == ["serving"]
+            life.until_step(life.until_step() + 2)
+        life.process.send_signal(signal.SIGINT)
+        assert life.rest(120.0) == first_words(run_file)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["recoveries"]) == ("stopped", [])
+    assert summary["max_token_age"] <= 1
+    for books in summary["ledger"].values():
+        assert books["dropped"] == {}
+        assert books["submitted"] == books["trained"] + books["in_flight"]
 
 
 def strike(life: Running, run_dir: Path, role: str, how: signal.Signals) -> None:

@@ -203,6 +203,23 @@ def test_engine_that_is_held_gets_something_only_where_there_is_no_other() -> No
     assert router.state("a") is EngineState.SERVING
 
 
+def test_engine_that_leaves_keeps_what_it_has_and_gets_nothing_new_whatever_happens() -> None:
+    router = serving("a", "b")
+    assert router.assign(0, RouteRequest(session="s")) == "a"
+    router.retire("a")
+    router.set_aside("a")
+    router.use("a", 1)
+    router.hold("a")
+    router.release("a")
+    assert router.state("a") is EngineState.LEAVING
+    assert router.assign(1, RouteRequest(session="s")) == "b"
+    assert router.assign(2, RouteRequest(only="a")) is None
+    assert (router.where(0), router.takes_sequences("a"), router.takes_sequences("b")) == ("a", False, True)
+    router.leave("b")
+    assert not router.serves
+    assert router.leave("a") == (0,)
+
+
 def test_engine_without_weights_serves_nothing() -> None:
     router = Router()
     router.join("a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.run.session.killed_runs import SLOW_REWARD
 from tests.run.session.runs import Running, make_run, tiny_model, verb
 from tests.run.session.serial import same_learner
 from tests.venvs import ROOT, python_with_ray
@@ -170,6 +172,32 @@ def test_a_node_that_is_lost_in_the_middle_of_a_run_costs_nothing(
     found = books(run_dir, nodes)
     assert_balanced(found)
     assert found["conservation"]["groups"]["trained"] == 1000
+
+
+def test_engine_is_added_in_the_free_resources_of_the_cluster_and_removed_and_one_without_room_is_refused(
+    nodes: Nodes, tmp_path: Path, model_dir: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    slow = SLOW_REWARD.replace("0.03", "0.1")  # nobody reads its lines meanwhile, and a pipe holds some hundreds
+    path = run_file(tmp_path, model_dir, reward=slow, run={"dir": "run", "steps": 100_000})
+    with under_way(nodes, path) as process:
+        refused = nodes.headrace("engines", run_dir, "add", "50")
+        assert refused.returncode == 1
+        assert "the cluster has no room for 50 more engines, which ask for 1 CPU each; it has" in refused.stderr
+        added = json.loads(verb("engines", run_dir, "add", "--json"))
+        assert (added["state"], added["changed"]) == ("done", ["engine-1"])
+        assert [bool(each["node"]) for each in added["engines"]] == [True, True]
+        for name in ("engine", "engine-1"):  # the first has a bundle, which it gets back
+            removed = json.loads(verb("engines", run_dir, "remove", name, "--json"))
+            assert [each["state"] for each in removed["engines"]] == ["serving"]
+            back = json.loads(verb("engines", run_dir, "add", "--json"))
+            assert back["changed"] == [name]
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, said
+    found = books(run_dir, nodes)
+    assert_balanced(found)
+    assert found["conservation"]["groups"]["dropped"] == {}
 
 
 def test_ranks_of_a_learner_are_actors_on_several_nodes(nodes: Nodes, tmp_path: Path, model_dir: Path) -> None:

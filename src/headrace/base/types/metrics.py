@@ -157,6 +157,7 @@ _TIME = _rows(
 )
 _PARTS = _rows(
     ("engine_steps", "steps", SUM, "Of the engines, since the last step of the learner; a served one's are messages"),
+    ("engines", "", LAST, "Engines of the policy that were ready; headrace engines adds and removes them"),
     ("engine_running", "sequences", LAST, "Sequences in the engine's batch at the end of the step"),
     ("engine_waiting", "requests", LAST, "Requests that had not joined it"),
     ("cache_used_frac", "frac", MEAN, "Blocks of the key-value cache that sequences hold"),

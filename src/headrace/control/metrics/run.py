@@ -92,6 +92,8 @@ class RunMetrics:
         self.attempts = Attempts(env_column)
         self.rewards = RewardCounts(most=flow.config.groups_per_step * flow.config.group_size)
         """Failures and logged values of the components of the reward."""
+        self.num_engines: int | None = None
+        """The number of engines that are ready, as last looked at; ``None`` before."""
         self.system: dict[str, float] = {}
         """The last measurement of memory and processor time of the run's processes, by the name of the metric."""
 
@@ -313,6 +315,8 @@ class RunMetrics:
             "engine_waiting": float(stats.waiting),
             "preempted": float(stats.preempted),
         }
+        if self.num_engines is not None:
+            metrics["engines"] = float(self.num_engines)
         if busy_s > 0:
             metrics["prefill_frac"] = min(1.0, (stats.prefill_s - before.prefill_s) / busy_s)
         if stats.cache_blocks:

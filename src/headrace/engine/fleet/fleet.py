@@ -7,6 +7,7 @@
     commit ──▶ on some engines at a time (``rolling``), while the others serve; done when every engine that is present
                uses it
     join ──▶ the engine waits for the newest version, then serves     leave ──▶ its sequences move to other engines
+    retire ──▶ the engine ends the sequences that it has, and gets no new ones, until it leaves
     an engine misses a version ──▶ it ends its sequences, and serves again when a later version reaches it
 
 An engine is removed when its process has died, or when it is silent for too long while it has requests. The launcher,
@@ -33,7 +34,7 @@ from headrace.base.types.tokens import NO_TOKENS, FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.base import Engine, OnSiblingChunks, SiblingRequest, SiblingSource
-from headrace.engine.fleet.member import TICK_S, Member, StickyRoutes, combined, total
+from headrace.engine.fleet.member import TICK_S, FleetCounters, Member, StickyRoutes, all_of, combined
 from headrace.engine.fleet.routed import MAX_DEATHS_WITHOUT_TOKEN, RoutedRequest
 from headrace.engine.fleet.router import EngineState, Router
 
@@ -53,19 +54,14 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        *,
-        size: int = 1,
-        rolling: int | None = None,
-        end: Callable[[str, str], None] | None = None,
+        self, clock: Clock, *, size: int = 1, rolling: int | None = None, end: Callable[[str, str], None] | None = None
     ) -> None:
         """Make a fleet without members; engines are added by :meth:`join`. The arguments are described at the class."""
-        self._clock, self._size, self._rolling, self._end = clock, size, rolling, end
+        self._clock, self._rolling, self._end = clock, rolling, end
         self._router = Router()
         self._members: dict[str, Member] = {}
         self._lost_sequences: dict[str, int] = {}
-        self._departed_stats = EngineStats()
+        self._counters = FleetCounters(size)
         self._numbers = itertools.count()
         self._routes = StickyRoutes()
         self._update: WeightUpdate | None = None
@@ -112,11 +108,24 @@ class Fleet:
         self._paused = False if paused else None
         member.version = version
         self.version = max(self.version, version)
-        if state is EngineState.JOINING:
+        if not state.takes_sequences:
             self._router.set_aside(name)
         else:
             self._router.use(name, version)
             (self._router.hold if state is EngineState.HELD else self._router.release)(name)
+        self._notify()
+
+    def retire(self, name: str) -> None:
+        """Give the engine ``name``, which is about to be removed, no new requests; nothing happens if it is absent. It
+        ends those that it has, and commits new weights meanwhile, as long as it is present."""
+        if name in self._members:
+            self._members[name].leaving = True
+            self._router.retire(name)
+            self._on_member(name)
+
+    def resize(self, size: int) -> None:
+        """Change the intended number of engines to ``size``."""
+        self._counters.resize(size, (member.engine.stats() for member in self._members.values()))
         self._notify()
 
     def leave(self, name: str) -> int:
@@ -140,12 +149,12 @@ class Fleet:
 
     async def wait_until_serving(self, name: str) -> None:
         """Wait until the engine ``name`` has weights and accepts requests."""
-        await self._wait_until(lambda: self._serves(name))
+        await self._wait_until(lambda: self.serves(name))
 
     async def wait_until_settled(self, name: str) -> str:
         """Wait until the engine ``name`` accepts requests, or has missed the newest version. Return the reason why it
         missed the version; empty if it serves."""
-        await self._wait_until(lambda: self._serves(name) or self._has_missed(name))
+        await self._wait_until(lambda: self.serves(name) or self._has_missed(name))
         return self._members[name].missed
 
     async def wait_until_missed(self, name: str) -> None:
@@ -163,12 +172,12 @@ class Fleet:
 
     async def wait_until_complete(self) -> None:
         """Wait until as many engines have joined as the fleet is intended to have (``size``)."""
-        await self._wait_until(lambda: len(self._members) >= self._size)
+        await self._wait_until(lambda: len(self._members) >= self._counters.size)
 
     async def wait_for_any(self) -> None:
         """Wait until an engine is present that has not missed the newest version, or until all engines are present."""
-        members = self._members
-        await self._wait_until(lambda: len(members) >= self._size or not all(each.missed for each in members.values()))
+        here = self._members
+        await self._wait_until(lambda: len(here) >= self._counters.size or not all(one.missed for one in here.values()))
 
     async def wait_for_lagging(self) -> None:
         """Wait until an engine is present that lacks the version in use and has not missed it."""
@@ -178,20 +187,19 @@ class Fleet:
         )
 
     def lacking(self, version: int) -> tuple[str, ...]:
-        """Return the names of the engines that have not staged ``version`` and still can. Engines that have missed it
-        are left out."""
+        """Return the names of the engines that have not staged ``version`` and have not missed it."""
         return tuple(each.name for each in self._members.values() if each.staged < version and not each.missed)
 
     def in_step(self) -> tuple[str, ...]:
-        """Return the names of the engines that use the newest version, so that the next one may be staged there at any
-        time."""
+        """Return the names of the engines that use the newest version, where the next one may be staged at any time."""
         return tuple(each.name for each in self._members.values() if each.version == self.version and not each.missed)
 
     def commits_when_staged(self, mode: Interrupt) -> bool:
         """Return whether each engine may commit a version in ``mode`` as soon as it has staged it, without an order
         from the controller: there is one engine, or all may commit at once without stopping generation. It is false for
         ``Interrupt.SLEEP``, because the commit wakes engines that sleep, and the controller decides when."""
-        return mode is not Interrupt.SLEEP and (self._size == 1 or (self._rolling is None and mode in NON_STOPPING))
+        alone = self._counters.size == 1
+        return mode is not Interrupt.SLEEP and (alone or (self._rolling is None and mode in NON_STOPPING))
 
     def drop_lagging(self, version: int, why: str) -> bool:
         """Mark the engines that lack ``version`` as having missed it for the reason ``why``, if another engine has
@@ -204,10 +212,8 @@ class Fleet:
 
     async def watch(self, silence_s: float) -> None:
         """End every engine that has sequences and has sent no new statistics for ``silence_s`` seconds; runs until
-        cancelled.
-
-        Time is counted in ticks of this loop, so time during which this machine itself stood still does not count.
-        """
+        cancelled. Time is counted in ticks of this loop, so that time in which this machine stood still does not
+        count."""
         while True:
             await asyncio.sleep(TICK_S)
             for member in list(self._members.values()):
@@ -235,13 +241,13 @@ class Fleet:
         self._router.leave(member.name)
         member.gone = True
         self._lost_sequences[member.name] = lost
-        self._departed_stats = total([member.engine.stats()], self._departed_stats, version=NOT_SAMPLED, size=1)
+        self._counters.leave(member.engine.stats())
         self._on_member(member.name)
         self._notify()
 
-    def _serves(self, name: str) -> bool:
+    def serves(self, name: str) -> bool:
         """Return whether the engine ``name`` is present and has weights, so that it accepts requests."""
-        return self._router.state(name) not in (None, EngineState.JOINING)
+        return self._router.takes_sequences(name)
 
     def _has_missed(self, name: str) -> bool:
         """Return whether the engine ``name`` is present and the newest version cannot reach it."""
@@ -252,8 +258,7 @@ class Fleet:
         return any(member.staged >= version for member in self._members.values())
 
     def _mark_missed(self, member: Member, why: str) -> None:
-        """Record that the newest version cannot reach ``member``, for the reason ``why``. It gets no new requests until
-        it uses a later version."""
+        """Record why the newest version cannot reach ``member``, which gets no new requests before a later version."""
         member.missed = why
         self._router.set_aside(member.name)
         self._on_member(member.name)
@@ -335,17 +340,25 @@ class Fleet:
         if left:
             async with asyncio.TaskGroup() as group:
                 for index, each in left.items():
-                    group.create_task(self._sibling_alone(index, each, on_chunks, death))
+                    alone = self._sibling_alone(index, each, on_chunks, death, removed=member.leaving)
+                    group.create_task(alone)
 
     async def _sibling_alone(
-        self, index: int, routed: RoutedRequest, on_chunks: OnSiblingChunks, death: ComponentDied | None
+        self,
+        index: int,
+        routed: RoutedRequest,
+        on_chunks: OnSiblingChunks,
+        death: ComponentDied | None,
+        *,
+        removed: bool,
     ) -> None:
         """Sample the sibling ``index`` to its end by a request of its own. ``death`` is the error of the engine that
-        served it before and died; ``None`` if no engine died. An error of the request becomes its last chunk."""
+        served it before and died, or was
+        ``removed``; ``None`` if none did. An error of the request becomes its last chunk."""
         self._router.end(routed.number)
         try:
             if death is not None:
-                routed.on_engine_death(death)
+                routed.on_engine_death(death, removed=removed)
             async with aclosing(self._stream(routed)) as stream:
                 async for chunk in stream:
                     await on_chunks([(index, chunk)])
@@ -392,7 +405,7 @@ class Fleet:
         except ComponentDied as death:
             self._drop(member)
             self._router.end(routed.number)
-            routed.on_engine_death(death)
+            routed.on_engine_death(death, removed=member.leaving)
         except EngineFull:
             self._router.end(routed.number)
             routed.avoid.add(member.name)
@@ -413,8 +426,7 @@ class Fleet:
         the only engine that can serve a fork; ``None`` for other requests. If only engines are left that the request
         avoids, because they refused it as full, it avoids them no more. Raises
         :class:`~headrace.base.errors.SequenceFailed` for a request that is bound to weights or to an engine that no
-        serving engine has any more.
-        """
+        serving engine has any more."""
         # hashing a long prompt is slow, and the engine of the request's session has its prefix in the cache anyway
         by_prefix = len(self._members) > 1 and not self._router.has_session(routed.options.session)
         route = routed.route_request("" if parent_engine is None else parent_engine.name, by_prefix=by_prefix)
@@ -457,17 +469,14 @@ class Fleet:
 
     async def stage(self, update: WeightUpdate) -> float:
         """Stage ``update`` on every engine that lacks it, and return the seconds that it took. If no engine is present,
-        wait for one.
-
-        Raises :class:`~headrace.base.errors.NeedsFull` if an engine needs a full update; engines that have staged this
-        one keep it.
-        """
+        wait for one. Raises :class:`~headrace.base.errors.NeedsFull` if an engine needs a full update; engines that
+        have staged this one keep it."""
         self._set_newest(update)
         start_s = self._clock.now()
         while self.lacking(update.version) or not self._is_staged_anywhere(update.version):
             await self._wait_until(lambda: bool(self.lacking(update.version)))
             lacking = [self._members[name] for name in self.lacking(update.version)]
-            for refusal in await self._run_all(self._stage_on(member, update) for member in lacking):
+            for refusal in await all_of(self._stage_on(member, update) for member in lacking):
                 if refusal is not None:
                     raise refusal
         return self._clock.now() - start_s
@@ -481,14 +490,14 @@ class Fleet:
         while True:
             able = [member for member in self._members.values() if member.version < version == member.staged]
             gate = asyncio.Semaphore(self._max_parallel_commits(mode))
-            reports = await self._run_all(self._commit_on(member, version, mode, gate) for member in able)
+            reports = await all_of(self._commit_on(member, version, mode, gate) for member in able)
             done += [report for report in reports if report is not None]
             if any(member.version == version for member in self._members.values()):
                 break
             assert self._update is not None
             await self.stage(self._update)
         if mode is Interrupt.SLEEP:
-            await self._run_all(self._pause_or_resume(each, None) for each in self._members.values() if each.missed)
+            await all_of(self._pause_or_resume(each, None) for each in self._members.values() if each.missed)
         self.version = version
         self._notify()
         return combined(version, mode, done)
@@ -497,17 +506,17 @@ class Fleet:
         """Stop all engines between two steps; with ``release``, they free the memory of their caches. Engines that join
         later are paused as well."""
         self._set_paused(release)
-        await self._run_all(self._pause_or_resume(each, release) for each in self._members.values())
+        await all_of(self._pause_or_resume(each, release) for each in self._members.values())
 
     async def resume(self) -> None:
         """Let all engines continue after :meth:`pause`."""
         self._set_paused(None)
-        await self._run_all(self._pause_or_resume(each, None) for each in self._members.values())
+        await all_of(self._pause_or_resume(each, None) for each in self._members.values())
 
     def stats(self) -> EngineStats:
         """Return the counters of all engines together, including engines that have left."""
         here = (member.engine.stats() for member in self._members.values())
-        return total(here, self._departed_stats, version=self.version, size=self._size)
+        return self._counters.total(here, self.version)
 
     def _set_newest(self, update: WeightUpdate) -> None:
         """Record ``update`` as the newest version. A later version may reach an engine that missed the version before,
@@ -533,15 +542,6 @@ class Fleet:
             return self._rolling
         return max(1, len(self._members)) if mode in NON_STOPPING else 1
 
-    async def _run_all(self, work: Iterable[Awaitable[A]]) -> list[A]:
-        """Run all of ``work`` at the same time and wait until each has ended. Return the results in order, or raise the
-        first error."""
-        results = await asyncio.gather(*work, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in results if not isinstance(result, BaseException)]
-
     @contextmanager
     def _tolerating_loss(self, member: Member) -> Iterator[None]:
         """Return a context in which the death or the silence of ``member`` removes the engine from the fleet and raises
@@ -566,7 +566,7 @@ class Fleet:
             try:
                 await member.engine.stage(update)
             except NeedsFull as refusal:
-                words = refusal.problem if self._size == 1 else f"{member.name}: {refusal.problem}"
+                words = refusal.problem if self._counters.size == 1 else f"{member.name}: {refusal.problem}"
                 return NeedsFull(words, remedy=refusal.remedy)
             member.staged = update.version
         return None

@@ -3,10 +3,11 @@ and commit reports of all engines together. A fleet is several engines behind th
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +17,8 @@ from headrace.base.types.messages.engine import ForkRequest
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport
 from headrace.engine.base import Engine
+
+A = TypeVar("A")
 
 TICK_S = 1.0
 """The interval at which the engines are checked for silence, in seconds."""
@@ -39,6 +42,8 @@ class Member:
     """The reason why the newest version cannot reach the engine; empty if the version has reached it or still may."""
     gone: bool = False
     """Whether the engine has left the fleet."""
+    leaving: bool = False
+    """Whether the engine is being removed: it gets no new requests, and commits new weights as the others do."""
     last_stats: EngineStats = field(default_factory=EngineStats)
     """The statistics that the engine reported last."""
     silent_s: float = 0.0
@@ -82,6 +87,8 @@ class StickyRoutes:
             where = "is not among the last requests of this fleet"
         elif member.gone:
             where = f"was with {member.name}, which is gone"
+        elif member.leaving:
+            where = f"was with {member.name}, which is being removed"
         elif member.missed:
             where = f"was with {member.name}, which has not the newest weights"
         else:
@@ -114,6 +121,48 @@ def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, si
     sums["busy_s"] /= size
     sums["prefill_s"] /= size
     return EngineStats(**{**sums, "version": version})
+
+
+class FleetCounters:
+    """The statistics of a fleet: those of its present engines, together with the counters of the engines that have
+    left. ``size`` is the number of engines over which times are averaged."""
+
+    def __init__(self, size: int) -> None:
+        """Count for a fleet of ``size`` engines; none has left."""
+        self.size = size
+        self._gone = EngineStats()
+
+    def leave(self, stats: EngineStats) -> None:
+        """Keep the counters of an engine that leaves, whose last statistics are ``stats``."""
+        self._gone = total([stats], self._gone, version=NOT_SAMPLED, size=1)
+
+    def resize(self, size: int, present: Iterable[EngineStats]) -> None:
+        """Average over ``size`` engines from now on. The means that have been reported so far stay as they are, so
+        that they never decrease. ``present`` has the statistics of the engines that are present."""
+        engines = list(present)
+        before = self.total(engines, NOT_SAMPLED)
+        self.size = size
+        after = self.total(engines, NOT_SAMPLED)
+        self._gone = msgspec.structs.replace(
+            self._gone,
+            busy_s=self._gone.busy_s + size * (before.busy_s - after.busy_s),
+            prefill_s=self._gone.prefill_s + size * (before.prefill_s - after.prefill_s),
+        )
+
+    def total(self, present: Iterable[EngineStats], version: int) -> EngineStats:
+        """Return the statistics of the whole fleet, whose ``present`` engines have these; it is the fleet of
+        ``version``."""
+        return total(present, self._gone, version=version, size=self.size)
+
+
+async def all_of(work: Iterable[Awaitable[A]]) -> list[A]:
+    """Run all of ``work`` at the same time and wait until each has ended. Return the results in order, or raise the
+    first error."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def combined(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:

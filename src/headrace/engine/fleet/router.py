@@ -3,13 +3,16 @@
     join ──▶ JOINING ── it has the weights ──▶ SERVING ◀── hold, release ──▶ HELD
                 │  ▲                              │                           │
                 │  └── it misses the newest ──────┤                           │
-                └──────────── leave ──────────────┴───────────────────────────┘   its sequences are assigned again
+                │                                 ├────────── retire ─────────┘
+                │                                 ▼
+                └──────────── leave ◀───────── LEAVING    its sequences are assigned again
 
 A sequence is assigned to the engine that served its session before; else to the engine that computed the longest
 beginning of its prompt under the weights that the engine still uses; else to the least loaded engine, which also
 replaces a preferred engine that has clearly more sequences. An engine that is *held*, because a commit stops it, gets
 new sequences only if no other engine can serve them. An engine that misses new weights keeps its sequences, because it
-still uses the weights with which they began. Here a *sequence* is the caller's number of one request; a *session* is a
+still uses the weights with which they began. An engine that is leaving keeps its sequences, too, and never gets new
+ones. Here a *sequence* is the caller's number of one request; a *session* is a
 name that related requests share; a prompt is identified by the hashes of its beginnings.
 """
 
@@ -55,6 +58,13 @@ class EngineState(enum.Enum):
     """The engine gets new sequences."""
     HELD = enum.auto()
     """A commit stops the engine for a while; it gets new sequences only if no other engine can."""
+    LEAVING = enum.auto()
+    """The engine is being removed from the run: it ends the sequences that it has, and never gets new ones."""
+
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether the engine may get new sequences."""
+        return self in (EngineState.SERVING, EngineState.HELD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +137,11 @@ class Router:
         engine = self._engines.get(name)
         return None if engine is None else engine.state
 
+    def takes_sequences(self, name: str) -> bool:
+        """Return whether the engine ``name`` is present and may get new sequences."""
+        state = self.state(name)
+        return state is not None and state.takes_sequences
+
     def load(self, name: str) -> int:
         """Return the number of sequences that an engine serves."""
         return self._engines[name].load
@@ -143,7 +158,7 @@ class Router:
     @property
     def serves(self) -> bool:
         """Whether any engine accepts sequences."""
-        return any(engine.state is not EngineState.JOINING for engine in self._engines.values())
+        return any(engine.state.takes_sequences for engine in self._engines.values())
 
     def join(self, name: str) -> None:
         """Add an engine. It serves once it has weights."""
@@ -173,7 +188,14 @@ class Router:
     def set_aside(self, name: str) -> None:
         """Assign no new sequences to the engine until :meth:`use` records newer weights, because it has missed a
         version. It keeps the sequences that it has."""
-        self._engines[name].state = EngineState.JOINING
+        engine = self._engines[name]
+        if engine.state is not EngineState.LEAVING:
+            engine.state = EngineState.JOINING
+
+    def retire(self, name: str) -> None:
+        """Assign no new sequences to the engine any more, because it is about to leave. It keeps the sequences that it
+        has."""
+        self._engines[name].state = EngineState.LEAVING
 
     def hold(self, name: str) -> None:
         """Assign no new sequences to the engine while other engines can serve them, because a commit is about to stop
@@ -274,7 +296,7 @@ def _meets_constraints(engine: EngineLoad, request: RouteRequest) -> bool:
     """Return whether the engine has weights and meets the constraints of the request: its required engine and its
     required version."""
     return (
-        engine.state is not EngineState.JOINING
+        engine.state.takes_sequences
         and request.only in ("", engine.name)
         and request.version in (None, engine.version)
     )  # fmt: skip

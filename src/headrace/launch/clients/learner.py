@@ -82,9 +82,9 @@ class LearnerClient(RankClient):
         receives orders, the address at which it receives weights. The result contains only engines that use the newest
         version, because an engine that still stages another version must not be ordered to stage the next version at
         the same time."""
-        self.commit_when_staged: Interrupt | None = None
-        """The interrupt mode with which these engines commit a version as soon as it is staged; ``None`` if they wait
-        for the controller's order."""
+        self.commit_when_staged: Callable[[], Interrupt | None] = lambda: None
+        """Returns the interrupt mode with which these engines commit a version as soon as it is staged; ``None`` if
+        they wait for the controller's order."""
         self.version = -1
         """The newest version that the learner has copied into a buffer; −1 before the first."""
 
@@ -133,7 +133,7 @@ class LearnerClient(RankClient):
                 slot=slot,
                 to=self.receivers(),
                 announce_to=announce_to,
-                commit=self.commit_when_staged,
+                commit=self.commit_when_staged(),
             )
         )
         try:  # the learner executes this order after its current step

@@ -57,7 +57,7 @@ COMMANDS = Registry[Verb](
         for name, module in (
             *(("init", "init"), ("train", "train"), ("check", "check")),
             *(("eval", "evaluate"), ("export", "export")),
-            *((each, each) for each in ("status", "watch", "report", "ledger", "trace")),
+            *((each, each) for each in ("status", "engines", "watch", "report", "ledger", "trace")),
         )
     },
     check=_describe_problem,

@@ -6,7 +6,8 @@ computes the account of one interval; :class:`Accountant` adds up such accounts,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -14,7 +15,7 @@ from headrace.base.types.observation import Account, Event, LiveState, StepRecor
 from headrace.base.types.trace import Span
 from headrace.run.observe.advice import UNKNOWN, VerdictSettings
 from headrace.run.observe.system import Usage
-from headrace.run.observe.trace import WAIT_BATCH, Interval, account, union
+from headrace.run.observe.trace import WAIT_BATCH, Interval, account, is_engine, union
 from headrace.run.observe.verdict import judge
 
 EPISODES = "rollout"
@@ -91,6 +92,13 @@ class Accountant:
 
     def event(self, event: Event) -> None:
         """Do nothing: an account does not depend on events."""
+
+    def engines(self, names: Collection[str]) -> None:
+        """Receive the names of the engines that the run has now. One that was removed does not count as idle from now
+        on, and advice names their number."""
+        self._lanes = {lane for lane in self._lanes if not is_engine(lane) or lane in names}
+        if len(names) != self._settings.engines:
+            self._settings = replace(self._settings, engines=len(names))
 
     def step(self, record: StepRecord) -> None:
         """Receive the record of a step that has ended: store its rate of training and its share of waiting, add the

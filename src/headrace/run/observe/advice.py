@@ -245,7 +245,7 @@ def _advise_engine(settings: VerdictSettings) -> str:
     less = f"sample shorter answers (engine.max_new_tokens{_present_value(settings.max_new_tokens)})"
     threads = _threads(settings)
     if threads is None:
-        return f"Add an engine: raise engine.count{_present_value(settings.engines)}. Or {less}."
+        return f"Add an engine: headrace engines RUN add, or engine.count{_present_value(settings.engines)}. Or {less}."
     engine, learner, total = threads
     if total > engine + learner:
         return f"Raise launch.engine_threads (now {engine}): {total - engine - learner} of {total} processors are free."

@@ -59,6 +59,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The warnings of the run so far, one for each kind of warning."""
     rewards: dict[str, RewardFailures] = {}
     """The failure counts of the reward components that have failed since the run was started or resumed, by name."""
+    requests: str = ""
+    """The Unix socket at which the run receives requests of its user (``headrace engines``); empty: it receives
+    none."""
 
 
 def choose_directory(requested: str, clock: Clock, *, prefix: str = "") -> Path:
@@ -278,6 +281,17 @@ def changed_settings(run_dir: Path, tree: Mapping[str, Any]) -> list[str]:
         for name in relevant
         if name in before and before[name] != now[name]
     ]
+
+
+def engines_when_ended(run_dir: Path) -> int | None:
+    """Return the number of engines that the run in ``run_dir`` had when it ended, if that is not the recorded
+    ``engine.count`` with which it began; ``None`` otherwise, and for a run that never began."""
+    last = read_status(run_dir)
+    if last is None or not (run_dir / CONFIG_FILE).is_file():
+        return None
+    had = sum(part.role.partition("-")[0] == "engine" for part in last.components)
+    began = leaves(read_sealed(run_dir / CONFIG_FILE)).get("engine.count", had)
+    return None if had in (0, began) else had
 
 
 def read_sealed(path: Path) -> dict[str, Any]:

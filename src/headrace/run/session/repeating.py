@@ -24,7 +24,7 @@ import numpy as np
 from headrace.base.errors import ConfigError, LedgerError, ReplayDiffers
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
 from headrace.control import ControlSettings, Summary
-from headrace.control.controller import RECOVERY
+from headrace.control.controller import ENGINES, RECOVERY
 from headrace.control.recovery import starting_point
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, Operation
@@ -118,6 +118,9 @@ class ReplayRecording:
         recoveries = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
         if recoveries:
             raise _refusal(run_dir, f"a part of it was started again while it ran ({recoveries[0]})")
+        changes = [detail for kind, detail, _ in ledger.notes() if kind == ENGINES]
+        if changes:
+            raise _refusal(run_dir, f"its engines were changed while it ran ({changes[0]})")
         _refuse_other_processes(run_dir, config)
         if config.flow.pivots is not None:
             raise _refusal(run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded")

@@ -55,6 +55,7 @@ from headrace.run.session.directory import (
     Status,
     changed_settings,
     choose_directory,
+    engines_when_ended,
     locked,
     read_summary,
     write_json,
@@ -72,6 +73,7 @@ from headrace.run.session.prepare import (
     row_order,
 )
 from headrace.run.session.repeating import ReplayComparison, ReplayRecording, opened_recording
+from headrace.run.session.requests import answering_requests
 from headrace.run.session.running import Interrupts, first_cause, in_own_loop
 from headrace.run.session.watching import RunWatchers
 
@@ -191,13 +193,11 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
         ledgers: list[Ledger] = []  # the open ledger, if there is one
         if has_ledger(run_dir):  # an unusable ledger is refused before any process is launched
             ledgers.append(_open_ledger(config, run_dir, stack, start))
-        changed = changed_settings(run_dir, as_recorded(config))
+        changed, engines = changed_settings(run_dir, as_recorded(config)), engines_when_ended(run_dir)
         write_sealed(run_dir / CONFIG_FILE, as_recorded(config))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # the summary of an earlier life
         watchers = RunWatchers(config, run_dir, stack, settings=_verdict_settings(prepared))
-        if changed:
-            more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
-            words = f"settings have changed since the run was last started: {'; '.join(changed[:5])}{more}"
+        for words in _changes_in_words(config, run_dir, changed, engines):
             watchers.observers.event(Event(wall_s=0.0, text=words, level="warning"))
         comparisons: list[ReplayComparison] = []
 
@@ -225,6 +225,19 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
         context = RunContext(held=life.held, watchers=watchers, interrupts=interrupts)
         summary = await _run(_launch_order(life, start, watchers), control, start, context)
         return comparisons[0].finish(summary) if comparisons else summary
+
+
+def _changes_in_words(config: RunConfig, run_dir: Path, changed: Sequence[str], engines: int | None) -> Iterator[str]:
+    """Yield warnings about what differs from the earlier life of the run in ``run_dir``: the settings ``changed``, and
+    the number of engines, of which the earlier life had ``engines`` at its end; ``None`` if it had not changed."""
+    if changed:
+        more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
+        yield f"settings have changed since the run was last started: {'; '.join(changed[:5])}{more}"
+    if engines is not None:
+        yield (
+            f"the run had {engines} engines when it ended, and begins again with engine.count={config.engine.count}; "
+            f"headrace engines {run_dir} adds and removes engines while it goes on"
+        )
 
 
 def _control_settings(prepared: Prepared) -> ControlSettings:
@@ -322,15 +335,9 @@ async def _run(
     on. Write the summary in every case, and return it, or raise the error that explains all others."""
     controller: Controller | None = None
     try:
-        async with _end_on_signals(order, context), local_world(order) as world, asyncio.TaskGroup() as group:
+        async with _end_on_signals(order, context), local_world(order) as world:
             controller = control(world)
-            world.send_warnings_to(partial(_warn, controller))
-            world.send_signs_to(partial(_report_silence, controller))
-            world.send_recoveries_to(controller.record_recovery)
-            renewal = group.create_task(_renew_status(controller, world, context))
-            with _stop_on_signals(controller, context.interrupts), gc_frozen(GARBAGE_THRESHOLD):
-                summary = _write_summary(controller, await controller.run(start), context)
-            renewal.cancel()
+            summary = await _run_controller(controller, world, start, context)
     except BaseException as error:
         cause = _find_lost_directory(context.held) or first_cause(error)
         if controller is not None:
@@ -339,6 +346,23 @@ async def _run(
         if cause is error:
             raise
         raise cause from None
+    return summary
+
+
+async def _run_controller(
+    controller: Controller, world: LaunchedRun, start: StartingPoint, context: RunContext
+) -> Summary:
+    """Run the controller of the launched run ``world`` from ``start`` to the end of the run, and return its summary.
+    Meanwhile the status is renewed, and requests of the user are answered."""
+    world.send_warnings_to(partial(_warn, controller))
+    world.send_signs_to(partial(_report_silence, controller))
+    world.send_recoveries_to(controller.record_recovery)
+    world.changes.send_changes_to(controller.record_engine_change)
+    async with answering_requests(world.private, world.changes) as address, asyncio.TaskGroup() as group:
+        renewal = group.create_task(_renew_status(controller, world, context, address))
+        with _stop_on_signals(controller, context.interrupts), gc_frozen(GARBAGE_THRESHOLD):
+            summary = _write_summary(controller, await controller.run(start), context)
+        renewal.cancel()
     return summary
 
 
@@ -403,15 +427,15 @@ def _write_summary(controller: Controller, summary: Summary, context: RunContext
     return summary
 
 
-async def _renew_status(controller: Controller, world: LaunchedRun, context: RunContext) -> None:
+async def _renew_status(controller: Controller, world: LaunchedRun, context: RunContext, address: str) -> None:
     """Update the terminal view and ``status.json`` every :data:`REDRAW_S` until the task is cancelled at the end of the
-    run. In the last status all parts have ended."""
+    run. In the last status all parts have ended. The run receives requests at the socket ``address``."""
     try:
         while True:
             components = world.components()
             context.held.refuse_lost()
             live = context.watchers.look(controller, components)
-            _write_status(controller, live, world, components)
+            _write_status(controller, live, world, components, requests=address)
             await asyncio.sleep(REDRAW_S)
     finally:
         ended = [msgspec.structs.replace(part, state="ended") for part in world.components()]
@@ -421,10 +445,16 @@ async def _renew_status(controller: Controller, world: LaunchedRun, context: Run
 
 
 def _write_status(
-    controller: Controller, live: LiveState, world: LaunchedRun, components: list[ComponentStatus]
+    controller: Controller,
+    live: LiveState,
+    world: LaunchedRun,
+    components: list[ComponentStatus],
+    *,
+    requests: str = "",
 ) -> None:
     """Write ``status.json``, which ``headrace status`` shows: the present state ``live``, the ``components``
-    (processes), what each loop waits for, and warnings."""
+    (processes), what each loop waits for, warnings, and the socket at which the run receives ``requests``; empty if it
+    does not any more."""
     status = Status(
         phase=live.phase,
         steps_done=live.steps_done,
@@ -435,6 +465,7 @@ def _write_status(
         waits=controller.state.board.in_words().splitlines(),
         warnings=controller.state.warnings,
         rewards=dict(controller.state.metrics.rewards.failing()),
+        requests=requests,
     )
     write_json(world.parts.run_dir / STATUS_FILE, status)
 

@@ -35,6 +35,7 @@ from headrace.run.observe import (
 )
 from headrace.run.observe.jsonl import EVENTS_FILE, METRICS_FILE
 from headrace.run.observe.terminal import PlainView, SilentView, TerminalView
+from headrace.run.observe.trace import is_engine
 from headrace.run.session.config import RunConfig
 
 TRAINING = "training"
@@ -84,6 +85,9 @@ class RunWatchers:
         if not self._num_looks % SYSTEM_EVERY or 0 < self._num_training_looks <= OFTEN:
             self._read_processes(controller, components)
         self._num_looks += 1
+        engines = [part for part in components if is_engine(part.role)]
+        self._accountant.engines({part.role for part in engines})
+        controller.state.metrics.num_engines = sum(part.state == "ready" for part in engines)
         live = self._accountant.with_account(controller.live())
         self.observers.update(live)
         self._warn_of_lost_output()

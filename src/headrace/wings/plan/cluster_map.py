@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.base.errors import ConfigError
 from headrace.launch.engines import engine_names
-from headrace.launch.processes import teacher_role
+from headrace.launch.places import teacher_role
 from headrace.models.config import ModelConfig
 from headrace.models.devices import settle
 from headrace.models.gpus import gpu_numbers

@@ -17,7 +17,7 @@ from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores, shared_memory_root
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.launch.engines import engine_names
-from headrace.launch.processes import teacher_role
+from headrace.launch.places import teacher_role
 from headrace.models.config import ModelConfig
 from headrace.models.devices import CPU
 from headrace.models.gpus import VisibleGpus, gpu_numbers

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headrace.learner import LearnerConfig
     from headrace.models.devices import Devices
     from headrace.sync import SyncConfig
+    from headrace.wings.cluster.ray.starter import RayStarter
 
 
 def _start_on_ray(order: LaunchOrder) -> AbstractAsyncContextManager[Starter]:
@@ -66,8 +67,14 @@ def _requests_sentence(launch: LaunchConfig, num_engines: int, num_ranks: int) -
     )
 
 
+async def _engine_room(starter: RayStarter, names: tuple[str, ...]) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if the cluster has no room for the engines ``names``."""
+    await starter.refuse_no_room(names)
+
+
 RAY = Launcher(
     starting=_start_on_ray,
+    engine_room=_engine_room,
     cluster=ClusterLaunch(
         refuse=_refuse_settings, devices=_part_devices, threads=_num_threads, sentence=_requests_sentence
     ),

@@ -119,9 +119,13 @@ class RayReservation:
         self._group = group
         self._bundle_numbers = {name: place for place, (name, _) in enumerate(parts)}
 
+    def __contains__(self, name: str) -> bool:
+        """Return whether the part ``name`` has a bundle."""
+        return name in self._bundle_numbers
+
     def strategy(self, name: str) -> Any:
-        """Return Ray's scheduling strategy for the part ``name``: the part's bundle, or any node for a worker, which
-        has no bundle."""
+        """Return Ray's scheduling strategy for the part ``name``: the part's bundle, or any node for a worker and
+        for an engine that is added while the run goes on, which have no bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if name not in self._bundle_numbers:
@@ -206,6 +210,19 @@ class RayCluster:
                     "autoscaler is still at work, raise launch.start_timeout_s",
                 )
         return RayReservation(self._placement_group, parts)
+
+    async def refuse_no_room(self, share: ResourceShare, num: int) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if less than ``num`` times the resources ``share`` are free
+        in the cluster now. Whether one node has them together is found out when the parts start."""
+        import ray
+
+        free: Mapping[str, float] = await asyncio.to_thread(ray.available_resources)
+        if any(free.get(name, 0.0) < num * amount for name, amount in bundle(share).items()):
+            each = f"{num} more engines, which ask for {share} each" if num > 1 else f"one more engine: {share}"
+            raise ConfigError(
+                f"the cluster has no room for {each}; {await self.words()}",
+                remedy="add nodes first, or remove an engine; [launch.ray.engine] says what an engine asks for",
+            )
 
     async def words(self) -> str:
         """Return a sentence about the resources of the cluster, in total and free, for messages."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from headrace.launch.clients.peer import Peer
 from headrace.launch.config import RayConfig, ResourceShare
 from headrace.launch.engines import engine_names
 from headrace.launch.order import LaunchOrder
-from headrace.launch.processes import teacher_role
+from headrace.launch.places import teacher_role
 from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start
 from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, in_time
 from headrace.wings.cluster.far.supervisor import Begin, NodeQuery, NodeReply, paths_of
@@ -104,6 +104,13 @@ class RayStarter:
         """Start the actors of the parts with these ``names`` now, so that the actors start in parallel; :meth:`start`
         uses them later."""
         self._waiting_actors |= {name: self._actor(name) for name in names}
+
+    async def refuse_no_room(self, names: Sequence[str]) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if the cluster has no free resources for the engines
+        ``names``. One that the run had at its start gets the bundle back that is still reserved for it."""
+        num = sum(name not in self._reservation for name in names)
+        if num:
+            await self._cluster.refuse_no_room(self._order.launch.ray.engine, num)
 
     def _actor(self, name: str) -> Actor:
         """Start an actor for the part ``name``, with the resources of its role."""

@@ -1,0 +1,117 @@
+"""The engines that a run has at present, by name, with the device of each. Engines are added and removed while the run
+goes on (:mod:`headrace.launch.resizing`); those of agents and teachers stay."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from headrace.base.errors import ConfigError
+from headrace.launch.engines import engine_names
+from headrace.launch.order import LaunchOrder
+from headrace.models.devices import Devices, device_of_one_more, num_gpus
+
+MAX_ENGINES = 64
+"""The greatest number of engines of the policy, which is also that of ``engine.count``."""
+
+
+def teacher_role(name: str) -> str:
+    """Return the name of the engine process of the teacher ``name``; the name is empty for a run's only teacher.
+
+    >>> teacher_role(""), teacher_role("math")
+    ('teacher', 'teacher-math')
+    """
+    return f"teacher-{name}" if name else "teacher"
+
+
+def engine_name(number: int, at_start: int) -> str:
+    """Return the name of the engine ``number`` in a run that begins with ``at_start`` engines.
+
+    >>> engine_name(0, 1), engine_name(1, 1), engine_name(0, 2)
+    ('engine', 'engine-1', 'engine-0')
+    """
+    return engine_names(at_start)[0] if number == 0 else f"engine-{number}"
+
+
+class EnginePlaces:
+    """The engines of a run, by name: those of the policy, of the agents and of the teachers. Each has an index, which
+    it keeps while others come and go, and a device."""
+
+    def __init__(self, order: LaunchOrder) -> None:
+        """Begin with the engines of ``order``."""
+        self._order = order
+        policy = engine_names(order.engine.count)
+        others = (*(f"agent-{agent}" for agent in order.agents), *map(teacher_role, order.teachers))
+        self._index = {name: index for index, name in enumerate((*policy, *others))}
+        self._policy = dict.fromkeys(policy)
+        self._devices = list(order.devices.engines)
+        """The device of each engine, by its index; empty for an engine that was removed."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all engines: those with which the run began first, then those that were added."""
+        return tuple(self._index)
+
+    @property
+    def policy(self) -> tuple[str, ...]:
+        """The names of the policy's engines."""
+        return tuple(self._policy)
+
+    @property
+    def devices(self) -> Devices:
+        """The devices of all engines, by their indices, and of the learner."""
+        return Devices(engines=tuple(self._devices), learner=self._order.devices.learner)
+
+    def index(self, name: str) -> int:
+        """Return the index of the engine ``name``."""
+        return self._index[name]
+
+    def device(self, name: str) -> str:
+        """Return the device of the engine ``name``."""
+        return self._devices[self._index[name]]
+
+    def free_names(self, num: int) -> tuple[str, ...]:
+        """Return the names that the next ``num`` engines of the policy get: the first that are free."""
+        candidates = (engine_name(number, self._order.engine.count) for number in count())
+        free = (name for name in candidates if name not in self._index)
+        return tuple(next(free) for _ in range(num))
+
+    def add(self, num: int) -> tuple[str, ...]:
+        """Add ``num`` engines of the policy, each on a device of its own, and return their names, which are the next
+        :meth:`free_names`. Raises :class:`~headrace.base.errors.ConfigError` if there are too few devices; then none
+        is added."""
+        if len(self._policy) + num > MAX_ENGINES:
+            raise ConfigError(
+                f"the run has {len(self._policy)} engines, and {num} more would be more than {MAX_ENGINES}",
+                remedy=f"add {max(0, MAX_ENGINES - len(self._policy))} at most",
+            )
+        before = self._devices.copy()
+        try:
+            for _ in range(num):
+                self._devices.append(self._another_device())
+        except ConfigError:
+            self._devices = before
+            raise
+        added = self.free_names(num)
+        self._index.update(zip(added, range(len(before), len(self._devices)), strict=True))
+        self._policy.update(dict.fromkeys(added))
+        return added
+
+    def remove(self, index: int) -> None:
+        """Remove the engine with this index, whose process has ended, so that its name and its device are free again.
+        Nothing happens if it has been removed before."""
+        for name in [name for name, other in self._index.items() if other == index]:
+            self._devices[index] = ""
+            del self._index[name], self._policy[name]
+
+    def _another_device(self) -> str:
+        """Return the device for one more engine."""
+        order = self._order
+        if order.launch.remote:  # every engine sees only the devices that it has requested
+            return order.devices.engines[0]
+        return device_of_one_more(
+            order.engine.device,
+            self.devices,
+            gpus=num_gpus(),
+            width=order.engine.width,
+            only_cpu=order.model.deterministic,
+        )

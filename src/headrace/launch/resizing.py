@@ -1,0 +1,211 @@
+"""Changes of the number of engines while a run goes on: which engines are added, on which devices, and which are
+removed.
+
+    add N     refused, or N names and devices ──▶ each engine loads, takes the newest weights, and serves
+    remove    refused, or names ──▶ each engine ends its sequences, and then its process
+
+A change is planned at once, so that two changes never plan the same; what takes time runs side by side. An engine that
+was added is like any other as soon as it serves: it is started again if it dies. The number lasts until the processes
+of the run end: a run that is resumed begins with ``engine.count`` engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from headrace.base.environ import num_cores
+from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.types.messages.program import EngineStatus
+from headrace.launch.config import LAUNCHERS
+from headrace.launch.engines import Engines
+from headrace.launch.order import OnProgress
+from headrace.launch.processes import Processes
+from headrace.models.devices import CPU
+
+
+class FleetResizer:
+    """The changes of one run's engines, while the processes of the run live (it implements
+    :class:`~headrace.launch.order.EngineChanges`)."""
+
+    def __init__(self, processes: Processes, engines: Engines) -> None:
+        """Change the ``engines`` of the policy, which are among ``processes``."""
+        self._processes, self._engines = processes, engines
+        self._clock = engines.clock
+        self._on_change: OnProgress = lambda _: None
+
+    def send_changes_to(self, on_change: OnProgress) -> None:
+        """Call ``on_change`` with one sentence about every later change, for the log of the run."""
+        self._on_change = on_change
+
+    def status(self) -> tuple[EngineStatus, ...]:
+        """Return the status of every engine of the policy."""
+        return tuple(self._status_of(name) for name in self._processes.places.policy)
+
+    async def add(self, num: int, on_progress: OnProgress) -> tuple[str, ...]:
+        """Add ``num`` engines, and wait until all of them serve; see :meth:`EngineChanges.add
+        <headrace.launch.order.EngineChanges.add>`."""
+        self._refuse_fixed()
+        await self._refuse_no_room(num)
+        names = self._processes.places.add(num)
+        on_progress(f"{', '.join(names)} {_starts(names)} on {self._devices(names)}")
+        outcomes = await asyncio.gather(*(self._add(name, on_progress) for name in names), return_exceptions=True)
+        self._raise_first(names, outcomes)
+        return names
+
+    async def remove(self, name: str, num: int, drain_s: float, on_progress: OnProgress) -> tuple[str, ...]:
+        """Remove engines, and wait until their processes have ended; see :meth:`EngineChanges.remove
+        <headrace.launch.order.EngineChanges.remove>`."""
+        self._refuse_fixed()
+        names = self._removable(name, num)
+        for each in names:
+            on_progress(f"{each} gets no new requests, and ends its {self._status_of(each).sequences} sequences")
+        ends = [self._engines.begin_removal(each) for each in names]  # at once, so that no other change counts on them
+        removals = [self._remove(each, ended, drain_s, on_progress) for each, ended in zip(names, ends, strict=True)]
+        await asyncio.gather(*removals)
+        return names
+
+    # -- one engine -------------------------------------------------------------------------------------------------
+
+    async def _add(self, name: str, on_progress: OnProgress) -> None:
+        """Start the engine ``name``, which has a device, and wait until it serves."""
+        start_s, index = self._clock.now(), self._processes.places.index(name)
+        try:
+            await self._engines.add(name)
+        except HeadraceError as error:
+            self._processes.places.remove(index)
+            self._processes.forget_ended()
+            brief = error.problem.partition("\n")[0]
+            self._tell(f"{name} was not added: {brief}", on_progress)
+            raise
+        seconds = self._clock.now() - start_s
+        self._tell(f"{name} was added: it serves after {seconds:.1f} s; {self._number()}{self._cores()}", on_progress)
+
+    async def _remove(self, name: str, ended: asyncio.Future[int], drain_s: float, on_progress: OnProgress) -> None:
+        """Complete the removal of the engine ``name``, whose process has ended when ``ended`` is done."""
+        index = self._processes.places.index(name)
+        carried_over = await self._engines.end_removal(name, ended, drain_s)
+        self._processes.places.remove(index)
+        self._processes.forget_ended()
+        continued = f"; {carried_over} of its sequences continue on other engines" if carried_over else ""
+        self._tell(f"{name} was removed{continued}; {self._number()}", on_progress)
+
+    def _tell(self, text: str, on_progress: OnProgress) -> None:
+        """Report the end of a change to the log of the run, and to the program that has requested it."""
+        self._on_change(text)
+        on_progress(text)
+
+    # -- refusals ---------------------------------------------------------------------------------------------------
+
+    def _refuse_fixed(self) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if the engines of this run cannot be changed."""
+        order = self._processes.order
+        if order.recorded is not None:
+            raise ConfigError(
+                "this run is a replay, whose engine repeats a recording", remedy="let it end, or start a run of its own"
+            )
+        if order.launch.lend_cores:
+            raise ConfigError(
+                "launch.lend_cores=true: the cores are divided between the engines when the run starts",
+                remedy="stop the run (Ctrl-C), and --resume with another engine.count, or without launch.lend_cores",
+            )
+
+    async def _refuse_no_room(self, num: int) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if ``num`` more engines cannot be started."""
+        order, present = self._processes.order, len(self._processes.places.policy)
+        room = LAUNCHERS.load(order.launch.kind).engine_room
+        if room is None:
+            raise ConfigError(
+                f"launch.kind={order.launch.kind!r} starts engines only when a run starts",
+                remedy="stop the run (Ctrl-C), and --resume with another engine.count",
+            )
+        try:
+            order.engine.server.refuse_run(
+                count=present + num, width=order.engine.width, start_timeout_s=order.launch.start_timeout_s
+            )
+        except ConfigError as error:
+            raise ConfigError(
+                f"the run has {present} engines, and {num} more cannot be added: {error.problem}", remedy=error.remedy
+            ) from None
+        await room(self._processes.starter, self._processes.places.free_names(num))
+
+    def _removable(self, name: str, num: int) -> tuple[str, ...]:
+        """Return the names of the engines to remove: ``name`` or, if that is empty, the last ``num``. Raises
+        :class:`~headrace.base.errors.ConfigError` if they cannot be removed."""
+        present = self._processes.places.policy
+        known = self._engines.names  # without those whose process is just being started, or has just ended
+        stay = [each for each in present if each in known and self._engines.status(each) != "leaving"]
+        if name and name not in present:
+            others = self._processes.places.names
+            what = "is the engine of an agent or a teacher" if name in others else "is not an engine of this run"
+            raise ConfigError(f"{name} {what}", remedy=f"name one of {', '.join(present)}")
+        if name and name not in stay:
+            raise ConfigError(f"{name} is being removed or added already", remedy="wait until that is done")
+        names = (name,) if name else tuple(stay[len(stay) - num :] if num <= len(stay) else stay)
+        stay = [each for each in stay if each not in names]
+        serving, lasting = set(self._engines.serving), [each for each in stay if self._engines.is_lasting(each)]
+        if not lasting or num > len(names) or (serving & set(names) and not serving & set(stay)):
+            left = ", ".join(f"{each} is {self._engines.status(each)}" for each in stay)
+            raise ConfigError(
+                f"{', '.join(names)} cannot be removed: no other engine would serve" + (f"; {left}" if left else ""),
+                remedy="wait until another engine serves, or add one first (headrace engines RUN add)",
+            )
+        return names
+
+    # -- in words ---------------------------------------------------------------------------------------------------
+
+    def _status_of(self, name: str) -> EngineStatus:
+        """Return the status of the engine ``name``."""
+        child = self._engines.children.get(name)
+        facts = self._processes.facts().get(name, {})
+        ready = child is not None and child.state == "ready"
+        return EngineStatus(
+            name=name,
+            pid=0 if child is None else child.pid,
+            state=self._engines.status(name) if child is None or ready else child.state,
+            version=self._engines.client(name).stats().version if ready else -1,
+            device=self._processes.places.device(name),
+            threads=int(facts["threads"]) if "threads" in facts else None,
+            sequences=self._engines.fleet.load(name) if name in self._engines.fleet.names else 0,
+            restarts=self._engines.restarts[name],
+            node="" if child is None else child.node,
+        )
+
+    def _number(self) -> str:
+        """Return the number of engines that serve, in words."""
+        num = len(self._engines.serving)
+        return f"{num} engine{'' if num == 1 else 's'} serve{'s' if num == 1 else ''}"
+
+    def _devices(self, names: Sequence[str]) -> str:
+        """Return the devices of the engines ``names``, in words."""
+        return ", ".join(dict.fromkeys(map(self._processes.places.device, names)))
+
+    def _cores(self) -> str:
+        """Return, in words that follow a sentence, the number of cores that each engine and the learner compute with,
+        where an engine computes on the processors of this machine; an engine that runs keeps those that it has."""
+        places = self._processes.places
+        if self._processes.order.launch.remote or CPU not in map(places.device, places.policy):
+            return ""
+        facts = self._processes.facts()
+        parts = [name for name in (*places.policy, "learner") if "threads" in facts.get(name, {})]
+        cores = ", ".join(f"{name} {facts[name]['threads']}" for name in parts)
+        return f" (cores: {cores}, of {num_cores()})"
+
+    def _raise_first(self, names: Sequence[str], outcomes: Sequence[BaseException | None]) -> None:
+        """Raise the first error among the ``outcomes`` of the engines ``names``, if there is one, with what became of
+        the others."""
+        failed = {name: error for name, error in zip(names, outcomes, strict=True) if error is not None}
+        if not failed:
+            return
+        error = next(iter(failed.values()))
+        if not isinstance(error, HeadraceError):
+            raise error
+        added = [each for each in names if each not in failed]
+        others = f"; {', '.join(added)} {'serves' if len(added) == 1 else 'serve'}" if added else ""
+        were = "was" if len(failed) == 1 else "were"
+        raise ConfigError(f"{', '.join(failed)} {were} not added{others}: {error.problem}", remedy=error.remedy)
+
+
+def _starts(names: Sequence[str]) -> str:
+    """Return the verb for the engines ``names``."""
+    return "starts" if len(names) == 1 else "start"

@@ -1,0 +1,201 @@
+"""``headrace engines``: list the engines of a run that goes on, add engines to it, and remove some.
+
+The verb sends a request to the run over the Unix socket that ``status.json`` names, and shows what the run answers. The
+socket is in a directory that only the user of the run can enter.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError, DataError, RunError
+from headrace.base.types.messages.program import (
+    AddEngines,
+    ChangeDone,
+    ChangeProgress,
+    ChangeRefused,
+    EngineStatus,
+    ListEngines,
+    ProgramAnswer,
+    ProgramRequest,
+    RemoveEngines,
+)
+from headrace.run.cli.commands import LOOK, Verb
+from headrace.run.cli.output import console, print_json, readable, starting, table
+
+CONNECT_S = 10.0
+"""Longest wait, in seconds, for the run to accept the connection, and to list its engines."""
+
+
+def engines(
+    run_dir: Path = typer.Argument(help="The run's directory."),
+    action: str = typer.Argument("", help="add or remove; unset: list the engines.", show_default=False),
+    what: str = typer.Argument(
+        "",
+        metavar="[N|NAME]",
+        help="How many engines to add or remove (unset: 1), or the name of the one to remove.",
+        show_default=False,
+    ),
+    wait: float = typer.Option(
+        600.0, min=0.0, help="Seconds to wait until the change is complete; it goes on without."
+    ),
+    drain: float = typer.Option(
+        30.0, min=0.0, help="Seconds that a removed engine has to end its sequences; others continue the rest."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the outcome as JSON."),
+) -> None:
+    """List the engines of a run while it goes on, add engines to it, or remove some.
+
+    The number lasts until the processes of the run end: --resume begins with engine.count engines.
+    """
+    starting(f"reading {run_dir}")
+    request = _request(action, what, drain)
+    address = _address(run_dir)
+    done = _outcome(run_dir, address, request, wait_s=max(wait, CONNECT_S) if action == "" else wait, quiet=as_json)
+    if as_json:
+        state = "done" if done is not None else "under way"
+        outcome = ChangeDone(engines=()) if done is None else done
+        print_json({"run_dir": str(run_dir), "state": state, **_builtins(outcome)})
+    elif done is None:
+        console().print(f"under way after {wait:g} s: headrace engines {readable(str(run_dir))} shows it")
+    else:
+        _show(done.engines)
+
+
+def _request(action: str, what: str, drain_s: float) -> ProgramRequest:
+    """Return the request that the arguments of the verb stand for. Raises
+    :class:`~headrace.base.errors.ConfigError` for arguments that stand for none."""
+    if action not in ("", "add", "remove"):
+        raise ConfigError(f"{action!r} is not something to do with engines", remedy="add, remove, or nothing to list")
+    number = int(what) if what.isascii() and what.isdecimal() else None
+    if number == 0 or (what and number is None and action != "remove"):
+        raise ConfigError(f"{what!r} is not a number of engines to {action}", remedy=f"{action} 1 or more")
+    match action:
+        case "add":
+            return AddEngines(count=number or 1)
+        case "remove":
+            return RemoveEngines(name=what if number is None else "", count=number or 1, drain_s=drain_s)
+    return ListEngines()
+
+
+def _address(run_dir: Path) -> str:
+    """Return the path of the socket at which the run in ``run_dir`` receives requests. Raises
+    :class:`~headrace.base.errors.DataError` where the directory holds no run, or a run that is still starting, and
+    :class:`~headrace.base.errors.RunError` for a run that has ended or receives no requests."""
+    from headrace.run.cli.status import look
+    from headrace.run.session.directory import read_status
+
+    found = look(run_dir)
+    if found["state"] != "running":
+        raise RunError(
+            f"the run in {run_dir} has ended ({found['state']}): it has no engines any more",
+            remedy="continue it with --resume; engine.count says with how many engines",
+        )
+    last = read_status(run_dir)
+    if not any(part["role"].partition("-")[0] == "engine" for part in found["components"]):
+        raise RunError(
+            f"the run in {run_dir} has no engines: it samples nothing",
+            remedy="name the directory of a run of headrace train",
+        )
+    if last is None or not last.requests:
+        raise RunError(
+            f"the run in {run_dir} receives no requests: it is ending, it was started by an older version of headrace, "
+            "or the path of its temporary directory is too long for a socket",
+            remedy="look at headrace status; set TMPDIR to a shorter path when the run starts again",
+        )
+    return last.requests
+
+
+def _outcome(run_dir: Path, address: str, request: ProgramRequest, *, wait_s: float, quiet: bool) -> ChangeDone | None:
+    """Send ``request`` to the run at the socket ``address``, show its news unless ``quiet``, and return its last
+    answer; ``None`` if it has not come after ``wait_s`` seconds.
+
+    Raises :class:`~headrace.base.errors.ConfigError` if the run refuses the request, and
+    :class:`~headrace.base.errors.RunError` if it cannot be reached or ends.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(CONNECT_S)
+        try:
+            connection.connect(address)
+            connection.sendall(msgspec.json.encode(request) + b"\n")
+            return _last_answer(_answers(connection, wait_s), quiet=quiet)
+        except PermissionError:
+            raise _unreachable(run_dir, "only the user who has started it may change it") from None
+        except OSError as error:
+            raise _unreachable(run_dir, str(error.strerror or error)) from None
+
+
+def _last_answer(answers: Iterator[ProgramAnswer], *, quiet: bool) -> ChangeDone | None:
+    """Show the news among ``answers`` unless ``quiet``, and return the last one; ``None`` if it has not come. Raises
+    :class:`~headrace.base.errors.ConfigError` if it is a refusal."""
+    for answer in answers:
+        match answer:
+            case ChangeProgress(text=text) if not quiet:
+                console(stderr=True).print(readable(text), style="dim")
+            case ChangeRefused(problem=problem, remedy=remedy):
+                raise ConfigError(problem, remedy=remedy)
+            case ChangeDone():
+                return answer
+    return None
+
+
+def _unreachable(run_dir: Path, why: str) -> RunError:
+    """Return the error for a run that cannot be asked, for the reason ``why``."""
+    return RunError(
+        f"the run in {run_dir} cannot be asked: {why}",
+        remedy="ask as the user of the run, on the machine of its controller; look at headrace status",
+    )
+
+
+def _answers(connection: socket.socket, wait_s: float) -> Iterator[ProgramAnswer]:
+    """Yield the answers of the run until it has sent the last one, or until ``wait_s`` seconds have passed. Raises
+    :class:`~headrace.base.errors.RunError` if it ends before."""
+    clock = RealClock()
+    until_s = clock.now() + wait_s
+    decoder = msgspec.json.Decoder(ProgramAnswer)
+    buffered = b""
+    while (left_s := until_s - clock.now()) > 0:
+        connection.settimeout(left_s)
+        try:
+            received = connection.recv(1 << 16)
+        except TimeoutError:
+            return
+        if not received:
+            raise RunError("the run has ended meanwhile", remedy="look at headrace status")
+        *lines, buffered = (buffered + received).split(b"\n")
+        for line in lines:
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise DataError(
+                    f"the run's answer is not understood: {error}", remedy="use the same version of headrace as the run"
+                ) from None
+
+
+def _builtins(outcome: ChangeDone) -> dict[str, Any]:
+    """Return ``outcome`` as a tree, without the tag that it has as a message."""
+    tree: dict[str, Any] = msgspec.to_builtins(outcome)
+    tree.pop("type")
+    return tree
+
+
+def _show(present: Sequence[EngineStatus]) -> None:
+    """Print a table of the engines."""
+    rows = table("", "engine", "pid", "state", "version", "device", "cores", "sequences", "restarts")
+    for each in present:
+        where = " on ".join(filter(None, [each.device, each.node]))
+        version = "" if each.version < 0 else str(each.version)
+        pid, cores = str(each.pid or ""), "" if each.threads is None else str(each.threads)
+        numbers = (version, where, cores, str(each.sequences), str(each.restarts or ""))
+        rows.add_row(readable(each.name), pid, readable(each.state), *numbers)
+    console().print(rows)
+
+
+VERB = Verb(run=engines, group=LOOK, place=25)

@@ -1,0 +1,112 @@
+"""The requests that a run receives from its user while it goes on, as ``headrace engines`` sends them.
+
+    headrace engines ──a request, one line of JSON──▶ the run      at a Unix socket, in a directory of the user alone
+                     ◀──news, then the last answer──
+
+``status.json`` names the socket. A change that has begun goes on if the program that requested it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.types.messages.program import (
+    AddEngines,
+    ChangeDone,
+    ChangeProgress,
+    ChangeRefused,
+    ProgramAnswer,
+    ProgramRequest,
+    RemoveEngines,
+)
+from headrace.launch.order import EngineChanges
+
+SOCKET = "requests"
+"""The name of the socket in the private directory of a run."""
+MAX_LINE_BYTES = 1 << 20
+"""The size of the longest line, in bytes: an answer has the status of every engine."""
+REQUEST_S = 10.0
+"""Longest wait for the request of a program that has connected, in seconds."""
+
+
+@asynccontextmanager
+async def answering_requests(directory: Path, engines: EngineChanges) -> AsyncIterator[str]:
+    """Answer the requests that arrive at a socket in ``directory`` while the body runs, and yield its path, which is
+    empty where no socket can be made there. At the end of the body, changes that are under way are given up."""
+    async with asyncio.TaskGroup() as changes:
+        visits: set[asyncio.Task[None]] = set()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Serve a program that has connected, in a task."""
+            visit = changes.create_task(_serve(reader, writer, engines))
+            visits.add(visit)
+            visit.add_done_callback(visits.discard)
+
+        path = directory / SOCKET
+        server = None
+        with suppress(OSError):  # the path is too long, for example
+            server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE_BYTES)
+        try:
+            yield "" if server is None else str(path)
+        finally:
+            if server is not None:
+                server.close()
+            for visit in visits:
+                visit.cancel()
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, engines: EngineChanges) -> None:
+    """Receive the request of one program, carry it out, and answer."""
+    send = partial(_send, writer)
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            line = await reader.readline()
+        send(await _carried_out(msgspec.json.decode(line, type=ProgramRequest), engines, send))
+    except HeadraceError as error:
+        send(ChangeRefused(problem=error.problem, remedy=error.remedy))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        problem = f"the run does not understand the request: {error}"
+        send(ChangeRefused(problem=problem, remedy="use the same version of headrace as the run"))
+    except (OSError, TimeoutError):
+        pass  # the program has ended, or sends nothing
+    finally:
+        with suppress(OSError):
+            writer.close()
+
+
+async def _carried_out(
+    request: ProgramRequest, engines: EngineChanges, send: Callable[[ProgramAnswer], None]
+) -> ChangeDone:
+    """Carry out ``request``, send what happens meanwhile, and return the last answer."""
+
+    def tell(text: str) -> None:
+        """Send news about the change."""
+        send(ChangeProgress(text=text))
+
+    changed: tuple[str, ...] = ()
+    match request:
+        case AddEngines(count=count):
+            if count < 1:
+                raise ConfigError(f"{count} engines cannot be added", remedy="add 1 or more")
+            changed = await engines.add(count, tell)
+        case RemoveEngines(name=name, count=count, drain_s=drain_s):
+            if count < 1 or drain_s < 0:
+                raise ConfigError(
+                    f"{count} engines cannot be removed, with {drain_s:g} s for their sequences",
+                    remedy="remove 1 or more, with 0 s or more",
+                )
+            changed = await engines.remove(name, count, drain_s, tell)
+    return ChangeDone(changed=changed, engines=engines.status())
+
+
+def _send(writer: asyncio.StreamWriter, answer: ProgramAnswer) -> None:
+    """Send one answer. It is dropped if the program has ended."""
+    with suppress(OSError):
+        writer.write(msgspec.json.encode(answer) + b"\n")

@@ -1,0 +1,253 @@
+"""Engines that are added and removed while a run goes on, on fakes in virtual time: nothing is lost, whatever happens
+between."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.clock import run_virtual
+from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.types.weights import Interrupt
+from headrace.control import Components
+from tests.control.lives import Plan, live
+from tests.engine.fleet.mortal import bring, sample
+from tests.engine.fleet.resized import ResizedEngines, ignore
+from tests.engine.fleet.test_runs_on_fakes import LENGTH, whole
+
+
+def resized(
+    count: int, play: Callable[[ResizedEngines], Coroutine[Any, Any, None]], *, failing: float = 0.0, seed: int = 0
+) -> ResizedEngines:
+    """The engines after ``play``, which begins when all of them serve version 0."""
+
+    async def main() -> ResizedEngines:
+        made = ResizedEngines(count, random.Random(seed), failing=failing)
+        await made.engines.start()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(made.engines.run())
+            await made.engines.wait_until_complete()
+            await bring(made.engines.fleet, 0)
+            await play(made)
+            running.cancel()
+        return made
+
+    return run_virtual(main())
+
+
+async def catching_up(made: ResizedEngines) -> None:
+    """Bring the newest version to engines that come late, as the sync loop does."""
+    while True:
+        await made.engines.fleet.wait_for_lagging()
+        await bring(made.engines.fleet, made.engines.fleet.version)
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 60.0])
+def test_removed_engine_ends_what_it_has_or_others_continue_it_and_its_process_ends(drain_s: float) -> None:
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            answers = [group.create_task(sample(made.engines.fleet, seed)) for seed in range(20)]
+            await asyncio.sleep(0.1)
+            (removed,) = [process for process in made.processes if process.role == "engine-1"]
+            names = await made.resizer.remove("", 1, drain_s, ignore)
+            assert names == ("engine-1",)
+            assert removed._ended.done()
+            assert removed.closed
+            late = [group.create_task(sample(made.engines.fleet, seed)) for seed in range(20, 25)]
+        assert len(removed.peer.engine.asked) < 20, "it gets nothing new"
+        moved = [options for options in made.processes[0].peer.engine.asked if options.answer_ids_T is not None]
+        others = f"; {len(moved)} of its sequences continue on other engines" if moved else ""
+        assert made.log == [f"engine-1 was removed{others}; 1 engine serves"]
+        assert bool(moved) == (drain_s == 0.0)
+        assert all(task.result() for task in (*answers, *late))
+        assert made.engines.names == made.engines.fleet.names == made.places.policy == ("engine-0",)
+
+    made = resized(2, play)
+    assert not made.engines.restarts
+
+
+def test_added_engines_serve_under_the_first_free_names_and_share_the_work() -> None:
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            late = group.create_task(catching_up(made))
+            assert await made.resizer.add(2, ignore) == ("engine-1", "engine-2")
+            assert made.engines.serving == ("engine", "engine-1", "engine-2")
+            await made.resizer.remove("engine-1", 1, 0.0, ignore)
+            assert await made.resizer.add(1, ignore) == ("engine-1",)
+            for answer in [group.create_task(sample(made.engines.fleet, seed)) for seed in range(30)]:
+                await answer
+            late.cancel()
+        assert all(process.peer.engine.asked for process in made.living())
+        assert [each.state for each in made.resizer.status()] == ["serving"] * 3
+
+    assert resized(1, play).engines.fleet.stats().version == 0
+
+
+def test_added_engine_that_ends_before_it_serves_is_forgotten_and_the_run_goes_on() -> None:
+    async def play(made: ResizedEngines) -> None:
+        with pytest.raises(ConfigError, match=r"engine-1, engine-2 were not added: engine-1 \(pid \d+\) was killed"):
+            await made.resizer.add(2, ignore)
+        assert made.engines.names == made.places.policy == ("engine",)
+        await sample(made.engines.fleet, 3)
+
+    made = resized(1, play, failing=1.0)
+    assert not made.engines.restarts, "it does not count as a death"
+    assert sorted(text.split(":")[0] for text in made.log) == ["engine-1 was not added", "engine-2 was not added"]
+
+
+def test_engine_that_is_started_again_can_be_removed_meanwhile_and_the_last_that_serves_cannot() -> None:
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            late = group.create_task(catching_up(made))
+            next(process for process in made.processes if process.role == "engine-0").die()
+            await asyncio.sleep(0.2)
+            assert made.engines.status("engine-0") == "starting"
+            with pytest.raises(ConfigError, match="no other engine would serve; engine-0 is starting"):
+                await made.resizer.remove("engine-1", 1, 0.0, ignore)
+            with pytest.raises(ConfigError, match="engine-0, engine-1 cannot be removed"):
+                await made.resizer.remove("", 2, 0.0, ignore)
+            with pytest.raises(ConfigError, match="engine-7 is not an engine of this run"):
+                await made.resizer.remove("engine-7", 1, 0.0, ignore)
+            await made.resizer.remove("engine-0", 1, 0.0, ignore)
+            assert made.engines.names == ("engine-1",)
+            with pytest.raises(ConfigError, match="engine-1 cannot be removed: no other engine would serve"):
+                await made.resizer.remove("engine-1", 1, 0.0, ignore)
+            late.cancel()
+        assert [process.role for process in made.living()] == ["engine-1"]
+
+    resized(2, play)
+
+
+def test_engine_that_dies_while_it_is_being_removed_is_not_started_again() -> None:
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            answers = [group.create_task(sample(made.engines.fleet, seed)) for seed in range(8)]
+            await asyncio.sleep(0.1)
+            removal = group.create_task(made.resizer.remove("engine-1", 1, 60.0, ignore))
+            await asyncio.sleep(0.05)
+            with pytest.raises(ConfigError, match="engine-1 is being removed or added already"):
+                await made.resizer.remove("engine-1", 1, 60.0, ignore)
+            next(process for process in made.processes if process.role == "engine-1").die()
+            await removal
+        assert all(answer.result() for answer in answers)
+
+    made = resized(2, play)
+    assert len(made.processes) == 2
+    assert not made.engines.restarts
+
+
+def test_engine_that_died_is_not_removed_while_only_one_that_may_never_serve_would_be_left() -> None:
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            adding = group.create_task(refused_addition(made))
+            await asyncio.sleep(0.11)
+            made.processes[0].die()
+            await asyncio.sleep(0.06)
+            assert [made.engines.status(name) for name in made.engines.names] == ["starting"] * 2
+            with pytest.raises(ConfigError, match="engine cannot be removed: no other engine would serve; engine-1 is"):
+                await made.resizer.remove("engine", 1, 0.0, ignore)
+            await adding
+        assert made.engines.names == ("engine",)
+
+    resized(1, play, failing=1.0)
+
+
+def test_two_removals_at_once_leave_one_engine() -> None:
+    async def play(made: ResizedEngines) -> None:
+        outcomes = await asyncio.gather(
+            *(made.resizer.remove(f"engine-{number}", 1, 0.0, ignore) for number in range(2)), return_exceptions=True
+        )
+        assert outcomes[0] == ("engine-0",)
+        assert "engine-1 cannot be removed: no other engine would serve" in str(outcomes[1])
+        assert made.engines.serving == ("engine-1",)
+
+    resized(2, play)
+
+
+def test_added_engine_can_be_removed_before_it_serves_and_its_name_is_free_again() -> None:
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            late = group.create_task(catching_up(made))
+            adding = group.create_task(refused_addition(made))
+            await asyncio.sleep(0.11)
+            assert made.engines.status("engine-1") == "starting"
+            assert await made.resizer.remove("engine-1", 1, 5.0, ignore) == ("engine-1",)
+            assert "engine-1 was not added: engine-1 was removed" in await adding
+            assert await made.resizer.add(1, ignore) == ("engine-1",)
+            late.cancel()
+        assert made.engines.names == made.places.policy == ("engine", "engine-1")
+
+    resized(1, play)
+
+
+async def refused_addition(made: ResizedEngines) -> str:
+    """Why an engine was not added."""
+    with pytest.raises(ConfigError) as refused:
+        await made.resizer.add(1, ignore)
+    return str(refused.value)
+
+
+class Disturbed:
+    """A run whose engines are added, removed and killed at random times."""
+
+    def __init__(self, seed: int, interrupt: Interrupt) -> None:
+        self.pace = random.Random(seed)
+        self.interrupt = interrupt
+        self.changes: list[tuple[str, ...]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def parts(self, parts: Components) -> Components:
+        """The parts of the run, with engines that change from now on."""
+        self.made = ResizedEngines(self.pace.choice([1, 2, 3]), self.pace, failing=0.2, length=LENGTH)
+        loop = asyncio.get_running_loop()
+        self.tasks += [loop.create_task(self._run()), loop.create_task(self._disturb())]
+        fleet = self.made.engines.fleet
+        return replace(parts, engine=fleet, engine_set=fleet, interrupt=self.interrupt)
+
+    async def _run(self) -> None:
+        await self.made.engines.start()
+        await self.made.engines.run()
+
+    async def _disturb(self) -> None:
+        await self.made.engines.wait_until_complete()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(60):
+                await asyncio.sleep(self.pace.uniform(0.0, 0.8))
+                group.create_task(self._change(self.pace.randrange(5)))
+
+    async def _change(self, kind: int) -> None:
+        """One change; refusals are part of the game."""
+        try:
+            if kind <= 1 and len(self.made.places.policy) < 8:
+                self.changes.append(await self.made.resizer.add(self.pace.choice([1, 1, 2]), ignore))
+            elif kind <= 3:
+                name = self.pace.choice(["", *self.made.places.policy])
+                drain_s = self.pace.choice([0.0, 0.3, 5.0])
+                self.changes.append(await self.made.resizer.remove(name, 1, drain_s, ignore))
+            elif living := self.made.living():
+                self.pace.choice(living).die()
+        except HeadraceError:
+            pass
+
+
+@pytest.mark.parametrize("interrupt", [Interrupt.INFLIGHT, Interrupt.DRAIN])
+@pytest.mark.parametrize("seed", range(6))
+def test_run_whose_engines_come_go_and_die_at_random_trains_everything_once(
+    tmp_path: Path, seed: int, interrupt: Interrupt
+) -> None:
+    disturbed = Disturbed(seed, interrupt)
+    max_age = seed % 3
+    life = live(Plan(run_dir=tmp_path, steps=14, flow={"max_age": max_age}, parts=disturbed.parts))
+    whole(life, 28)
+    assert life.summary.max_token_age <= max_age
+    assert life.summary.tokens_generated == life.summary.tokens_trained, "nothing is sampled twice"
+    made = disturbed.made
+    assert len(disturbed.changes) > 10, "it was disturbed"
+    assert set(made.engines.fleet.names) <= set(made.engines.names)
+    assert {process.role for process in made.living()} <= set(made.engines.names)
