@@ -434,8 +434,9 @@ def _bucket(keys: _Slots, queries: _Slots, device: torch.device | str) -> _Bucke
 
 
 def _padded(parts: Sequence[_Slots], total: int, device: torch.device | str) -> PaddedSlots | None:
-    """Return the copies between the ``total`` tokens of the pass and the slots of all buckets; ``None`` if the slots
-    are the tokens in order."""
+    """Return the index maps that copy rows of tokens into the padded slots of all buckets, ``parts``, and back.
+    ``total`` is the number of tokens in the pass. ``None``: no copy is needed, since the slots contain every token
+    once, in order."""
     tokens = np.concatenate([*(part.tokens_BL.ravel() for part in parts), np.zeros(0, np.int64)])
     if np.array_equal(tokens, np.arange(total)):
         return None

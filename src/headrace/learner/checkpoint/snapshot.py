@@ -113,7 +113,7 @@ def sweep(directory: Path) -> list[Path]:
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the snapshot with the highest step, complete or not; ``None`` if there is none."""
+    """Return the path of the snapshot with the highest step; ``None`` if there is none. Its content is not checked."""
     return next(iter(_named(directory)), None)
 
 

@@ -309,7 +309,8 @@ def is_deterministic(model: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _is_invariant(model: nn.Module) -> bool:
-    """Return whether packed sequences have the same bits as sequences that are decoded token by token."""
+    """Return whether the model's logits of packed sequences are bitwise equal to those of the same sequences, decoded
+    token by token over a paged cache. The lengths of the sequences are :data:`_PROBE`."""
     loaded = kernels()
     assert isinstance(loaded, Kernels)
     plan = InvariantPlan(_PROBE)

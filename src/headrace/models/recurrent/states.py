@@ -95,11 +95,13 @@ class _PaddedRows:
 
 
 class StatePass:
-    """The recurrences of one engine pass over a pool, for a :class:`~headrace.models.paged.plan.PagedPlan`."""
+    """The use of a pool in one forward pass of the engine: it reads the states of the pass's rows from their slots,
+    runs the recurrences of all recurrent layers, and writes the new states back. The
+    :class:`~headrace.models.paged.plan.PagedPlan` of the pass, which computes attention, owns it."""
 
     def __init__(self, pool: StatePool, slots_R: Index) -> None:
-        """Prepare a pass over ``pool``. The states of row r are in slot ``slots_R[r]``; those of a row that begins at
-        position 0 are cleared. :meth:`begin` then sets the layout of the pass."""
+        """Prepare a pass whose row r has its states in slot ``slots_R[r]`` of ``pool``. :meth:`begin` must be called
+        before any recurrence is computed."""
         self._pool = pool
         self._slots_R = slots_R
         self.num_decode = 0
@@ -109,8 +111,9 @@ class StatePass:
         self._place_F: Tensor | None = None
 
     def begin(self, starts_R: Index, counts_R: Index, num_decode: int, device: torch.device) -> None:
-        """Set the layout of the pass. ``counts_R`` is the number of new tokens of each row, from position ``starts_R``
-        on; the first ``num_decode`` rows have one token each."""
+        """Set the layout of the pass, and clear the states of rows that start at position 0. ``counts_R`` is the number
+        of new tokens of each row, from position ``starts_R`` on; the first ``num_decode`` rows have one token each. The
+        other rows are computed in buckets of similar length."""
         self._pool.clear(self._slots_R[starts_R == 0].tolist())
         self.num_decode = num_decode
         self._slots_D = torch.from_numpy(self._slots_R[:num_decode].copy()).to(device) if num_decode else None
@@ -153,7 +156,8 @@ class StatePass:
 
     @property
     def prompts(self) -> PromptStates:
-        """Return the states of the rows that do not decode, to be used as the plan of a call over only these rows."""
+        """Return a view of this pass without the decoding rows. A layer that computes decoding rows by a kernel of its
+        own passes the view, in place of the plan, to the call for the other rows."""
         return PromptStates(self)
 
     def recur_prompts(self, key: Key, recurrence: Recurrence, inputs_F: Tensors) -> Tensor:

@@ -383,8 +383,8 @@ def _warn(controller: Controller, text: str) -> None:
 
 
 def _report_silence(controller: Controller, text: str, *, kind: str, over: bool = False) -> None:
-    """Record a warning about a process of the run that does not respond, each time it happens; with ``over``, record
-    that the process responds again. ``kind`` is the same for both."""
+    """Record the warning ``text`` that a process of the run does not respond, even if it was recorded before. If ``over`` is true, record instead that the process responds again. ``kind`` identifies the warning: the call that
+    ends it passes the same value."""
     if over:
         controller.state.warning_over(text, kind=kind)
     else:

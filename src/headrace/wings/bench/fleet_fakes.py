@@ -105,7 +105,8 @@ class CountingEngine:
         return tokens.logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """Return ``num`` zeros for each token, since there is no model that could score the tokens."""
+        """Return the recorded log-probability of each token, and zeros as its ``num`` most probable tokens, since there
+        is no model that could score them. ``below`` and ``temperature`` are ignored."""
         ids_TK = np.zeros((len(tokens), num), np.int32)
         return TopScores(logprobs_T=tokens.logprobs_T, ids_TK=ids_TK, logs_TK=ids_TK.astype(np.float32))
 

@@ -89,9 +89,10 @@ class GenerateRequest(RequestOptions, frozen=True, kw_only=True, omit_defaults=T
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to sample sequences. All of them join the batch in the same step, in this order."""
+    """The order to sample sequences. All of them join the batch in the same step."""
 
     requests: tuple[GenerateRequest, ...]
+    """The sequences to sample. They join the batch in the order of this tuple."""
     answers_to: str = ""
     """The address of the process on this machine that receives the chunks of these requests; empty for the controller.
     The controller receives counters and spans in both cases."""

@@ -287,8 +287,8 @@ class _NodeDispatcher:
         await asyncio.gather(*(self._drop(number) for number in self.supervisors))
 
     async def _do(self, order: Do) -> None:
-        """Call the supervisor's method that ``order`` names, and send the result or the error to the run. The
-        supervisor is created at its first order."""
+        """Call the method that ``order`` names of a supervisor of this machine, and send the result or the error to the
+        run. A supervisor is created at its first order, and removed when its process has ended."""
         answer: bytes | int | float = b""
         try:
             supervisor = self.supervisors.get(order.supervisor) or ProcessSupervisor(self.address)

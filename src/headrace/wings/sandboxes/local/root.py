@@ -216,7 +216,8 @@ def _stays_link(path: str) -> bool:
 
 
 def _write_names(folder: str, names: dict[str, str]) -> None:
-    """Write the files of /etc, given as content by name. Existing files are left as they are."""
+    """Write small files such as passwd and group into ``folder``, the /etc of a session. ``names`` maps the name of a
+    file to its content. A file that exists, or that cannot be written, is skipped."""
     for name, text in names.items():
         with contextlib.suppress(OSError), open(f"{folder}/{name}", "x", encoding="ascii") as file:
             file.write(text)

@@ -143,7 +143,8 @@ class DaytonaChannel(HostedChannel):
         self._pieces.put_nowait(b"")
 
     async def last_words(self) -> str:
-        """Return the client's message about the end of the server; empty if there is none."""
+        """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
+        none."""
         return self._ended
 
     async def _read_log(self) -> None:

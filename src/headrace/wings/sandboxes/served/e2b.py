@@ -109,7 +109,8 @@ class E2BChannel(HostedChannel):
             self._pieces.get_nowait()
 
     async def last_words(self) -> str:
-        """Return the client's message about the end of the server; empty if there is none."""
+        """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
+        none."""
         return self._ended
 
     async def _take(self, text: str) -> None:

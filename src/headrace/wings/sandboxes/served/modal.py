@@ -109,7 +109,8 @@ class ModalChannel(HostedChannel):
         await quietly(self._sandbox.detach.aio())  # type: ignore[no-untyped-call]
 
     async def last_words(self) -> str:
-        """Return the client's message about the end of the server; empty if there is none."""
+        """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
+        none."""
         return self._ended
 
 
