@@ -383,7 +383,8 @@ def _warn(controller: Controller, text: str) -> None:
 
 
 def _report_silence(controller: Controller, text: str, *, kind: str, over: bool = False) -> None:
-    """Record the warning ``text`` that a process of the run does not respond, even if it was recorded before. If ``over`` is true, record instead that the process responds again. ``kind`` identifies the warning: the call that
+    """Record the warning ``text`` that a process of the run does not respond, even if it was recorded before. If
+    ``over`` is true, record instead that the process responds again. ``kind`` identifies the warning: the call that
     ends it passes the same value."""
     if over:
         controller.state.warning_over(text, kind=kind)
