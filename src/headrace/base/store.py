@@ -1,6 +1,6 @@
-"""A store for columns of tokens. Engines write the kept-sets and experts that they have recorded into files of the
-run's directory, and the controller writes the groups that wait for their step. The learner reads them there; between
-the processes travel references (:mod:`headrace.base.types.stored`).
+"""A store for columns of tokens. Engines write the kept-sets and experts that they record into files of the run's
+directory, and the controller writes the groups that wait for their step. The learner reads these columns there.
+Messages between processes then contain only references to the stored rows (:mod:`headrace.base.types.stored`).
 
     RUN/columns/engine-0.000000    consecutive parts of up to 64 MiB together, each written once
                /engine-0.000001    the file that the engine writes to now
@@ -34,11 +34,13 @@ from headrace.base.types.stored import Rows, Stored, StoredRows
 T = TypeVar("T")
 
 COLUMNS = "columns"
-"""The folder in a run's directory that is its store."""
+"""The name of the store's folder in the directory of a run."""
 READY = "ready"
-"""The writer of the files with groups that wait for their step, which a resumed run does not need."""
+"""The name of the writer whose files contain groups that wait for their step. A resumed run does not need these
+files."""
 LEARNED = "learned"
-"""The writer of the files with the learner's results for tokens, to which the ledger refers; they are always kept."""
+"""The name of the writer whose files contain the learner's results for tokens. The ledger refers to these files, so
+they are always kept."""
 FILE_BYTES = 64 << 20
 """The size of a file, in bytes, at which its writer begins the next file."""
 INLINE_BYTES = 128
@@ -246,8 +248,8 @@ class StoreReader:
         return np.frombuffer(part[first:last], like.dtype).reshape(-1, *like.shape[1:])
 
     def part(self, piece: StoredRows) -> memoryview:
-        """Return the whole part that ``piece`` is of, after comparing it with its checksum. Raises
-        :class:`~headrace.base.errors.StoreError` if it is missing or differs from its checksum."""
+        """Return the whole part that contains ``piece``, after verifying its checksum. Raises
+        :class:`~headrace.base.errors.StoreError` if the part is missing or does not match its checksum."""
         end = piece.start + piece.num_bytes
         file = self._maps.get(piece.file)
         if file is None or end > len(file):  # the writer may have appended to the file since it was mapped

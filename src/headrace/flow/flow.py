@@ -77,11 +77,11 @@ class Flow:
         columns: ColumnFiles | None = None,
         ready: ReadyColumns | None = None,
     ) -> None:
-        """Begin a run without groups. ``writer`` records every change in the ledger. ``last_step`` is the number of
-        steps of the whole run. ``pick_row`` returns the dataset row that the group with a given number attempts, and
-        ``None`` when no rows are left; it is called once for each number, in order. ``columns`` are the files of the
-        run's store; ``None``: there is none. ``ready`` receives the columns of ready groups; ``None``: they stay in
-        memory."""
+        """Create the flow of a run that has no groups yet. ``writer`` records every change in the ledger. ``last_step``
+        is the number of steps of the whole run. ``pick_row`` returns the dataset row that the group with a given number
+        attempts, and ``None`` when no rows are left; it is called once for each number, in order. ``columns`` are the
+        files of the run's store; ``None``: there is none. ``ready`` stores the columns of ready groups; ``None``: they
+        stay in memory."""
         self.config = config
         self.state = FlowState(limits=config.limits())
         self.changed = Signal()
@@ -190,9 +190,9 @@ class Flow:
         )  # fmt: skip
 
     def add_scored(self, group: ScoredGroup) -> None:
-        """Put a group into the buffer of ready groups: all of its episodes have ended, and enough of them are scored to
-        have a baseline. Then drop the groups that the policy says to drop. Raises
-        :class:`~headrace.base.errors.StoreError` before any change if its columns cannot be written."""
+        """Add ``group`` to the buffer of ready groups; then drop the ready groups that the policy rejects. All of its
+        episodes must have ended, and enough of them must be scored for a baseline. Raises
+        :class:`~headrace.base.errors.StoreError` before any change if the columns of the group cannot be written."""
         versions = group.versions()
         if self._ready is not None:
             group = self._ready.put(group)
@@ -260,8 +260,8 @@ class Flow:
         learned: TokenResults | Stored | None = None,
     ) -> None:
         """Record that the optimizer has trained on ``groups``. ``report`` is the learner's result, ``ages`` the number
-        of trained tokens by age in versions, and ``learned`` the learner's results for each token, or where they lie
-        in the store; ``None`` if they are not kept."""
+        of trained tokens by age in versions, and ``learned`` the learner's results for each token or the reference to
+        these results in the store; ``None`` if they are not recorded."""
         numbers = tuple(group.number for group in groups)
         self._writer.write(
             EndStep(
@@ -285,7 +285,7 @@ class Flow:
         self.changed.notify()
 
     def _release(self, groups: Sequence[ScoredGroup]) -> None:
-        """Free the columns of ``groups``, which were trained or dropped."""
+        """Release the stored columns of ``groups``, which were trained or dropped."""
         if self._ready is not None:
             for group in groups:
                 self._ready.release(group)
@@ -377,8 +377,8 @@ class Flow:
         assert self.state.conserved(), f"the ledger does not add up: {self.state.counts}, {resumed.dropped}"
 
     def close(self) -> None:
-        """Remove the files of ready groups, at the end of a life of the run; the next life has these groups from the
-        ledger."""
+        """Remove the files of ready groups, at the end of a life of the run. The next life restores these groups from
+        the ledger."""
         if self._ready is not None:
             self._ready.clear()
 

@@ -1,10 +1,12 @@
-"""The way of a batch from the groups that a step has taken to the columns that the learner computes with.
+"""The layout of a batch: the steps in which the groups that were taken for a step become the columns with which the
+learner computes.
 
     controller                                    every rank of the learner
     groups, credit ── outline_of ──▶ BatchOutline ── lay_out ──▶ LaidOutBatch ── masks ──▶ Batch
 
-The controller only decides: its outline of a batch names the groups, their credit, and where their tokens lie. Each
-rank reads the tokens and concatenates them. What it learns from them (ages, masked tokens) returns with its report.
+The controller only decides: its outline of a batch contains the groups, their credit, and the references to their
+tokens. Each rank reads the tokens and concatenates them. The numbers that only a rank can compute from the tokens
+(ages, masked tokens) return to the controller in the report of the step.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from headrace.flow.ledger.bundles import GroupBundle, encode_group
 from headrace.flow.policies import STALE
 
 UNTAUGHT = "untaught"
-"""The reason under which a token without loss is counted that the teacher has not scored, although it has scored others
-of the batch."""
+"""The reason under which a token is counted that carries no loss because no teacher has scored it, although teachers
+have scored other tokens of the batch."""
 _NO_FLOATS = np.zeros(0, np.float32)
 
 
@@ -38,9 +40,9 @@ def outline_of(
     agents: Sequence[str] = (),
     oldest_version: int | None = None,
 ) -> BatchOutline:
-    """Return the outline of the batch of ``step``, which trains ``groups``. ``advantages`` has the credit of each
-    episode that counts in a baseline, in order; the others are described at
-    :class:`~headrace.base.types.outline.BatchOutline`."""
+    """Return the outline of the batch of ``step``, which trains ``groups``. ``advantages`` contains the credit of each
+    episode that counts in a baseline, in order; :class:`~headrace.base.types.outline.BatchOutline` describes the other
+    arguments."""
     episodes = [episode for group in groups for episode in group.counted]
     credited = {episode.key: credit for episode, credit in zip(episodes, advantages, strict=True)}
     outlines = [_group_outline(group, credited) for group in groups if group.scored]
@@ -48,7 +50,7 @@ def outline_of(
 
 
 def _group_outline(group: ScoredGroup, credited: Mapping[EpisodeKey, Credit]) -> GroupOutline:
-    """Return the outline of one group; ``credited`` has the credit of its episodes by key."""
+    """Return the outline of ``group``. ``credited`` contains the credit of each episode by its key."""
     trained = group.scored
     if group.columns is None:
         entries = list(range(len(trained)))
@@ -69,7 +71,7 @@ def _group_outline(group: ScoredGroup, credited: Mapping[EpisodeKey, Credit]) ->
 
 
 def _plain(credit: Credit) -> float | tuple[float, ...]:
-    """Return a credit, whose numbers may be those of NumPy, in numbers of Python."""
+    """Return ``credit``, whose numbers may be of NumPy's types, with numbers of Python's types."""
     return float(credit) if isinstance(credit, float) else tuple(map(float, credit))
 
 
@@ -78,19 +80,20 @@ class LaidOutBatch:
     """A batch that was laid out from its outline."""
 
     batch: Batch
-    """The batch, in which stale tokens and tokens without a teacher's score carry no loss."""
+    """The batch, in which stale tokens and tokens without a teacher's score are masked."""
     unmasked: Batch
-    """The batch before these tokens lost their loss."""
+    """The batch before these tokens were masked."""
     keys: list[EpisodeKey]
     """The keys of the episodes, in the order in which the batch numbers them."""
     ages: dict[int, int]
     """The number of tokens that carry loss, by age in versions."""
     masked: dict[str, int]
-    """The number of tokens that lost their loss, by reason."""
+    """The number of tokens that were masked, by reason."""
 
     def told(self, report: StepReport) -> StepReport:
-        """Return the report of the step on this batch for the controller, which does not have the batch: with the ages
-        and the masked tokens, and with the results of the tokens that carried loss."""
+        """Return a copy of ``report``, the report of the step on this batch, for the controller, which does not have
+        the batch. The copy also contains the ages, the masked tokens, and the results for the tokens of each
+        episode."""
         return msgspec.structs.replace(
             report,
             dropped_tokens={**report.dropped_tokens, **self.masked},
@@ -102,8 +105,8 @@ class LaidOutBatch:
 
 
 def lay_out(outline: BatchOutline, read: Callable[[GroupOutline], bytes | memoryview | None]) -> LaidOutBatch:
-    """Return the batch of ``outline``. ``read`` returns the bundle of a group, or ``None`` if the group cannot be read
-    and is left out of the batch."""
+    """Return the batch of ``outline``. ``read`` returns the bundle of a group, or ``None`` if the group cannot be read;
+    the batch then does not contain this group."""
     samples: list[TrainSample] = []
     keys: list[EpisodeKey] = []
     for group in outline.groups:
@@ -128,8 +131,8 @@ def lay_out(outline: BatchOutline, read: Callable[[GroupOutline], bytes | memory
 
 
 def _samples(bundle: GroupBundle, entry: int, key: EpisodeKey, credit: Credit) -> list[TrainSample]:
-    """Return the train samples of the episode ``key``, which has the index ``entry`` in ``bundle``, as
-    :func:`~headrace.base.types.scored.paths` makes them."""
+    """Return the train samples of the episode ``key``, which has the index ``entry`` in ``bundle``. They are equal to
+    the samples that :func:`~headrace.base.types.scored.paths` returns for the episode."""
     tokens = bundle.plain_tokens(entry)
     if tokens is None:
         return paths(EpisodeGraph(key=key, turns=bundle.turns(entry)), credit)
@@ -146,7 +149,8 @@ def _samples(bundle: GroupBundle, entry: int, key: EpisodeKey, credit: Credit) -
 
 
 def inline(group: GroupOutline) -> bytes:
-    """Return the bundle of a group that is in memory. Use it for learners that have no store."""
+    """Return the bundle of ``group``, which the outline itself contains. Use this function for learners that have no
+    store."""
     assert isinstance(group.columns, bytes), f"group {group.number} lies in a store"
     return group.columns
 
@@ -154,15 +158,15 @@ def inline(group: GroupOutline) -> bytes:
 def collate(
     step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Credit], agents: Sequence[str] = ()
 ) -> Batch:
-    """Return the batch of a step, made of the trained episodes of ``groups``, which are in memory. ``advantages`` has
-    the credit of each episode that counts in a baseline, in order; ``agents`` are the roles that train adapters of
-    their own, beside the policy's."""
+    """Return the batch of ``step`` with the trained episodes of ``groups``, which are in memory. ``advantages``
+    contains the credit of each episode that counts in a baseline, in order; ``agents`` are the names of the roles that
+    train their own adapters in addition to the policy's."""
     return lay_out(outline_of(step, groups, advantages, agents=agents), inline).unmasked
 
 
 def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:
-    """Remove the loss of tokens that versions before ``oldest_version`` sampled; ``None``: of no tokens. Return the
-    batch, and the number of these tokens by reason, empty if there are none."""
+    """Return a copy of the batch in which tokens of versions before ``oldest_version`` are masked (``None``: no
+    tokens), and the number of masked tokens by reason, empty if there are none."""
     if oldest_version is None:
         return batch, {}
     stale_N = batch.mask_N & (oldest(batch.versions_N) < oldest_version)
@@ -173,9 +177,9 @@ def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict
 
 
 def without_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
-    """Remove the loss of tokens that no teacher has scored, such as tokens that were recorded before a resumed run had
-    teachers. Return the batch, and the number of these tokens by reason, empty if there are none. A batch without any
-    scored token stays as it is."""
+    """Return a copy of the batch in which tokens without a teacher's score are masked, and the number of masked tokens
+    by reason, empty if there are none. A batch without any teacher's score is returned unchanged. Such tokens were
+    recorded before a resumed run had teachers, for example."""
     if batch.teacher_scores is None:
         return batch, {}
     mask_N = batch.mask_N & batch.teacher_scores.known_T

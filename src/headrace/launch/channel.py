@@ -280,8 +280,8 @@ class ControllerChannel:
         return "" if self.addresses.key else self.addresses.orders
 
     def send(self, message: Any) -> None:
-        """Queue the order ``message`` without waiting, also for a part that is still starting. Raises
-        :class:`~headrace.base.errors.RunError` if so many orders wait that the part must have stopped reading."""
+        """Queue the order ``message`` without waiting. The part may still be starting. Raises
+        :class:`~headrace.base.errors.RunError` if so many orders are queued that the part must have stopped reading."""
         data = self._codec.encode(message)
         self.largest_bytes = max(self.largest_bytes, len(data))
         self._unsent.append(data)
@@ -349,7 +349,7 @@ class ControllerChannel:
             self._unsent.popleft()
 
     def _decode(self, data: bytes) -> Any:
-        """Decode a message of the part. Raises :class:`~headrace.base.errors.RunError` if it is not one."""
+        """Decode a message of the part. Raises :class:`~headrace.base.errors.RunError` if ``data`` is not a message."""
         self.largest_bytes = max(self.largest_bytes, len(data))
         try:
             return self._codec.decode(data)

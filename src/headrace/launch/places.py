@@ -1,5 +1,5 @@
-"""The engines that a run has at present, by name, with the device of each. Engines are added and removed while the run
-goes on (:mod:`headrace.launch.resizing`); those of agents and teachers stay."""
+"""The engines that a run has at present, by name, with the device of each. Engines of the policy are added and removed
+during the run (:mod:`headrace.launch.resizing`); engines of agents and teachers stay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.launch.order import LaunchOrder
 from headrace.models.devices import Devices, device_of_one_more, num_gpus
 
 MAX_ENGINES = 64
-"""The greatest number of engines of the policy, which is also that of ``engine.count``."""
+"""Greatest number of engines of the policy. It is also the greatest value of ``engine.count``."""
 
 
 def teacher_role(name: str) -> str:
@@ -24,7 +24,7 @@ def teacher_role(name: str) -> str:
 
 
 def engine_name(number: int, at_start: int) -> str:
-    """Return the name of the engine ``number`` in a run that begins with ``at_start`` engines.
+    """Return the name of the engine ``number`` in a run that began with ``at_start`` engines.
 
     >>> engine_name(0, 1), engine_name(1, 1), engine_name(0, 2)
     ('engine', 'engine-1', 'engine-0')
@@ -33,11 +33,11 @@ def engine_name(number: int, at_start: int) -> str:
 
 
 class EnginePlaces:
-    """The engines of a run, by name: those of the policy, of the agents and of the teachers. Each has an index, which
-    it keeps while others come and go, and a device."""
+    """The engines of a run, by name: the engines of the policy, of the agents and of the teachers. Each engine has a
+    device, and an index that stays the same when other engines are added or removed."""
 
     def __init__(self, order: LaunchOrder) -> None:
-        """Begin with the engines of ``order``."""
+        """Start with the engines of ``order``."""
         self._order = order
         policy = engine_names(order.engine.count)
         others = (*(f"agent-{agent}" for agent in order.agents), *map(teacher_role, order.teachers))
@@ -48,7 +48,7 @@ class EnginePlaces:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all engines: those with which the run began first, then those that were added."""
+        """The names of all engines: first the engines with which the run began, then the engines that were added."""
         return tuple(self._index)
 
     @property
@@ -70,15 +70,15 @@ class EnginePlaces:
         return self._devices[self._index[name]]
 
     def free_names(self, num: int) -> tuple[str, ...]:
-        """Return the names that the next ``num`` engines of the policy get: the first that are free."""
+        """Return the names that the next ``num`` added engines of the policy get: the first free names."""
         candidates = (engine_name(number, self._order.engine.count) for number in count())
         free = (name for name in candidates if name not in self._index)
         return tuple(next(free) for _ in range(num))
 
     def add(self, num: int) -> tuple[str, ...]:
         """Add ``num`` engines of the policy, each on a device of its own, and return their names, which are the next
-        :meth:`free_names`. Raises :class:`~headrace.base.errors.ConfigError` if there are too few devices; then none
-        is added."""
+        :meth:`free_names`. Raises :class:`~headrace.base.errors.ConfigError` if the run would have too many engines or
+        has too few devices; then no engine is added."""
         if len(self._policy) + num > MAX_ENGINES:
             raise ConfigError(
                 f"the run has {len(self._policy)} engines, and {num} more would be more than {MAX_ENGINES}",
@@ -97,8 +97,8 @@ class EnginePlaces:
         return added
 
     def remove(self, index: int) -> None:
-        """Remove the engine with this index, whose process has ended, so that its name and its device are free again.
-        Nothing happens if it has been removed before."""
+        """Remove the engine with the index ``index``, whose process has ended, so that its name and its device are free
+        again. Do nothing if the engine was removed before."""
         for name in [name for name, other in self._index.items() if other == index]:
             self._devices[index] = ""
             del self._index[name], self._policy[name]

@@ -1,12 +1,12 @@
-"""Changes of the number of engines while a run goes on: which engines are added, on which devices, and which are
-removed.
+"""Changes of the number of engines during a run: the engines to add, with their devices, and the engines to remove.
 
     add N     refused, or N names and devices ──▶ each engine loads, takes the newest weights, and serves
     remove    refused, or names ──▶ each engine ends its sequences, and then its process
 
-A change is planned at once, so that two changes never plan the same; what takes time runs side by side. An engine that
-was added is like any other as soon as it serves: it is started again if it dies. The number lasts until the processes
-of the run end: a run that is resumed begins with ``engine.count`` engines.
+A change chooses its engines and devices without a wait in between, so that two changes never choose the same engine or
+device; the chosen engines are then started or removed at the same time. An added engine is treated as every other
+engine as soon as it serves: it is started again if it dies. The new number is valid until the processes of the run end:
+a resumed run begins with ``engine.count`` engines.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from headrace.models.devices import CPU
 
 
 class FleetResizer:
-    """The changes of one run's engines, while the processes of the run live (it implements
-    :class:`~headrace.launch.order.EngineChanges`)."""
+    """The object that changes the number of a run's engines while the processes of the run live. It implements
+    :class:`~headrace.launch.order.EngineChanges`."""
 
     def __init__(self, processes: Processes, engines: Engines) -> None:
-        """Change the ``engines`` of the policy, which are among ``processes``."""
+        """Change ``engines``, the engines of the policy. Their processes are among ``processes``."""
         self._processes, self._engines = processes, engines
         self._clock = engines.clock
         self._on_change: OnProgress = lambda _: None
@@ -60,7 +60,7 @@ class FleetResizer:
         names = self._removable(name, num)
         for each in names:
             on_progress(f"{each} gets no new requests, and ends its {self._status_of(each).sequences} sequences")
-        ends = [self._engines.begin_removal(each) for each in names]  # at once, so that no other change counts on them
+        ends = [self._engines.begin_removal(each) for each in names]  # now, so that no other change relies on them
         removals = [self._remove(each, ended, drain_s, on_progress) for each, ended in zip(names, ends, strict=True)]
         await asyncio.gather(*removals)
         return names
@@ -68,7 +68,7 @@ class FleetResizer:
     # -- one engine -------------------------------------------------------------------------------------------------
 
     async def _add(self, name: str, on_progress: OnProgress) -> None:
-        """Start the engine ``name``, which has a device, and wait until it serves."""
+        """Start the engine ``name``, which already has a device, and wait until it serves."""
         start_s, index = self._clock.now(), self._processes.places.index(name)
         try:
             await self._engines.add(name)
@@ -82,7 +82,8 @@ class FleetResizer:
         self._tell(f"{name} was added: it serves after {seconds:.1f} s; {self._number()}{self._cores()}", on_progress)
 
     async def _remove(self, name: str, ended: asyncio.Future[int], drain_s: float, on_progress: OnProgress) -> None:
-        """Complete the removal of the engine ``name``, whose process has ended when ``ended`` is done."""
+        """Complete the removal of the engine ``name``, which may sample for ``drain_s`` more seconds. ``ended`` is done
+        when its process has ended."""
         index = self._processes.places.index(name)
         carried_over = await self._engines.end_removal(name, ended, drain_s)
         self._processes.places.remove(index)
@@ -91,7 +92,7 @@ class FleetResizer:
         self._tell(f"{name} was removed{continued}; {self._number()}", on_progress)
 
     def _tell(self, text: str, on_progress: OnProgress) -> None:
-        """Report the end of a change to the log of the run, and to the program that has requested it."""
+        """Report the end of a change to the log of the run, and to the program that requested the change."""
         self._on_change(text)
         on_progress(text)
 
@@ -130,8 +131,8 @@ class FleetResizer:
         await room(self._processes.starter, self._processes.places.free_names(num))
 
     def _removable(self, name: str, num: int) -> tuple[str, ...]:
-        """Return the names of the engines to remove: ``name`` or, if that is empty, the last ``num``. Raises
-        :class:`~headrace.base.errors.ConfigError` if they cannot be removed."""
+        """Return the names of the engines to remove: ``name`` or, if ``name`` is empty, the last ``num`` engines.
+        Raises :class:`~headrace.base.errors.ConfigError` if they cannot be removed."""
         present = self._processes.places.policy
         known = self._engines.names  # without those whose process is just being started, or has just ended
         stay = [each for each in present if each in known and self._engines.status(each) != "leaving"]
@@ -172,17 +173,18 @@ class FleetResizer:
         )
 
     def _number(self) -> str:
-        """Return the number of engines that serve, in words."""
+        """Return a sentence with the number of engines that serve."""
         num = len(self._engines.serving)
         return f"{num} engine{'' if num == 1 else 's'} serve{'s' if num == 1 else ''}"
 
     def _devices(self, names: Sequence[str]) -> str:
-        """Return the devices of the engines ``names``, in words."""
+        """Return a list, as text, of the devices of the engines ``names``."""
         return ", ".join(dict.fromkeys(map(self._processes.places.device, names)))
 
     def _cores(self) -> str:
-        """Return, in words that follow a sentence, the number of cores that each engine and the learner compute with,
-        where an engine computes on the processors of this machine; an engine that runs keeps those that it has."""
+        """Return the text that says with how many cores each engine and the learner compute, to be appended to a
+        sentence. It is empty if no engine computes on the processors of this machine. A running engine keeps its number
+        of cores."""
         places = self._processes.places
         if self._processes.order.launch.remote or CPU not in map(places.device, places.policy):
             return ""
@@ -192,8 +194,9 @@ class FleetResizer:
         return f" (cores: {cores}, of {num_cores()})"
 
     def _raise_first(self, names: Sequence[str], outcomes: Sequence[BaseException | None]) -> None:
-        """Raise the first error among the ``outcomes`` of the engines ``names``, if there is one, with what became of
-        the others."""
+        """Raise the first error among the ``outcomes`` of the engines ``names``, if there is one. A
+        :class:`~headrace.base.errors.HeadraceError` is raised as a new error, which also names the engines that were
+        added."""
         failed = {name: error for name, error in zip(names, outcomes, strict=True) if error is not None}
         if not failed:
             return
@@ -207,5 +210,5 @@ class FleetResizer:
 
 
 def _starts(names: Sequence[str]) -> str:
-    """Return the verb for the engines ``names``."""
+    """Return the verb of a sentence about the engines ``names``."""
     return "starts" if len(names) == 1 else "start"

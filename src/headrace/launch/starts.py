@@ -43,7 +43,7 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The store for columns of tokens, such as the kept-sets and experts that engines record. It is a directory of this
+    """The store for columns of tokens, such as the kept-sets and experts that engines record. It is a directory on this
     machine."""
 
     directory: str
@@ -115,7 +115,7 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_threads: int
     """The number of cores on which this rank computes."""
     columns: StoreStart | None = None
-    """The store in which columns of a batch may lie; ``None``: they come with the batch."""
+    """The store that may contain columns of a batch; ``None`` means that they are sent with the batch."""
     lending: Lending | None = None
     """How the cores are lent between parts; ``None`` means that the learner computes only on its own cores."""
     rank: int = 0

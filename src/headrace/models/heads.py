@@ -1,17 +1,18 @@
-"""The prediction heads of checkpoints (multi-token prediction): layers behind a model's own, from whose logits drafts
-are drawn.
+"""The prediction heads of checkpoints (multi-token prediction). A prediction head is a layer behind the layers of a
+model, and drafts are drawn from its logits.
 
     state of token i, after the model's last norm ─▶ norm ─┐
                                                            ├─▶ projection ─▶ decoder layer ─▶ norm ─▶ hidden state
     embedding of token i + 1 ──────────────────────▶ norm ─┘
 
-The model's own output layer turns the new hidden state into logits of token i + 2, and the head can be applied to that
-state and token i + 2 again (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and output layer are those of the
-model, so that they change with its weights; the head itself stays as it is in the checkpoint.
+The model's own output layer computes the logits of token i + 2 from the new hidden state. The head can then be applied
+to this state and token i + 2 (DeepSeek-V3, arXiv 2412.19437, section 2.2). The head uses the embedding and the output
+layer of the model, so both change with the model's weights. The weights of the head itself stay as they are in the
+checkpoint.
 
-The decoder layer of a head is loaded as a model of the same kind with one layer, so that transformers converts its
-weights as it does those of the model, and its attention follows the same plans. Importing this module imports neither
-torch nor transformers.
+The decoder layer of a head is loaded as a model of the same kind with one layer. Transformers then converts its weights
+in the same way as the weights of the model, and its attention follows the same plans. Importing this module imports
+neither torch nor transformers.
 
 Shape legend: N tokens of a pass, H hidden size.
 """
@@ -39,10 +40,12 @@ if TYPE_CHECKING:
     from headrace.models.predicting import PredictionHead
 
 HEADS_FILE = "model-heads.safetensors"
-"""The file of a snapshot with the tensors of prediction heads, as they are in the checkpoint that was trained."""
+"""The name of the file in a snapshot that contains the tensors of prediction heads, unchanged from the checkpoint that
+was trained."""
 REMEDY = "set engine.speculation = 'history', which needs no heads, or copy the checkpoint's files again"
 _UNREAD = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
-"""The endings of the names of a head's tensors that are copies of the model's own, or computed from its settings."""
+"""The endings of the names of tensors of a head that are not needed: they are copies of the model's tensors, or are
+computed from the model's settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class HeadLayout:
     hidden_norm: str
     """The name of the norm of the hidden state."""
     projection: str
-    """The name of the layer that projects both to one hidden state."""
+    """The name of the layer that projects the embedding and the hidden state to one hidden state."""
     last_norm: str
     """The name of the norm after the decoder layer."""
     hidden_first: bool
@@ -68,8 +71,8 @@ class HeadLayout:
 
     @property
     def own(self) -> tuple[str, str, str, str]:
-        """The names of the tensors that are not part of the decoder layer: both norms of the inputs, the projection,
-        the last norm."""
+        """The names of the tensors that are not part of the decoder layer: the norms of both inputs, the projection,
+        and the last norm."""
         return self.embedding_norm, self.hidden_norm, self.projection, self.last_norm
 
 
@@ -90,17 +93,17 @@ _MIMO = HeadLayout(
     last_norm="final_layernorm.weight",
     hidden_first=True,
 )
-"""The layout of MiMo, which computes a Qwen 2."""
+"""The layout of MiMo, whose model is of the kind Qwen 2."""
 LAYOUTS: dict[str, HeadLayout] = {"deepseek_v3": _BEHIND, "glm4_moe": _BEHIND, "qwen2": _MIMO}
 """The layout of the prediction heads of each kind of model whose heads can be loaded, by ``model_type``."""
 
 
 def refuse_headless(path: str) -> HeadLayout:
-    """Return the layout of the prediction heads of the model in ``path``. Only its settings and the headers of its
-    files are read.
+    """Return the layout of the prediction heads of the model in ``path``. Read only the settings of the model and the
+    headers of its files.
 
-    Raises :class:`~headrace.base.errors.ModelError` for a kind of model whose heads are not known, for a model without
-    heads, and if tensors of the head are missing or have other shapes than the settings describe.
+    Raises :class:`~headrace.base.errors.ModelError` for a kind of model whose heads cannot be loaded, for a model
+    without heads, and if tensors of the head are missing or have other shapes than the settings describe.
     """
     config, said = read_config(path), f"engine.speculation='heads', and model.path={path!r} is a "
     layout = LAYOUTS.get(config.model_type)
@@ -119,7 +122,7 @@ def refuse_headless(path: str) -> HeadLayout:
     start, hidden = layout.start(config), int(config.hidden_size)
     shapes = {name: shape for _, name, shape in _headers(model_directory(path))}
     if not shapes:
-        return layout  # a model of a hub whose weights are fetched later; others without weights have been refused
+        return layout  # the weights of a model of a hub are fetched later; other models without weights were refused
     wanted = {name: [hidden, 2 * hidden] if name == layout.projection else [hidden] for name in layout.own}
     if lacking := [start + name for name in wanted if start + name not in shapes]:
         raise ModelError(
@@ -137,9 +140,9 @@ def refuse_headless(path: str) -> HeadLayout:
 
 
 def load_head(config: ModelConfig, model: PreTrainedModel) -> PredictionHead:
-    """Load the first prediction head of the checkpoint that ``model`` was loaded from with the settings ``config``, on
-    the same device and in the same number format. Raises what :func:`refuse_headless` does, and
-    :class:`~headrace.base.errors.ModelError` if tensors of its decoder layer are missing or do not fit."""
+    """Load and return the first prediction head of the checkpoint from which ``model`` was loaded with the settings
+    ``config``. The head is on the device of the model and has its dtype. Raises the errors of :func:`refuse_headless`,
+    and :class:`~headrace.base.errors.ModelError` if tensors of the decoder layer are missing or do not fit."""
     from headrace.models.predicting import PredictionHead
 
     layout = refuse_headless(config.path)
@@ -155,30 +158,30 @@ def load_head(config: ModelConfig, model: PreTrainedModel) -> PredictionHead:
 
 
 def wanted_head(speculation: str, config: ModelConfig, model: PreTrainedModel) -> PredictionHead | None:
-    """Return the prediction head that an engine with the setting ``speculation`` needs; ``None`` for none. The other
-    arguments, and the errors, are those of :func:`load_head`."""
+    """Return the prediction head that an engine with the setting ``speculation`` needs; ``None`` if it needs no head.
+    :func:`load_head` describes the other arguments and the errors."""
     return load_head(config, model) if speculation == "heads" else None
 
 
 def later_tensors(base: Path) -> list[str]:
-    """Return the names of the tensors in the checkpoint ``base`` that belong to prediction heads, of any kind of model,
-    in the order of its files; none for a multimodal checkpoint, and for a directory without a model. The model does not
-    have them, so that a snapshot of it copies them from there."""
+    """Return the names of the tensors in the checkpoint ``base`` that belong to prediction heads, for any kind of
+    model, in the order of its files. A multimodal checkpoint and a directory without a model have none. The loaded
+    model does not contain these tensors, so a snapshot of the model copies them from the checkpoint."""
     if not (base / "config.json").is_file() or _is_part(str(base)):
         return []
     return [name for _, name, _ in _headers(base) if _is_later(name, int(read_config(str(base)).num_hidden_layers))]
 
 
 def later_bytes(base: Path) -> int:
-    """Return about how many bytes :func:`copy_later` writes for the checkpoint ``base``, at most."""
+    """Return an estimate of the greatest number of bytes that :func:`copy_later` writes for the checkpoint ``base``."""
     later = set(later_tensors(base))
     return sum(4 * math.prod(shape) for _, name, shape in _headers(base) if name in later)
 
 
 def copy_later(base: Path, directory: Path) -> None:
-    """Copy the tensors of the prediction heads of the checkpoint ``base`` bit for bit into a snapshot of its model in
-    ``directory``, whose weights have been written, as the file :data:`HEADS_FILE`, and list them in the index of the
-    weights there, which is made if there is none. Without such tensors nothing is written."""
+    """Copy the tensors of the prediction heads of the checkpoint ``base`` bit for bit into ``directory``, a snapshot of
+    its model whose weights have been written. The tensors become the file :data:`HEADS_FILE`. They are listed in the
+    index of the weights, which is created if there is none. If there are no tensors to copy, nothing is written."""
     from safetensors.torch import save_file
 
     held = {name for _, name, _ in _headers(directory)}
@@ -199,7 +202,7 @@ def copy_later(base: Path, directory: Path) -> None:
 
 
 def _is_part(path: str) -> bool:
-    """Return whether the model that is used of the checkpoint in ``path`` is a part of a multimodal one."""
+    """Return whether the checkpoint in ``path`` is multimodal, so that only a part of it is used as the model."""
     whole = read_whole_config(path)
     return type(whole) is not type(read_config(path)) or bool(whole.to_dict().get(WHOLE))
 
@@ -241,8 +244,8 @@ def _one_layer(
     config: ModelConfig, read: PreTrainedConfig, layer: Mapping[str, Tensor], norm: Tensor
 ) -> PreTrainedModel:
     """Return a model of the kind that ``read`` describes, with the tensors ``layer`` as its only layer and ``norm`` as
-    its last norm. Its vocabulary has one token, which is never used. Raises
-    :class:`~headrace.base.errors.ModelError` if the tensors are not those of such a layer."""
+    its last norm. Its vocabulary has one token, which is never used. Raises :class:`~headrace.base.errors.ModelError`
+    if the tensors do not form such a layer."""
     import torch
 
     from headrace.models.attention import NAME
@@ -251,7 +254,7 @@ def _one_layer(
 
     small, said = copy.deepcopy(read), f"engine.speculation='heads': the prediction head of model.path={config.path!r}"
     changes: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 1, "pad_token_id": None}
-    changes |= {"layer_types": ["full_attention"], "first_k_dense_replace": 0}  # a mixture's head is a mixture
+    changes |= {"layer_types": ["full_attention"], "first_k_dense_replace": 0}  # the head of a mixture has experts
     for name, value in changes.items():
         if name in small.to_dict():
             setattr(small, name, value)
@@ -266,7 +269,7 @@ def _one_layer(
                 None, config=small, state_dict=state, dtype=dtype, attn_implementation=NAME, output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
-    except Exception as error:  # foreign tensors may raise anything
+    except Exception as error:  # tensors of a foreign checkpoint may cause any error
         raise ModelError(f"{said} cannot be loaded: {type(error).__name__}: {error}", remedy=REMEDY) from error
     wrong = [f"{name} has the shape {list(found)}, not {list(fit)}" for name, found, fit in info["mismatched_keys"]]
     wrong += [f"{name} is missing" for name in sorted(info["missing_keys"])]

@@ -1,4 +1,4 @@
-"""The computation of a prediction head: a module beside the model that it belongs to."""
+"""The computation of a prediction head, as a module beside the model to which the head belongs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from headrace.models.attention import PLAN, Plan
 
 class PredictionHead(nn.Module):
     """A head that computes hidden states of later tokens (:mod:`headrace.models.heads`). ``layer`` is a model with one
-    layer, whose last norm is the head's, and ``own`` are the weights of the norm of the embedding, of the norm of the
-    hidden state, and of the projection. ``hidden_first`` is the order of the projection's inputs.
+    layer, whose last norm is the last norm of the head. ``own`` contains the weights of the norm of the embedding, of
+    the norm of the hidden state, and of the projection. ``hidden_first`` says whether the projection takes the hidden
+    state before the embedding.
 
     Shape legend: N tokens of a pass, H hidden size.
     """
@@ -37,9 +38,9 @@ class PredictionHead(nn.Module):
         return sum(each.numel() for each in self.parameters())
 
     def forward(self, embedding_NH: Tensor, hidden_NH: Tensor, plan: Plan) -> Tensor:
-        """Return the head's hidden states ``[N, H]`` for tokens whose successors have the embeddings ``embedding_NH``,
-        and whose hidden states, of the model or of this head, are ``hidden_NH``. ``plan`` decides which token attends
-        to which; its only layer is the head's."""
+        """Return the head's hidden states ``[N, H]`` for the tokens of a pass. ``embedding_NH`` contains the embedding
+        of each token's successor, and ``hidden_NH`` the hidden state of each token, which the model or this head has
+        computed. ``plan`` decides which token attends to which; its only layer is the layer of the head."""
         inputs = self.embedding_norm(embedding_NH), self.hidden_norm(hidden_NH)
         joined_N = torch.cat(inputs[::-1] if self._hidden_first else inputs, dim=-1)
         output = self.layer.get_decoder()(
@@ -51,7 +52,7 @@ class PredictionHead(nn.Module):
 
 
 def _with_weight(norm: nn.Module, weight: Tensor) -> nn.Module:
-    """Return a copy of ``norm`` with another weight."""
+    """Return a copy of ``norm`` whose weight is ``weight``."""
     made = copy.deepcopy(norm)
     made.weight = nn.Parameter(weight.to(norm.weight.dtype), requires_grad=False)  # type: ignore[arg-type]
     return made

@@ -125,8 +125,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _adapter_indices(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:
-    """Return, for each token of ``samples``, the index of the adapter that it trains: 0 for the policy's, and from 1
-    the place of its author's role in ``agents``."""
+    """Return, for each token of ``samples``, the index of the adapter that it trains: 0 for the policy's adapter,
+    otherwise 1 plus the index in ``agents`` of its author's role."""
     indices = {agent: index for index, agent in enumerate(agents, 1)}
     turns = [turn for sample in samples for turn in sample.roles]
     authors = np.array([indices.get(role, 0) for role, _ in turns], np.int32)

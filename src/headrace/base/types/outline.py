@@ -1,5 +1,6 @@
-"""The outline of a batch: what the learner gets in place of the batch itself. It has the decisions of the controller,
-and for each group the place of its tokens or, if they are few, the tokens. Each rank lays the batch out from it.
+"""The outline of a batch, which the controller sends to the learner in place of the batch. It contains the decisions of
+the controller, and for each group the reference to its tokens or, if they are few, the tokens. Each rank lays out the
+batch from the outline.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from headrace.base.types.stored import StoredRows
 
 
 class GroupOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of a batch: which of its episodes are trained, and their credit."""
+    """One group of a batch: the episodes that are trained, and their credit."""
 
     number: int
     """The number of the group in the run."""
@@ -21,25 +22,25 @@ class GroupOutline(msgspec.Struct, frozen=True, kw_only=True):
     credits: tuple[float | tuple[float, ...], ...]
     """The advantage of the tokens of each trained episode: one number for all of them, or one for each of its turns."""
     columns: bytes | StoredRows
-    """The turns of the group's episodes, encoded as the bundle of a group, or where this bundle lies in the store of
-    the run."""
+    """The turns of the group's episodes, encoded as the bundle of a group, or the reference to this bundle in the store
+    of the run."""
     num_tokens: int
     """The number of tokens of the trained episodes, prompts included."""
     num_loss_tokens: int
-    """The number of these tokens that carry loss if they can be read and nothing else excludes them."""
+    """The number of these tokens that carry loss if they can be read and no other rule excludes them."""
 
 
 class BatchOutline(msgspec.Struct, frozen=True, kw_only=True):
     """The batch of one optimizer step, before it is laid out."""
 
     step: int
-    """The number of the step, from 0; also the version of the learner's weights before it."""
+    """The number of the step, from 0. It is also the version of the learner's weights before the step."""
     groups: tuple[GroupOutline, ...]
     """The groups with trained episodes, in the order of the batch."""
     agents: tuple[str, ...] = ()
-    """The roles that train adapters of their own, beside the policy's."""
+    """The names of the roles that train their own adapters in addition to the policy's."""
     oldest_version: int | None = None
-    """Tokens of older versions carry no loss; ``None``: the version excludes no token."""
+    """The oldest version whose tokens carry loss; ``None``: no token is excluded because of its version."""
 
     @property
     def num_tokens(self) -> int:

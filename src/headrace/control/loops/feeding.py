@@ -102,9 +102,9 @@ class Feeder:
         return None
 
     async def _order(self, taken: TakenBatch, orders: asyncio.TaskGroup) -> OrderedStep:
-        """Order the step of the batch that was taken from the learner, and return the ordered step. ``orders`` is
-        the group of its tasks; tasks begin in the order in which they are created, so the learner gets its orders in
-        this order."""
+        """Order the step of the batch ``taken`` from the learner, and return the ordered step. The tasks of the step
+        are created in the group ``orders``. Tasks start in the order of their creation, so the learner receives its
+        orders in this order."""
         state = self._state
         step = taken.step
         with state.board.requesting(
@@ -121,13 +121,14 @@ class Feeder:
             agents=state.parts.agents.adapters,
             oldest_version=taken.oldest_version,
         )
-        stats = batch_stats(taken.groups)  # read here because the episodes are in the processor's caches
+        stats = batch_stats(taken.groups)  # computed here because the episodes are in the processor's caches
         self._refuse_too_old(taken)
         await self._sleep_engine()
         ordered_s = state.parts.clock.now()
         state.flow.ordered(step)
         trained = orders.create_task(self._train(outline))
-        if self._has_waiter:  # the learner trains already, and the step is returned only below
+        # the learner trains now, and the waiting loop receives the step only at the end of this method
+        if self._has_waiter:
             state.board.working("learner", f"step {step}")
         with state.board.requesting("learner", "a free weight buffer", provider="sync"):
             slot = await self._sync.free_slot()
@@ -170,8 +171,8 @@ class Feeder:
                 )
 
     async def _train(self, outline: BatchOutline) -> tuple[StepReport, float]:
-        """Let the learner train on the batch of ``outline``. Return its report, and the time on the clock at which the
-        report came."""
+        """Let the learner train on the batch of ``outline``. Return its report, and the time at which the report
+        arrived, in seconds on the clock."""
         with self._state.board.requesting("learner", f"step {outline.step}", provider="the learner"):
             report = await self._state.parts.learner.step(outline)
         return report, self._state.parts.clock.now()

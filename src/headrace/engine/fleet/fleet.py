@@ -353,8 +353,8 @@ class Fleet:
         removed: bool,
     ) -> None:
         """Sample the sibling ``index`` to its end by a request of its own. ``death`` is the error of the engine that
-        served it before and died, or was
-        ``removed``; ``None`` if none did. An error of the request becomes its last chunk."""
+        served it before and died or was ``removed``; ``None`` if no engine did. An error of the request becomes its
+        last chunk."""
         self._router.end(routed.number)
         try:
             if death is not None:

@@ -1,4 +1,5 @@
-"""Drafts from the model's own prediction head (:mod:`headrace.models.heads`), which has its own layer of the cache.
+"""Drafts from the model's own prediction head (:mod:`headrace.models.heads`). The head has a layer of its own in the
+cache.
 
     pass ──▶ draw ──▶ advance: the head computes each token of the pass whose successor is known, with keys and values
                         │        beside those of the model, in the same blocks
@@ -7,13 +8,13 @@
                         ▲                                position, and the head again, with that token
                         └──────────────────────────────────┘
 
-The entry of the head at a position holds the model's state there and the embedding of the token behind it. Nothing here
-has to be right, since drafts only decide which tokens a pass computes in advance: entries of drafted tokens stay until
-the pass has drawn the true ones. A sequence that lacks entries, because the head rested while they were computed, gets
-no drafts from it.
+The cache entry of the head at a position is computed from the model's state at this position and the embedding of the
+next token. A wrong entry costs time but never changes an answer, because drafts only decide which tokens a pass
+computes in advance. For this reason, entries of drafted tokens may stay until the pass has drawn the true tokens. A
+sequence gets no drafts from the head if it lacks entries because the head rested when they should have been computed.
 
-Shape legend: N tokens of a pass, R rows of a pass, D rows that decode, K tokens of a draft, A rows that are drafted
-for, B blocks of the longest table, P blocks of the pool, H hidden size.
+Shape legend: N tokens of a pass, R rows of a pass, D rows that decode, K tokens of a draft, A rows that get drafts,
+B blocks of the longest table, P blocks of the pool, H hidden size.
 """
 
 from __future__ import annotations
@@ -40,45 +41,49 @@ from headrace.models.text_part import trunk_name
 
 Chances = npt.NDArray[np.float64]
 CONFIDENCES = (0.5, 0.9)
-"""The probabilities, under the head, that divide its tokens into classes, each with a trust of its own."""
+"""The probabilities under the head that divide drafted tokens into classes. The fraction of accepted tokens is measured
+for each class."""
 REST, LONGEST_REST = 100, 1600
-"""The number of passes for which the head computes nothing after its drafts have not paid, the first time, and the most
-of them: the number doubles each time until drafts have paid."""
+"""The number of passes in which the head computes nothing after its drafts did not save time: the first number, and the
+greatest number. The number doubles each time until a draft is accepted."""
 _MOST_UNPAID = 3
-"""The number of passes one after the other of which no draft of the head is taken before it rests."""
+"""The number of consecutive passes without an accepted draft of the head after which it rests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPrices:
-    """The figures from which the head decides how much it drafts, in units of the cost of a further token of a row."""
+    """The figures from which the head decides how many tokens it drafts. The unit of costs is the cost of a further
+    token of a row."""
 
     token: float
-    """The cost of a token in the present pass without drafts from the head."""
+    """The cost of a token in the current pass without drafts from the head."""
     step: float
-    """The cost of a step of the head, without that of its rows."""
+    """The cost of a step of the head, without the cost of its rows."""
     row: float
     """The cost of each row in a step of the head."""
     first: float
-    """The fraction of the first tokens of the head's drafts that were drawn of late."""
+    """The fraction of first tokens of the head's recent drafts that were accepted."""
     later: float
-    """The same fraction for the tokens after the first."""
+    """The fraction of the other tokens of recent drafts that were accepted."""
     factors_C: Chances
-    """The same fraction for all drafted tokens, by the class of their confidence."""
+    """The fraction of all tokens of recent drafts that were accepted, by the class of their confidence."""
 
     def saved(self, reached_A: Chances, step: int) -> Chances:
-        """Return what the next token of drafts saves, less the cost of computing it in the pass. The drafts have
-        ``step`` tokens, which are all drawn with the chances ``reached_A``."""
+        """Return, for each row, the cost that the next token of its draft is expected to save, minus the cost of
+        computing this token in the pass. The drafts have ``step`` tokens so far, which are all accepted with the
+        probabilities ``reached_A``."""
         saved_A: Chances = reached_A * (self.later if step else self.first) * self.token - 1
         return saved_A
 
     def pays(self, reached_A: Chances, step: int) -> bool:
-        """Return whether the next token of these drafts saves more than a step of the head costs."""
+        """Return whether the next tokens of these drafts save more than a step of the head costs. :meth:`saved`
+        describes the arguments."""
         return float(self.saved(reached_A, step).sum()) > self.step + self.row * len(reached_A)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadDrafts:
-    """Drafts of the head for some rows."""
+    """The drafts of the head for several rows."""
 
     ids_AK: IntColumn
     """The drafted tokens."""
@@ -90,16 +95,16 @@ class HeadDrafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadParts:
-    """The parts of an engine that its prediction head works with."""
+    """The parts of an engine that its prediction head uses."""
 
     model: PreTrainedModel
-    """The model that the head belongs to."""
+    """The model to which the head belongs."""
     head: PredictionHead
     """The prediction head."""
     cache: PagedCache
-    """The cache, whose last layer is the head's."""
+    """The cache, whose last layer is the layer of the head."""
     attention: AttentionMaker
-    """The function that makes the attention of a pass."""
+    """The function that creates the attention of a pass."""
     rows: Rows
     """The sequences of the batch."""
     controls: Controls
@@ -109,8 +114,8 @@ class HeadParts:
 
 
 class HeadDrafter:
-    """The drafts of an engine's prediction head, and what it keeps for them: the head's state after the newest token of
-    each row, and how many entries each block of the cache has. The rows tell it which sequences join and leave
+    """The drafter that uses an engine's prediction head. It stores the head's state after the newest token of each row,
+    and the number of the head's entries in each block of the cache. The rows notify it of sequences that join and leave
     (:class:`headrace.engine.native.rows.Follower`)."""
 
     def __init__(self, parts: HeadParts) -> None:
@@ -123,39 +128,42 @@ class HeadDrafter:
         size = int(model.get_input_embeddings().weight.shape[1])
         self._state_RH = torch.zeros(parts.rows.num_rows, size, dtype=model.dtype, device=self._device)
         self._length_R = np.zeros(parts.rows.num_rows, np.int64)
-        """The length of each row whose newest token ``_state_RH`` follows; 0 for none."""
+        """The length that each row had when its state in ``_state_RH`` was computed, after the newest token; 0 if the
+        row has no state."""
         self._hidden_NH: Tensor | None = None
         self._rest, self._next_rest, self._unpaid = 0, REST, 0
-        """For how many further passes the head computes nothing, for how many it will the next time, and in how many
-        passes, one after the other, none of its drafts was taken."""
+        """The number of further passes in which the head computes nothing, the same number for the next rest, and the
+        number of consecutive passes in which none of its drafts was accepted."""
         trunk: Any = getattr(model, trunk_name(model))
         trunk.register_forward_hook(self._keep_hidden)
         vocabulary = model.get_output_embeddings().weight.numel()
         self.num_weights = parts.head.num_weights
         """The number of the head's own weights."""
         self.share = (self.num_weights + vocabulary) / max(1, sum(each.numel() for each in model.parameters()))
-        """The weights that a step of the head reads, as a fraction of those that a pass of the model reads."""
+        """The number of weights that a step of the head reads, as a fraction of the number that a pass of the model
+        reads."""
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
         """Forget the state of ``row``, because another sequence begins there; the other arguments are not used."""
         self._length_R[row] = 0
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
-        """Move the rows ``sources`` to the places ``targets``, after rows have left."""
+        """Move the states of the rows ``sources`` to the rows ``targets``, after sequences have left."""
         self._length_R[targets] = self._length_R[sources]
         if len(sources):
             self._state_RH[self._tensor(targets)] = self._state_RH[self._tensor(sources)]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Note that the blocks ``sources`` of the cache are copied to the blocks ``targets``."""
+        """Record that the blocks ``sources`` of the cache are copied to the blocks ``targets``."""
         self._written_P[list(targets)] = self._written_P[list(sources)]
 
     def rest(self) -> None:
-        """Compute nothing for the next passes."""
+        """Compute nothing in the next passes."""
         self._rest, self._next_rest, self._unpaid = self._next_rest, min(2 * self._next_rest, LONGEST_REST), 0
 
     def settle(self, *, taken: bool) -> None:
-        """Take in whether any draft of the head is ``taken`` in a pass for which it has drafted."""
+        """Record whether any draft of the head was accepted (``taken``) in a pass for which the head has drafted. After
+        several passes without an accepted draft, the head rests."""
         if taken:
             self._next_rest, self._unpaid = REST, 0
             return
@@ -164,14 +172,15 @@ class HeadDrafter:
             self.rest()
 
     def ready(self, rows_D: Index) -> Flags:
-        """Return for which of ``rows_D`` the head can draft: those after whose newest token it has a state."""
+        """Return for each of ``rows_D`` whether the head can draft: it has a state after the newest token of the row,
+        and does not rest."""
         ready_D: Flags = (self._length_R[rows_D] == self._rows.length_R[rows_D]) & (self._rest == 0)
         return ready_D
 
     @torch.inference_mode()
     def advance(self, rows_R: Index, plan: PagedPlan, geometry: Geometry) -> None:
-        """Compute the head for the tokens of a pass whose successors are known, after the draws of the pass. The pass
-        was over ``rows_R``, with this ``plan`` and ``geometry``."""
+        """Compute the head for the tokens of a pass whose successors are known. Call this after the pass has drawn its
+        tokens. The pass computed the rows ``rows_R``, with this ``plan`` and ``geometry``."""
         hidden_NH, self._hidden_NH = self._hidden_NH, None
         assert hidden_NH is not None, "a pass of the model is over"
         starts_R, counts_R = geometry.starts_R, geometry.counts_R
@@ -202,9 +211,9 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def draft(self, rows_A: Index, most_A: Index, prices: DraftPrices) -> HeadDrafts:
-        """Draft up to ``most_A`` tokens for each of ``rows_A``, for which the head is ready and which have blocks for
-        them: as long as ``prices`` say that a further token pays. The drafts of rows whose logits depend on their
-        answer (penalties, structures) have one token."""
+        """Draft up to ``most_A`` tokens for each of ``rows_A``, as long as a further token saves time according to
+        ``prices``. The head must be ready for these rows, and they must have blocks for the tokens. The draft of a row
+        whose logits depend on its answer (penalties, structures) has one token."""
         most_A = np.where(self._parts.controls.depends_on_answer(rows_A), np.minimum(most_A, 1), most_A)
         width, count = int(most_A.max(initial=0)), len(rows_A)
         ids_AK, classes_AK = np.zeros((count, width), np.int32), np.zeros((count, width), np.int64)
@@ -225,8 +234,9 @@ class HeadDrafter:
         return HeadDrafts(ids_AK=ids_AK, classes_AK=classes_AK, counts_A=counts_A)
 
     def _step(self, rows_A: Index, ids_A: IntColumn, states_AH: Tensor, step: int) -> Tensor:
-        """Return the head's next states after it has drafted ``step`` tokens, the last of which are ``ids_A``. The
-        entries lie at the positions of the tokens before these."""
+        """Return the next states of the head after it has drafted ``step`` tokens for each of ``rows_A``. ``ids_A`` are
+        the last of these tokens, and ``states_AH`` are the states from which they were drawn. The new cache entries are
+        at the positions directly before the tokens ``ids_A``."""
         ones_A = np.ones(len(rows_A), np.int64)
         geometry = Geometry(
             tables_RB=self._rows.tables_RB[rows_A, : int(self._rows.num_blocks_R[rows_A].max())],
@@ -239,7 +249,7 @@ class HeadDrafter:
 
     def _drawn(self, rows_A: Index, states_AH: Tensor, step: int) -> tuple[Index, Chances, Flags]:
         """Return the tokens that are drawn from the head's logits after ``states_AH``, each with the random number of
-        its own position; their probabilities; and whether the logits define a distribution."""
+        its own position; the probability of each token; and whether the logits of each row define a distribution."""
         ones_A = np.ones(len(rows_A), np.int64)
         output: Any = self._parts.model.get_output_embeddings()
         with self._parts.adapters.on(self._pass_rows(rows_A, ones_A)):
@@ -250,28 +260,29 @@ class HeadDrafter:
         return draw.ids_R.cpu().numpy(), np.where(sound, chances, 0.0), sound
 
     def _embedding(self, rows_A: Index, counts_A: Index, ids_N: IntColumn) -> Tensor:
-        """Return the embeddings of ``ids_N``, of which the rows ``rows_A`` have ``counts_A`` each, one row after the
-        other."""
+        """Return the embeddings of ``ids_N``, which contains ``counts_A`` tokens of each of the rows ``rows_A``, one
+        row after the other."""
         embedding: Any = self._parts.model.get_input_embeddings()
         with self._parts.adapters.on(self._pass_rows(rows_A, counts_A)):
             found: Tensor = embedding(self._tensor(ids_N.astype(np.int64)))
         return found
 
     def _pass_rows(self, rows_A: Index, counts_A: Index) -> PassRows:
-        """Return the description of these rows for the adapters."""
+        """Return the description of the rows ``rows_A`` with ``counts_A`` tokens each, for the adapters."""
         return PassRows(adapter_R=self._rows.adapter_R[rows_A], counts_R=counts_A, num_logits_R=np.ones_like(counts_A))
 
     def _whole(self, geometry: Geometry) -> Flags:
-        """Return for which rows of a pass the head has the entries before their new tokens. The last of these may be
-        missing: where sequences part behind a shared block, it is that of the other sequence."""
+        """Return for each row of a pass whether the head has the entries before the new tokens of the row. The last of
+        these entries is not required: where sequences diverge after a shared block, it belongs to the other
+        sequence."""
         columns_B = BLOCK * np.arange(geometry.tables_RB.shape[1])
         needed_RB = np.clip(geometry.starts_R[:, None] - 1 - columns_B, 0, BLOCK)
         whole_R: Flags = (self._written_P[geometry.tables_RB] >= needed_RB).all(axis=1)
         return whole_R
 
     def _mark(self, geometry: Geometry, whole_R: Flags, num_R: Index) -> None:
-        """Note which places of the blocks that a pass has written to have entries of the head: for rows that are
-        whole, ``num_R`` more than before."""
+        """Record which places of the blocks that a pass has written contain entries of the head: for each row of
+        ``whole_R``, ``num_R`` places more than before."""
         starts_R, ends_R = geometry.starts_R, geometry.starts_R + num_R
         firsts_R, lasts_R = starts_R // BLOCK, (starts_R + geometry.counts_R - 1) // BLOCK
         counts_R = lasts_R - firsts_R + 1
@@ -289,7 +300,7 @@ class HeadDrafter:
         return plan.at_layer(self._layer)
 
     def _keep_hidden(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Keep the states that the model's trunk returns until :meth:`advance` reads them; a forward hook."""
+        """Store the states that the model's trunk returns until :meth:`advance` reads them. This is a forward hook."""
         self._hidden_NH = output.last_hidden_state[0]
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
@@ -298,8 +309,8 @@ class HeadDrafter:
 
 
 def _part(geometry: Geometry, chosen: Index, counts: Index) -> Geometry:
-    """Return the layout of a pass over the rows ``chosen`` of another one, with ``counts`` tokens of each, its first
-    ones. Rows with one token come first in ``chosen``."""
+    """Return the geometry of a pass over the rows ``chosen`` of the pass with ``geometry``, with the first ``counts``
+    tokens of each row. Rows with one token come first in ``chosen``."""
     return Geometry(
         tables_RB=geometry.tables_RB[chosen],
         starts_R=geometry.starts_R[chosen],

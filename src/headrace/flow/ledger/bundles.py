@@ -1,6 +1,6 @@
-"""Encoding and decoding of bundles: episodes whose turns are stored column by column. The ledger has bundles of
-episodes that ended together, and the learner gets bundles of the episodes of one group, which may lie in a file. An
-*entry* is the index of an episode in its bundle.
+"""Encoding and decoding of bundles. A bundle contains the turns of several episodes, stored column by column. A bundle
+of the ledger contains episodes that were recorded together. A bundle for the learner contains episodes of one group,
+and may be in a file. An *entry* is the index of an episode in its bundle.
 
     the bundle of a group:  | sizes | ids | logprobs | versions | the other columns, encoded | padding |
 
@@ -27,15 +27,16 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens, ViewedTok
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
 MOST_TOKENS = 4096
-"""Greatest number of tokens in a bundle, unless a single episode has more. It is limited because reading one episode
-means reading its whole bundle."""
+"""Greatest number of tokens in a bundle of the ledger, unless a single episode has more. A larger bundle would make
+reading one episode slower, because the whole bundle must be decoded."""
 _GREATEST_VERSION = np.iinfo(np.int32).max
 _SIZES = struct.Struct("<qq")
-"""The head of the bundle of a group: its number of tokens N, and the number of bytes of the encoded other columns."""
+"""The format of the first bytes of a group's bundle: the number of tokens N, and the number of bytes of the other
+columns when they are encoded."""
 _TOKEN_BYTES = 12
-"""Size of a token in the three columns of such a bundle."""
+"""Number of bytes of one token in the columns of ids, logprobs and versions of a group's bundle."""
 _ALIGNMENT = 8
-"""Such a bundle is padded to a multiple of this size, so that columns in a file are aligned."""
+"""The bundle of a group is padded to a multiple of this number of bytes, so that its columns are aligned in a file."""
 
 
 class _RareFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -94,8 +95,8 @@ class Sampled:
 
 
 def bundled(episodes: Sequence[EpisodeGraph], most_tokens: int = MOST_TOKENS) -> Iterator[Sequence[EpisodeGraph]]:
-    """Yield ``episodes`` in order, in runs of up to ``most_tokens`` tokens that each become one bundle or message; a
-    larger episode is a run of its own."""
+    """Split ``episodes`` into consecutive parts of at most ``most_tokens`` tokens, and yield each part, from which the
+    caller makes one bundle or one message. An episode that has more tokens is a part of its own."""
     begin = tokens = 0
     for place, episode in enumerate(episodes):
         size = sum([len(turn.tokens.ids_T) for turn in episode.turns])
@@ -115,8 +116,8 @@ def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled
 
 
 def encode_group(episodes: Sequence[EpisodeGraph]) -> bytes:
-    """Return ``episodes`` of one group as the bytes of one bundle, in which the columns of tokens lie uncompressed and
-    aligned, so that they can be used where they are."""
+    """Return the bytes of one bundle of ``episodes``, which belong to one group. The columns of ids, logprobs and
+    versions are not compressed, and are aligned, so that they can be used without a copy."""
     bundle = _bundle(episodes)
     columns = (bundle.ids_N, bundle.logprobs_N, bundle.versions_N)
     rest = _CODEC.encode(msgspec.structs.replace(bundle, ids_N=_NO_INTS, logprobs_N=_NO_FLOATS, versions_N=_NO_INTS))
@@ -126,11 +127,12 @@ def encode_group(episodes: Sequence[EpisodeGraph]) -> bytes:
 
 
 class GroupBundle:
-    """The decoded bundle of a group, whose columns of ids, logprobs and versions are views of its bytes. An index of an
-    episode that it does not have raises ``IndexError``."""
+    """The decoded bundle of a group. Its columns of ids, logprobs and versions are views of its bytes. Its methods
+    except :meth:`turns` raise ``IndexError`` for the index of an episode that the bundle does not contain."""
 
     def __init__(self, data: memoryview) -> None:
-        """Decode ``data``, which :func:`encode_group` has made. Raises ``msgspec.MsgspecError`` for other bytes."""
+        """Decode ``data``, the bytes that :func:`encode_group` returned. Raises ``msgspec.MsgspecError`` for other
+        bytes."""
         with _invalid():
             num_tokens, rest_bytes = _SIZES.unpack_from(data)
             if min(num_tokens, rest_bytes) < 0:
@@ -147,14 +149,14 @@ class GroupBundle:
                 raise ValueError(f"a bundle of {num_tokens} tokens whose columns do not fit each other")
 
     def turns(self, entry: int) -> list[Turn]:
-        """Return the turns of the episode with the index ``entry``. Raises ``msgspec.MsgspecError`` if a rare column
-        does not fit them."""
+        """Return the turns of the episode with the index ``entry``. Raises ``msgspec.MsgspecError`` if the index does
+        not exist or a rare column does not fit the turns."""
         with _invalid():
             return _turns(self._bundle, entry)
 
     def plain_tokens(self, entry: int) -> Tokens | None:
         """Return the tokens of the episode with the index ``entry``, one turn after the other, if its turns form one
-        path and have no rare fields, as those of most episodes; else ``None``."""
+        path and have no rare fields, as the turns of most episodes do; otherwise return ``None``."""
         bundle, first, last = self._bundle, self._ends_E[entry], self._ends_E[entry + 1]
         parents = bundle.parents_K[first:last]
         if parents[:1] != [None] or parents[1:] != list(range(last - first - 1)):
@@ -165,17 +167,17 @@ class GroupBundle:
         return Tokens(ids_T=bundle.ids_N[at], logprobs_T=bundle.logprobs_N[at], versions_T=bundle.versions_N[at])
 
     def lengths(self, entry: int) -> list[int]:
-        """Return the number of tokens of each turn of an episode."""
+        """Return the number of tokens of each turn of the episode with the index ``entry``."""
         return self._bundle.lengths_K[self._ends_E[entry] : self._ends_E[entry + 1]]
 
     def authors(self, entry: int) -> list[str]:
-        """Return the author of each turn of an episode."""
+        """Return the author of each turn of the episode with the index ``entry``."""
         return self._bundle.authors_K[self._ends_E[entry] : self._ends_E[entry + 1]]
 
 
 @contextmanager
 def _invalid() -> Iterator[None]:
-    """Raise an error in the body, which comes from columns that do not fit each other, as an error of msgspec."""
+    """Convert an error in the body, which is caused by columns that do not fit each other, to an error of msgspec."""
     try:
         yield
     except (ValueError, IndexError, OverflowError, struct.error) as error:
@@ -183,13 +185,14 @@ def _invalid() -> Iterator[None]:
 
 
 def _refuse_negative(bundle: _Bundle, entry: int) -> None:
-    """Raise ``ValueError`` if a length in ``bundle``, or the index ``entry``, is negative."""
+    """Raise ``ValueError`` if a length in ``bundle`` or the index ``entry`` is negative, or if the token ids have more
+    than one dimension."""
     if min([entry, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
         raise ValueError("a bundle with a negative length, or whose tokens are not a column")
 
 
 def _columns(data: memoryview) -> tuple[IntColumn, FloatColumn, IntColumn]:
-    """Return the ids, logprobs and versions in ``data``, the bundle of a group, as views."""
+    """Return views of the ids, logprobs and versions in ``data``, the bundle of a group."""
     num_tokens, _ = _SIZES.unpack_from(data)
     ids_N = np.frombuffer(data, np.int32, num_tokens, _SIZES.size)
     logprobs_N = np.frombuffer(data, np.float32, num_tokens, _SIZES.size + ids_N.nbytes)
@@ -198,9 +201,9 @@ def _columns(data: memoryview) -> tuple[IntColumn, FloatColumn, IntColumn]:
 
 
 def with_columns_of(data: memoryview, episodes: Sequence[EpisodeGraph]) -> list[EpisodeGraph]:
-    """Return ``episodes``, of which :func:`encode_group` has made ``data``, as new objects whose ids, logprobs and
-    versions are views of ``data``. Nothing is read. The other columns of tokens are left out: only the learner needs
-    them, and it decodes ``data``."""
+    """Return copies of ``episodes`` whose ids, logprobs and versions are views of ``data``, the bytes that
+    :func:`encode_group` returned for these episodes. No column is read. The copies do not contain the other columns of
+    tokens, because only the learner needs those columns, and it decodes ``data``."""
     ids_N, logprobs_N, versions_N = _columns(data)
     begin = 0
     viewed: list[EpisodeGraph] = []
@@ -221,7 +224,7 @@ def with_columns_of(data: memoryview, episodes: Sequence[EpisodeGraph]) -> list[
 
 
 def _bundle(episodes: Sequence[EpisodeGraph]) -> _Bundle:
-    """Return ``episodes`` as one bundle."""
+    """Return one bundle of ``episodes``."""
     turns = [turn for episode in episodes for turn in episode.turns]
     spans = [turn.tokens for turn in turns] or [Tokens.observed([])]
     rare = {place: rare for place, turn in enumerate(turns) if (rare := _rare_fields(turn)) is not _NO_RARE_FIELDS}
@@ -247,7 +250,7 @@ def decode_entry(data: bytes, entry: int) -> list[Turn]:
 
 def _turns(bundle: _Bundle, entry: int) -> list[Turn]:
     """Return the turns of the episode with the index ``entry`` in ``bundle``. Raises ``ValueError`` or ``IndexError``
-    if the columns of the bundle do not fit each other, or the index does not exist."""
+    if the columns of the bundle do not fit each other or the index does not exist."""
     _refuse_negative(bundle, entry)
     first = sum(bundle.turns_E[:entry])
     begin = sum(bundle.lengths_K[:first])

@@ -181,7 +181,7 @@ def _num_tokens(operation: Operation) -> int:
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
-    """Resolve a future for which a flush waits, unless it was cancelled. The thread schedules this in the event
-    loop."""
+    """Resolve the future of a flush, unless the flush was cancelled. The thread of the writer schedules this call in
+    the event loop."""
     if not future.done():
         future.set_result(None)

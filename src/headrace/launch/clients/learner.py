@@ -83,14 +83,14 @@ class LearnerClient(RankClient):
         version, because an engine that still stages another version must not be ordered to stage the next version at
         the same time."""
         self.commit_when_staged: Callable[[], Interrupt | None] = lambda: None
-        """Returns the interrupt mode with which these engines commit a version as soon as it is staged; ``None`` if
-        they wait for the controller's order."""
+        """The function that returns the interrupt mode with which these engines commit a version as soon as it is
+        staged; ``None`` if they wait for the controller's order."""
         self.version = -1
         """The newest version that the learner has copied into a buffer; −1 before the first."""
 
     async def step(self, outline: BatchOutline) -> StepReport:
-        """Let the learner lay out the batch of ``outline`` and make one step on it, and return the report of the step,
-        with its metrics."""
+        """Order the learner to lay out the batch of ``outline`` and to make one step on it. Return the report of the
+        step with its metrics."""
         call = self.next_call()
         trained = self.expect(call, Trained)
         self._send_divided(Train(call=call, outline=outline))
@@ -105,13 +105,13 @@ class LearnerClient(RankClient):
         return (await self.answer(computed, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
 
     def _send_divided(self, order: Train | Logprobs) -> None:
-        """Send an order in parts."""
+        """Send ``order`` to the learner in parts."""
         for part in divided(order, order.call):
             self.send(part)
 
     def handle(self, message: object) -> None:
-        """Put an answer that comes in parts together, and deliver it; other messages are handled as those of any
-        rank."""
+        """Handle one message of the learner. The parts of an answer are collected, and the answer is delivered when it
+        is complete. Every other message is handled as the client of any rank handles it."""
         if not isinstance(message, MessagePart):
             super().handle(message)
         elif (answer := self._parts.add(message)) is not None:

@@ -1,6 +1,6 @@
-"""The batch of a step as a rank of the learner makes it: from an outline, and from the columns to which the outline
-refers. They lie in the store of the run (tokens of large groups, kept-sets, experts), and every rank reads them for
-itself."""
+"""The assembly of the batch of a step in a rank of the learner, from an outline and from the columns to which the
+outline refers. These columns are in the store of the run (tokens of large groups, kept-sets, experts); every rank reads
+them itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from headrace.launch.starts import StoreStart
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 
 INLINE_RESULTS = 1 << 20
-"""The results of a step of up to this many tokens travel with its report, and stand in the ledger itself."""
+"""The greatest number of tokens of a step whose results are sent in its report and recorded in the ledger itself. The
+results of a larger step are written into the store."""
 _REASONS = msgspec.msgpack.Decoder(dict[int, str])
 """The decoder of the message in which rank 0 sends the groups without loss."""
 
@@ -42,15 +43,15 @@ class ReadBatch:
 
     batch: Batch
     laid_out: LaidOutBatch | None = None
-    """The same batch before further columns were read; ``None`` if it was not laid out here."""
+    """The same batch before its kept-sets and experts were read; ``None`` if it was not laid out from an outline."""
     lost_tokens: int = 0
     """The number of tokens that carry no loss because columns of their groups could not be read."""
     why: str = ""
     """The reason for the first of these groups; empty if there are none."""
 
     def told(self, report: StepReport) -> StepReport:
-        """Return the report of the step on this batch for the controller, with what was found out when it was laid out,
-        and with the tokens that lost their loss before the step."""
+        """Return a copy of ``report``, the report of the step on this batch, for the controller. The copy also contains
+        the results of the layout, and the tokens that carried no loss because columns could not be read."""
         if self.laid_out is not None:
             report = self.laid_out.told(report)
         if not self.why:
@@ -61,16 +62,19 @@ class ReadBatch:
 
 
 class ResultsStore:
-    """The store of the run as rank 0 uses it for the results of large steps, which then travel as references."""
+    """The store of the run as rank 0 uses it for the results of large steps. A report then contains only a reference to
+    its results."""
 
     def __init__(self, start: StoreStart | None) -> None:
-        """Use the store that ``start`` describes; ``None``: there is none, and results travel with the reports."""
+        """Use the store that ``start`` describes; ``None``: there is no store, and every report contains its
+        results."""
         self._start = start
         self._store: ColumnStore | None = None
 
     def stored(self, report: StepReport) -> StepReport:
-        """Return a report with a reference in place of its results for tokens, which are written; the same report if
-        they are few or there is no store. If they cannot be written, they are left out, and the report says so."""
+        """Write the results for tokens in ``report`` into the store, and return a copy of the report with a reference
+        in their place. Return the report unchanged if the results are few or there is no store. If the results cannot
+        be written, return a copy without them that names the problem."""
         learned = report.learned
         if self._start is None or not isinstance(learned, TokenResults) or len(learned.log_pi_L) <= INLINE_RESULTS:
             return report
@@ -87,12 +91,13 @@ class ResultsStore:
 
 
 def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
-    """Return the batch of ``outline``, whose columns are all in memory; those in the store that ``start`` describes are
-    read. All ranks call this with the same outline. A group whose tokens rank 0 cannot read is left out, and the tokens
-    of a group of which it cannot read other columns carry no loss, on every rank.
+    """Return the batch of ``outline`` with all columns in memory; columns in the store that ``start`` describes are
+    read. All ranks must call this with the same outline. If rank 0 cannot read the tokens of a group, every rank leaves
+    out this group. If rank 0 cannot read another column of a group, the tokens of this group carry no loss, on every
+    rank.
 
-    Raises :class:`~headrace.base.errors.ComponentDied` on another rank that cannot read what rank 0 could, and
-    :class:`~headrace.base.errors.RunError` if there is no store.
+    Raises :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read, and
+    :class:`~headrace.base.errors.RunError` if a column is in a store and this learner has none.
     """
     stored = [group for group in outline.groups if not isinstance(group.columns, bytes)]
     if not stored:
@@ -117,15 +122,15 @@ def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRank
 
 
 def _read_rest(whole: LaidOutBatch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
-    """Return a batch that was laid out, with its kept-sets and experts in memory."""
+    """Return the batch ``whole``, which was laid out from an outline, with its kept-sets and experts in memory."""
     found = read(whole.batch, start, ranks)
     return ReadBatch(batch=found.batch, laid_out=whole, lost_tokens=found.lost_tokens, why=found.why)
 
 
 def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
-    """Return a batch whose columns are all in memory; those in the store that ``start`` describes are read. All ranks
-    call this with the same batch. The tokens of a group of which rank 0 cannot read something carry no loss, on every
-    rank. Raises as :func:`read_outline` does."""
+    """Return a copy of ``batch`` with all columns in memory; columns in the store that ``start`` describes are read.
+    All ranks must call this with the same batch. If rank 0 cannot read a column of a group, the tokens of the group
+    carry no loss, on every rank. Raises the errors of :func:`read_outline`."""
     if not lies_in_store(batch):
         return ReadBatch(batch=batch)
     loaded, lost = read_batch(batch, StoreReader(Path(_required(start, batch.step).directory)))
@@ -137,13 +142,14 @@ def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
 
 
 def _inline(group: GroupOutline) -> bytes:
-    """Return the bundle of a group that came with the outline."""
+    """Return the bundle of ``group``, which arrived with the outline."""
     assert isinstance(group.columns, bytes)
     return group.columns
 
 
 def _required(start: StoreStart | None, step: int) -> StoreStart:
-    """Return the store of the run. Raises :class:`~headrace.base.errors.RunError` if this learner has none."""
+    """Return ``start``, which describes the store of the run. Raises :class:`~headrace.base.errors.RunError` if this
+    learner has no store; ``step`` is the step that needs it."""
     if start is None:
         raise RunError(
             f"the batch of step {step} refers to columns in a store, and this learner has none",
@@ -153,8 +159,9 @@ def _required(start: StoreStart | None, step: int) -> StoreStart:
 
 
 def _agreed(reasons: Mapping[int, str], ranks: AnyRanks) -> Mapping[int, str]:
-    """Return the groups that carry no loss, with the reason of each: those of rank 0. ``reasons`` are those of this
-    rank. Raises :class:`~headrace.base.errors.ComponentDied` if this rank has further groups."""
+    """Return the groups that carry no loss, with the reason of each, as rank 0 has found them. ``reasons`` contains the
+    groups that this rank cannot read. Raises :class:`~headrace.base.errors.ComponentDied` if rank 0 could read one of
+    these groups."""
     if isinstance(ranks, SingleRank):
         return reasons
     leaders = ranks.broadcast(msgspec.msgpack.encode(reasons) if ranks.is_leader else None)

@@ -180,9 +180,9 @@ class OrderStream:
         self._codec = MessageCodec(Message)
 
     def receive(self) -> Iterator[Order]:
-        """Yield the controller's orders one after the other, the same on every rank, those in parts put together: rank
-        0 receives the messages and passes them on. This never ends. Raises :class:`~headrace.base.errors.RunError` if a
-        part of an order has not come."""
+        """Yield the controller's orders one after the other; an order that arrives in parts is put together first. All
+        ranks receive the same orders. This never ends. Raises :class:`~headrace.base.errors.RunError` if a part of an
+        order is missing."""
         parts = PartCollector(Divided)
         for message in self._messages():
             if not isinstance(message, MessagePart):
@@ -206,8 +206,8 @@ class OrderStream:
         return read(batch, self._columns, self.ranks)
 
     def read_outline(self, outline: BatchOutline) -> ReadBatch:
-        """Return the batch of an outline with the columns that lie in the store; all ranks must call this at the same
-        time."""
+        """Return the batch of ``outline`` with all columns from the store in memory. All ranks must call this at the
+        same time."""
         return read_outline(outline, self._columns, self.ranks)
 
     def answer(self, message: Any) -> None:
@@ -216,19 +216,20 @@ class OrderStream:
             self.channel.send(message)
 
     def with_stored_results(self, report: StepReport) -> StepReport:
-        """Return the report of a step for the controller, with a reference in place of many results for tokens; only
-        rank 0 answers, and writes them."""
+        """Return the report of a step as the controller receives it. On rank 0, results for very many tokens are
+        written into the store, and a reference takes their place. Other ranks write nothing, because only rank 0
+        answers."""
         return self._results.stored(report) if self.ranks.is_leader else report
 
     def answer_divided(self, message: Trained | LogprobsReply) -> None:
-        """Send an answer that may be of any size to the controller, in parts, if this is rank 0; on other ranks, do
+        """Send ``message``, an answer of any size, to the controller in parts if this is rank 0; otherwise do
         nothing."""
         for part in divided(message, message.call) if self.ranks.is_leader else ():
             self.channel.send(part)
 
     def _forward(self, ranks: Ranks) -> Iterator[Message]:
-        """Wait for orders on rank 0, and pass each on to the other ranks and yield it. If none comes for a while, send
-        the other ranks an empty message, so that none waits beyond its deadline."""
+        """Wait for orders on rank 0, forward each order to the other ranks, and yield it. If no order arrives for a
+        while, send an empty message to the other ranks, so that they do not reach their time limit."""
         messages = self.channel.receive(min(WAIT_S, ranks.config.timeout_s / 2))
         for message in messages:
             ranks.broadcast(self._codec.encode(message))

@@ -1,7 +1,7 @@
-"""``headrace engines``: list the engines of a run that goes on, add engines to it, and remove some.
+"""``headrace engines``: list the engines of a run during the run, add engines, and remove engines.
 
-The verb sends a request to the run over the Unix socket that ``status.json`` names, and shows what the run answers. The
-socket is in a directory that only the user of the run can enter.
+The verb sends a request to the run over the Unix socket that ``status.json`` names, and shows the answers of the run.
+The socket is in a directory that only the user of the run can enter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace.run.cli.commands import LOOK, Verb
 from headrace.run.cli.output import console, print_json, readable, starting, table
 
 CONNECT_S = 10.0
-"""Longest wait, in seconds, for the run to accept the connection, and to list its engines."""
+"""Longest time to wait, in seconds, until the run accepts the connection, and until it has listed its engines."""
 
 
 def engines(
@@ -70,8 +70,8 @@ def engines(
 
 
 def _request(action: str, what: str, drain_s: float) -> ProgramRequest:
-    """Return the request that the arguments of the verb stand for. Raises
-    :class:`~headrace.base.errors.ConfigError` for arguments that stand for none."""
+    """Return the request that the arguments of the verb describe. Raises :class:`~headrace.base.errors.ConfigError` if
+    they describe none."""
     if action not in ("", "add", "remove"):
         raise ConfigError(f"{action!r} is not something to do with engines", remedy="add, remove, or nothing to list")
     number = int(what) if what.isascii() and what.isdecimal() else None
@@ -87,8 +87,8 @@ def _request(action: str, what: str, drain_s: float) -> ProgramRequest:
 
 def _address(run_dir: Path) -> str:
     """Return the path of the socket at which the run in ``run_dir`` receives requests. Raises
-    :class:`~headrace.base.errors.DataError` where the directory holds no run, or a run that is still starting, and
-    :class:`~headrace.base.errors.RunError` for a run that has ended or receives no requests."""
+    :class:`~headrace.base.errors.DataError` if the directory contains no run or a run that is still starting, and
+    :class:`~headrace.base.errors.RunError` if the run has ended or receives no requests."""
     from headrace.run.cli.status import look
     from headrace.run.session.directory import read_status
 
@@ -114,11 +114,11 @@ def _address(run_dir: Path) -> str:
 
 
 def _outcome(run_dir: Path, address: str, request: ProgramRequest, *, wait_s: float, quiet: bool) -> ChangeDone | None:
-    """Send ``request`` to the run at the socket ``address``, show its news unless ``quiet``, and return its last
-    answer; ``None`` if it has not come after ``wait_s`` seconds.
+    """Send ``request`` to the run at the socket ``address``, show the messages about its progress unless ``quiet``, and
+    return the last answer of the run; ``None`` if the last answer has not arrived after ``wait_s`` seconds.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the run refuses the request, and
-    :class:`~headrace.base.errors.RunError` if it cannot be reached or ends.
+    :class:`~headrace.base.errors.RunError` if the run cannot be reached or ends.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(CONNECT_S)
@@ -133,8 +133,8 @@ def _outcome(run_dir: Path, address: str, request: ProgramRequest, *, wait_s: fl
 
 
 def _last_answer(answers: Iterator[ProgramAnswer], *, quiet: bool) -> ChangeDone | None:
-    """Show the news among ``answers`` unless ``quiet``, and return the last one; ``None`` if it has not come. Raises
-    :class:`~headrace.base.errors.ConfigError` if it is a refusal."""
+    """Show the messages about progress among ``answers`` unless ``quiet``, and return the last answer; ``None`` if the
+    last answer has not arrived. Raises :class:`~headrace.base.errors.ConfigError` if the run refuses the request."""
     for answer in answers:
         match answer:
             case ChangeProgress(text=text) if not quiet:
@@ -147,7 +147,7 @@ def _last_answer(answers: Iterator[ProgramAnswer], *, quiet: bool) -> ChangeDone
 
 
 def _unreachable(run_dir: Path, why: str) -> RunError:
-    """Return the error for a run that cannot be asked, for the reason ``why``."""
+    """Return the error for a run that cannot be reached, for the reason ``why``."""
     return RunError(
         f"the run in {run_dir} cannot be asked: {why}",
         remedy="ask as the user of the run, on the machine of its controller; look at headrace status",
@@ -155,8 +155,9 @@ def _unreachable(run_dir: Path, why: str) -> RunError:
 
 
 def _answers(connection: socket.socket, wait_s: float) -> Iterator[ProgramAnswer]:
-    """Yield the answers of the run until it has sent the last one, or until ``wait_s`` seconds have passed. Raises
-    :class:`~headrace.base.errors.RunError` if it ends before."""
+    """Yield the answers of the run, until ``wait_s`` seconds have passed. Raises
+    :class:`~headrace.base.errors.RunError` if the run ends before that, and :class:`~headrace.base.errors.DataError` if
+    an answer cannot be decoded."""
     clock = RealClock()
     until_s = clock.now() + wait_s
     decoder = msgspec.json.Decoder(ProgramAnswer)
@@ -180,7 +181,7 @@ def _answers(connection: socket.socket, wait_s: float) -> Iterator[ProgramAnswer
 
 
 def _builtins(outcome: ChangeDone) -> dict[str, Any]:
-    """Return ``outcome`` as a tree, without the tag that it has as a message."""
+    """Return ``outcome`` as built-in types, without the tag that it has as a message."""
     tree: dict[str, Any] = msgspec.to_builtins(outcome)
     tree.pop("type")
     return tree

@@ -1,9 +1,9 @@
-"""The requests that a run receives from its user while it goes on, as ``headrace engines`` sends them.
+"""The requests that a run receives from its user while it continues. ``headrace engines`` sends them.
 
     headrace engines ──a request, one line of JSON──▶ the run      at a Unix socket, in a directory of the user alone
                      ◀──news, then the last answer──
 
-``status.json`` names the socket. A change that has begun goes on if the program that requested it has ended.
+``status.json`` names the socket. A change that has begun continues if the program that requested it ends.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from headrace.launch.order import EngineChanges
 SOCKET = "requests"
 """The name of the socket in the private directory of a run."""
 MAX_LINE_BYTES = 1 << 20
-"""The size of the longest line, in bytes: an answer has the status of every engine."""
+"""Greatest size of a line, in bytes. An answer contains the status of every engine."""
 REQUEST_S = 10.0
-"""Longest wait for the request of a program that has connected, in seconds."""
+"""Longest time to wait for the request of a program that has connected, in seconds."""
 
 
 @asynccontextmanager
 async def answering_requests(directory: Path, engines: EngineChanges) -> AsyncIterator[str]:
-    """Answer the requests that arrive at a socket in ``directory`` while the body runs, and yield its path, which is
-    empty where no socket can be made there. At the end of the body, changes that are under way are given up."""
+    """Answer the requests that arrive at a socket in ``directory`` while the body runs. Yield the path of the socket,
+    which is empty if no socket can be created there. At the end of the body, changes that are not complete are
+    cancelled."""
     async with asyncio.TaskGroup() as changes:
         visits: set[asyncio.Task[None]] = set()
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """Serve a program that has connected, in a task."""
+            """Serve a program that has connected, in a new task."""
             visit = changes.create_task(_serve(reader, writer, engines))
             visits.add(visit)
             visit.add_done_callback(visits.discard)
@@ -63,7 +64,7 @@ async def answering_requests(directory: Path, engines: EngineChanges) -> AsyncIt
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, engines: EngineChanges) -> None:
-    """Receive the request of one program, carry it out, and answer."""
+    """Receive the request of one program, execute it, and answer."""
     send = partial(_send, writer)
     try:
         async with asyncio.timeout(REQUEST_S):
@@ -84,10 +85,10 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, eng
 async def _carried_out(
     request: ProgramRequest, engines: EngineChanges, send: Callable[[ProgramAnswer], None]
 ) -> ChangeDone:
-    """Carry out ``request``, send what happens meanwhile, and return the last answer."""
+    """Execute ``request``, send messages about its progress with ``send``, and return the last answer."""
 
     def tell(text: str) -> None:
-        """Send news about the change."""
+        """Send a message about the progress of the change."""
         send(ChangeProgress(text=text))
 
     changed: tuple[str, ...] = ()
@@ -107,6 +108,6 @@ async def _carried_out(
 
 
 def _send(writer: asyncio.StreamWriter, answer: ProgramAnswer) -> None:
-    """Send one answer. It is dropped if the program has ended."""
+    """Send one answer. The answer is dropped if the program has ended."""
     with suppress(OSError):
         writer.write(msgspec.json.encode(answer) + b"\n")

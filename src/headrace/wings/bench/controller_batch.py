@@ -1,5 +1,6 @@
-"""A batch of ten million tokens: a controller that passes it on to a learner in another process, with the experts of a
-large mixture. What counts is that no message and no memory of the controller grows with the batch.
+"""The case of the controller benchmark with a batch of ten million tokens. The controller sends the batch to a learner
+in another process, with the experts of a large mixture. Neither a message nor the memory of the controller may grow
+with the batch.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ SPEC: dict[str, Any] = {
     "flush": 512,
     "learner": True,
 }
-"""The run: two steps of 1,280 answers of 8,192 tokens. Each engine samples the answers of one group at a time, and all
-together 250,000 tokens a second, so that they do not run ahead of the ledger's disk."""
+"""The settings of the run: two steps of 1,280 answers of 8,192 tokens. Each engine samples the answers of one group at
+a time. All engines together sample 250,000 tokens per second, so that the ledger's disk can record the tokens as fast
+as they are sampled."""
 QUICK_GROUPS = 4
 """The number of groups of a step in a quick run."""
 MOST_MB = 200.0
-"""The most memory of the controller, in MiB."""
+"""Greatest memory of the controller, in MiB."""
 MOST_MESSAGE_MB = 64.0
-"""The size of the largest message to or from the learner, in MiB."""
+"""Greatest size of a message to or from the learner, in MiB."""
 TOKENS_S = 100_000.0
-"""The least tokens a second, from the prompts to the end of the step."""
+"""Least number of tokens per second, from the prompts to the end of the step."""
 
 
 def measure(
     run: Callable[[dict[str, Any]], Row], on_progress: Callable[[str], None], *, quick: bool
 ) -> tuple[list[Row], list[Target]]:
-    """Return the row of the case and its targets. ``run`` makes one run of a spec, and returns its figures; with
-    ``quick`` the batch is small."""
+    """Return the row of the case and its targets. ``run`` makes one run with given settings, and returns its figures.
+    ``on_progress`` receives the name of the case. If ``quick`` is true, the batch is small."""
     on_progress(CASE)
     spec = {**SPEC, "groups": QUICK_GROUPS} if quick else SPEC
     row = {"case": CASE, "side": "now", "engines": spec["engines"], **run(spec)}

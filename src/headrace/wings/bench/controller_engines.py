@@ -3,10 +3,10 @@ sockets of engines, as fast as they can, with arbitrary tokens.
 
     python -m headrace.wings.bench.controller_engines DIRECTORY NUM FLUSH LAYERS SLOTS RATE
 
-DIRECTORY holds the sockets of the engines ``engine-0`` to ``engine-(NUM-1)``; a chunk has up to FLUSH tokens, with
-eight experts in each of LAYERS layers, which lie in a store where the package has one. An engine samples SLOTS
-sequences at a time, and all together RATE tokens a second, 0 for as many as they can. The process reads the secret of
-the run from its input, and ends with the process that started it.
+DIRECTORY contains the sockets of the engines ``engine-0`` to ``engine-(NUM-1)``; a chunk has up to FLUSH tokens, with
+eight experts in each of LAYERS layers, which are written to a store of columns where the package has one. An engine
+samples SLOTS sequences at a time. All engines together sample RATE tokens per second; 0: as many as they can. The
+process reads the secret of the run from its standard input, and ends when the process that started it has ended.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ class IdleEngines:
     def __init__(
         self, directory: Path, num: int, token: str, *, flush: int, layers: int, slots: int, rate: int
     ) -> None:
-        """Connect to the controller's sockets of ``num`` engines in ``directory``. Chunks have up to ``flush``
-        tokens with experts of ``layers`` layers, and an engine samples ``slots`` sequences at a time, and all together
-        ``rate`` tokens a second; ``token`` proves that the engines are of this run."""
+        """Create ``num`` engines, and connect them to the controller's sockets in ``directory``. Chunks have up to
+        ``flush`` tokens with experts of ``layers`` layers. An engine samples ``slots`` sequences at a time. All engines
+        together sample ``rate`` tokens per second; 0: as many as they can. ``token`` is the secret of the run, with
+        which an engine proves that it belongs to the run."""
         self._codec = MessageCodec(engine.Message)
         self._flush = flush
         self._layers = layers
@@ -120,8 +121,8 @@ class IdleEngines:
                     del busy[one]
 
     def _ahead_ms(self) -> int:
-        """Return the milliseconds until the engines may sample on, so that they do not sample faster than they
-        should."""
+        """Return the number of milliseconds until the engines may sample further tokens without exceeding their rate; 0
+        if they may sample now."""
         if not self._rate:
             return 0
         now_s = RealClock().now()
@@ -174,7 +175,7 @@ class IdleEngines:
                 self._send(one, Committed(call=call, report=report))
 
     def _sample(self, one: _IdleEngine) -> Iterator[TokenChunk]:
-        """Yield the next chunk of each running sequence of an engine."""
+        """Yield the next chunk of each sequence that the engine ``one`` samples at present."""
         for request_id, left in list(itertools.islice(one.tokens_left.items(), self._slots)):
             size = min(left, self._flush)
             one.generated += size

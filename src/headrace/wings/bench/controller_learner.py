@@ -19,22 +19,24 @@ from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.learner import LearnerClient
 
 NAME = "learner"
-"""The name of the part."""
+"""The name of the learner among the parts of a run."""
 
 
 class TimedClient(LearnerClient):
-    """A client that notes when each step has ended."""
+    """A client of the learner that records the end of each step."""
 
     ends: list[tuple[float, float, int]]
-    """For each step: the time, the processor time of this process, and the tokens trained until then."""
+    """For each step: the time of its end and the processor time of this process until then, both in seconds, and the
+    number of tokens trained until then."""
     channel: ControllerChannel
     trained_tokens = 0
-    """The number of tokens that carried loss, of all steps."""
+    """The number of tokens that carried loss in all steps."""
     lost_tokens = 0
     """The number of tokens that carried no loss because they could not be read."""
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of the steps: tokens, and the size of the largest message to or from the learner."""
+        """Return the figures of the steps: the size of the largest message to or from the learner, in MiB, and the
+        numbers of trained and lost tokens."""
         return {
             "largest_message_mb": self.channel.largest_bytes / 2**20,
             "trained_tokens": self.trained_tokens,
@@ -42,7 +44,7 @@ class TimedClient(LearnerClient):
         }
 
     async def step(self, outline: BatchOutline) -> StepReport:
-        """Let the learner make a step, and note its end."""
+        """Order the learner to make one step on the batch of ``outline``, and record the end of the step."""
         report = await super().step(outline)
         used = resource.getrusage(resource.RUSAGE_SELF)
         self.trained_tokens += report.trained_tokens
@@ -53,8 +55,8 @@ class TimedClient(LearnerClient):
 
 
 def open_learner(directory: Path, stack: ExitStack, token: str) -> TimedClient:
-    """Start the process of a learner, and return its client, which is not ready yet. ``token`` is the secret of the
-    run."""
+    """Start the process of a learner in the run ``directory``, and return its client, which may not be ready yet. The
+    process ends when ``stack`` is closed. ``token`` is the secret of the run."""
     channel = ControllerChannel(directory, NAME, reports.Message)
     client = TimedClient(NAME, channel, token=token, on_spans=lambda spans: None, deadline_s=120.0)
     client.ends, client.channel = [], channel

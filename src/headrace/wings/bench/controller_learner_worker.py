@@ -1,10 +1,10 @@
-"""The process of a learner without a model for the controller benchmark. It lays out every batch as a real learner
-does, reads all of its columns, and trains nothing.
+"""The process of a learner without a model for the controller benchmark. It lays out every batch as a real learner does
+and reads all columns of the batch, but trains nothing.
 
     python -m headrace.wings.bench.controller_learner_worker DIRECTORY
 
-DIRECTORY holds the sockets of the part ``learner`` and the store of the run. The process reads the secret of the run
-from its input, and ends when the controller tells it to.
+DIRECTORY contains the sockets of the part ``learner`` and the store of the run. The process reads the secret of the run
+from its standard input, and ends when the controller orders it to end.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from headrace.wings.bench.controller_learner import NAME
 
 
 class IdleCore:
-    """A learner's core that takes no time and finds the engine's log-probabilities."""
+    """A learner's core that computes nothing. Its log-probabilities are equal to the engine's log-probabilities."""
 
     def train(self, batch: Batch) -> StepReport:
-        """Return the report of a step. Raises ``ValueError`` for columns that do not fit the tokens."""
+        """Return the report of a step on ``batch``. Raises ``ValueError`` if the experts do not fit the tokens."""
         problem = batch.routing.problem(batch.num_tokens) if batch.routing is not None else ""
         if problem:
             raise ValueError(problem)
@@ -52,11 +52,11 @@ class IdleCore:
         )
 
     def logprobs(self, batch: Batch) -> FloatColumn:
-        """Return the engine's logprobs."""
+        """Return the log-probabilities that the engine recorded."""
         return batch.logprobs_N
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Write nothing: there are no weights."""
+        """Return a function that writes nothing, because there are no weights."""
         return lambda: None
 
     def take_spans(self) -> Sequence[Span]:
@@ -65,11 +65,11 @@ class IdleCore:
 
 
 class IdleBuffers:
-    """Buffers of weights that are empty, and their publisher."""
+    """Weight buffers that are empty. The object is also their publisher."""
 
     @property
     def publisher(self) -> IdleBuffers:
-        """Return the publisher."""
+        """Return the publisher, which is this object itself."""
         return self
 
     def copy(self, slot: int) -> None:
@@ -85,7 +85,7 @@ class IdleBuffers:
 
 
 def serve(directory: Path, token: str) -> None:
-    """Carry out orders until the one to shut down."""
+    """Execute the orders of the controller until it sends the order to shut down."""
     (reports_socket,) = directory.glob(f"{NAME}.*.reports")
     channel = PartChannel(local_addresses(directory, reports_socket.stem), Message)
     orders = OrderStream(channel, SingleRank(torch.device("cpu")), StoreStart(directory=str(directory / COLUMNS)))

@@ -207,8 +207,9 @@ def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack, token:
 
 
 async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> Any:
-    """Run a controller as ``spec`` says, with its files in ``directory``, and return its learner, which has the times:
-    ``NoLearner`` or the client of a process."""
+    """Run the controller that ``spec`` describes, with its files in ``directory``, and return its learner, which has
+    recorded the times of the steps: ``NoLearner`` or the client of a process. ``stack`` closes the ledger and ends the
+    engines."""
     settings, fleet = settings_of(spec), Fleet(RealClock(), size=spec["engines"])
     flow, token = settings.flow, secrets.token_hex(16)
     ledger = SqliteLedger(directory / "ledger.sqlite", group_size=flow.group_size, groups_per_step=flow.groups_per_step)

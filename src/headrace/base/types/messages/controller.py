@@ -186,7 +186,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     updates: int = 1
     """The number of updates of the weights that were made from the batch."""
     problems: tuple[str, ...] = ()
-    """What went wrong in the step without ending it, each in words."""
+    """Problems during the step that did not end it, each described in words."""
     ages: dict[int, int] = {}
     """The number of tokens of the batch that carry loss, by age in versions; empty unless the learner has laid the
     batch out."""

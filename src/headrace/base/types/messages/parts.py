@@ -1,4 +1,4 @@
-"""Messages of any size, which travel in parts: no message of a channel grows with the batch of a step."""
+"""Messages of any size, which are sent in parts, so that no message of a channel grows with the batch of a step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headrace.base.errors import RunError
 from headrace.base.types.messages.codec import MessageCodec
 
 PART_BYTES = 32 * 2**20
-"""The most bytes of an encoded message that travel in one part."""
+"""Greatest number of bytes of an encoded message in one part."""
 
 
 class MessagePart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A part of an encoded message. The parts of a message follow one another in their order."""
+    """One part of an encoded message. The parts of a message are sent in order, directly one after the other."""
 
     of: int
-    """The number of the order that the message is, or that it answers."""
+    """The number of the order that the message contains or answers."""
     number: int
     """The index of the part, from 0."""
     num_parts: int
@@ -30,7 +30,8 @@ _ENCODER = MessageCodec(Any)
 
 
 def divided(message: Any, call: int) -> Iterator[MessagePart]:
-    """Yield the parts of a message, at least one. ``call`` is the number of the order that it is or answers."""
+    """Yield the parts of ``message``, at least one. ``call`` is the number of the order that the message contains or
+    answers."""
     data = memoryview(_ENCODER.encode(message))
     starts = range(0, len(data), PART_BYTES)
     for number, start in enumerate(starts):
@@ -38,16 +39,18 @@ def divided(message: Any, call: int) -> Iterator[MessagePart]:
 
 
 class PartCollector:
-    """Puts the parts of messages together again. One sender's messages arrive here, one after the other."""
+    """The collector that puts together the parts of messages. It receives the messages of one sender, one after the
+    other."""
 
     def __init__(self, receives: Any) -> None:
-        """Begin without parts. ``receives`` is the union of the message types that may come in parts."""
+        """Start without parts. ``receives`` is the union of the message types that may arrive in parts."""
         self._codec = MessageCodec(receives)
         self._parts: list[MessagePart] = []
 
     def add(self, part: MessagePart) -> Any | None:
-        """Return the message of which ``part`` is the last part; ``None`` while parts are missing. Raises
-        :class:`~headrace.base.errors.RunError` if the part does not follow those before it, or the message is none."""
+        """Return the complete message if ``part`` is its last part; ``None`` while parts are missing. Raises
+        :class:`~headrace.base.errors.RunError` if the part is not the next part of its message, or if the parts do not
+        form a message."""
         if (part.of, part.number) != (self._parts[0].of if self._parts else part.of, len(self._parts)):
             raise RunError(
                 f"part {part.number + 1} of {part.num_parts} of order {part.of} came after {len(self._parts)} parts",
