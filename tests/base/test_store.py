@@ -268,6 +268,8 @@ def test_a_full_store_says_so_and_takes_more_when_a_file_was_removed(tmp_path: P
     with pytest.raises(StoreError, match=r"1600 bytes.*flow\.columns\.limit_gb"):
         store.put(rows)
     assert directory_bytes(tmp_path) == 1600
+    (tmp_path / "learned.000000").write_bytes(b"x" * 100)
+    assert (directory_bytes(tmp_path), directory_bytes(tmp_path, without="learned")) == (1700, 1600)
     (tmp_path / first[0].file).unlink()
     (piece,) = store.put(rows)
     assert piece.file == "e.000002"

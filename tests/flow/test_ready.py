@@ -112,6 +112,30 @@ def test_a_group_for_which_there_is_no_room_is_refused_by_name(tmp_path: Path) -
         put_all()
 
 
+def test_a_full_store_has_room_again_when_no_group_needs_its_newest_file(tmp_path: Path) -> None:
+    store, groups, put = ReadyColumns(tmp_path, limit_bytes=300_000, file_bytes=200_000), large(7, 8), []
+
+    def put_all() -> None:
+        for group in groups:
+            put.append(store.put(group))
+
+    with pytest.raises(StoreError):
+        put_all()
+    for group in put:
+        store.release(group)
+    assert store.put(groups[0]).columns is not None
+    assert os.listdir(tmp_path) == ["ready.000001"]
+
+
+def test_a_store_that_was_cleared_keeps_no_file_open(tmp_path: Path) -> None:
+    store = ReadyColumns(tmp_path)
+    store.put(large(7, 1)[0])
+    store.clear()
+    open_files = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdigit()
+                  and os.path.lexists(f"/proc/self/fd/{name}")]  # fmt: skip
+    assert not [path for path in open_files if path.startswith(str(tmp_path))]
+
+
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "columns").write_text("a file")
     with pytest.raises(StoreError, match="columns"):

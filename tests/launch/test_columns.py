@@ -334,6 +334,14 @@ def test_a_group_whose_tokens_are_lost_is_left_out_and_counted(
     assert "carried no loss" in problem
 
 
+def test_a_step_of_which_no_group_can_be_read_is_no_step(tmp_path: Path) -> None:
+    outline, _ = outline_in(tmp_path)
+    for path in tmp_path.glob("ready.*"):
+        path.unlink()
+    with pytest.raises(StoreError, match=r"no tokens of step 0 could be read: .*ready\.00000"):
+        read_outline(outline, StoreStart(directory=str(tmp_path)), ALONE)
+
+
 def test_a_learner_without_a_store_refuses_an_outline_that_refers_to_one(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="step 0 refers to columns in a store"):
         read_outline(outline_in(tmp_path)[0], None, ALONE)
@@ -408,13 +416,15 @@ def test_results_for_which_the_store_has_no_room_are_left_out_and_the_user_is_to
         sizes_E=np.ones(1, np.int32),
         log_pi_L=np.zeros(1, np.float32),
     )
-    told = ResultsStore(StoreStart(directory=str(tmp_path), limit_bytes=10)).stored(
-        msgspec.structs.replace(report(0), learned=results)
-    )
+    whole = msgspec.structs.replace(report(0), learned=results)
+    limited = StoreStart(directory=str(tmp_path / "limited"), limit_bytes=10)
+    assert ResultsStore(limited).stored(whole).learned, "they belong to the ledger, and the limit is not theirs"
+    (tmp_path / "file").write_text("no directory")
+    told = ResultsStore(StoreStart(directory=str(tmp_path / "file"))).stored(whole)
     assert told.learned is None
     (problem,) = told.problems
     assert "were not recorded" in problem
-    assert "flow.columns.limit_gb" in problem
+    assert str(tmp_path / "file") in problem
 
 
 def test_a_part_that_has_lost_its_columns_is_shown_without_them(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_units_are_compared_by_their_amount_and_odd_ones_not_at_all(tmp_path: Pa
     for number in range(2 * TRIAL_UNITS):
         bench.unit(0, amount=1000.0 if number % 2 == 0 else 1.0)  # those that borrow do more
         bench.unit(0, amount=None)
+        bench.unit(0, amount=0.0)  # a batch of which nothing is trained
     assert {bench.unit(0) for _ in range(UNITS_BETWEEN_TRIALS)} == {2}
 
 

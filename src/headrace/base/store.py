@@ -16,6 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -100,8 +101,12 @@ class ColumnStore:
         if self._file < 0 or (self._end and self._end + len(data) > self._file_bytes):
             self._begin_file()
         try:
-            if os.pwrite(self._file, data, self._end) != len(data):
-                raise OSError("no room for all of it")
+            written = 0
+            while written < len(data):  # one call writes at most 2 GiB
+                count = os.pwrite(self._file, data[written:], self._end + written)
+                if not count:
+                    raise OSError("no room for all of it")
+                written += count
         except OSError as error:
             raise self._error(str(error)) from None
         start, self._end = self._end, self._end + len(data)
@@ -144,7 +149,7 @@ class ColumnStore:
     def _begin_file(self) -> None:
         """Open the next file of this writer. Raises :class:`~headrace.base.errors.StoreError` if the store is full."""
         self.close()
-        used = directory_bytes(self._directory)
+        used = directory_bytes(self._directory, without=LEARNED)  # those belong to the ledger, and are never removed
         if self._limit_bytes is not None and used + self._file_bytes > self._limit_bytes:
             raise StoreError(
                 f"the store {self._directory} has {used} bytes, and with one more file of {self._file_bytes} it would "
@@ -167,13 +172,19 @@ class ColumnStore:
         )
 
 
-def directory_bytes(directory: Path) -> int:
-    """Return the total size of the files in a store's directory, in bytes; 0 if the directory does not exist."""
+def directory_bytes(directory: Path, *, without: str = "") -> int:
+    """Return the total size of the files in a store's directory, in bytes, except those of the writer ``without``; 0 if
+    the directory does not exist."""
     try:
         with os.scandir(directory) as entries:
-            return sum([entry.stat(follow_symlinks=False).st_size for entry in entries])
-    except FileNotFoundError:  # the directory does not exist, or a file was removed during the scan
+            counted = [entry for entry in entries if not without or writer_of(entry.name)[0] != without]
+    except FileNotFoundError:
         return 0
+    total = 0
+    for entry in counted:
+        with suppress(FileNotFoundError):  # a file may be removed during the scan
+            total += entry.stat(follow_symlinks=False).st_size
+    return total
 
 
 @dataclass(frozen=True, slots=True)

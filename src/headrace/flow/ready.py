@@ -30,6 +30,11 @@ UNSTORED = "store_full"
 """The reason for dropping a group whose columns could not be written into the store."""
 
 
+def is_stored(group: ScoredGroup) -> bool:
+    """Return whether ``group`` has so many tokens that its columns are written into the store."""
+    return sum([len(turn.tokens.ids_T) for each in group.episodes for turn in each.turns]) > INLINE_TOKENS
+
+
 class ReadyColumns:
     """The files with the columns of ready groups. The flow owns this object."""
 
@@ -53,19 +58,29 @@ class ReadyColumns:
             for name in os.listdir(self._directory):
                 if writer_of(name)[0] == READY:
                     (self._directory / name).unlink(missing_ok=True)
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+        self._maps.clear()
+        self._users.clear()
 
     def put(self, group: ScoredGroup) -> ScoredGroup:
         """Write the columns of ``group``, which is ready, into the store, and return a copy of the group whose tokens
         are views of the file. A group with few tokens is returned unchanged. Raises
         :class:`~headrace.base.errors.StoreError` if the columns cannot be written."""
-        num_tokens = sum([len(turn.tokens.ids_T) for episode in group.episodes for turn in episode.turns])
-        if num_tokens <= INLINE_TOKENS:
+        if not is_stored(group):
             return group
         if self._store is None:  # no file or directory is created before a group needs it
             self._store = ColumnStore(
                 self._directory, READY, limit_bytes=self._limit_bytes, file_bytes=self._file_bytes
             )  # fmt: skip
-        (piece,) = self._store.put(np.frombuffer(encode_group(group.episodes), np.uint8))
+        columns = np.frombuffer(encode_group(group.episodes), np.uint8)
+        try:
+            (piece,) = self._store.put(columns)
+        except StoreError:
+            if not self._remove_newest(self._store):
+                raise
+            (piece,) = self._store.put(columns)
         mapped = self._mapped(piece.file, piece.start + piece.num_bytes)
         self._users[piece.file].add(group.number)
         data = mapped[piece.start : piece.start + piece.num_bytes]
@@ -80,6 +95,16 @@ class ReadyColumns:
         self._users[name].discard(group.number)
         if name != next(reversed(self._maps)):
             self._remove_unused(name)
+
+    def _remove_newest(self, store: ColumnStore) -> bool:
+        """Remove the file into which parts were written last, if no group needs it, and return whether it was removed.
+        ``store`` then begins another file."""
+        name = next(reversed(self._maps), "")
+        if not name or self._users[name]:
+            return False
+        store.close()
+        self._remove_unused(name)
+        return True
 
     def _mapped(self, name: str, end: int) -> memoryview:
         """Return the file ``name``, which has ``end`` bytes or more, mapped into memory. Raises

@@ -83,7 +83,7 @@ class LentCores:
         borrow = bool(free) and self._trial.should_borrow()
         self._use_threads(self._shares[self._place] + (free if borrow else 0))
         yield
-        if free and amount is not None:
+        if free and amount:  # a batch without trained tokens cannot be compared
             self._trial.record((self._clock.now() - start_s) / amount, borrowed=borrow)
 
     def _borrowable(self) -> int:

@@ -27,7 +27,7 @@ from headrace.control.teaching import Teaching
 from headrace.control.turns import REWARD_NONE, ProcessRewards, assign_reward
 from headrace.flow.filters import FilterContext, rewards_of
 from headrace.flow.ledger import Ledger
-from headrace.flow.ready import UNSTORED
+from headrace.flow.ready import UNSTORED, is_stored
 from headrace.rollout.runner import remedy_of
 from headrace.rollout.scoring import Graded, ScoringContext
 
@@ -49,6 +49,7 @@ class ScoringLoop:
         self._state = state
         self._finished = finished
         self._failed_in_a_row = 0
+        self._unstored_in_a_row = 0
         self._last_cause = ""
         self._turns: ProcessRewards | None = None
         self._teaching: Teaching | None = None
@@ -263,10 +264,14 @@ class ScoringLoop:
             if self._pivots is not None:
                 self._pivots.dropped(closed.group.number)
             state.metrics.group_dropped(UNSTORED, closed.group.episodes)
-            self._last_cause = f"{UNSTORED}: {error.problem}"
-            self._stop_if_all_fail()
+            self._unstored_in_a_row += 1
+            if (count := self._unstored_in_a_row) == state.flow_config.max_failed_groups:
+                problem = f"{count} groups in a row were dropped ({UNSTORED}); the last: {error.problem}"
+                raise StoreError(problem, remedy=f"{error.remedy}, then --resume") from None
         else:
             self._failed_in_a_row = 0
+            if is_stored(closed.group):  # groups that need no store do not show that there is room again
+                self._unstored_in_a_row = 0
 
     def _record_set_aside(self, closed: ClosedGroup) -> None:
         """Record in the ledger and the metrics which episodes of a kept group the filters have left out or masked."""

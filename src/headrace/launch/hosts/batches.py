@@ -81,9 +81,7 @@ class ResultsStore:
         data = np.frombuffer(encode_token_results(learned), np.uint8)
         try:
             if self._store is None:
-                self._store = ColumnStore(
-                    Path(self._start.directory), LEARNED, limit_bytes=self._start.limit_bytes
-                )  # fmt: skip
+                self._store = ColumnStore(Path(self._start.directory), LEARNED)
             return msgspec.structs.replace(report, learned=self._store.put(data))
         except StoreError as error:
             words = f"the log-probabilities of its tokens were not recorded: {error.problem}"
@@ -96,7 +94,8 @@ def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRank
     out this group. If rank 0 cannot read another column of a group, the tokens of this group carry no loss, on every
     rank.
 
-    Raises :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read, and
+    Raises :class:`~headrace.base.errors.StoreError` if the tokens of no group can be read,
+    :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read, and
     :class:`~headrace.base.errors.RunError` if a column is in a store and this learner has none.
     """
     stored = [group for group in outline.groups if not isinstance(group.columns, bytes)]
@@ -111,6 +110,11 @@ def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRank
         except StoreError as error:
             failures[group.number] = error.problem
     lost = _agreed(failures, ranks)
+    if len(lost) == len(outline.groups):
+        raise StoreError(
+            f"no tokens of step {outline.step} could be read: {next(iter(lost.values()))}",
+            remedy="keep the folder 'columns' of the run's directory whole while the run goes on, then --resume",
+        )
     whole = lay_out(outline, lambda group: None if group.number in lost else bundles[group.number])
     found = _read_rest(whole, start, ranks)
     if not lost:

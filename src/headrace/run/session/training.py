@@ -143,6 +143,8 @@ def _run_with_restarts(first: RunLife) -> Summary:
         except LearnerLost as error:
             if not restarts_left or not has_ledger(first.run_dir):  # without a ledger nothing was trained yet
                 raise
+            # its frames would keep the whole life in memory, with the files that it has mapped
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             life = replace(first, after=error)
     raise AssertionError("the last life returns or raises")
 
