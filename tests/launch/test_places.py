@@ -100,3 +100,5 @@ def test_named_device_of_the_engines_is_not_left(gpus: Any) -> None:
 def test_more_engines_than_the_setting_allows_are_refused() -> None:
     with pytest.raises(ConfigError, match="the run has 1 engines, and 64 more would be more than 64"):
         places_of("cpu").add(64)
+    with pytest.raises(ConfigError, match="1000000000 more would be more than 64"):
+        places_of("cpu").refuse_too_many(10**9)  # before a billion names are made

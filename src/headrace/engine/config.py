@@ -50,6 +50,12 @@ class EngineSettings(Section):
         (``engine.count``), with ``width`` GPUs per engine, or with ``launch.start_timeout_s``, the seconds that an
         engine may take to start. This base class refuses nothing."""
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the engines are servers that run already, so that their number cannot be changed while a run goes on.
+        False in this base class."""
+        return False
+
     def refuse_start(self) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` for settings that are still read but no longer supported: a
         run file of an older version of Headrace can be loaded with them, but no engine is started."""

@@ -75,15 +75,20 @@ class EnginePlaces:
         free = (name for name in candidates if name not in self._index)
         return tuple(next(free) for _ in range(num))
 
-    def add(self, num: int) -> tuple[str, ...]:
-        """Add ``num`` engines of the policy, each on a device of its own, and return their names, which are the next
-        :meth:`free_names`. Raises :class:`~headrace.base.errors.ConfigError` if the run would have too many engines or
-        has too few devices; then no engine is added."""
+    def refuse_too_many(self, num: int) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if the run would have too many engines of the policy with
+        ``num`` more."""
         if len(self._policy) + num > MAX_ENGINES:
             raise ConfigError(
                 f"the run has {len(self._policy)} engines, and {num} more would be more than {MAX_ENGINES}",
                 remedy=f"add {max(0, MAX_ENGINES - len(self._policy))} at most",
             )
+
+    def add(self, num: int) -> tuple[str, ...]:
+        """Add ``num`` engines of the policy, each on a device of its own, and return their names, which are the next
+        :meth:`free_names`. Raises :class:`~headrace.base.errors.ConfigError` if the run would have too many engines or
+        has too few devices; then no engine is added."""
+        self.refuse_too_many(num)
         before = self._devices.copy()
         try:
             for _ in range(num):

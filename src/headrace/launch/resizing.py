@@ -46,6 +46,7 @@ class FleetResizer:
         """Add ``num`` engines, and wait until all of them serve; see :meth:`EngineChanges.add
         <headrace.launch.order.EngineChanges.add>`."""
         self._refuse_fixed()
+        self._processes.places.refuse_too_many(num)
         await self._refuse_no_room(num)
         names = self._processes.places.add(num)
         on_progress(f"{', '.join(names)} {_starts(names)} on {self._devices(names)}")
@@ -72,11 +73,12 @@ class FleetResizer:
         start_s, index = self._clock.now(), self._processes.places.index(name)
         try:
             await self._engines.add(name)
-        except HeadraceError as error:
+        except BaseException as error:
             self._processes.places.remove(index)
             self._processes.forget_ended()
-            brief = error.problem.partition("\n")[0]
-            self._tell(f"{name} was not added: {brief}", on_progress)
+            if isinstance(error, HeadraceError):
+                brief = error.problem.partition("\n")[0]
+                self._tell(f"{name} was not added: {brief}", on_progress)
             raise
         seconds = self._clock.now() - start_s
         self._tell(f"{name} was added: it serves after {seconds:.1f} s; {self._number()}{self._cores()}", on_progress)
@@ -104,6 +106,11 @@ class FleetResizer:
         if order.recorded is not None:
             raise ConfigError(
                 "this run is a replay, whose engine repeats a recording", remedy="let it end, or start a run of its own"
+            )
+        if order.engine.server.is_fixed:
+            raise ConfigError(
+                "engine.server.urls names the servers of this run, which the run has not started",
+                remedy="stop the run (Ctrl-C), and --resume with other engine.server.urls and engine.count",
             )
         if order.launch.lend_cores:
             raise ConfigError(

@@ -48,6 +48,8 @@ class Changes:
 
     async def add(self, num: int, on_progress: OnProgress) -> tuple[str, ...]:
         self.asked.append(num)
+        if num == 3:
+            raise KeyError("a GPU that nobody knows")
         if num > 3:
             raise ConfigError("no GPU is free", remedy="remove one")
         on_progress("engine-1 starts on cpu")
@@ -101,6 +103,7 @@ def test_request_is_answered_with_news_and_the_engines(tmp_path: Path) -> None:
     ("line", "problem"),
     [
         (b'{"type": "AddEngines", "count": 4}\n', "no GPU is free"),
+        (b'{"type": "AddEngines", "count": 3}\n', "the change failed: KeyError: 'a GPU that nobody knows'"),
         (b'{"type": "AddEngines", "count": 0}\n', "0 engines cannot be added"),
         (b'{"type": "RemoveEngines", "count": 1, "drain_s": -1}\n', "1 engines cannot be removed, with -1 s"),
         (b'{"type": "Shutdown"}\n', "does not understand the request: Invalid value 'Shutdown'"),
@@ -108,7 +111,7 @@ def test_request_is_answered_with_news_and_the_engines(tmp_path: Path) -> None:
         (b"[" * 100_000 + b"\n", "does not understand the request"),
         (b"x" * (MAX_LINE_BYTES + 9), "does not understand the request"),
     ],
-    ids=["refused", "none", "negative time", "another message", "pickle", "deep", "too long"],
+    ids=["refused", "foreign error", "none", "negative time", "another message", "pickle", "deep", "too long"],
 )
 def test_request_that_cannot_be_carried_out_is_refused_and_the_run_goes_on(
     tmp_path: Path, line: bytes, problem: str

@@ -69,17 +69,31 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, eng
     try:
         async with asyncio.timeout(REQUEST_S):
             line = await reader.readline()
-        send(await _carried_out(msgspec.json.decode(line, type=ProgramRequest), engines, send))
-    except HeadraceError as error:
-        send(ChangeRefused(problem=error.problem, remedy=error.remedy))
+        request = msgspec.json.decode(line, type=ProgramRequest)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         problem = f"the run does not understand the request: {error}"
         send(ChangeRefused(problem=problem, remedy="use the same version of headrace as the run"))
     except (OSError, TimeoutError):
         pass  # the program has ended, or sends nothing
+    else:
+        send(await _answer(request, engines, send))
     finally:
         with suppress(OSError):
             writer.close()
+
+
+async def _answer(
+    request: ProgramRequest, engines: EngineChanges, send: Callable[[ProgramAnswer], None]
+) -> ProgramAnswer:
+    """Execute ``request``, and return the last answer. Every error is an answer: a change that fails does not end the
+    run."""
+    try:
+        return await _carried_out(request, engines, send)
+    except HeadraceError as error:
+        return ChangeRefused(problem=error.problem, remedy=error.remedy)
+    except Exception as error:  # noqa: BLE001 - the boundary of a request
+        problem = f"the change failed: {type(error).__name__}: {error}"
+        return ChangeRefused(problem=problem, remedy="look at the engines (headrace engines RUN); the run goes on")
 
 
 async def _carried_out(

@@ -118,6 +118,11 @@ class ServerConfig(EngineSettings):
         """Return the settings of the engine number ``place``, in which ``urls`` has only the URL of its server."""
         return self.model_copy(update={"urls": self.urls[place : place + 1]})
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the settings name servers that run already."""
+        return bool(self.urls)
+
     def refuse_run(self, *, count: int, width: int, start_timeout_s: float) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if the settings do not fit the run: ``count`` engines of
         ``width`` GPUs each, which must have started after ``start_timeout_s`` seconds."""
