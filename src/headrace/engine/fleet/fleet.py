@@ -106,7 +106,7 @@ class Fleet:
         if member is None:
             return
         self._paused = False if paused else None
-        member.version = version
+        member.version, member.leaving = version, state is EngineState.LEAVING
         self.version = max(self.version, version)
         if not state.takes_sequences:
             self._router.set_aside(name)

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.base.errors import CheckpointError
+from headrace.base.errors import CheckpointError, ModelError
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, checksums_of, flush, flush_one, free_bytes, seal
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.parts import Part, SavedParts, shard_name, slots, write_parts
@@ -40,6 +40,8 @@ from headrace.models.weights import in_file_format
 
 FILE_BYTES = 1 << 30
 """The size of a file of whole weights in bytes; the last tensor of a file may exceed it."""
+_WRITE_ERRORS = (OSError, SafetensorError, ValueError, KeyError, RuntimeError, MemoryError)
+"""The errors of reading, converting and writing weights that a rank reports to the other ranks."""
 WEIGHT = "model|"
 """The prefix of the labels of weights; the name in the model follows."""
 
@@ -170,7 +172,7 @@ class ShardedSnapshot:
                 names |= dict.fromkeys(tensors, path.name)
                 written.append(path)
             return _WriteReport(names=names, sums=checksums_of(self._directory, written))
-        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
+        except _WRITE_ERRORS as error:
             return _WriteReport(problem=f"rank {self._ranks.rank}: {error}")
 
     def _seal(self, reports: list[_WriteReport], model_dir: Path) -> _WriteReport:
@@ -184,7 +186,7 @@ class ShardedSnapshot:
                 seal(self._directory, {name: found for one in reports for name, found in one.sums.items()})
                 flush(self._directory)
                 return _WriteReport()
-        except (OSError, SafetensorError) as error:
+        except (*_WRITE_ERRORS, ModelError) as error:  # the other ranks wait for this report
             shutil.rmtree(self._directory, ignore_errors=True)
             return _WriteReport(problem=str(error))
         shutil.rmtree(self._directory, ignore_errors=True)
