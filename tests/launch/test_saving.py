@@ -73,6 +73,8 @@ class Orders:
     def answer(self, message: Any) -> None:
         self.answers.append(message)
 
+    answer_divided = answer
+
 
 def carried_out(core: SlowDisk, *orders: Any) -> list[Any]:
     stream = Orders(*orders, Shutdown())

@@ -38,6 +38,7 @@ VERBS = {
     "report": ["report", "absent"],
     "trace": ["trace", "absent"],
     "status": ["status", "absent"],
+    "engines": ["engines", "absent"],
     "watch": ["watch", "absent"],
     "join": ["join", "absent"],
     "sft": ["sft", "absent.toml"],

@@ -23,9 +23,9 @@ records of steps, the live state and the summary.
     run       evaluated                             totals.evals              eval_accuracy, eval_version
 
 Some metrics are not counted here but read when a step is recorded: the engine's counters (engine_*, generated_*,
-cache_*, prefill_frac, preempted, draft_accepted_frac, passes_by_token, trained_tok_s, cost_s_per_episode), the flow
-(queue/..., dropped_groups, max_age, capacity), the processes (``system``: memory/{part}, cpu/{part}, cpu_*,
-disk_free_bytes), and what the learner reports of its step, loss and optimizer.
+cache_*, prefill_frac, preempted, draft_accepted_frac, passes_by_token, trained_tok_s, cost_s_per_episode), the number
+of engines, the flow (queue/..., dropped_groups, max_age, capacity), the processes (``system``: memory/{part},
+cpu/{part}, cpu_*, disk_free_bytes), and what the learner reports of its step, loss and optimizer.
 
     summary.json                                         comes from
     eval_before, eval_after                              evaluated, before the first step and after the last

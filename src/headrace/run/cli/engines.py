@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import typer
 
-from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.base.types.messages.program import (
     AddEngines,
@@ -158,6 +157,8 @@ def _answers(connection: socket.socket, wait_s: float) -> Iterator[ProgramAnswer
     """Yield the answers of the run, until ``wait_s`` seconds have passed. Raises
     :class:`~headrace.base.errors.RunError` if the run ends before that, and :class:`~headrace.base.errors.DataError` if
     an answer cannot be decoded."""
+    from headrace.base.clock import RealClock  # it imports asyncio, which the help of the program does without
+
     clock = RealClock()
     until_s = clock.now() + wait_s
     decoder = msgspec.json.Decoder(ProgramAnswer)
