@@ -298,6 +298,15 @@ def test_a_disk_without_room_is_an_error_and_what_was_written_of_a_part_is_not_u
     np.testing.assert_array_equal(StoreReader(tmp_path).kept(column).ids_E, rows[::-1])
 
 
+def test_a_part_that_the_system_takes_in_pieces_is_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, rows, whole = ColumnStore(tmp_path, "e"), np.arange(100, dtype=np.uint8), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: whole(file, data[:30], at))
+    (piece,) = store.put(rows)
+    assert bytes(StoreReader(tmp_path).part(piece)) == rows.tobytes()
+
+
 def test_a_new_process_of_the_same_name_does_not_touch_the_files_of_the_earlier_one(tmp_path: Path) -> None:
     rows = np.arange(100, dtype=np.uint8)
     (first,) = ColumnStore(tmp_path, "engine-1").put(rows)

@@ -108,7 +108,7 @@ class ResizedEngines:
         self.pace, self.failing, self.length = pace, failing, length
         self.processes: list[MortalProcess] = []
         self.log: list[str] = []
-        order = SimpleNamespace(
+        self.order = order = SimpleNamespace(
             engine=FleetConfig(count=count),
             agents={},
             teachers={},

@@ -19,6 +19,7 @@ from headrace.base.types.weights import Interrupt
 from headrace.engine import RequestOptions
 from headrace.engine.fleet import Fleet
 from headrace.engine.fleet.routed import MAX_DEATHS_WITHOUT_TOKEN
+from headrace.engine.fleet.router import EngineState
 from tests.engine.fleet.mortal import (
     FLUSH,
     PROMPT,
@@ -82,6 +83,16 @@ async def test_fork_of_a_request_of_an_engine_that_is_being_removed_is_refused_b
     await bring(fleet, 0)
     (chunk, *_) = await sample(fleet, 0)
     fleet.retire("a")
+    with pytest.raises(RequestError, match="was with a, which is being removed"):
+        await sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=chunk.request_id, at=0)))
+
+
+@in_virtual_time
+async def test_shard_knows_which_engine_its_controller_is_removing() -> None:
+    fleet, _ = fleet_of("a", "b")
+    await bring(fleet, 0)
+    (chunk, *_) = await sample(fleet, 0)
+    fleet.mirror("a", EngineState.LEAVING, 0, paused=False)
     with pytest.raises(RequestError, match="was with a, which is being removed"):
         await sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=chunk.request_id, at=0)))
 

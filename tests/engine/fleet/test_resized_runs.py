@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from headrace.base.clock import run_virtual
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.types.weights import Interrupt
 from headrace.control import Components
+from headrace.wings.servers.client.config import ServerConfig
 from tests.control.lives import Plan, live
 from tests.engine.fleet.mortal import bring, sample
 from tests.engine.fleet.resized import ResizedEngines, ignore
@@ -193,6 +195,31 @@ async def refused_addition(made: ResizedEngines) -> str:
     return str(refused.value)
 
 
+async def refusal(change: Coroutine[Any, Any, Any]) -> str:
+    """Why a change was refused."""
+    with pytest.raises(ConfigError) as refused:
+        await change
+    return str(refused.value)
+
+
+def test_servers_that_the_run_has_not_started_are_neither_added_nor_removed() -> None:
+    async def play(made: ResizedEngines) -> None:
+        urls = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+        made.order.engine = SimpleNamespace(count=2, server=ServerConfig(urls=urls))
+        for change in (made.resizer.add(1, ignore), made.resizer.remove("", 1, 0.0, ignore)):
+            assert "engine.server.urls names the servers of this run" in await refusal(change)
+
+    resized(2, play)
+
+
+def test_far_too_many_engines_are_refused_before_anything_is_made_for_them() -> None:
+    async def play(made: ResizedEngines) -> None:
+        made.places.free_names = lambda num: pytest.fail("names were made")  # type: ignore[method-assign]
+        assert "1000000000 more would be more than 64" in await refusal(made.resizer.add(10**9, ignore))
+
+    resized(1, play)
+
+
 class Disturbed:
     """A run whose engines are added, removed and killed at random times."""
 
@@ -244,6 +271,7 @@ def test_run_whose_engines_come_go_and_die_at_random_trains_everything_once(
     disturbed = Disturbed(seed, interrupt)
     max_age = seed % 3
     life = live(Plan(run_dir=tmp_path, steps=14, flow={"max_age": max_age}, parts=disturbed.parts))
+    assert not [error for task in disturbed.tasks if not task.cancelled() and (error := task.exception())]
     whole(life, 28)
     assert life.summary.max_token_age <= max_age
     assert life.summary.tokens_generated == life.summary.tokens_trained, "nothing is sampled twice"
