@@ -16,6 +16,7 @@ from headrace.base.store import COLUMNS, StoreReader
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.outline import BatchOutline, GroupOutline
 from headrace.base.types.scored import ScoredGroup
+from headrace.control.loops import scoring
 from headrace.flow import ready as ready_module
 from headrace.flow.layout import lay_out
 from headrace.flow.ready import ReadyColumns
@@ -151,3 +152,18 @@ def test_a_store_that_stays_full_ends_the_run_by_name(tmp_path: Path, monkeypatc
     assert isinstance(error, StoreError)
     assert "groups in a row were dropped (store_full); the last: the store is full" in error.problem
     assert error.remedy == "make room, then --resume"
+
+
+@pytest.mark.usefixtures("store_all")
+def test_short_groups_that_need_no_store_do_not_hide_that_it_stays_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_even(group: ScoredGroup) -> bool:
+        return group.number % 2 == 0
+
+    for module in (ready_module, scoring):
+        monkeypatch.setattr(module, "is_stored", is_even)
+    full_at(monkeypatch, lambda number: number % 2 == 0)
+    error = cause_of(plan_of(tmp_path, flow={"max_failed_groups": 4}))
+    assert isinstance(error, StoreError)
+    assert "4 groups in a row were dropped (store_full)" in error.problem

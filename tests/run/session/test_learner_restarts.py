@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from headrace.base.errors import LearnerLost
+from headrace.run.session import training
 from tests.run.session.runs import components, make_run, running, verb
 
 FLOW = {"groups_per_step": 2, "group_size": 4, "max_idle_batches": 100_000}
@@ -59,3 +65,35 @@ def test_a_rank_that_is_killed_costs_no_group_and_no_hand(
     assert code == 0, said + error
     assert f"{role} (pid" in said
     assert_whole(tmp_path / "run")
+
+
+def test_the_error_of_a_learner_keeps_nothing_of_the_life_that_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Controller:
+        """What a life has in memory, with the files that it has mapped."""
+
+    controllers: list[weakref.ref[Controller]] = []
+    alive: list[bool] = []
+
+    async def life(of: training.RunLife) -> Any:
+        controller = Controller()
+        controllers.append(weakref.ref(controller))
+        if of.after is not None:
+            gc.collect()
+            alive.extend(each() is not None for each in controllers[:-1])
+            return "the summary"
+        try:
+            raise KeyError("killed")
+        except KeyError as error:
+            raise LearnerLost("the learner has died", remedy="none") from error
+
+    monkeypatch.setattr(training, "_train", life)
+    monkeypatch.setattr(training, "has_ledger", lambda _: True)
+    config: Any = SimpleNamespace(config=SimpleNamespace(launch=SimpleNamespace(learner_restarts=1)))
+    nothing: Any = None
+    first = training.RunLife(
+        prepared=config, run_dir=tmp_path, held=nothing, recording=None, forks=None, after=None
+    )  # fmt: skip
+    assert training._run_with_restarts(first) == "the summary"
+    assert alive == [False]
