@@ -76,7 +76,7 @@ def test_the_error_of_a_learner_keeps_nothing_of_the_life_that_it_has_ended(
     controllers: list[weakref.ref[Controller]] = []
     alive: list[bool] = []
 
-    async def life(of: training.RunLife) -> Any:
+    async def life(of: training.RunLife, _interrupts: object) -> Any:
         controller = Controller()
         controllers.append(weakref.ref(controller))
         if of.after is not None:
