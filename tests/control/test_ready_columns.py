@@ -42,7 +42,7 @@ class ReadingLearner(FakeLearner):
             return reader.part(group.columns)
 
         laid_out = lay_out(outline, read)
-        return laid_out.told(await self.train(laid_out.batch))
+        return laid_out.complete_report(await self.train(laid_out.batch))
 
 
 def plan_of(directory: Path, **changes: Any) -> Plan:

@@ -52,7 +52,7 @@ def test_the_report_has_the_results_of_each_token_and_no_column_of_the_batch() -
     groups, whole, laid_out = groups_with(4), directly(4), lay_out(outline_with(4), inline)
     log_pi_N = np.arange(whole.num_tokens, dtype=np.float32)
     report = StepReport(step=4, metrics={}, trained_tokens=9, dropped_tokens={"odd": 2}, log_pi_N=log_pi_N, seconds=1.0)
-    told = laid_out.told(report)
+    told = laid_out.complete_report(report)
     keys = [episode.key for group in groups for episode in group.scored]
     assert msgspec.msgpack.encode(list(told.learned.sizes_E.tolist())) == msgspec.msgpack.encode(
         TokenResults.of(keys, whole, log_pi_N).sizes_E.tolist()

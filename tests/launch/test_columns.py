@@ -86,7 +86,7 @@ def test_the_learner_reads_the_batch_that_the_engines_recorded(tmp_path: Path, m
                 assert isinstance(found, Logprobs)
                 got = read(found.batch, StoreStart(directory=str(tmp_path)), ALONE)
                 assert as_bytes(got.batch) == as_bytes(batch)
-                assert not got.told(report(seed)).problems
+                assert not got.complete_report(report(seed)).problems
 
     asyncio.run(order())
 
@@ -97,7 +97,7 @@ def test_tokens_of_a_lost_part_are_counted_and_the_user_is_told(tmp_path: Path) 
     got = read(batch, StoreStart(directory=str(tmp_path)), ALONE)
     assert 0 < got.lost_tokens < batch.num_loss_tokens
     assert got.batch.num_loss_tokens == batch.num_loss_tokens - got.lost_tokens
-    told = got.told(report(0))
+    told = got.complete_report(report(0))
     assert told.dropped_tokens == {"nonfinite_logprob": 2, "columns_lost": got.lost_tokens}
     (problem,) = told.problems
     assert "engine-0.000001" in problem
@@ -327,7 +327,7 @@ def test_a_group_whose_tokens_are_lost_is_left_out_and_counted(
     assert found.lost_tokens == lost.num_loss_tokens > 0
     assert found.batch.num_loss_tokens < plain.batch.num_loss_tokens
     log_pi_N = np.zeros(found.batch.num_tokens, np.float32)
-    told = found.told(msgspec.structs.replace(report(0), log_pi_N=log_pi_N))
+    told = found.complete_report(msgspec.structs.replace(report(0), log_pi_N=log_pi_N))
     assert told.dropped_tokens["columns_lost"] == lost.num_loss_tokens
     (problem,) = told.problems
     assert "ready.000001" in problem
@@ -354,12 +354,12 @@ def test_all_ranks_leave_out_the_groups_that_the_first_could_not_read(tmp_path: 
     with pytest.raises(ComponentDied, match=r"ready\.000001"):
         read_outline(outline, store, OneOfTwo(1, {}))
     (tmp_path / "away").rename(tmp_path / "ready.000001")
-    other = read_outline(outline, store, Told(1, [{outline.groups[1].number: leader.why}, {}]))
+    other = read_outline(outline, store, RankWithLeader(1, [{outline.groups[1].number: leader.why}, {}]))
     assert as_bytes(other.batch) == as_bytes(leader.batch)
     assert (other.lost_tokens, other.why) == (leader.lost_tokens, leader.why)
 
 
-class Told(OneOfTwo):
+class RankWithLeader(OneOfTwo):
     """Rank 1 of two, whose leader has sent one message after the other."""
 
     def __init__(self, rank: int, messages: list[dict[int, str]]) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.base.errors import CheckpointError
-from headrace.learner.parallel import files, parts
+from headrace.base.errors import CheckpointError, ModelError
+from headrace.learner.parallel import files, parts, saving
 from headrace.learner.parallel.shards import whole
+from headrace.models.heads import copy_later
 from headrace.models.weights import weight_tensors
 from tests.learner.builders import random_batch
 from tests.learner.rank_cases import Found, Messages, _curve, _learner, _save
@@ -128,6 +129,24 @@ def shards_full_disk(directory: Path) -> Found:
     except CheckpointError as error:
         learner.ranks.wait()
         return {"problem": error.problem, "left": (directory / "full").exists()}
+    return {"problem": "", "left": True}
+
+
+def shards_bad_heads(directory: Path) -> Found:
+    """The first rank cannot copy the prediction heads: all raise, and none waits for it."""
+    learner = _learner(directory, {"data": 2})
+    rest = _begin(learner, directory / "headless")
+
+    def refuse(_base: Path, _directory: Path) -> None:
+        raise ModelError("the checkpoint has no config.json", remedy="copy it again")
+
+    saving.copy_later = refuse
+    try:
+        rest()
+    except CheckpointError as error:
+        return {"problem": error.problem, "left": (directory / "headless").exists()}
+    finally:
+        saving.copy_later = copy_later
     return {"problem": "", "left": True}
 
 

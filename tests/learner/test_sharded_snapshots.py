@@ -70,7 +70,7 @@ def state_alone(learner: LearnerCore) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def two(place: Path, by_one: Path) -> Found:
-    cases = ["shards_by_two", "shards_full_disk", "shards_read", "shards_from_one", "shards_on_two"]
+    cases = ["shards_by_two", "shards_full_disk", "shards_bad_heads", "shards_read", "shards_from_one", "shards_on_two"]
     return once(place, "two", lambda: run(place, 2, cases))
 
 
@@ -139,6 +139,12 @@ def test_ranks_and_one_process_keep_the_prediction_heads_of_the_checkpoint(two: 
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(two: Found):
     found = answer(two, "shards_full_disk")
     assert "rank 1: " in found["problem"]
+    assert not found["left"]
+
+
+def test_heads_that_the_first_rank_cannot_copy_end_the_snapshot_on_every_rank(two: Found):
+    found = answer(two, "shards_bad_heads")
+    assert "the checkpoint has no config.json" in found["problem"]
     assert not found["left"]
 
 

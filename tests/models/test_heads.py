@@ -67,7 +67,7 @@ def test_a_head_behind_the_last_layer_computes_what_transformers_computes(kind: 
 
 
 def _in_one_file(directory: Path) -> Path:
-    """The same checkpoint with all tensors in one file, as released ones of this size would be."""
+    """Return a copy of the checkpoint ``directory`` with all tensors in one file, as small checkpoints are released."""
     whole = directory.with_name("whole")
     if not whole.exists():
         shutil.copytree(directory, whole)

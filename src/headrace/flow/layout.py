@@ -90,7 +90,7 @@ class LaidOutBatch:
     masked: dict[str, int]
     """The number of tokens that were masked, by reason."""
 
-    def told(self, report: StepReport) -> StepReport:
+    def complete_report(self, report: StepReport) -> StepReport:
         """Return a copy of ``report``, the report of the step on this batch, for the controller, which does not have
         the batch. The copy also contains the ages, the masked tokens, and the results for the tokens of each
         episode."""

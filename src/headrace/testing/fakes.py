@@ -176,7 +176,7 @@ class FakeLearner:
     async def step(self, outline: BatchOutline) -> StepReport:
         """Lay out the batch of ``outline``, which refers to no store, and train on it with :meth:`train`."""
         laid_out = lay_out(outline, inline)
-        return laid_out.told(await self.train(laid_out.batch))
+        return laid_out.complete_report(await self.train(laid_out.batch))
 
     async def train(self, batch: Batch) -> StepReport:
         """Train on a batch, which takes ``token_s`` seconds of virtual time for each token, and return a report without

@@ -119,6 +119,8 @@ class HeadDrafter:
     (:class:`headrace.engine.native.rows.Follower`)."""
 
     def __init__(self, parts: HeadParts) -> None:
+        """Create a drafter that uses ``parts``, without a state for any row. From now on it reads the hidden states of
+        every pass of the model."""
         self._parts, self._rows = parts, parts.rows
         model = parts.model
         self._device = model.device

@@ -43,17 +43,18 @@ class ReadBatch:
 
     batch: Batch
     laid_out: LaidOutBatch | None = None
-    """The same batch before its kept-sets and experts were read; ``None`` if it was not laid out from an outline."""
+    """The layout of this batch, from before its kept-sets and experts were read; ``None`` if the batch was not laid out
+    from an outline."""
     lost_tokens: int = 0
     """The number of tokens that carry no loss because columns of their groups could not be read."""
     why: str = ""
     """The reason for the first of these groups; empty if there are none."""
 
-    def told(self, report: StepReport) -> StepReport:
+    def complete_report(self, report: StepReport) -> StepReport:
         """Return a copy of ``report``, the report of the step on this batch, for the controller. The copy also contains
         the results of the layout, and the tokens that carried no loss because columns could not be read."""
         if self.laid_out is not None:
-            report = self.laid_out.told(report)
+            report = self.laid_out.complete_report(report)
         if not self.why:
             return report
         dropped = {**report.dropped_tokens, COLUMNS_LOST: self.lost_tokens}

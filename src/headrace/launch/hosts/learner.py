@@ -327,7 +327,7 @@ class LearnerHost:
         match message:
             case Train(call=call, outline=outline):
                 found = self._orders.read_outline(outline)
-                report = self._orders.with_stored_results(found.told(self._core.train(found.batch)))
+                report = self._orders.with_stored_results(found.complete_report(self._core.train(found.batch)))
                 self._orders.answer_divided(Trained(call=call, report=report, spans=self._core.take_spans()))
             case Logprobs(call=call, batch=batch):
                 found = self._orders.read(batch)

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.base.errors import CheckpointError, ModelError
+from headrace.base.errors import CheckpointError
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, checksums_of, flush, flush_one, free_bytes, seal
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.parts import Part, SavedParts, shard_name, slots, write_parts
@@ -186,7 +186,7 @@ class ShardedSnapshot:
                 seal(self._directory, {name: found for one in reports for name, found in one.sums.items()})
                 flush(self._directory)
                 return _WriteReport()
-        except (*_WRITE_ERRORS, ModelError) as error:  # the other ranks wait for this report
+        except _WRITE_ERRORS as error:  # the other ranks wait for this report
             shutil.rmtree(self._directory, ignore_errors=True)
             return _WriteReport(problem=str(error))
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -68,7 +68,7 @@ class NoLearner:
         from headrace.flow.layout import inline, lay_out  # earlier versions of the package call ``train`` instead
 
         laid_out = lay_out(outline, inline)
-        return laid_out.told(await self.train(laid_out.batch))
+        return laid_out.complete_report(await self.train(laid_out.batch))
 
     async def train(self, batch: Batch) -> StepReport:
         """Record the end of a step on ``batch``, and return the report of a step that took no time."""

@@ -63,7 +63,8 @@ without speculation."""
 HEADED, HEAD_STEPS = "qwen2", 150
 """The kind of the models with a prediction head, and the number of training steps of the head."""
 HEAD_BATCHES = {8: 1.0, 64: 0.97}
-"""The same as :data:`BATCHES` for models with a head, and a first visit."""
+"""The measured numbers of running sequences of models with a prediction head, each with the target speed of a first
+visit, relative to the same engine without speculation."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -31,8 +31,9 @@ spans cover is returned instead."""
 MOST_LANES = 32
 """Largest number of lanes that are shown; further lanes are left out."""
 RESET_S = 60.0
-"""In a run whose clock was reset, a span that ends more than this many seconds before the latest end so far belongs to
-the new clock. Spans of one life are written within seconds of their end, so their order differs by less."""
+"""The number of seconds by which a span must end before the latest end so far to show that the clock of the run was
+reset, and that the span has times of the new clock. Spans of one life are written within seconds of their end, so their
+order differs by less."""
 
 
 @dataclass(slots=True)
