@@ -34,7 +34,7 @@ from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, checksums_of, fl
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.parts import Part, SavedParts, shard_name, slots, write_parts
 from headrace.learner.parallel.shards import assigned, held
-from headrace.models.heads import copy_later
+from headrace.models.heads import copy_later, later_bytes
 from headrace.models.load import INDEX_FILE
 from headrace.models.weights import in_file_format
 
@@ -121,7 +121,7 @@ class ShardedSnapshot:
         Raises :class:`~headrace.base.errors.CheckpointError` on every rank if one rank cannot write; the directory is
         then removed.
         """
-        shard_reports = self._gather_reports(self._write_shard())
+        shard_reports = self._gather_reports(self._write_shard(model_dir))
         weight_reports = self._gather_reports(self._write_weights()) if not _problems(shard_reports) else shard_reports
         seal_report = _WriteReport()
         if self._ranks.is_leader:
@@ -139,19 +139,22 @@ class ShardedSnapshot:
         messages = self._ranks.gather_beside(msgspec.json.encode(mine))
         return [msgspec.json.decode(one, type=_WriteReport) for one in messages]
 
-    def _write_shard(self) -> _WriteReport:
-        """Write and flush the copied parts, free their memory, and return the report."""
+    def _write_shard(self, model_dir: Path) -> _WriteReport:
+        """Write and flush the copied parts, free their memory, and return the report. Rank 0 first compares the free
+        space with what all files need, the prediction heads of ``model_dir`` included."""
         path = self._directory / shard_name(self._ranks.rank, self._ranks.config.world)
         try:
             if self._problem:
                 raise OSError(self._problem)
-            needed = self._total_bytes + sum(size for _, size in self._weights) + SLACK_BYTES
-            if self._ranks.is_leader and free_bytes(self._directory) < needed:
-                raise OSError(f"not enough space: {needed} bytes are needed in all")
+            if self._ranks.is_leader:
+                weights_bytes = sum(size for _, size in self._weights) + later_bytes(model_dir)
+                needed = self._total_bytes + weights_bytes + SLACK_BYTES
+                if free_bytes(self._directory) < needed:
+                    raise OSError(f"not enough space: {needed} bytes are needed in all")
             write_parts(path, self._parts, self._numbers)
             flush_one(path)
             return _WriteReport(sums=checksums_of(self._directory, [path]))
-        except (OSError, SafetensorError) as error:
+        except _WRITE_ERRORS as error:
             return _WriteReport(problem=self._problem or f"rank {self._ranks.rank}: {error}")
         finally:
             self._parts = []
