@@ -31,7 +31,9 @@ from headrace.wings.bench.base import at_least, at_most, report
 
 HERE = Path(__file__).parent
 SIDES = ("headrace", "trl")
-LOOK_S = 0.25
+LOOK_S = 2.0
+"""Seconds between two looks at the memory. A look takes 20 ms of processor time for each large process, so that four of
+them a second would take a tenth of this machine from the side that has more processes."""
 LIMIT_S = 3600.0
 SKIPPED = 2
 """First steps, which warm up caches and compilers, count for no rate."""
