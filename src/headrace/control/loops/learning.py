@@ -90,7 +90,7 @@ class LearningLoop:
         if ordered.untrained:
             dropped = Counter(report.dropped_tokens) + Counter(ordered.untrained)
             report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))
-        state.flow.record_trained(ordered.groups, report, report.ages, report.learned)
+        state.flow.record_step_trained(ordered.groups, report, report.ages, report.learned)
         state.board.progress()
         # The copy of the weights was ordered together with the step, so the learner does not wait for this loop.
         publication = await ordered.snapshot

@@ -104,7 +104,7 @@ class SyncLoop:
         self._mark_committed(publication.slot)
         checksum = version_checksum(update)
         self._compare_with_earlier_life(version, checksum)
-        state.flow.record_commit(version, checksum)
+        state.flow.record_version_committed(version, checksum)
         state.board.progress()
 
     async def _next_publication(self) -> Publication | None:
