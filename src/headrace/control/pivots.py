@@ -66,7 +66,7 @@ class _PivotPoint:
     """The pivot as it was chosen."""
     turn: int
     """The index of the turn that contains the pivot."""
-    begun: tuple[TokenChunk, ...]
+    prefix: tuple[TokenChunk, ...]
     """The sampled turns before the pivot, which an attempt repeats; the last turn ends at the pivot."""
     parent: int | None
     """The engine's id of the request that sampled the turn, whose cache can be forked; ``None`` if the id is not
@@ -202,7 +202,7 @@ class PivotResampler:
             cut_turn = msgspec.structs.replace(answer, tokens=answer.tokens[: pivot.at], stop_reason=None)
             prefix = (*earlier_turns, cut_turn)
             parent = None if answer.request_id < 0 else answer.request_id
-            points.append(_PivotPoint(number=number, pivot=pivot, turn=index, begun=prefix, parent=parent))
+            points.append(_PivotPoint(number=number, pivot=pivot, turn=index, prefix=prefix, parent=parent))
         return points
 
     async def _run_attempts(self, group: OpenGroup, episode: EpisodeGraph, point: _PivotPoint) -> list[_PivotAttempt]:
@@ -237,7 +237,7 @@ class PivotResampler:
             timeout_s=parts.episode_timeout_s,
             attempt_kind=AttemptKind.BRANCH,
         )
-        attempt = await runner.run(episode.key, task, begun=point.begun)
+        attempt = await runner.run(episode.key, task, partial_turns=point.prefix)
         attempt.key = own_key
         return attempt
 

@@ -84,12 +84,12 @@ class RolloutShards(Supervisor):
         self._on_parts, self._note = on_parts, note
 
     async def run_episode(
-        self, key: EpisodeKey, task: Task, withdrawal: Withdrawal, begun: Sequence[TokenChunk] = ()
+        self, key: EpisodeKey, task: Task, withdrawal: Withdrawal, partial_turns: Sequence[TokenChunk] = ()
     ) -> EpisodeGraph:
         """Run one episode of ``task`` in a shard, and return it; see
         :meth:`~headrace.rollout.runner.EpisodeRunner.run`."""
         order = self._new_order(key.group, (key.place,), task)
-        async with aclosing(self._run(order, withdrawal, begun)) as batches:
+        async with aclosing(self._run(order, withdrawal, partial_turns)) as batches:
             async for episodes in batches:
                 return episodes[0]
         raise AssertionError("an episode ends once")
@@ -175,13 +175,13 @@ class RolloutShards(Supervisor):
         return StartEpisodes(call=0, group=group, places=places, task=task)
 
     async def _run(
-        self, order: StartEpisodes, withdrawal: Withdrawal | None = None, begun: Sequence[TokenChunk] = ()
+        self, order: StartEpisodes, withdrawal: Withdrawal | None = None, partial_turns: Sequence[TokenChunk] = ()
     ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
-        """Run the episodes of ``order``, and yield lists of episodes that have ended together. ``begun`` are recorded
-        tokens of their turns. ``withdrawal`` can end an episode that runs alone."""
+        """Run the episodes of ``order``, and yield lists of episodes that have ended together. ``partial_turns``
+        are recorded tokens of their turns. ``withdrawal`` can end an episode that runs alone."""
         keys = [EpisodeKey(order.group, place) for place in order.places]
         self._recorded.update({key: {} for key in keys})
-        for part in begun:
+        for part in partial_turns:
             self._recorded[part.key][part.turn] = [part]
         try:
             async with aclosing(self._run_across_shards(order, withdrawal)) as batches:
@@ -198,8 +198,11 @@ class RolloutShards(Supervisor):
         episodes continue in another shard from their recorded tokens."""
         pending = {place: self._recorded[EpisodeKey(order.group, place)] for place in order.places}
         while pending:
-            begun = tuple(TokenChunk.joined(turn) for recorded in pending.values() for turn in recorded.values())
-            order = msgspec.structs.replace(order, call=next(self._calls), places=tuple(pending), begun=begun)
+            recorded_turns = [turn for recorded in pending.values() for turn in recorded.values()]
+            partial_turns = tuple(TokenChunk.joined(turn) for turn in recorded_turns)
+            order = msgspec.structs.replace(
+                order, call=next(self._calls), places=tuple(pending), partial_turns=partial_turns
+            )
             async with aclosing(self._run_in_shard(order, withdrawal)) as batches:
                 async for episodes in batches:
                     _remove(pending, episodes)

@@ -117,11 +117,11 @@ class Bench:
         return await runner.run(key, task), [TokenChunk.joined(parts[turn]) for turn in sorted(parts)]
 
     async def branch(
-        self, key: EpisodeKey, task: Task, begun: Sequence[TokenChunk], kind: AttemptKind = AttemptKind.BRANCH
+        self, key: EpisodeKey, task: Task, prefix: Sequence[TokenChunk], kind: AttemptKind = AttemptKind.BRANCH
     ) -> EpisodeGraph:
-        """The episode again, from the last of its answers in ``begun``, with the draws that it had."""
-        same = SameDraws(self.engine, begun[-1].request_id)
-        episode = await replace(self.runner, engine=same, attempt_kind=kind).run(key, task, begun=begun)
+        """The episode again, from the last of its answers in ``prefix``, with the draws that it had."""
+        same = SameDraws(self.engine, prefix[-1].request_id)
+        episode = await replace(self.runner, engine=same, attempt_kind=kind).run(key, task, partial_turns=prefix)
         assert same.by_prefix == 0 or kind is not AttemptKind.BRANCH
         return episode
 

@@ -135,7 +135,7 @@ def test_experts_reach_the_reader_with_the_prompts_at_first_and_none_for_the_las
     answer = StreamedAnswer(request=request, prompt=[3, 4], arrival=0)
     answer.append(StreamPart(ids=[5, 6, 7], logprobs=[-1.0, -1.0, -1.0]), 0)
     assert answer.chunk().tokens.routing is None, "nothing is known of an answer that has not ended"
-    answer.flushed = 0
+    answer.num_sent = 0
     answer.experts_NLK = routes.of(told(4), 4)
     chunk = answer.chunk()
     assert chunk.prompt_routing is not None

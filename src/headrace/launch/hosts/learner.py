@@ -153,7 +153,7 @@ def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
                 Working(
                     num_units=progress.num_units,
                     what=unit.what,
-                    since_s=clock.now() - unit.begun_s,
+                    since_s=clock.now() - unit.start_s,
                     usual_s=progress.usual_s(),
                 )
             )

@@ -235,11 +235,11 @@ class RolloutShard:
             return
         async with asyncio.TaskGroup() as group:
             for key in [EpisodeKey(order.group, place) for place in order.places]:
-                begun = [part for part in order.begun if part.key == key]
-                group.create_task(self._run_one(key, order.task, begun, report))
+                partial_turns = [part for part in order.partial_turns if part.key == key]
+                group.create_task(self._run_one(key, order.task, partial_turns, report))
 
-    async def _run_one(self, key: EpisodeKey, task: Task, begun: Sequence[TokenChunk], report: OnEnded) -> None:
-        """Run one episode, continuing from its recorded tokens ``begun``, and call ``report`` with it."""
-        episode = await self._runner.run(key, task, self._running[key], begun)
+    async def _run_one(self, key: EpisodeKey, task: Task, partial_turns: Sequence[TokenChunk], report: OnEnded) -> None:
+        """Run one episode, continuing from its recorded tokens ``partial_turns``, and call ``report`` with it."""
+        episode = await self._runner.run(key, task, self._running[key], partial_turns)
         del self._running[key]  # an ended episode cannot be withdrawn any more
         await report([episode])

@@ -95,7 +95,7 @@ def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], n
         token_ids=tuple(tokens.ids_T.tolist()),
     )
     return {
-        **form.ended(reply),
+        **form.final_body(reply),
         "stop_reason": whole.stop_reason,
         "token_ids": list(reply.token_ids),
         "versions": tokens.versions_T.tolist(),

@@ -45,7 +45,7 @@ class StartEpisodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The indices of the episodes in the group."""
     task: Task
     """The task that the episodes attempt."""
-    begun: tuple[TokenChunk, ...] = ()
+    partial_turns: tuple[TokenChunk, ...] = ()
     """The recorded tokens of turns that were sampled before the run was interrupted or another shard died, from which
     the episodes continue."""
     together: bool = False

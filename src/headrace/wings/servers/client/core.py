@@ -153,12 +153,12 @@ class ServedEngine:
                 f"exceed max_context={self._limits.max_context}",
                 remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
             )
-        begun = self._begun_answer_ids(request, name)
-        answer = StreamedAnswer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(begun))
-        answer.begun = answer.flushed = len(begun)
-        answer.logprobs, answer.versions = [0.0] * len(begun), [NOT_SAMPLED] * len(begun)
-        answer.kept = [()] * len(begun)
-        self._live[request.request_id] = _ServedForkSource(prompt=prompt, ids=begun)
+        continued_ids = self._continued_answer_ids(request, name)
+        answer = StreamedAnswer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(continued_ids))
+        answer.num_continued = answer.num_sent = len(continued_ids)
+        answer.logprobs, answer.versions = [0.0] * len(continued_ids), [NOT_SAMPLED] * len(continued_ids)
+        answer.kept = [()] * len(continued_ids)
+        self._live[request.request_id] = _ServedForkSource(prompt=prompt, ids=continued_ids)
         self._wire.post(self._streams.add, answer)
 
     def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
@@ -339,7 +339,7 @@ class ServedEngine:
             )
         return past
 
-    def _begun_answer_ids(self, request: GenerateRequest, name: str) -> list[int]:
+    def _continued_answer_ids(self, request: GenerateRequest, name: str) -> list[int]:
         """Return the tokens of an answer that another engine has begun and this engine continues; an empty list for a
         new answer. Raises :class:`~headrace.base.errors.RequestError` if the answer cannot be continued."""
         if request.answer_ids_T is None:
