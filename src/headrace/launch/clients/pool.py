@@ -208,7 +208,7 @@ class Capacity:
                 turn.set_result(None)
 
     @asynccontextmanager
-    async def held(self, *, first: bool = False) -> AsyncIterator[None]:
+    async def reserve(self, *, first: bool = False) -> AsyncIterator[None]:
         """Wait until one more call may run, and reserve its place within the context. With ``first``, the call goes
         before all other waiting calls, because it has lost its place when a worker ended."""
         if self.free > 0:
@@ -398,13 +398,13 @@ class WorkerPool(ABC, Generic[W, C, A]):
         that have not begun do not overtake it."""
         outcome: A | CallLoss | None = None
         while outcome is None or (isinstance(outcome, CallLoss) and self._suspects.stays(call, outcome)):
-            async with self._capacity.held(first=outcome is not None):
+            async with self._capacity.reserve(first=outcome is not None):
                 outcome = await self._attempt_in_shared(call)
         return outcome
 
     def capacity_for_one(self) -> AbstractAsyncContextManager[None]:
         """Return a context that waits until one more call may run in the shared workers, and reserves its place."""
-        return self._capacity.held()
+        return self._capacity.reserve()
 
     async def _attempt_in_shared(self, call: C) -> A | CallLoss:
         """Execute a call in a shared worker. Repeat it in another one if its worker ends and the policy for suspects

@@ -62,7 +62,7 @@ from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, joined
 from headrace.learner.parallel.shards import local, wholes
-from headrace.learner.parallel.shares import shared_out
+from headrace.learner.parallel.shares import assign_boxes
 from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
 from headrace.models.devices import use
@@ -70,7 +70,7 @@ from headrace.models.weights import weight_tensors
 from headrace.sync.base import LearnerRank
 from headrace.sync.config import Route
 from headrace.sync.manifest import plan
-from headrace.sync.pieces import Held
+from headrace.sync.pieces import TensorBoxes
 from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher, sent_by_every_rank
 
@@ -248,11 +248,11 @@ class PublishedBuffers:
         its own parts, and otherwise on rank 0. All ranks must call this at the same time."""
         self._tensors = weight_tensors(model)
         self._is_whole = isinstance(ranks, SingleRank)
-        self._held: Held | None = None
+        self._sent_boxes: TensorBoxes | None = None
         self.publisher: Publisher | None = None
         if sent_by_every_rank(route):
-            shares = shared_out(self._tensors, ranks)
-            self._held = shares[ranks.rank]
+            shares = assign_boxes(self._tensors, ranks)
+            self._sent_boxes = shares[ranks.rank]
             rank = LearnerRank(index=ranks.rank, world=len(shares), share=ranks.broadcast)
             self.publisher = make_publisher(route, self._tensors, run_token(), shares, rank)
         elif ranks.is_leader:
@@ -261,8 +261,8 @@ class PublishedBuffers:
     def copy(self, slot: int) -> None:
         """Copy the current weights into the buffer with the index ``slot``. All ranks must call this at the same time,
         because each rank may have a part of every tensor."""
-        if self._held is not None and self.publisher is not None:
-            self.publisher.fill(slot, (local(self._tensors[name].detach()) for name in self._held))
+        if self._sent_boxes is not None and self.publisher is not None:
+            self.publisher.fill(slot, (local(self._tensors[name].detach()) for name in self._sent_boxes))
             return
         if self._is_whole and self.publisher is not None:
             self.publisher.copy(slot)

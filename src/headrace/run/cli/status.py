@@ -77,11 +77,11 @@ def look(run_dir: Path) -> dict[str, Any]:
     Raises :class:`~headrace.base.errors.DataError` where the directory has no run, or a run that is still starting.
     """
     from headrace.base.errors import DataError
-    from headrace.flow.ledger.opening import LOCK_FILE, is_held
+    from headrace.flow.ledger.opening import LOCK_FILE, is_locked
     from headrace.run.session.directory import read_status, read_summary
 
     last = read_status(run_dir)
-    if last is None and is_held(run_dir):
+    if last is None and is_locked(run_dir):
         raise DataError(
             f"{run_dir} has no status yet: {_starting_in_words(run_dir)}",
             remedy="let a stopped process continue; else look again in a few seconds",
