@@ -268,7 +268,7 @@ def _summed(
         learner.forward_backward(batch)
         learner.forward_backward(batch)
     sent = (messages.counts["_reduce_scatter_base_"] + messages.counts["allreduce_"]) / 2
-    return gradients(learner), sent, len(learner.core._forward.cut(batch, batch.mask_N))
+    return gradients(learner), sent, len(learner.core._forward.pack(batch, batch.mask_N))
 
 
 def masters(directory: Path) -> Found:

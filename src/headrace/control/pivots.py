@@ -102,8 +102,8 @@ class SampledTurns:
         """Remove and return the sampled turns of the episode ``key``, one chunk for each turn, in the order in which
         they started; empty if no tokens were added."""
         turns = self._turns.pop(key, {})
-        joined = (TokenChunk.joined(turns[number]) for number in sorted(turns))
-        return [msgspec.structs.replace(chunk, lost="") for chunk in joined]
+        concatenated = (TokenChunk.concat(turns[number]) for number in sorted(turns))
+        return [msgspec.structs.replace(chunk, lost="") for chunk in concatenated]
 
 
 class PivotResampler:

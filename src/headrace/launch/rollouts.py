@@ -199,7 +199,7 @@ class RolloutShards(Supervisor):
         pending = {place: self._recorded[EpisodeKey(order.group, place)] for place in order.places}
         while pending:
             recorded_turns = [turn for recorded in pending.values() for turn in recorded.values()]
-            partial_turns = tuple(TokenChunk.joined(turn) for turn in recorded_turns)
+            partial_turns = tuple(TokenChunk.concat(turn) for turn in recorded_turns)
             order = msgspec.structs.replace(
                 order, call=next(self._calls), places=tuple(pending), partial_turns=partial_turns
             )

@@ -41,7 +41,7 @@ async def placed(address: str, engines: int, width: int, ranks: int) -> dict[str
         *((f"learner-{rank}", share["learner"]) for rank in range(ranks)),
         *((f"engine-{number}", share["engine"]) for number in range(engines)),
     ]
-    cluster = await on_ray.RayCluster.joined(address)
+    cluster = await on_ray.RayCluster.connect(address)
     reservation = await cluster.reserve(parts, RayConfig().placement, 120.0)
     actors = {name: (cluster.supervisor(name, wanted, reservation), wanted.gpus) for name, wanted in parts}
     found = {name: tuple(await actor.call("shown", gpus)) for name, (actor, gpus) in actors.items()}

@@ -114,7 +114,7 @@ class Bench:
             attempt_kind=AttemptKind.ORIGIN,
             on_part=lambda part: parts.setdefault(part.turn, []).append(part),
         )
-        return await runner.run(key, task), [TokenChunk.joined(parts[turn]) for turn in sorted(parts)]
+        return await runner.run(key, task), [TokenChunk.concat(parts[turn]) for turn in sorted(parts)]
 
     async def branch(
         self, key: EpisodeKey, task: Task, prefix: Sequence[TokenChunk], kind: AttemptKind = AttemptKind.BRANCH

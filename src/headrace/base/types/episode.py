@@ -153,7 +153,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of one sampled sequence: the tokens since the sequence's previous chunk, or all tokens after
-    :meth:`joined`.
+    :meth:`concat`.
 
     The engine creates the chunk, and the controller receives it unchanged. The rollout then sets ``key``, ``turn`` and
     ``prompt``, which identify the turn of the episode, and the ledger stores the chunk.
@@ -209,7 +209,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise kind(problem, remedy=remedy or "look at the request and at the weights")
 
     @classmethod
-    def joined(cls, chunks: Sequence[TokenChunk]) -> TokenChunk:
+    def concat(cls, chunks: Sequence[TokenChunk]) -> TokenChunk:
         """Return consecutive chunks of one sequence as one chunk with all their tokens. ``chunks`` must not be
         empty."""
         first, last = chunks[0], chunks[-1]

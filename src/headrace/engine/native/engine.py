@@ -296,7 +296,7 @@ class NativeEngine:
         """Run one forward pass for each set of weights that the scheduled rows use, and return the tokens drawn in each
         pass. Usually there is one set. Rows pinned to an older version need a pass of their own, and rows with another
         adapter may need one."""
-        for sequence in schedule.joined:
+        for sequence in schedule.joining:
             if sequence.pin is not None:
                 self._pins.hold(sequence.pin, sequence.arrival)
         self._prepare_blocks(schedule)

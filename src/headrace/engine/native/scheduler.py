@@ -53,21 +53,21 @@ class Schedule:
     """The pairs (source, target) of blocks to copy before the pass."""
     restores: tuple[tuple[int, int], ...]
     """The pairs (slot, row) of states of recurrent layers to copy before the pass."""
-    joined: tuple[Sequence, ...]
+    joining: tuple[Sequence, ...]
     """The sequences that join the batch in this step."""
     drafts_R: Index | None = None
     """The number of drafted tokens (:mod:`.speculation`) among each row's new tokens; ``None``: there are no drafts."""
 
     def only(self, chosen_R: Flags) -> Schedule:
         """Return the part of the step that computes the rows for which ``chosen_R`` is true. It has no copies, restores
-        and joined sequences, which the engine processes once for the whole step."""
+        and joining sequences, which the engine processes once for the whole step."""
         return Schedule(
             rows_R=self.rows_R[chosen_R],
             counts_R=self.counts_R[chosen_R],
             num_decode=int(chosen_R[: self.num_decode].sum()),
             copies=(),
             restores=(),
-            joined=(),
+            joining=(),
             drafts_R=None if self.drafts_R is None else self.drafts_R[chosen_R],
         )
 
@@ -287,7 +287,7 @@ class Scheduler:
         if not pieces:
             ones = np.ones(len(decoding), np.int64)
             return Schedule(
-                rows_R=decoding, counts_R=ones, num_decode=len(decoding), copies=(), restores=(), joined=()
+                rows_R=decoding, counts_R=ones, num_decode=len(decoding), copies=(), restores=(), joining=()
             )  # fmt: skip
         rows_J, counts_J = np.array(pieces, np.int64).T
         self._context_share = float(counts_J.sum() / (counts_J.sum() + len(decoding)))
@@ -297,7 +297,7 @@ class Scheduler:
             num_decode=len(decoding),
             copies=tuple(copies),
             restores=tuple(self._restores),
-            joined=tuple(rows.sequences[num_before:]),
+            joining=tuple(rows.sequences[num_before:]),
         )
 
     def account_time(self, seconds: float) -> float:

@@ -70,5 +70,5 @@ class RunningTurns:
         """Record the unrecorded tokens of all turns that are due, as one operation."""
         due_turns, self._due_turns = self._due_turns, {}
         turns = [self._unrecorded[key].pop(turn) for key, turn in due_turns]
-        parts = tuple(TokenChunk.joined(turn.parts) for turn in turns)
+        parts = tuple(TokenChunk.concat(turn.parts) for turn in turns)
         self.record(parts)

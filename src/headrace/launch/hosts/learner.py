@@ -60,7 +60,7 @@ from headrace.learner import LearnerConfig
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_for
-from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, joined
+from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, join_ranks
 from headrace.learner.parallel.shards import local, wholes
 from headrace.learner.parallel.shares import assign_boxes
 from headrace.learner.progress import Progress
@@ -89,7 +89,7 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
     torch.set_num_threads(start.num_threads)
     config = LearnerConfig.model_validate(start.learner)
     device = use("learner.device", config.device)
-    with joined(config.parallel, start.place, device, start.rendezvous) as ranks:
+    with join_ranks(config.parallel, start.place, device, start.rendezvous) as ranks:
         try:
             with explained_rank_loss(start.rank):
                 _run(start, config, OrderStream(channel, ranks, start.columns))

@@ -40,7 +40,7 @@ from headrace.launch.hosts.main import exit_with
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_for
-from headrace.learner.parallel.mesh import AnyRanks, SingleRank, explained_rank_loss, joined
+from headrace.learner.parallel.mesh import AnyRanks, SingleRank, explained_rank_loss, join_ranks
 from headrace.models.devices import num_gpus, settle, use
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
 from headrace.wings.supervised.preparing import PreparedTuning, learner_settings, objective_of
@@ -316,7 +316,7 @@ def _run(start: RankStart, pipe: Connection) -> int:
         torch.set_num_threads(start.num_threads)
         config = load_tuning(VERBS[start.verb], start.config)
         device = use("learner.device", start.device)
-        joining = joined(config.learner.parallel, start.place, device, start.rendezvous)
+        joining = join_ranks(config.learner.parallel, start.place, device, start.rendezvous)
         with joining as ranks, _exit_on_rank_loss(start.rank), gc_frozen():
             _serve(open_learner(config, ranks, start.snapshot, start.total_steps), ranks, pipe, codec)
     except HeadraceError as error:

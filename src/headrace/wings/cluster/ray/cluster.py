@@ -143,7 +143,7 @@ class RayCluster:
         self._placement_group: Any = None
 
     @classmethod
-    async def joined(cls, address: str) -> RayCluster:
+    async def connect(cls, address: str) -> RayCluster:
         """Connect this process to the cluster at ``address``, unless it is already connected to a cluster, and return
         the object for it. Raises :class:`~headrace.base.errors.ConfigError` if there is no cluster."""
         import ray

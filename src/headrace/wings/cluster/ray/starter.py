@@ -52,7 +52,7 @@ async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
     """
     refuse_absent()
     launch = order.launch
-    cluster = await RayCluster.joined(launch.ray.address)
+    cluster = await RayCluster.connect(launch.ray.address)
     mark = order.run_dir / f".seen-{secrets.token_hex(8)}"
     try:
         mark.touch()
