@@ -328,9 +328,9 @@ def test_a_learner_must_see_the_run_directory_itself(tmp_path: Path) -> None:
     )  # fmt: skip
 
     class Elsewhere(ProcessSupervisor):
-        def look(self, asked: bytes) -> bytes:
+        def describe_node(self, asked: bytes) -> bytes:
             (tmp_path / "mark").unlink()
-            return super().look(asked)
+            return super().describe_node(asked)
 
     error = refusal(tmp_path, Seat(supervisor=Elsewhere(HERE)), start, of={"name": "learner"})
     assert f"run.dir={str(tmp_path)!r} of node {HERE}, where learner is to run, is not the one of" in error.problem

@@ -439,14 +439,14 @@ async def _renew_status(controller: Controller, world: LaunchedRun, context: Run
         while True:
             components = world.components()
             context.locked_dir.refuse_lost()
-            live = context.watchers.look(controller, components)
+            live = context.watchers.update(controller, components)
             _write_status(controller, live, world, components, requests=address)
             await asyncio.sleep(REDRAW_S)
     finally:
         ended = [msgspec.structs.replace(part, state="ended") for part in world.components()]
         with suppress(HeadraceError):  # the disk may be the reason why the run ends
             context.locked_dir.refuse_lost()
-            _write_status(controller, context.watchers.look(controller, ended), world, ended)
+            _write_status(controller, context.watchers.update(controller, ended), world, ended)
 
 
 def _write_status(

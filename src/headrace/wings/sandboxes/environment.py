@@ -239,7 +239,7 @@ class ShellEnv(Env):
         begun_s = now_s()
         done = await session.run(command, limits=replace(session.spec.limits, wall_s=left_s))
         self._columns["seconds"] = round(float(self._columns.get("seconds", 0.0)) + now_s() - begun_s, 3)
-        if self.settings.show_changes and (files := await self._changes.look(session)):
+        if self.settings.show_changes and (files := await self._changes.describe_new_changes(session)):
             self._columns["files"] = ", ".join(filter(None, (str(self._columns.get("files", "")), files)))
         return self._observation(done)
 

@@ -93,7 +93,7 @@ class ProcessSupervisor:
             sweep(root)  # removes directories that killed runs have left
         self._directory = Lease.directory(Path(tempfile.gettempdir()))
 
-    def look(self, query: bytes) -> bytes:
+    def describe_node(self, query: bytes) -> bytes:
         """Return the encoded :class:`NodeReply` to the encoded :class:`NodeQuery` ``query``."""
         question, address = msgspec.json.decode(query, type=NodeQuery), self._address
         with socket.socket(family_of(address)) as free:

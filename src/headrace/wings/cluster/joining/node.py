@@ -294,8 +294,8 @@ class _NodeDispatcher:
             supervisor = self.supervisors.get(order.supervisor) or ProcessSupervisor(self.address)
             self.supervisors[order.supervisor] = supervisor
             match order.what:
-                case "look":
-                    answer = supervisor.look(order.asked)
+                case "describe_node":
+                    answer = supervisor.describe_node(order.asked)
                 case "begin":
                     answer = await supervisor.begin(_require_environment(order.asked))
                 case "computed_s":

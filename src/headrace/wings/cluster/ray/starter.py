@@ -173,7 +173,7 @@ class RayStarter:
         """Return the node's reply to the query about the paths of the process and the run directory. Wait for the actor
         until ``deadline_s``, and warn the user once if the wait is longer than :data:`WARN_S` seconds."""
         query = NodeQuery(paths=paths_of(spec.start), run_dir=str(self._order.run_dir), mark=self._mark)
-        reply = actor.call("look", msgspec.json.encode(query))
+        reply = actor.call("describe_node", msgspec.json.encode(query))
         await asyncio.wait([reply], timeout=min(WARN_S, max(0.0, deadline_s - self._clock.now())))
         if not reply.done() and self._clock.now() < deadline_s:
             share = share_of(spec.name, self._order.launch.ray)
