@@ -24,7 +24,7 @@ import msgspec
 from headrace.base.clock import Clock
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.messages.engine import AbortAllOf
-from headrace.base.types.messages.rollout import EngineSeen, EnginesSeen, StartEpisodes, WithdrawEpisode
+from headrace.base.types.messages.rollout import EngineUpdate, EngineUpdates, StartEpisodes, WithdrawEpisode
 from headrace.base.types.task import Task
 from headrace.engine.fleet import Fleet
 from headrace.launch.child import Child
@@ -152,15 +152,15 @@ class RolloutShards(Supervisor):
         """Send the states of the engines ``names`` to the shard ``shard``. Their order differs between shards: among
         engines with the same load a shard chooses the first, and different shards must not choose the same engine."""
         first = self.names.index(shard) * len(names) // len(self.names)
-        client.send(EnginesSeen(engines=tuple(map(self._engine_state, (*names[first:], *names[:first])))))
+        client.send(EngineUpdates(engines=tuple(map(self._engine_state, (*names[first:], *names[:first])))))
 
-    def _engine_state(self, name: str) -> EngineSeen:
+    def _engine_state(self, name: str) -> EngineUpdate:
         """Return the state of the engine ``name``, as it is sent to one shard."""
-        seen = self._fleet.seen(name)
-        if seen is None:
-            return EngineSeen(name=name)
-        state, version, paused = seen
-        return EngineSeen(
+        found = self._fleet.state_of(name)
+        if found is None:
+            return EngineUpdate(name=name)
+        state, version, paused = found
+        return EngineUpdate(
             name=name,
             orders=self._engine(name).orders_address,
             first_request=next(self._request_ranges) << REQUESTS_BITS,

@@ -61,10 +61,10 @@ def pinned(path: str) -> str:
     return f"{found['repo'].replace('--', '/', 1)}@{found['commit']}"
 
 
-def called(path: str) -> str:
+def short_model_name(path: str) -> str:
     """Return the short name of the model ``path``, without its directory, owner and revision.
 
-    >>> called("/models/Qwen3-0.6B"), called("Qwen/Qwen3-0.6B@main")
+    >>> short_model_name("/models/Qwen3-0.6B"), short_model_name("Qwen/Qwen3-0.6B@main")
     ('Qwen3-0.6B', 'Qwen3-0.6B')
     """
     name = pinned(path)

@@ -51,7 +51,7 @@ from headrace.learner.parallel.view import view_of
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import load_model
-from headrace.models.settings import called
+from headrace.models.settings import errors_naming
 from headrace.models.text_part import trunk_name
 from headrace.models.weights import CORRECTION_BIAS, weight_tensors
 
@@ -260,7 +260,7 @@ def value_model(path: str, policy: PreTrainedModel) -> PreTrainedModel:
     :class:`~headrace.base.errors.ConfigError` for a vocabulary smaller than the policy's.
     """
     dtype: Any = str(policy.dtype).removeprefix("torch.")
-    with called("learner.critic.path"):
+    with errors_naming("learner.critic.path"):
         model = load_model(ModelConfig(path=path, dtype=dtype), str(policy.device))
     if trunk_name(model) not in model._modules:
         raise ModelError(

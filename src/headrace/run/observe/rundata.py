@@ -20,7 +20,7 @@ from headrace.base.errors import DataError, HeadraceError, visible
 from headrace.base.types.observation import Account, Event, StepRecord
 from headrace.base.types.trace import Span
 from headrace.learner.disk import verify
-from headrace.models.hub import called, is_hub_name
+from headrace.models.hub import is_hub_name, short_model_name
 from headrace.run.observe.account import account_of
 from headrace.run.observe.advice import settings_of
 from headrace.run.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
@@ -187,7 +187,8 @@ def run_about(config: Mapping[str, Any]) -> str:
     settings = (("model", "path"), ("data", "path"), ("env", "entry"), ("env", "reward"))
     values = [tables.get(section, {}).get(key) for section, key in settings]
     names = [value for value in values if isinstance(value, str) and value]
-    return visible(" · ".join(called(value) if is_hub_name(value) else _short_name(Path(value)) for value in names))
+    short = (short_model_name(value) if is_hub_name(value) else _short_name(Path(value)) for value in names)
+    return visible(" · ".join(short))
 
 
 def _short_name(path: Path) -> str:

@@ -24,7 +24,7 @@ from headrace.run.session.engine_fit import refuse_uneven_heads
 from headrace.run.session.own_engines import frozen_agents, teacher_model
 from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.parts import MappedPart, engine_part_bytes, rank_bytes
-from headrace.wings.plan.placement import MachineRoom, PartDemand, PartPlace, place
+from headrace.wings.plan.placement import MachineResources, PartDemand, PartPlace, place
 from headrace.wings.plan.planning import asked_of, longest_sequence
 from headrace.wings.plan.publication import PublicationEstimate
 from headrace.wings.plan.sizing import GB, USABLE
@@ -228,9 +228,8 @@ def _places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) 
     num_left = cluster.count
     machines = []
     for number in range(cluster.num_machines):
-        machines.append(
-            MachineRoom(number=number, num_gpus=min(cluster.per_node, num_left), cpus=float(cluster.machine.cores or 0))
-        )
+        num_gpus = min(cluster.per_node, num_left)
+        machines.append(MachineResources(number=number, num_gpus=num_gpus, cpus=float(cluster.machine.cores or 0)))
         num_left -= cluster.per_node
     places = _order_ranks_by_machine(place(demands, machines, config.launch.ray.placement))
     tensor = config.learner.parallel.tensor

@@ -232,7 +232,7 @@ class ShellEnv(Env):
         files."""
         assert self._task is not None
         if self._changes is None:
-            self._changes = FileChanges(task_directory(self._task, session.surroundings))
+            self._changes = FileChanges(task_directory(self._task, session.base_variables))
         left_s = max(0.1, min(self.settings.command_s, self._until_s - now_s()))
         if self.settings.show_changes:
             await self._changes.begin(session)

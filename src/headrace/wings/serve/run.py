@@ -30,7 +30,7 @@ from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
 from headrace.models.heads import wanted_head
-from headrace.models.hub import called
+from headrace.models.hub import short_model_name
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import context_length
@@ -219,4 +219,4 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
 
 def model_name(config: ServeConfig) -> str:
     """Return the name by which clients request the model."""
-    return config.serve.name or called(config.model.path) or "model"
+    return config.serve.name or short_model_name(config.model.path) or "model"

@@ -142,7 +142,7 @@ class DaytonaChannel(HostedChannel):
             self._pieces.get_nowait()
         self._pieces.put_nowait(b"")
 
-    async def last_words(self) -> str:
+    async def exit_reason(self) -> str:
         """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
         none."""
         return self._ended

@@ -108,7 +108,7 @@ class E2BChannel(HostedChannel):
         while not self._pieces.empty():  # nobody reads them, and the end of the stream needs space
             self._pieces.get_nowait()
 
-    async def last_words(self) -> str:
+    async def exit_reason(self) -> str:
         """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
         none."""
         return self._ended

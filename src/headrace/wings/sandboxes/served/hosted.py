@@ -233,7 +233,7 @@ class HostedSession(KeptSession):
 
     async def give_up(self, reason: str) -> None:
         """End the session at once because of ``reason``, to which the client's own message about the end is added."""
-        if not self.ended and self._channel is not None and (words := await self._channel.last_words()):
+        if not self.ended and self._channel is not None and (words := await self._channel.exit_reason()):
             reason = f"{reason} ({words})"
         await super().give_up(reason)
 

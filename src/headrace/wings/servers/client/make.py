@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.versions import INITIAL
 from headrace.engine.config import ENGINES, EngineConfig, EngineSetup, OpenedEngine
 from headrace.launch.leases import Lease
-from headrace.models.hub import called
+from headrace.models.hub import short_model_name
 from headrace.models.load import load_model, refuse_multimodal
 from headrace.models.settings import limit_of, read_config
 from headrace.models.weights import weight_tensors
@@ -162,7 +162,7 @@ def _refuse_other_model(
             f"{limit.reason}, and a server chooses once, by its context",
             remedy=f"start it with a context of at most {limit.length} tokens",
         )
-    if called(info.model) != called(required.path):
+    if short_model_name(info.model) != short_model_name(required.path):
         raise ConfigError(
             f"{dialect.name} at {address} serves {info.model!r}, and model.path={required.path!r} is trained",
             remedy="start it with the directory of model.path",
