@@ -302,7 +302,7 @@ class Controller:
             state.observers.event(Event(wall_s=state.metrics.wall_s, text=str(recovery), level="warning"))
             return
         state.event(str(recovery))
-        state.metrics.recovered(recovery)
+        state.metrics.record_recovery(recovery)
 
     def record_engine_change(self, text: str) -> None:
         """Record that engines were added or removed while the run goes on; ``text`` says which."""

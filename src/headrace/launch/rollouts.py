@@ -115,7 +115,7 @@ class RolloutShards(Supervisor):
         self._send_states(child.role, client, self._fleet.names)
         self._ready[child.role] = client
         if outage is not None:
-            self.recovered(child.role, outage)
+            self.report_recovery(child.role, outage)
         self._wake_waiting()
         await asyncio.Event().wait()
 

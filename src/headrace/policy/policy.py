@@ -35,7 +35,7 @@ from headrace.learner.disk import verify
 from headrace.learner.packing import MicroBatch
 from headrace.learner.work import Gradient, StepWork
 from headrace.models import context_length, load_model, load_tokenizer
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.models.endings import stop_ids
 from headrace.models.heads import wanted_head
 from headrace.models.hub import pinned, with_models
@@ -81,7 +81,7 @@ class Policy:
         prompts sampled before the policy was saved."""
         config = with_local_models(config)
         path = config.model.path
-        where = str(use("device", config.device, only_cpu=config.model.deterministic))
+        where = str(use_device("device", config.device, only_cpu=config.model.deterministic))
         self.config = config
         self.tokenizer = tokenizer = load_tokenizer(path)
         self._clock = RealClock()

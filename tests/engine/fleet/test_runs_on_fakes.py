@@ -65,7 +65,7 @@ class Sender(FakeLearner):
     async def resend(self, publication: Publication) -> WeightUpdate:
         in_use = publication.version <= self.fleet.version
         assert not (self.busy and in_use), "an engine that comes late would wait for a step"
-        to = self.fleet.lacking(publication.version)
+        to = self.fleet.engines_without(publication.version)
         self.again.append((publication.version, to))
         return replaced(await super().published(publication), to)
 

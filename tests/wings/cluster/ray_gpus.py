@@ -43,7 +43,7 @@ async def placed(address: str, engines: int, width: int, ranks: int) -> dict[str
     ]
     cluster = await on_ray.RayCluster.connect(address)
     reservation = await cluster.reserve(parts, RayConfig().placement, 120.0)
-    actors = {name: (cluster.supervisor(name, wanted, reservation), wanted.gpus) for name, wanted in parts}
+    actors = {name: (cluster.start_supervisor(name, wanted, reservation), wanted.gpus) for name, wanted in parts}
     found = {name: tuple(await actor.call("shown", gpus)) for name, (actor, gpus) in actors.items()}
     for actor, _ in actors.values():
         actor.kill()

@@ -135,7 +135,7 @@ class RunMetrics:
         """Count ``tokens`` tokens that the engine sampled for an evaluation during training."""
         self.totals.eval_tokens += tokens
 
-    def recovered(self, recovery: Recovery) -> None:
+    def record_recovery(self, recovery: Recovery) -> None:
         """Record that a part of the run that had died is available again."""
         self.totals.recoveries = [*self.totals.recoveries, recovery][-MAX_RECOVERIES:]
 

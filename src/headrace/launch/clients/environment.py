@@ -354,7 +354,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
                 return "code of an episode blocks the loop of its worker: the worker is replaced"
             quiet_checks = 0 if worker.was_heard else quiet_checks + 1
             worker.was_heard = False
-        if halted := await worker.process.halted():
+        if halted := await worker.process.halt_reason():
             worker.replaced = True
             return f"an environment worker {halted}: it is replaced, and its episodes begin again"
         return "an environment worker has fallen silent: it is replaced"

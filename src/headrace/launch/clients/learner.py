@@ -75,7 +75,7 @@ class LearnerClient(RankClient):
         self._saving: dict[Path, asyncio.Future[Saved]] = {}
         self.receivers: Callable[[], tuple[str, ...]] = tuple
         """Returns the addresses to which weights are sent; empty for transports with which engines fetch weights."""
-        self.lacking: Callable[[int], tuple[str, ...]] = lambda _: ()
+        self.addresses_without: Callable[[int], tuple[str, ...]] = lambda _: ()
         """Returns the addresses of the engines that have not staged the given version."""
         self.engines_in_step: Callable[[], Mapping[str, str]] = dict
         """Returns the engines to which the learner may announce a new version: for each address at which an engine
@@ -156,7 +156,7 @@ class LearnerClient(RankClient):
         difference. Return the update with which the engines stage the version."""
         call, version = self.next_call(), publication.version
         reply = self.expect(call, Published)
-        self.send(Resend(call=call, version=version, slot=publication.slot, to=self.lacking(version)))
+        self.send(Resend(call=call, version=version, slot=publication.slot, to=self.addresses_without(version)))
         return (await self.answer(reply, f"send version {version} again, whole", COMPUTE_DEADLINE_S)).update
 
     async def save(self, directory: Path) -> None:

@@ -51,12 +51,12 @@ class WorkerProcess(Protocol):
         determined."""
         ...
 
-    async def halted(self) -> str:
+    async def halt_reason(self) -> str:
         """Return what has halted the process, in words such as ``is stopped (SIGSTOP)``; empty if it is not known to be
         halted."""
         ...
 
-    async def died(self) -> str:
+    async def wait_for_death(self) -> str:
         """Wait for the end of the process, and return the cause in words."""
         ...
 
@@ -237,7 +237,7 @@ class SuspectPolicy(Protocol[C]):
         pool calls :meth:`clear`."""
         ...
 
-    def died(self, pool: WorkerPool[Any, C, Any], slot: WorkerSlot[Any], worker: Worker[C]) -> None:
+    def record_death(self, pool: WorkerPool[Any, C, Any], slot: WorkerSlot[Any], worker: Worker[C]) -> None:
         """Record that ``worker``, which was in ``slot``, has died with its calls. The pool calls this before the calls
         end as lost."""
         ...
@@ -516,7 +516,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
         process, peer = worker.process, worker.process.peer
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(peer.listen())
-            dying = tasks.create_task(process.died())
+            dying = tasks.create_task(process.wait_for_death())
             if await peer.wait_until_ready(dying, self._pool_config.start_timeout_s, self.slow_start):
                 self.on_ready(peer.ready.result().facts)
                 slot.worker = worker
@@ -531,7 +531,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
             listening.cancel()
         num_lost = len(worker.calls)
         if not worker.replaced:
-            self._suspects.died(self, slot, worker)
+            self._suspects.record_death(self, slot, worker)
         process.close()
         worker.group.workers.discard(worker)
         worker.left.set()

@@ -272,7 +272,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         try:
             # with one running call and others waiting, that call has kept the others from beginning
             worker.blocked = worker.num_running == 1 < len(worker.calls)
-            halted = await worker.process.halted()
+            halted = await worker.process.halt_reason()
             worker.frozen = bool(halted)
             computed_s = await worker.process.computed_s() - before_s
             worker.crowded = worker.num_running > 1 and computed_s > self._timeout_s / 2
@@ -295,7 +295,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         worker.frozen = True
         return (
             f"a scoring worker has begun with no call for {self._timeout_s:g} s ({worker.process.peer.name} "
-            f"{await worker.process.halted() or 'does not answer'}): it is replaced, its calls are made again"
+            f"{await worker.process.halt_reason() or 'does not answer'}): it is replaced, its calls are made again"
         )
 
 

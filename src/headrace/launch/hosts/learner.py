@@ -65,7 +65,7 @@ from headrace.learner.parallel.shards import local, wholes
 from headrace.learner.parallel.shares import assign_boxes
 from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.models.weights import weight_tensors
 from headrace.sync.base import LearnerRank
 from headrace.sync.config import Route
@@ -88,7 +88,7 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
     :data:`~headrace.launch.hosts.EXIT_RANK_LOST`."""
     torch.set_num_threads(start.num_threads)
     config = LearnerConfig.model_validate(start.learner)
-    device = use("learner.device", config.device)
+    device = use_device("learner.device", config.device)
     with join_ranks(config.parallel, start.place, device, start.rendezvous) as ranks:
         try:
             with explained_rank_loss(start.rank):

@@ -18,7 +18,7 @@ from headrace.base.errors import ConfigError
 from headrace.launch.engines import engine_names
 from headrace.launch.places import teacher_role
 from headrace.models.config import ModelConfig
-from headrace.models.devices import settle
+from headrace.models.devices import choose_devices
 from headrace.models.gpus import gpu_numbers
 from headrace.run.session.engine_fit import refuse_uneven_heads
 from headrace.run.session.own_engines import frozen_agents, teacher_model
@@ -220,7 +220,8 @@ def _places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) 
     that compute the same micro-batch would be on several machines."""
     if not config.launch.remote and cluster.num_machines == 1:
         ranks, count = config.learner.parallel.world, len(demands) - config.learner.parallel.world
-        devices = settle("auto", "auto", ranks=ranks, gpus=cluster.count, count=count, width=config.engine.width)
+        width = config.engine.width
+        devices = choose_devices("auto", "auto", ranks=ranks, gpus=cluster.count, count=count, width=width)
         return {
             demand.name: PartPlace(machine=0, gpus=gpu_numbers(device))
             for demand, device in zip(demands, (*devices.learner, *devices.engines), strict=True)

@@ -72,7 +72,7 @@ class BuildState:
             target.update(zip(words[::2], words[1::2], strict=True))
 
 
-def settle(steps: Iterable[BuildStep], base_variables: Mapping[str, str], directory: str) -> BuildState:
+def state_after(steps: Iterable[BuildStep], base_variables: Mapping[str, str], directory: str) -> BuildState:
     """Return the variables and the directory after all ``steps``. ``base_variables`` are the environment variables of
     every command of the session, and ``directory`` is the first directory."""
     state = BuildState(environment=dict(base_variables), directory=directory)

@@ -27,7 +27,7 @@ from headrace.engine.native.masks import MaskMaker
 from headrace.engine.native.swaps import LoadedWeights
 from headrace.engine.structure import Grammars
 from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.models.endings import stop_ids
 from headrace.models.heads import wanted_head
 from headrace.models.hub import short_model_name
@@ -154,7 +154,7 @@ class _ServeServer:
                     self._engine = engine
                     self._state.service = self._service(loaded, engine, encoder)
                     self._events.serving(url, loaded)
-                    raise await engine.died()
+                    raise await engine.wait_for_death()
         finally:
             self._http.should_exit = True
 
@@ -186,7 +186,7 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
     :class:`~headrace.base.errors.ModelError` and :class:`~headrace.base.errors.ConfigError`."""
     path, engine = config.model.path, config.engine
     engine.refuse_server("headrace serve")
-    device = str(use("engine.device", engine.device, only_cpu=config.model.deterministic))
+    device = str(use_device("engine.device", engine.device, only_cpu=config.model.deterministic))
     hub_tokenizer = load_tokenizer(path)
     ends = stop_ids(path, hub_tokenizer.eos_token_id)
     tokenizer = ServedTokenizer(hub_tokenizer, ends, config.serve.tool_parser)

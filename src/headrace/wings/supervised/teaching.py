@@ -40,7 +40,7 @@ from headrace.engine.remote import RemoteEndpoint, RemoteEngine, connect
 from headrace.learner.auxiliary.config import OtherModel
 from headrace.learner.disk import verify_model
 from headrace.models import context_length, load_model
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.models.hub import pinned, with_models
 from headrace.models.load import refuse_other_vocabulary
 from headrace.models.settings import read_config
@@ -298,7 +298,7 @@ def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
         server = config.teacher
         return lambda samples: _run(_request_scores(server, samples, below))
     (teacher, _) = next(iter(config.learner.served_teachers.values()))
-    device = str(use("learner.device", config.learner.device, only_cpu=config.model.deterministic))
+    device = str(use_device("learner.device", config.learner.device, only_cpu=config.model.deterministic))
     model = load_model(teacher_model(teacher, config.model), device)
     teacher_vocab_size = int(model.config.get_text_config().vocab_size)
     core = NativeEngine(

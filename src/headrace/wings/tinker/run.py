@@ -130,7 +130,7 @@ class TinkerServer:
                     self._holder.serve(service)
                     self._serving(url)
                     group.create_task(self._sweep(service))
-                    ended = [group.create_task(base.engine.died()) for base in served]
+                    ended = [group.create_task(base.engine.wait_for_death()) for base in served]
                     await asyncio.wait([dead, *ended], return_when=asyncio.FIRST_COMPLETED)
                     dead.cancel() if not dead.done() else dead.result()
                     raise next(task for task in ended if task.done()).result()

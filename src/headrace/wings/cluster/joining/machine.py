@@ -230,7 +230,7 @@ def _has_result_type(method: str, answer: bytes | int | float) -> bool:
                 msgspec.json.decode(msgspec.convert(answer, bytes), type=NodeReply)
             case "ended":
                 msgspec.json.decode(msgspec.convert(answer, bytes), type=FarExit)
-            case "halted":
+            case "halt_reason":
                 msgspec.convert(answer, bytes)
             case _:
                 msgspec.convert(answer, int if method == "begin" else float)

@@ -300,8 +300,8 @@ class _NodeDispatcher:
                     answer = await supervisor.begin(_require_environment(order.asked))
                 case "computed_s":
                     answer = await supervisor.computed_s()
-                case "halted":
-                    answer = await supervisor.halted()
+                case "halt_reason":
+                    answer = await supervisor.halt_reason()
                 case "ended":
                     self.watched.add(order.supervisor)
                     answer = await supervisor.ended()
