@@ -147,14 +147,14 @@ class PivotResampler:
             self._graft_branches(episode, original, point, attempts)
         self._count("recovered", sum(success for _, success in outcomes_of(episode, self._config.threshold)))
 
-    def ended(self, episode: EpisodeGraph) -> None:
+    def record_outcomes(self, episode: EpisodeGraph) -> None:
         """Store the outcomes of the pivots of an ended episode, which follow from the rewards of its branches. The
         chooser learns from them when a batch has taken the group."""
         self.sampled_turns.pop(episode.key)
         if outcomes := outcomes_of(episode, self._config.threshold):
             self._outcomes.setdefault(episode.key.group, []).extend(outcomes)
 
-    def dropped(self, number: int) -> None:
+    def forget_group(self, number: int) -> None:
         """Remove the outcomes of the group ``number``, which was dropped, so that the chooser does not learn from
         them."""
         self._outcomes.pop(number, None)
@@ -168,7 +168,7 @@ class PivotResampler:
         groups = self._state.flow.state.groups
         for number in [*trained, *(number for number, entry in groups.items() if entry.state is GroupState.READY)]:
             for episode in ledger.episodes(number):
-                self.ended(episode)
+                self.record_outcomes(episode)
 
     def _learn_from_taken_groups(self) -> None:
         """Pass the outcomes of groups that a batch has taken to the chooser. Other groups are not used yet, so that the

@@ -176,9 +176,9 @@ class Flow:
 
     def end_episode(self, episode: EpisodeGraph) -> None:
         """Record an episode that has ended, with its turns."""
-        self.running_turns.ended(episode.key)
+        self.running_turns.forget(episode.key)
         if self.columns is not None:
-            self.columns.ended(episode.key.group, episode.turns, self._open_groups)
+            self.columns.record_ended_episode(episode.key.group, episode.turns, self._open_groups)
         self._writer.write(EndEpisode(episode=episode, at_s=self._clock.wall()))
 
     def drop_episodes(self, number: int, places: Sequence[int], *, status: EpisodeStatus, reason: str) -> None:
@@ -213,7 +213,7 @@ class Flow:
             self.wasted_tokens[reason] += sum(episode.num_sampled for episode in ready.scored)
             self._release([ready])
         if self.columns is not None:
-            self.columns.dropped(number)
+            self.columns.record_dropped_group(number)
         self._move([number], GroupState.DROPPED, reason=reason)
 
     # --- called by the learner loop
@@ -278,7 +278,7 @@ class Flow:
         for number in numbers:
             self.state.move(number, GroupState.TRAINED)
         if self.columns is not None:
-            self.columns.trained(numbers, report.step)
+            self.columns.record_trained_groups(numbers, report.step)
         self._release(groups)
         self._unreleased[report.step + 1] = numbers
         self._pacer.record_step_trained(report.step, self._clock.now())
@@ -361,7 +361,7 @@ class Flow:
         if self._ready is not None:
             self._ready.clear()
         if self.columns is not None:
-            self.columns.resumed(resumed.groups)
+            self.columns.record_resumed_groups(resumed.groups)
         for group in resumed.groups:
             episodes = ScoredGroup(number=group.number, episodes=group.episodes)
             newest = None

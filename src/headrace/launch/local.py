@@ -346,7 +346,7 @@ async def _wait_for_environments(envs: EnvPool, order: LaunchOrder) -> None:
         order.on_event(Event(wall_s=0.0, text=error))
     try:
         async with asyncio.timeout(timeout_s):
-            await envs.started()
+            await envs.wait_until_started()
     except TimeoutError:
         if envs.keeps_some_here:
             raise DeadlineError(
@@ -373,7 +373,7 @@ async def _wait_until_ready(children: list[Child], pool: ScoringStage, timeout_s
         async with asyncio.timeout(timeout_s):
             if children:
                 await asyncio.wait([child.peer.ready for child in children])  # gather would cancel them
-            await pool.started()
+            await pool.wait_until_started()
     except TimeoutError:
         late = [child.role for child in children if not child.peer.ready.done()] or ["scorer"]
         raise DeadlineError(

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import AGENTS, LoraConfig
-from headrace.models.hub import pinned, short_model_name
+from headrace.models.hub import pinned_path, short_model_name
 from headrace.models.routing.find import is_router
 from headrace.models.settings import BUILDING
 from headrace.models.text_part import prefixes_in_base, with_prefix
@@ -327,7 +327,7 @@ def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: st
     """Return peft's configuration for an adapter with the settings ``config`` of this model, which was loaded from
     ``base``."""
     targets, names = config.target_modules, _linear_names(peft, model)
-    name, _, commit = (base, "", "") if pinned(base) == base else pinned(base).partition("@")
+    name, _, commit = (base, "", "") if pinned_path(base) == base else pinned_path(base).partition("@")
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=name,

@@ -39,7 +39,7 @@ from headrace.wings.servers.client.config import ServerConfig
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
 from headrace.wings.servers.client.launching import ServeRequirements
-from headrace.wings.servers.client.make import served
+from headrace.wings.servers.client.make import open_served_engine
 
 FLUSH = 8
 """The value of ``engine.flush_tokens`` for an engine under test."""
@@ -267,7 +267,7 @@ def served_rig(kind: str, server: ServerConfig, required: ServeRequirements, scr
     receiver = make_receiver(Route(), form.tensors())
     with (
         _learner(required, scratch) as (learner, publisher),
-        served(config, required, Handover(scratch, form), receiver, RealClock()) as core,
+        open_served_engine(config, required, Handover(scratch, form), receiver, RealClock()) as core,
     ):
         yield Rig(core=core, can=can, model=learner, publisher=publisher)
 

@@ -196,7 +196,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return whether this is the last chunk of its sequence."""
         return self.stop_reason is not None or bool(self.error)
 
-    def failed(self, error: RequestError) -> TokenChunk:
+    def with_error(self, error: RequestError) -> TokenChunk:
         """Return this chunk as the last chunk of its sequence, which ended with ``error``."""
         return msgspec.structs.replace(self, error=f"{error.problem}; {error.remedy}", error_kind=type(error).__name__)
 

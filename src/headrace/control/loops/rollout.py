@@ -219,7 +219,7 @@ class RolloutLoop:
         del group.running[place], self._running_tasks[key]
         self._state.metrics.episode_ended(episode, start_s, self._state.parts.clock.now())
         if episode.status is EpisodeStatus.FINISHED:
-            group.finished(episode)
+            group.record_finished(episode)
         await self._finished.put((group, [episode]))
 
     async def _run_together(self, group: OpenGroup, run_group: RunGroup) -> None:
@@ -236,7 +236,7 @@ class RolloutLoop:
             for episode in ended:
                 state.metrics.episode_ended(episode, start_s, end_s)
                 if episode.status is EpisodeStatus.FINISHED:
-                    group.finished(episode)
+                    group.record_finished(episode)
             await self._finished.put((group, ended))
 
         with state.board.requesting("rollout", f"the {group.size} answers of a group", provider="engine"):

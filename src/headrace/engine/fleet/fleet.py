@@ -367,7 +367,7 @@ class Fleet:
                 async for chunk in stream:
                     await on_chunks([(index, chunk)])
         except RequestError as error:
-            await on_chunks([(index, TokenChunk(request_id=routed.number, tokens=NO_TOKENS).failed(error))])
+            await on_chunks([(index, TokenChunk(request_id=routed.number, tokens=NO_TOKENS).with_error(error))])
 
     def _new_request(self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions) -> RoutedRequest:
         """Return the record of a new request, which is not assigned to an engine yet."""

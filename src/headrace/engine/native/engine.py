@@ -481,7 +481,7 @@ class NativeEngine:
     def _forget(self, sequence: Sequence) -> None:
         """Remove the engine's records of a sequence that ends, except the tokens kept for forks, and release the older
         weights to which it was pinned."""
-        self._intake.ended(sequence)
+        self._intake.record_end(sequence)
         if self._speculation is not None and sequence.row != NO_ROW:
             self._speculation.learn(sequence.row)
         if sequence.pin is not None:

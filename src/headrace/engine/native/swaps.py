@@ -37,7 +37,7 @@ class WeightReceiver(Protocol):
         :class:`~headrace.base.errors.WeightsError` if the version cannot be used."""
         ...
 
-    def staged(self) -> Mapping[str, Tensor]:
+    def staged_tensors(self) -> Mapping[str, Tensor]:
         """Return the staged tensors that are not in use yet, by the names of the model's parameters."""
         ...
 
@@ -231,7 +231,7 @@ class LoadedWeights:
             f"version {update.version} is sent to a server of fixed weights", remedy="start it with the new model"
         )
 
-    def staged(self) -> dict[str, Tensor]:
+    def staged_tensors(self) -> dict[str, Tensor]:
         """Return an empty dict: no tensors are staged."""
         return {}
 

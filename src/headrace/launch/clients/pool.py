@@ -339,7 +339,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
             self._add_slots(self._own_group)
             await asyncio.Event().wait()
 
-    async def started(self) -> None:
+    async def wait_until_started(self) -> None:
         """Wait until every worker on this machine is ready for calls. If the pool has no workers on this machine, wait
         for a worker on another machine."""
         while not self._is_up():

@@ -357,7 +357,7 @@ class ScoringStage:
             for pool in self._pools:
                 group.create_task(pool.keep())
 
-    async def started(self) -> None:
+    async def wait_until_started(self) -> None:
         """Wait until every worker of every pool is ready for calls."""
         for pool in self._pools:
-            await pool.started()
+            await pool.wait_until_started()

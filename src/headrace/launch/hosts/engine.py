@@ -253,7 +253,7 @@ class EngineHost:
         try:
             self._core.add(request)
         except RequestError as error:
-            return [TokenChunk(request_id=request.request_id, tokens=Tokens.observed([])).failed(error)]
+            return [TokenChunk(request_id=request.request_id, tokens=Tokens.observed([])).with_error(error)]
         return []
 
     def _stage_ordered(self, message: Stage) -> None:

@@ -46,7 +46,7 @@ from headrace.base.types.messages.controller import (
 )
 from headrace.base.types.messages.engine import Announce
 from headrace.base.types.messages.learner import Divided, Logprobs, Message, Publish, Resend, Save, Train
-from headrace.base.types.messages.parts import MessagePart, PartCollector, divided
+from headrace.base.types.messages.parts import MessagePart, PartCollector, split_message
 from headrace.base.types.outline import BatchOutline
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import WeightUpdate
@@ -224,7 +224,7 @@ class OrderStream:
     def answer_divided(self, message: Trained | LogprobsReply) -> None:
         """Send ``message``, an answer of any size, to the controller in parts if this is rank 0; otherwise do
         nothing."""
-        for part in divided(message, message.call) if self.ranks.is_leader else ():
+        for part in split_message(message, message.call) if self.ranks.is_leader else ():
             self.channel.send(part)
 
     def _forward(self, ranks: Ranks) -> Iterator[Message]:

@@ -23,7 +23,7 @@ from headrace.base.types.messages.rollout import (
 from headrace.base.types.task import Task
 from headrace.engine.fleet import Fleet
 from headrace.engine.fleet.router import EngineState
-from headrace.flow.ledger.bundles import bundled
+from headrace.flow.ledger.bundles import split_by_tokens
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.launch.channel import AnswerListener, DirectOrders, PartChannel, answers_address
 from headrace.launch.clients.engine import EngineClient
@@ -187,7 +187,7 @@ class RolloutShard:
         del self._calls[order.call]
         for place in order.places:
             self._running.pop(EpisodeKey(order.group, place), None)
-            self._turns.ended(EpisodeKey(order.group, place))
+            self._turns.forget(EpisodeKey(order.group, place))
 
     def _update_engine(self, update: EngineUpdate) -> None:
         """Set the state of an engine to the state that the controller has sent: connect to a new engine, and disconnect
@@ -226,8 +226,8 @@ class RolloutShard:
         async def report(ended: Sequence[EpisodeGraph]) -> None:
             """Report episodes that have ended together."""
             for episode in ended:
-                self._turns.ended(episode.key)
-            for episodes in bundled(ended, MOST_REPORTED_TOKENS):
+                self._turns.forget(episode.key)
+            for episodes in split_by_tokens(ended, MOST_REPORTED_TOKENS):
                 self._channel.send(EpisodesEnded(call=order.call, episodes=tuple(episodes)))
 
         if order.together and self._siblings is not None:

@@ -24,7 +24,7 @@ from headrace.models.hub import is_hub_name, short_model_name
 from headrace.run.observe.account import account_of
 from headrace.run.observe.advice import settings_of
 from headrace.run.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
-from headrace.run.observe.summary import observed
+from headrace.run.observe.summary import summarize_steps
 from headrace.run.observe.trace import Interval
 from headrace.run.observe.verdict import judge
 from headrace.run.observe.words import plural
@@ -153,7 +153,7 @@ class RunData:
     def figures(self) -> dict[str, Any]:
         """Return the figures of the run by their names in ``summary.json``. A figure that this file lacks, for example
         because the run has not ended, is computed from the steps and the account."""
-        computed = observed(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
+        computed = summarize_steps(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
         return {**computed, **({} if self.account is None else self.account.figures()), **self.summary}
 
     def measured(self, key: str) -> float | None:

@@ -17,7 +17,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.plugins import Registry
 from headrace.launch.config import threads
 from headrace.models.devices import CPU
-from headrace.models.hub import pinned
+from headrace.models.hub import pinned_path
 from headrace.rollout.environments.agents import TrainedAgent
 from headrace.run.observe.words import plural
 from headrace.run.rules.settings import idle_clip
@@ -105,7 +105,7 @@ def changed(config: RunConfig) -> list[Changed]:
     ``model.path``, which has no default, comes first."""
     usual = RunConfig.model_validate({"model": {"path": config.model.path}})
     return [
-        Changed("model.path", pinned(config.model.path), None, _describing_sentence(config.model, "path")),
+        Changed("model.path", pinned_path(config.model.path), None, _describing_sentence(config.model, "path")),
         *_find_changed(config, usual, ""),
     ]
 

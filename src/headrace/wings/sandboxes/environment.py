@@ -194,7 +194,7 @@ class ShellEnv(Env):
         """Start the MCP servers in the session, and add their tools to :attr:`tools`."""
         offered: dict[str, Tools] = {}
         for name, command in self.settings.mcp.items():
-            server = mcp.served(session, name, command, answer_s=self.settings.mcp_s, left_s=self._left_s)
+            server = mcp.serve_tools(session, name, command, answer_s=self.settings.mcp_s, left_s=self._left_s)
             offered[name] = await self._servers.enter_async_context(server)
         mcp.refuse_same_names(offered, taken=self.run.__name__ if self.settings.action == "tool" else "")
         calls = [(tool, partial(self._call, tools)) for tools in offered.values() for tool in tools.described]

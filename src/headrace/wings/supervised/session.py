@@ -306,7 +306,7 @@ class TuningRun:
         )  # fmt: skip
         self._rows.take(step, numbers, rows, episodes)
         report = self._learner.train(batch)
-        self._rows.trained(report, numbers, batch, episodes)
+        self._rows.record_step(report, numbers, batch, episodes)
         self._record(report, batch.num_tokens, epoch=schedule.places(step).stop / len(all_rows))
 
     def _record(self, report: StepReport, num_tokens: int, *, epoch: float) -> None:

@@ -121,7 +121,7 @@ class LoadedBase:
         """The names under which clients ask for this base."""
         return self._base.names
 
-    async def served(self, stack: AsyncExitStack, max_samples: int) -> ServedBase:
+    async def start_engine(self, stack: AsyncExitStack, max_samples: int) -> ServedBase:
         """Start the engine, and return the base, ready for requests. The engine is stopped when ``stack`` is closed.
         ``max_samples`` is the largest number of samples that the engine runs or queues at once."""
         limits = LocalEngineConfig(max_requests=max_samples)

@@ -16,7 +16,7 @@ from headrace.base.types.observation import StepRecord
 from headrace.flow.ledger.base import Conservation, UnitCounts
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.survivors import survivors
-from headrace.run.observe import age_histogram, load_run, observed
+from headrace.run.observe import age_histogram, load_run, summarize_steps
 from headrace.run.observe.metrics import REGISTRY, find, flat
 from headrace.run.observe.rundata import lives, recorded_account
 from headrace.wings.view.run import LIVING, OpenRun
@@ -184,7 +184,7 @@ def _is_here(part: dict[str, Any]) -> bool:
     return not part.get("node")
 
 
-def compared(runs: Sequence[OpenRun]) -> dict[str, Any]:
+def compare_runs(runs: Sequence[OpenRun]) -> dict[str, Any]:
     """Return the answer to the page that compares runs: the state, verdict and figures of each, and the settings in
     which they differ."""
     settings = [_leaves(run.config.tree) for run in runs]
@@ -210,7 +210,7 @@ def _figures(run: OpenRun, living: bool) -> dict[str, Any]:
     (``living``, or killed without a summary) they are computed from its steps and its latest account, the record of how
     its time was spent."""
     steps = run.steps
-    from_steps = observed(steps, steps[-1].wall_s if steps else 0.0)
+    from_steps = summarize_steps(steps, steps[-1].wall_s if steps else 0.0)
     if run.summary.tree and not living:
         unknown = dict.fromkeys(OF_TRAINING) if run.summary.tree.get("tokens_trained") == 0 else {}
         return {**from_steps, **run.summary.tree, **unknown}

@@ -329,7 +329,7 @@ async def open_daytona(readable: Sequence[str] = (), **options: Any) -> DaytonaD
     client = _client()
     driver = DaytonaDriver(settings, client)
     try:
-        await driver.opened()
+        await driver.connect()
     except BaseException:
         await quietly(client.close())
         raise

@@ -249,5 +249,5 @@ async def open_e2b(readable: Sequence[str] = (), **options: Any) -> E2BDriver:
     refuse_missing("e2b")
     refuse_readable("e2b", readable)
     driver = E2BDriver(settings)
-    await driver.opened()
+    await driver.connect()
     return driver

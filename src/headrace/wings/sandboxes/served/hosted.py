@@ -257,7 +257,7 @@ class HostedDriver(KeepingDriver):
         """Delete machines and snapshots of dead owners. Raises :class:`~headrace.base.errors.EnvError` if the service
         cannot be reached or refuses the key."""
 
-    async def opened(self) -> None:
+    async def connect(self) -> None:
         """Connect to the service, and delete what dead owners have left; the functions that open a driver call this."""
         await self._tasks.__aenter__()
         try:

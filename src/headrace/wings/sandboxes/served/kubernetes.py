@@ -243,7 +243,7 @@ class KubernetesDriver(RemoteDriver):
         """Delete the job of a session that did not start."""
         session.ended = "it could not start"
         await asyncio.shield(channel.kill())
-        await session.left()
+        await session.forget()
 
     async def _wait_for_pod(self, session: KubernetesSession) -> tuple[str, str]:
         """Wait until the pod of a session runs, and return its name and its image. Raises

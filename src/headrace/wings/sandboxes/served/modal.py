@@ -206,5 +206,5 @@ async def open_modal(readable: Sequence[str] = (), **options: Any) -> ModalDrive
     refuse_missing("modal")
     refuse_readable("modal", readable)
     driver = ModalDriver(settings)
-    await driver.opened()
+    await driver.connect()
     return driver

@@ -63,7 +63,7 @@ class RemoteSession(ServedSession):
         self._driver.keep(files)
         return files
 
-    async def left(self) -> None:
+    async def forget(self) -> None:
         """Remove the session from its driver's records."""
         self._driver.forget(self)
 

@@ -160,7 +160,7 @@ class ServedSession(SandboxSession):
                 if self._channel is not None:
                     await self._channel.close()
             finally:
-                await self.left()
+                await self.forget()
 
     async def give_up(self, reason: str) -> None:
         """Kill the session at once, because of ``reason``."""
@@ -168,9 +168,9 @@ class ServedSession(SandboxSession):
             self.ended = reason
             if self._channel is not None:
                 await asyncio.shield(self._channel.kill())
-            await self.left()
+            await self.forget()
 
-    async def left(self) -> None:
+    async def forget(self) -> None:
         """Remove the ended session from its driver's records. Subclasses override this; here it does nothing."""
 
     async def _call(

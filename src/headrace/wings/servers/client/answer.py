@@ -157,7 +157,7 @@ class StreamedAnswer:
             lost=RESTARTED if self.restarted else "",
         )
         self.num_sent, self.restarted = len(self.ids), False
-        return chunk if error is None else chunk.failed(error)
+        return chunk if error is None else chunk.with_error(error)
 
     def _routing(self) -> tuple[Routing | None, Routing | None]:
         """Return the experts of the prompt's tokens, which belong to the first chunk only (``None`` for later chunks),

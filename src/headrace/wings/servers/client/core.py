@@ -87,8 +87,8 @@ class ServedLimits:
 
 class ServedEngine:
     """An engine that samples through a server. This class is the synchronous side, whose methods the step loop of the
-    engine's process calls. :func:`headrace.wings.servers.client.make.served` creates it. ``receiver`` receives new
-    weights from the learner; it is ``None`` if the weights never change."""
+    engine's process calls. :func:`headrace.wings.servers.client.make.open_served_engine` creates it. ``receiver``
+    receives new weights from the learner; it is ``None`` if the weights never change."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class ServedEngine:
                 f"version {update.version} is sent to {self._name} with fixed weights", remedy="start it for training"
             )
         self._receiver.stage(update)
-        self._server.handover.write(update.version, self._receiver.staged())
+        self._server.handover.write(update.version, self._receiver.staged_tensors())
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
         """Start the loading of the staged ``version`` in the server, without waiting for it; ``mode`` decides what
