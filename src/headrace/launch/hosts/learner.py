@@ -61,7 +61,7 @@ from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, join_ranks
-from headrace.learner.parallel.shards import local, wholes
+from headrace.learner.parallel.shards import gather_each, local
 from headrace.learner.parallel.shares import assign_boxes
 from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
@@ -267,7 +267,7 @@ class PublishedBuffers:
         if self._is_whole and self.publisher is not None:
             self.publisher.copy(slot)
             return
-        gathered = (tensor for _, tensor in wholes(self._tensors.items()))
+        gathered = (tensor for _, tensor in gather_each(self._tensors.items()))
         if self.publisher is not None:
             self.publisher.fill(slot, gathered)
         else:

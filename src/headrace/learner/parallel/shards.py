@@ -40,7 +40,7 @@ def reshard_like(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor.redistribute(placements=other.placements)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor, gathered from the ranks that have its parts, which must all call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -120,7 +120,7 @@ def assign_to_ranks(
     return shares
 
 
-def copies(tensor: Tensor, world: int) -> int:
+def num_replicas(tensor: Tensor, world: int) -> int:
     """Return how many of the ``world`` ranks have the same part of ``tensor``. A sum over all ranks counts each part so
     many times."""
     if not isinstance(tensor, DTensor):
@@ -132,7 +132,7 @@ def copies(tensor: Tensor, world: int) -> int:
     return world // distinct
 
 
-def wholes(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def gather_each(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield each name with its whole tensor, gathered one at a time. All ranks must iterate together, to the end.
 
     Floating-point tensors are rounded to ``dtype`` before they are gathered; ``None``: they are not rounded.
@@ -141,4 +141,4 @@ def wholes(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
         part = tensor.detach()
         if dtype is not None and part.is_floating_point():
             part = part.to(dtype)
-        yield name, whole(part)
+        yield name, gather_whole(part)
