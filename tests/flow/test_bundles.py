@@ -12,12 +12,12 @@ from hypothesis.extra import numpy as arrays
 from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, StopReason, Turn
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.tokens import Tokens
-from headrace.base.types.versions import FROZEN, NOT_SAMPLED, mixed
+from headrace.base.types.versions import FROZEN, NOT_SAMPLED, mixed_version
 from headrace.flow.ledger.bundles import MOST_TOKENS, decode_entry, encode_bundle, split_by_tokens
 from headrace.flow.ledger.turns import decode_turns, encode_turns
 from tests.flow.episodes import as_told, ended, sampled
 
-VERSIONS = st.sampled_from([NOT_SAMPLED, FROZEN, mixed(0), mixed(3), 0, 2, 7])
+VERSIONS = st.sampled_from([NOT_SAMPLED, FROZEN, mixed_version(0), mixed_version(3), 0, 2, 7])
 
 
 @st.composite

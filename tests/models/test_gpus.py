@@ -50,7 +50,7 @@ def test_a_server_is_shown_the_gpus_of_its_engine_and_no_other(
 
 def test_a_gpu_that_the_process_does_not_see_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"computes on cuda:2, and CUDA_VISIBLE_DEVICES='0,1' shows its process 2"):
-        VisibleGpus.read("0,1").owned("cuda:1,2")
+        VisibleGpus.read("0,1").driver_names("cuda:1,2")
     assert VisibleGpus.read("0,1,GP7,3").names == ("0", "1")  # the driver reads no further either
 
 

@@ -22,7 +22,7 @@ from headrace.flow.filters import (
     apply_filters,
     comparable_rewards,
     rewards_of,
-    unfiltered,
+    undo_filters,
 )
 from headrace.rollout import Withdrawal
 
@@ -103,7 +103,7 @@ def close_group(
     """Return the decision whether a group is trained or dropped. ``episodes`` are its episodes, which have all ended.
     The group is dropped if fewer than ``min_episodes`` of them are scored, or if a filter drops it. ``context`` is
     passed to the filters."""
-    unfiltered_group = ScoredGroup(number=number, episodes=unfiltered(episodes))
+    unfiltered_group = ScoredGroup(number=number, episodes=undo_filters(episodes))
     if len(unfiltered_group.scored) < min_episodes:
         return ClosedGroup(group=unfiltered_group, reason=commonest_cause(episodes))
     filtered = apply_filters(unfiltered_group, filters, min_episodes=min_episodes, context=context)

@@ -49,7 +49,7 @@ from headrace.policy.config import PolicyConfig, PolicySettings, resolve, with_l
 from headrace.policy.credit import advantages_of
 from headrace.policy.objective import Choice, Formula, ReplaceableObjective, algo_of, refuse_uncorrected, slopes_of
 from headrace.policy.sample import Sample, SampleRequirements, Samples, make_batch
-from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions, together
+from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions, run_together
 from headrace.policy.slots import Slots
 
 
@@ -283,7 +283,7 @@ class Policy:
                     remedy="give a flat list of samples or of Tokens: [sample for group in groups for sample in group]",
                 )
         tokens = [one.full if isinstance(one, Sample) else one for one in samples]
-        return await together([engine.score(one, temperature=divisor) for one in tokens])
+        return await run_together([engine.score(one, temperature=divisor) for one in tokens])
 
     async def publish(self, mode: Interrupt | str = Interrupt.INFLIGHT) -> SwapReport:
         """Make the engine use the learner's weights from the next engine step on, and return the report on the commit.

@@ -456,7 +456,8 @@ class NativeEngine:
         if version == self._forks_checked_version:
             return
         self._forks_checked_version = version
-        stale = [sequence for sequence in self._scheduler.waiting() if sequence.required_version not in (None, version)]
+        waiting = self._scheduler.waiting_sequences()
+        stale = [sequence for sequence in waiting if sequence.required_version not in (None, version)]
         for sequence in stale:
             self._outbox.end(sequence, None, RequestError(stale_fork(sequence.request, version), remedy=STALE_REMEDY))
         self._withdraw(stale)

@@ -150,14 +150,14 @@ class Scheduler:
         """Whether a step would compute nothing: no sequence has a row or may join the batch."""
         return not (self._rows.count or self._waiting or any(map(self._may_join, self._deferred.values())))
 
-    def waiting(self) -> list[Sequence]:
+    def waiting_sequences(self) -> list[Sequence]:
         """Return all sequences that have no row."""
         return [*self._waiting, *self._deferred.values(), *(self._queued_while_closed or {}).values()]
 
-    def started(self) -> list[Sequence]:
+    def started_sequences(self) -> list[Sequence]:
         """Return all sequences that have started: the sequences in rows, and the waiting ones that have sampled tokens
         already. A commit changes their caches and answers according to its mode."""
-        return self._rows.sequences + self._waiting.started()
+        return self._rows.sequences + self._waiting.started_sequences()
 
     def add(self, sequence: Sequence) -> None:
         """Add ``sequence`` to the queue. After :meth:`hold`, a sequence without sampled tokens waits until

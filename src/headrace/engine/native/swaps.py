@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.base.clock import Clock
 from headrace.base.errors import WeightsError
-from headrace.base.types.versions import INITIAL, NOT_SAMPLED, mixed
+from headrace.base.types.versions import INITIAL, NOT_SAMPLED, mixed_version
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.rows import Rows
@@ -122,7 +122,7 @@ class Swaps:
             self._scheduler.hold(include_waiting=mode is Interrupt.DRAIN)
             self.settle()
         elif mode is Interrupt.STREAM:
-            self._use(mixed(self.version), pool_version=version)
+            self._use(mixed_version(self.version), pool_version=version)
             self._pending.gap_s = self._clock.now() - began_s
             self.settle()
         else:
@@ -168,7 +168,7 @@ class Swaps:
         self._pending = None
         self.version = pending.version
         self._use(pending.version, pool_version=pending.version)
-        started = [sequence for sequence in self._scheduler.started() if sequence.pin is None]
+        started = [sequence for sequence in self._scheduler.started_sequences() if sequence.pin is None]
         cost = self._apply_mode(pending.mode, started)
         self.num_restarted += cost.restarted
         self.wasted_tokens += cost.wasted_tokens

@@ -255,7 +255,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
             turn_extra=report.turn_extra,
         )
 
-    def preferred(self, call: EpisodeCall) -> EnvironmentWorker | None:
+    def preferred_worker(self, call: EpisodeCall) -> EnvironmentWorker | None:
         """Return the worker that has run the origin of a branch, because it may still have snapshots of the origin's
         world; ``None`` for other episodes."""
         return self._origins.get(call.order.seed) if call.order.attempt_kind is AttemptKind.BRANCH else None

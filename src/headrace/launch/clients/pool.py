@@ -422,10 +422,10 @@ class WorkerPool(ABC, Generic[W, C, A]):
             up := [each.worker for each in (self._slots if slot is None else (slot,)) if each.worker and each.up]
         ):
             await self._changed.wait()
-        preferred = None if call is None else self.preferred(call)
+        preferred = None if call is None else self.preferred_worker(call)
         return preferred if preferred in up else min(up, key=lambda worker: len(worker.calls))
 
-    def preferred(self, call: C) -> W | None:
+    def preferred_worker(self, call: C) -> W | None:
         """Return the worker in which ``call`` needs the least work; ``None`` if there is no difference. The worker may
         have ended."""
         return None

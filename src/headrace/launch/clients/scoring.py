@@ -148,7 +148,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             if scores is not None:
                 return scores
         async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(self._answer(request.single(index))) for index in range(len(completions))]
+            calls = [group.create_task(self._answer(request.order_for(index))) for index in range(len(completions))]
         return _join([call.result().of(0) for call in calls])
 
     async def _score_in_one_order(self, request: ScoreCompletions) -> Scores | None:

@@ -156,7 +156,7 @@ class RunData:
         computed = summarize_steps(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
         return {**computed, **({} if self.account is None else self.account.figures()), **self.summary}
 
-    def measured(self, key: str) -> float | None:
+    def figure(self, key: str) -> float | None:
         """Return the figure ``key`` of :attr:`figures` as a number; ``None`` where it is missing or is no number."""
         value = self.figures.get(key)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -190,7 +190,7 @@ def _device_words(prepared: Prepared, device: str, role: Literal["engine", "lear
         return f"{num_threads} thread{'' if num_threads == 1 else 's'}{place}"
     if launch.remote:
         return f"{len(gpu_numbers(device))} GPU{place}"
-    names = VisibleGpus.of_this_process().owned(device)
+    names = VisibleGpus.of_this_process().driver_names(device)
     same = names == tuple(map(str, gpu_numbers(device)))
     return device if same else f"{device} (GPU {', '.join(names)})"
 

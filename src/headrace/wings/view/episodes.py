@@ -90,7 +90,7 @@ def search_episodes(run: OpenRun, clock: Clock, words: str, before: str) -> dict
 
 def _backwards(browser: Browser, at: EpisodeKey | None) -> Iterator[EpisodeGraph]:
     """Yield every episode that comes before the episode ``at`` (``None``: every episode), the latest first."""
-    while block := browser.before(at, BLOCK):
+    while block := browser.episodes_before(at, BLOCK):
         yield from block
         at = block[-1].key
 
@@ -393,7 +393,7 @@ class TeacherColumns:
     @classmethod
     def of(cls, run: OpenRun, episode: EpisodeGraph) -> TeacherColumns:
         """Read the recorded values of ``episode`` from the ledger of the run."""
-        learned = run.browser().learned(episode.key.group)
+        learned = run.browser().token_results(episode.key.group)
         served = {
             index: turn.tokens.teacher_scores
             for index, turn in enumerate(episode.turns)
