@@ -173,7 +173,7 @@ class Scheduler:
         may still join. Called by a commit that waits until no sequence runs."""
         self._queued_while_closed = {}
         if include_waiting:
-            waiting, self._waiting, self._deferred = self.waiting(), Waiting(), {}
+            waiting, self._waiting, self._deferred = self.waiting_sequences(), Waiting(), {}
             for sequence in waiting:
                 self.add(sequence)
 
