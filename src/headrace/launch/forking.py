@@ -139,7 +139,7 @@ class ForkedProcess:
         """Wait a moment for the fork server's report of the exit code, and record an unknown exit code if none arrives.
         This is called when the pidfd shows that the process has ended; the pidfd does not contain the exit code."""
         loop.remove_reader(self._pidfd)
-        loop.call_later(EXIT_CODE_WAIT_S, self.ended, EXIT_UNKNOWN)
+        loop.call_later(EXIT_CODE_WAIT_S, self.record_exit, EXIT_UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

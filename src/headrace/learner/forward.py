@@ -116,7 +116,7 @@ class Forward:
 
         invariant = is_deterministic(model)
         fills = not invariant and products.install(model, config.tokens_per_microbatch) and self._routed is None
-        self.filled: Callable[[int], int] = products.repeated if fills else int
+        self.filled: Callable[[int], int] = products.padded_rows if fills else int
         """A function that returns the number of rows to which a pass of a given number of rows is padded."""
         log_softmax = invariant_log_softmax if invariant else None
         chunk = max(1, LOGITS_PER_CHUNK // self._vocab_size)

@@ -104,7 +104,7 @@ def test_kept_sets_that_can_be_are_taken() -> None:
 
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: base64.b64encode(data).decode()))
 def test_what_is_no_array_is_refused(text: str) -> None:
-    for read in (unpacked, numbers):
+    for read in (decode_array, numbers):
         with contextlib.suppress(ValueError):
             read(text)
 

@@ -80,7 +80,7 @@ class Fleet:
         """Add ``engine`` under ``name``. It uses the weights ``version`` already, or has none (``NOT_SAMPLED``) and
         gets requests once it has the newest version. ``address`` is where weights are sent to it; empty where the
         engine fetches them."""
-        self._members[name] = Member(name=name, engine=engine, address=address, version=version, staged=version)
+        self._members[name] = Member(name=name, engine=engine, address=address, version=version, staged_version=version)
         self._router.join(name)
         if version != NOT_SAMPLED:
             self._router.use(name, version)
@@ -176,27 +176,23 @@ class Fleet:
 
     async def wait_for_any(self) -> None:
         """Wait until an engine is present that has not missed the newest version, or until all engines are present."""
-        here = self._members
-        await self._wait_until(
-            lambda: len(here) >= self._counters.size or not all(one.missed_reason for one in here.values())
-        )
+        await self._wait_until(lambda: len(self._members) >= self._counters.size or bool(self._reached()))
 
     async def wait_for_lagging(self) -> None:
         """Wait until an engine is present that lacks the version in use and has not missed it."""
-        members = self._members
-        await self._wait_until(
-            lambda: any(each.version < self.version and not each.missed_reason for each in members.values())
-        )
+        await self._wait_until(lambda: any(each.version < self.version for each in self._reached()))
 
     def engines_without(self, version: int) -> tuple[str, ...]:
         """Return the names of the engines that have not staged ``version`` and have not missed it."""
-        reached = [each for each in self._members.values() if not each.missed_reason]
-        return tuple(each.name for each in reached if each.staged_version < version)
+        return tuple(each.name for each in self._reached() if each.staged_version < version)
 
     def engines_in_step(self) -> tuple[str, ...]:
         """Return the names of the engines that use the newest version, where the next one may be staged at any time."""
-        reached = [each for each in self._members.values() if not each.missed_reason]
-        return tuple(each.name for each in reached if each.version == self.version)
+        return tuple(each.name for each in self._reached() if each.version == self.version)
+
+    def _reached(self) -> list[Member]:
+        """Return the members that have not missed the newest version."""
+        return [each for each in self._members.values() if not each.missed_reason]
 
     def commits_when_staged(self, mode: Interrupt) -> bool:
         """Return whether each engine may commit a version in ``mode`` as soon as it has staged it, without an order
