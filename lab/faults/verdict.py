@@ -39,7 +39,7 @@ class LedgerSnapshot:
     """Number of submitted tokens."""
     running: int = 0
     """Number of unfinished episodes of groups that had started."""
-    begun: Answers = field(default_factory=dict)
+    partial_turns: Answers = field(default_factory=dict)
     """Recorded parts of unfinished answers."""
     ended: Answers = field(default_factory=dict)
     """Finished answers of groups that are still to be trained."""
@@ -61,7 +61,7 @@ def take_snapshot(run_dir: Path, scratch: Path) -> LedgerSnapshot:
         balanced=conservation.holds,
         tokens=conservation.tokens.submitted,
         running=sum(size - len(group.episodes) for group in unended),
-        begun={(part.key, part.turn): part.tokens for group in unended for part in group.partial_turns},
+        partial_turns={(part.key, part.turn): part.tokens for group in unended for part in group.partial_turns},
         ended=answers_of(episode for group in groups for episode in group.episodes),
     )
 
@@ -115,7 +115,7 @@ def judge(run_dir: Path, config: RunConfig, before: Sequence[LedgerSnapshot]) ->
         broken=sum(_broken(everything, each) for each in before),
         differ=config.run.steps + 1 - agree,
         too_old=too_old,
-        continued=sum(len(each.begun) for each in before),
+        continued=sum(len(each.partial_turns) for each in before),
         dropped=dict(conservation.groups.dropped),
     )
 
@@ -151,7 +151,7 @@ def answers_of(episodes: Iterable[EpisodeGraph]) -> Answers:
 def _broken(everything: Answers, before: LedgerSnapshot) -> int:
     """Return the number of answers of which something recorded before a kill is missing or different."""
     none = Tokens.observed([])
-    changed = sum(not _starts_with(everything.get(at, none), tokens) for at, tokens in before.begun.items())
+    changed = sum(not _starts_with(everything.get(at, none), tokens) for at, tokens in before.partial_turns.items())
     return changed + sum(
         len(everything.get(at, none)) != len(tokens) or not _starts_with(everything[at], tokens)
         for at, tokens in before.ended.items()

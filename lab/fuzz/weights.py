@@ -113,7 +113,7 @@ class _TestedReceiver:
             if self._differences and isinstance(refusal, NeedsFull):
                 self._renew()
             return False
-        self._versions.refuse_others(self._receiver.staged())
+        self._versions.refuse_others(self._receiver.staged_tensors())
         return True
 
     def _renew(self) -> None:

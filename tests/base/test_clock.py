@@ -180,7 +180,7 @@ def test_the_time_for_which_a_process_was_stopped_does_not_count_in_its_limits()
 
 
 def test_the_time_in_which_a_limit_is_held_does_not_count() -> None:
-    assert time_until_the_limit(TimeLimit(16.0, held=lambda: 4.5 < VirtualClock().now() < 64.5)) == 76.0
+    assert time_until_the_limit(TimeLimit(16.0, is_paused=lambda: 4.5 < VirtualClock().now() < 64.5)) == 76.0
 
 
 def test_a_body_that_ends_in_time_and_one_without_a_limit_are_left_alone() -> None:

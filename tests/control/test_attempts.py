@@ -7,11 +7,11 @@ from headrace.control.metrics.counters import Attempts
 def test_a_span_of_each_end_is_told_once_and_the_episode_knows_when_it_was() -> None:
     attempts = Attempts("env")
     episodes = [EpisodeGraph(key=EpisodeKey(number, place)) for number, place in ((7, 0), (8, 0), (7, 1))]
-    attempts.ended(episodes[0], 1.0, 2.0)
-    attempts.ended(episodes[1], 1.0, 2.5)
+    attempts.end(episodes[0], 1.0, 2.0)
+    attempts.end(episodes[1], 1.0, 2.5)
     told = [(span.of, span.start_s, span.end_s) for span in attempts.spans()]
     assert told == [(EpisodeKey(7, 0), 1.0, 2.0), (EpisodeKey(8, 0), 1.0, 2.5)]
-    attempts.ended(episodes[2], 1.0, 3.0)
+    attempts.end(episodes[2], 1.0, 3.0)
     assert [span.of for span in attempts.spans()] == [EpisodeKey(7, 1)]
     assert attempts.spans() == []
     assert [episode.ended_s for episode in episodes] == [2.0, 2.5, 3.0]

@@ -78,7 +78,7 @@ def evaluated(
 
     async def main() -> list[list[float]]:
         parts: Components = fake_parts(directory, scorer=scorer)
-        await parts.engine.stage(await parts.learner.published(await parts.learner.snapshot(0, 0)))
+        await parts.engine.stage(await parts.learner.wait_until_published(await parts.learner.snapshot(0, 0)))
         await parts.engine.commit(0)
         serving = replace(parts, eval_tasks=parts.tasks[:3], **changes)
         evaluator = Evaluator(serving, samples=samples, temperature=None, run_seed=0)

@@ -217,7 +217,7 @@ def test_group_that_has_enough_takes_no_more(tmp_path: Path) -> None:
     group = OpenGroup(number=0, task=_task(), size=4, first=2)
     episodes = [_finished(place) for place in range(4)]
     for episode in episodes:
-        group.finished(episode)
+        group.record_finished(episode)
     assert [episode.status for episode in episodes] == [EpisodeStatus.FINISHED] * 2 + [EpisodeStatus.LEFT_OUT] * 2
 
 

@@ -26,7 +26,7 @@ class SlowDisk(FakeLearner):
         self.num_writing = 0
         self.most_writing = 0
 
-    async def saved(self, directory: Path) -> None:
+    async def wait_until_saved(self, directory: Path) -> None:
         trained = len(self.batches)
         self.num_writing += 1
         self.most_writing = max(self.most_writing, self.num_writing)
@@ -61,7 +61,7 @@ def test_an_error_while_a_checkpoint_is_written_ends_the_run_which_goes_on_from_
     tmp_path: Path, error: type[ComponentDied | CheckpointError]
 ) -> None:
     class Failing(FakeLearner):
-        async def saved(self, directory: Path) -> None:
+        async def wait_until_saved(self, directory: Path) -> None:
             if "step-000004" in directory.name:
                 raise error("the disk is gone", remedy="look")
 

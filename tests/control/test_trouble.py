@@ -80,10 +80,10 @@ class StuckCommit(FakeEngine):
 
 
 class StuckPublication(FakeLearner):
-    async def published(self, publication: Publication) -> WeightUpdate:
+    async def wait_until_published(self, publication: Publication) -> WeightUpdate:
         if publication.version == 0:
             await for_ever()
-        return await super().published(publication)
+        return await super().wait_until_published(publication)
 
 
 STALLS: dict[str, tuple[dict[str, Callable[[], object]], list[str]]] = {

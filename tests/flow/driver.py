@@ -17,7 +17,7 @@ from headrace.base.types.episode import EpisodeKey, EpisodeStatus
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.scored import ScoredGroup
-from headrace.flow import Admission, Flow, FlowConfig, TakenBatch
+from headrace.flow import Admission, Flow, FlowConfig, GroupBatch
 from headrace.flow.policies.deadlines import age_needed
 from headrace.flow.state import FlowState
 from tests.flow.dict_ledger import DictLedger, Tried
@@ -77,7 +77,7 @@ class Driver:
         )
         self.flow.restore(self.checkpoint, self.ledger.roll_back(self.checkpoint))
         self.running: dict[int, Attempt] = {}
-        self.taken: list[TakenBatch] = []
+        self.taken: list[GroupBatch] = []
         self.num_trained = self.checkpoint
         self.earlier_bounds: list[tuple[int, int]] = []
         """(bound, newest version while it held) of bounds that hold no more."""
@@ -129,7 +129,7 @@ class Driver:
         """An ended episode whose tokens were sampled under ``versions``."""
         return Tried(key=key, status=EpisodeStatus.FAILED if failed else EpisodeStatus.SCORED, sampled_under=versions)
 
-    def report(self, taken: TakenBatch) -> StepReport:
+    def report(self, taken: GroupBatch) -> StepReport:
         """What the learner says of a step."""
         nothing = np.zeros(0, np.float32)
         return StepReport(
@@ -202,7 +202,7 @@ class Driver:
             return False
         taken = self.taken.pop(0)
         groups, report = taken.groups, self.report(taken)
-        self.flow.record_trained(groups, report, {0: report.trained_tokens})
+        self.flow.record_step_trained(groups, report, {0: report.trained_tokens})
         self.lineage[self.num_trained] = tuple(group.number for group in groups)
         self.num_trained += 1
         self.overlaps += bool(self.running)
@@ -212,7 +212,7 @@ class Driver:
         version = self.flow.state.version + 1
         if version > self.num_trained:
             return False
-        self.flow.record_commit(version, "")
+        self.flow.record_version_committed(version, "")
         return True
 
     def save(self) -> bool:

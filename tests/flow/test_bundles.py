@@ -12,12 +12,12 @@ from hypothesis.extra import numpy as arrays
 from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, StopReason, Turn
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.tokens import Tokens
-from headrace.base.types.versions import FROZEN, NOT_SAMPLED, mixed
-from headrace.flow.ledger.bundles import MOST_TOKENS, bundled, decode_entry, encode_bundle
+from headrace.base.types.versions import FROZEN, NOT_SAMPLED, mixed_version
+from headrace.flow.ledger.bundles import MOST_TOKENS, decode_entry, encode_bundle, split_by_tokens
 from headrace.flow.ledger.turns import decode_turns, encode_turns
 from tests.flow.episodes import as_told, ended, sampled
 
-VERSIONS = st.sampled_from([NOT_SAMPLED, FROZEN, mixed(0), mixed(3), 0, 2, 7])
+VERSIONS = st.sampled_from([NOT_SAMPLED, FROZEN, mixed_version(0), mixed_version(3), 0, 2, 7])
 
 
 @st.composite
@@ -85,9 +85,9 @@ def test_what_few_turns_have_stays_with_its_own_turn() -> None:
 
 def test_who_reads_one_episode_never_reads_many_long_ones() -> None:
     short, long = ended(0, 0), ended(0, 1, tokens=sampled(MOST_TOKENS))
-    assert [len(each) for each in bundled([short] * 3)] == [3]
-    assert [len(each) for each in bundled([short, long, short, short])] == [1, 1, 2]
-    assert list(bundled([])) == []
+    assert [len(each) for each in split_by_tokens([short] * 3)] == [3]
+    assert [len(each) for each in split_by_tokens([short, long, short, short])] == [1, 1, 2]
+    assert list(split_by_tokens([])) == []
 
 
 @pytest.mark.parametrize("data", [b"", b"\x91", b"\x99\x01\x02\x03", b"\xc1"])

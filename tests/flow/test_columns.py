@@ -46,13 +46,13 @@ def prune(files: ColumnFiles, step: int) -> list[str]:
 def test_a_file_is_removed_with_the_snapshot_behind_the_last_group_in_it(tmp_path: Path) -> None:
     store, files = ColumnStore(tmp_path, "e", file_bytes=1700), ColumnFiles(tmp_path, PRUNING)  # two turns a file
     for number in range(5):
-        files.ended(number, [turn(store)], list)
+        files.record_ended_episode(number, [turn(store)], list)
     assert names(tmp_path) == ["e.000000", "e.000001", "e.000002"]
-    files.trained([0, 1, 2], step=0)
+    files.record_trained_groups([0, 1, 2], step=0)
     assert prune(files, 0) == []
     assert prune(files, 1) == ["e.000000"]  # group 3 keeps the second file
-    files.dropped(3)
-    files.trained([4], step=1)
+    files.record_dropped_group(3)
+    files.record_trained_groups([4], step=1)
     assert prune(files, 1) == ["e.000001"]
     assert prune(files, 2) == []  # the engine may still write into the newest
     assert names(tmp_path) == ["e.000002"]
@@ -61,13 +61,13 @@ def test_a_file_is_removed_with_the_snapshot_behind_the_last_group_in_it(tmp_pat
 def test_a_file_that_a_running_group_may_have_columns_in_stays(tmp_path: Path) -> None:
     store, files = ColumnStore(tmp_path, "e", file_bytes=1700), ColumnFiles(tmp_path, PRUNING)
     early = turn(store)  # of group 7, which has not ended
-    files.ended(0, [turn(store)], lambda: [7])
-    files.ended(1, [turn(store)], lambda: [7])  # the second file: the first is closed
-    files.trained([0, 1], step=0)
+    files.record_ended_episode(0, [turn(store)], lambda: [7])
+    files.record_ended_episode(1, [turn(store)], lambda: [7])  # the second file: the first is closed
+    files.record_trained_groups([0, 1], step=0)
     assert prune(files, 9) == []
-    files.ended(7, [early], list)
+    files.record_ended_episode(7, [early], list)
     assert prune(files, 9) == []
-    files.trained([7], step=9)
+    files.record_trained_groups([7], step=9)
     assert prune(files, 9) == []
     assert prune(files, 10) == ["e.000000"]
 
@@ -76,23 +76,23 @@ def test_files_are_told_apart_by_their_engines(tmp_path: Path) -> None:
     files, none = ColumnFiles(tmp_path, PRUNING), list[int]
     one = ColumnStore(tmp_path, "engine-1", file_bytes=900)
     other = ColumnStore(tmp_path, "engine-11", file_bytes=1700)  # two turns a file
-    files.ended(0, [turn(other)], none)
-    files.ended(1, [turn(one)], none)
-    files.ended(2, [turn(one)], none)  # closes the first file of engine-1, and none of engine-11
+    files.record_ended_episode(0, [turn(other)], none)
+    files.record_ended_episode(1, [turn(one)], none)
+    files.record_ended_episode(2, [turn(one)], none)  # closes the first file of engine-1, and none of engine-11
     late = turn(other)  # of group 9, which runs
-    files.ended(3, [turn(other)], lambda: [9])
-    files.trained([0, 1, 2, 3], step=0)
+    files.record_ended_episode(3, [turn(other)], lambda: [9])
+    files.record_trained_groups([0, 1, 2, 3], step=0)
     assert prune(files, 1) == ["engine-1.000000"]
-    files.ended(9, [late], none)
-    files.dropped(9)
+    files.record_ended_episode(9, [late], none)
+    files.record_dropped_group(9)
     assert prune(files, 1) == ["engine-11.000000"]
 
 
 def test_all_files_are_kept_unless_the_settings_say_otherwise(tmp_path: Path) -> None:
     store, files = ColumnStore(tmp_path, "e", file_bytes=900), ColumnFiles(tmp_path, ColumnsConfig())
     for number in range(3):
-        files.ended(number, [turn(store)], list)
-        files.trained([number], step=0)
+        files.record_ended_episode(number, [turn(store)], list)
+        files.record_trained_groups([number], step=0)
     assert prune(files, 5) == []
     assert len(names(tmp_path)) == 3
 
@@ -108,11 +108,11 @@ def test_a_resumed_run_keeps_what_its_groups_need(tmp_path: Path) -> None:
     )  # fmt: skip
     waiting = replace(ready, number=4, state=GroupState.SUBMITTED, episodes=(), partial_turns=(running,))
     files = ColumnFiles(tmp_path, PRUNING)
-    files.resumed([ready, waiting])
+    files.record_resumed_groups([ready, waiting])
     assert prune(files, 2) == ["e.000000", "e.000002"]
     later = ColumnStore(tmp_path, "e", file_bytes=900)
-    files.ended(4, [turns[3], turn(later)], list)
-    files.trained([3, 4], step=2)
+    files.record_ended_episode(4, [turns[3], turn(later)], list)
+    files.record_trained_groups([3, 4], step=2)
     assert prune(files, 3) == ["e.000001", "e.000003", "e.000004"]
     assert names(tmp_path) == ["e.000005", "notes"]
 
@@ -148,7 +148,7 @@ def test_ready_groups_are_left_to_their_own_life_and_results_are_kept(
     for name in ("e.000000", "e.000001", "ready.000000", "learned.000000", "learned.000001"):
         (tmp_path / name).write_bytes(b"columns")
     files = ColumnFiles(tmp_path, PRUNING)
-    files.resumed([])
+    files.record_resumed_groups([])
     assert prune(files, 9) == ["e.000000"]
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))

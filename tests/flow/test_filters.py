@@ -17,7 +17,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import Tokens
 from headrace.flow import FlowConfig
-from headrace.flow.filters import FilterContext, FilterSection, Verdict, apply_filters, rewards_of, unfiltered
+from headrace.flow.filters import FilterContext, FilterSection, Verdict, apply_filters, rewards_of, undo_filters
 from headrace.flow.filters.length import LengthFilter
 from headrace.flow.filters.oversampling import Redundancy, ResampleCorrect
 from headrace.flow.filters.rewards import DynamicSampling, ZeroVariance
@@ -176,7 +176,7 @@ def test_every_episode_is_kept_or_gone_for_one_reason_whatever_filters_say(
         assert after.cause == gone.get(place, before.cause)
         assert after.turns is before.turns
         assert after.reward == before.reward
-    assert unfiltered(left.group.episodes) == whole.episodes
+    assert undo_filters(left.group.episodes) == whole.episodes
 
 
 def errors(turns: list[Turn], **settings: Any) -> float:

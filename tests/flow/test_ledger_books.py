@@ -12,7 +12,7 @@ import pytest
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
-from headrace.flow import FlowConfig, TakenBatch
+from headrace.flow import FlowConfig, GroupBatch
 from headrace.flow.ledger import ResumeState, SqliteLedger, UnitCounts
 from headrace.flow.ledger.base import Operation
 from tests.flow.dict_ledger import DictLedger, Row
@@ -77,9 +77,9 @@ class BookDriver(Driver):
         cause = self.rng.choice(CAUSES) if failed else ""
         return ended(key.group, key.place, tokens=tokens, reward=self.rng.random(), cause=cause)
 
-    def report(self, taken: TakenBatch) -> StepReport:
-        step = taken.step
-        tokens = sum(episode.num_sampled for group in taken.groups for episode in group.scored)
+    def report(self, batch: GroupBatch) -> StepReport:
+        step = batch.step
+        tokens = sum(episode.num_sampled for group in batch.groups for episode in group.scored)
         self.unusable[step] = self.rng.randrange(3)
         return StepReport(
             step=step,

@@ -192,8 +192,8 @@ class Wrong(JustInTimePacer):
     def want_s(self, step: int, now_s: float) -> float:
         return now_s + self._rng.choice([-1e9, -1.0, 0.0, 0.3, 5.0, 1e3, 1e9])
 
-    def left(self, number: int, now_s: float, *, ready: bool) -> None:
-        super().left(number, now_s - self._rng.choice([-1e9, 0.0, 1e3]), ready=self._rng.random() < 0.7)
+    def record_group_ended(self, number: int, now_s: float, *, ready: bool) -> None:
+        super().record_group_ended(number, now_s - self._rng.choice([-1e9, 0.0, 1e3]), ready=self._rng.random() < 0.7)
 
 
 class KeepsTurns:
@@ -206,8 +206,8 @@ class KeepsTurns:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pacer, name)
 
-    def trained(self, step: int, now_s: float) -> None:
-        self._pacer.trained(step, now_s)
+    def record_step_trained(self, step: int, now_s: float) -> None:
+        self._pacer.record_step_trained(step, now_s)
         if self._pacer.synchronous_time is not None:
             self.found.append((self._pacer.synchronous_time.least_s, self._pacer.synchronous_time.most_s))
 
@@ -373,25 +373,25 @@ def test_group_that_was_dropped_or_has_run_longer_than_any_other_is_never_expect
 def _trained(pacer: Pacer, *, steps: int, step_s: float, batch_s: float) -> None:
     """Let the learner train, without a pause, batches of one group, each of which starts with the weights of the
     version before."""
-    pacer.admitted(0, 0, -step_s)
+    pacer.record_group_admitted(0, 0, -step_s)
     for step in range(steps):
         now_s = step * step_s
-        pacer.left(step, now_s - step_s + batch_s, ready=True)
-        pacer.taken(step, [step], now_s)
-        pacer.committed(step, now_s)
-        pacer.admitted(step + 1, step, now_s)
-        pacer.trained(step, now_s + step_s)
+        pacer.record_group_ended(step, now_s - step_s + batch_s, ready=True)
+        pacer.record_batch_taken(step, [step], now_s)
+        pacer.record_version_committed(step, now_s)
+        pacer.record_group_admitted(step + 1, step, now_s)
+        pacer.record_step_trained(step, now_s + step_s)
 
 
 def test_time_of_turns_is_that_of_the_longest_group_and_not_of_those_that_were_begun_before_it() -> None:
     pacer = Eager().pacer()
     for number, started_s in enumerate([0.0, 2.0, 5.0]):
-        pacer.admitted(number, 0, started_s)
+        pacer.record_group_admitted(number, 0, started_s)
     for number, ready_s in enumerate([4.0, 3.0, 8.0]):
-        pacer.left(number, ready_s, ready=True)
-    pacer.taken(0, [0, 1, 2], 8.0)
-    pacer.ordered(0, 8.5)
-    pacer.trained(0, 10.5)
+        pacer.record_group_ended(number, ready_s, ready=True)
+    pacer.record_batch_taken(0, [0, 1, 2], 8.0)
+    pacer.record_batch_sent(0, 8.5)
+    pacer.record_step_trained(0, 10.5)
     assert pacer.synchronous_time is not None
     assert pacer.synchronous_time.most_s == pacer.synchronous_time.least_s == pytest.approx(4.0 + 0.5 + 2.0)
 
@@ -399,19 +399,19 @@ def test_time_of_turns_is_that_of_the_longest_group_and_not_of_those_that_were_b
 def test_group_that_was_dropped_lengthens_the_turn_in_which_another_took_its_place() -> None:
     pacer = Eager().pacer()
     for number in range(3):
-        pacer.admitted(number, 0, 0.0)
+        pacer.record_group_admitted(number, 0, 0.0)
     for number, ready in enumerate([False, True, True]):
-        pacer.left(number, 4.0, ready=ready)
-    pacer.taken(0, [1, 2], 4.0)
-    pacer.trained(0, 5.0)
+        pacer.record_group_ended(number, 4.0, ready=ready)
+    pacer.record_batch_taken(0, [1, 2], 4.0)
+    pacer.record_step_trained(0, 5.0)
     assert pacer.synchronous_time is not None
     assert pacer.synchronous_time.most_s == pytest.approx(4.0 + 4.0 + 1.0)
 
 
 def test_nothing_is_told_of_turns_where_a_group_was_ready_before_the_process_began() -> None:
     pacer = Eager().pacer()
-    pacer.taken(3, [7], 1.0)
-    pacer.trained(3, 2.0)
+    pacer.record_batch_taken(3, [7], 1.0)
+    pacer.record_step_trained(3, 2.0)
     assert pacer.synchronous_time is None
 
 

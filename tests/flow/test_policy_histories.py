@@ -18,7 +18,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.tokens import Tokens
-from headrace.flow import FlowConfig, TakenBatch
+from headrace.flow import FlowConfig, GroupBatch
 from headrace.flow.ledger import ResumeState, SqliteLedger
 from headrace.flow.ledger.base import Operation
 from headrace.flow.policies import STALE
@@ -91,12 +91,12 @@ class BookedDriver(Driver):
             return EpisodeGraph(key=key, turns=turns, status=EpisodeStatus.FAILED, cause="reward_error")
         return EpisodeGraph(key=key, turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
 
-    def report(self, taken: TakenBatch) -> StepReport:
-        floor = -1 if taken.oldest_version is None else taken.oldest_version
-        versions = [v for group in taken.groups for episode in group.scored for v in episode.versions()]
+    def report(self, batch: GroupBatch) -> StepReport:
+        floor = -1 if batch.oldest_version is None else batch.oldest_version
+        versions = [v for group in batch.groups for episode in group.scored for v in episode.versions()]
         masked = sum(version < floor for version in versions)
         return StepReport(
-            step=taken.step,
+            step=batch.step,
             metrics={},
             trained_tokens=len(versions) - masked,
             dropped_tokens={STALE: masked} if masked else {},

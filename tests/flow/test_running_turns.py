@@ -64,7 +64,7 @@ def test_short_answers_and_ended_ones_cost_nothing() -> None:
     def feed(running: RunningTurns) -> None:
         running.add(part(0, 0, sampled(30)))
         running.add(part(0, 1, sampled(90)))
-        running.ended(EpisodeKey(0, 1))
+        running.forget(EpisodeKey(0, 1))
 
     assert recorded(feed, most=100) == []
 

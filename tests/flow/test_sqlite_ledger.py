@@ -165,12 +165,12 @@ def test_what_a_step_made_of_its_tokens_is_kept_until_the_step_is_made_again(led
         apply(ledger, *ready(number), taken, train(number, number, learned(number)), commit(number + 1, number))
     browser = Browser(path)
     for number in range(2):
-        found = browser.learned(number)
+        found = browser.token_results(number)
         assert found is not None
         assert found.log_pi_L.tolist() == learned(number).log_pi_L.tolist()
     ledger.roll_back(1)
-    assert browser.learned(0) is not None
-    assert browser.learned(1) is None
+    assert browser.token_results(0) is not None
+    assert browser.token_results(1) is None
     browser.close()
 
 

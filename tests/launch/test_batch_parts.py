@@ -21,7 +21,7 @@ from headrace.base.types.messages import parts as parts_module
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import LogprobsReply, StepReport, Trained
 from headrace.base.types.messages.learner import Logprobs, Message, Train
-from headrace.base.types.messages.parts import MessagePart, PartCollector, divided
+from headrace.base.types.messages.parts import MessagePart, PartCollector, split_message
 from headrace.base.types.outline import BatchOutline
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.teacher_scores import TeacherScores
@@ -79,7 +79,7 @@ def test_a_message_is_put_together_from_parts_of_bounded_size(monkeypatch: pytes
     monkeypatch.setattr(parts_module, "PART_BYTES", part_bytes)
     collector = PartCollector(Train | Logprobs)
     for call, order in enumerate((Logprobs(call=0, batch=batch_of(1)), Train(call=1, outline=outline_with(2)))):
-        *parts, last = [CODEC.decode(CODEC.encode(part)) for part in divided(order, call)]
+        *parts, last = [CODEC.decode(CODEC.encode(part)) for part in split_message(order, call)]
         assert [collector.add(part) for part in parts] == [None] * len(parts)
         assert as_bytes(collector.add(last)) == as_bytes(order)
         assert max(len(CODEC.encode(part)) for part in [*parts, last]) < part_bytes + 100
@@ -171,7 +171,7 @@ def test_controller_gets_whole_answers_and_no_message_is_large(monkeypatch: pyte
 @pytest.mark.parametrize("missing", [0, 1])
 def test_an_order_that_lacks_a_part_is_not_carried_out(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
     monkeypatch.setattr(parts_module, "PART_BYTES", 3000)
-    parts = list(divided(Logprobs(call=7, batch=batch_of(0)), 7))
+    parts = list(split_message(Logprobs(call=7, batch=batch_of(0)), 7))
     number = missing + 1
     words = rf"part {number + 1} of {len(parts)} of order 7 came after {missing} parts"
 

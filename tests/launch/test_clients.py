@@ -71,7 +71,7 @@ def test_a_snapshot_may_wait_for_a_step_that_takes_hours_but_its_announcement_ma
             client._route(SnapshotTaken(call=0, seconds=0.1))
             publication = await taking
         with pytest.raises(DeadlineError, match="publish version 1"):
-            await client.published(publication)
+            await client.wait_until_published(publication)
 
     run_virtual(main())
 
@@ -98,7 +98,7 @@ def test_the_parts_of_a_run_are_waited_for_as_long_as_its_settings_say(side: str
             taking = asyncio.ensure_future(client.snapshot(3, 0))
             await asyncio.sleep(0)
             client._route(SnapshotTaken(call=0, seconds=0.1))
-            waiting = client.published(await taking)
+            waiting = client.wait_until_published(await taking)
         began_s = asyncio.get_running_loop().time()
         with pytest.raises(DeadlineError):
             await waiting

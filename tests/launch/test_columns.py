@@ -399,11 +399,11 @@ def test_the_results_of_a_large_step_are_stored_and_the_ledger_finds_them(
     )
     ledger.close()
     browser = Browser.of_run(tmp_path)
-    found = browser.learned(0)
+    found = browser.token_results(0)
     assert isinstance(found, TokenResults)
     assert found.log_pi_L.tolist() == results.log_pi_L.tolist()
     (tmp_path / COLUMNS / "learned.000000").unlink()
-    assert browser.learned(0) is None
+    assert browser.token_results(0) is None
 
 
 def test_results_for_which_the_store_has_no_room_are_left_out_and_the_user_is_told(

@@ -361,7 +361,7 @@ def test_an_engine_that_cannot_start_says_why_and_its_server_has_one_thread(whol
                 assert len(os.listdir(f"/proc/{whole.pid}/task")) == 1
                 async with asyncio.TaskGroup() as group:
                     listening = group.create_task(child.peer.listen())
-                    words = await child.died()
+                    words = await child.wait_for_death()
                     listening.cancel()
                 child.close()
                 assert f"ended with exit code {EXIT_REPORTED}" in words

@@ -67,7 +67,7 @@ def test_what_an_engine_is_told_can_be_read_back(tmp_path: Path) -> None:
     recorder = DeliveryRecorder(tmp_path / "record", RequestNames())
     recorder.write([Commit(call=0, version=0), generate((7, 70), (8, 80))], 0)
     recorder.write([], 1)
-    recorder.ended([ended(7)])
+    recorder.remove_ended([ended(7)])
     recorder.write([Abort(request_ids=(7, 8)), Abort(request_ids=(7,)), ScoreTokens(call=1, ids_T=IDS)], 2)
     recorder.write([Shutdown()], 3)
     assert read_interleaving(tmp_path / "record") == [

@@ -252,7 +252,7 @@ def test_the_death_of_the_thread_reaches_every_waiter_in_words() -> None:
         for end in ends:
             assert isinstance(end, ComponentDied)
             assert "ZeroDivisionError: token of doom" in end.problem
-        assert await engine.died() is engine.death
+        assert await engine.wait_for_death() is engine.death
         for late in (sample(engine, 1, 1), engine.score(Tokens.observed([1, 2])), engine.stage(UPDATE)):
             with pytest.raises(ComponentDied, match="token of doom"):
                 await late

@@ -111,7 +111,7 @@ def test_the_controller_goes_on_when_the_state_is_copied_and_hears_of_the_files_
         await asyncio.sleep(0)
         client._route(SnapshotTaken(call=0, seconds=0.1))
         await copying
-        writing = asyncio.ensure_future(client.saved(Path("step-1")))
+        writing = asyncio.ensure_future(client.wait_until_saved(Path("step-1")))
         await asyncio.sleep(3600.0)
         assert not writing.done()
         client._route(Failure(call=0, kind="CheckpointError", problem="no space", remedy="make room"))

@@ -324,14 +324,14 @@ def test_short_calls_for_one_row_are_one_order_and_each_failure_is_that_of_its_c
             (worker,) = (slot.worker for slot in at.pool._slots)
             texts = ("slow 0", "none", "slow 0", "slow 0")
             await at.pool.score(task(), texts)
-            assert worker.num_begun == 4, "how long they take is not known"
+            assert worker.num_started == 4, "how long they take is not known"
             before = 0
-            while worker.num_begun - before != 1:  # the first calls may take longer
-                before = worker.num_begun
+            while worker.num_started - before != 1:  # the first calls may take longer
+                before = worker.num_started
                 scores = await at.pool.score(task(), texts)
                 assert scores.rewards == (1.0,) * 4
             scores = await at.pool.score(task(), ("slow 0", "raise", "slow 0"))
-            assert worker.num_begun == before + 2
+            assert worker.num_started == before + 2
             assert [scores.of(place).reward for place in range(3)] == [1.0, None, 1.0]
             assert "ValueError: as told" in scores.of(1).failure
 
@@ -358,6 +358,6 @@ def test_calls_that_take_long_are_made_side_by_side(tmp_path: Path) -> None:
             await at.pool.score(task(), ("slow 0.3",))
             (worker,) = (slot.worker for slot in at.pool._slots)
             scores = await at.pool.score(task(), ("slow 0.3",) * 4)
-            assert (scores.rewards, worker.num_begun) == ((1.0,) * 4, 5)
+            assert (scores.rewards, worker.num_started) == ((1.0,) * 4, 5)
 
     asyncio.run(main())

@@ -45,7 +45,7 @@ class Rank:
         self.words, self.computed = "", 0.0
         self._usual_s, self._num_units, self._begun_s = usual_s, 0, VirtualClock().now()
 
-    async def halted(self) -> str:
+    async def halt_reason(self) -> str:
         return self.words
 
     async def computed_s(self) -> float:

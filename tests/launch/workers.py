@@ -95,7 +95,7 @@ async def running_pool(
         try:
             async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
                 running = group.create_task(pool.keep())
-                await pool.started()
+                await pool.wait_until_started()
                 yield made
                 running.cancel()
         finally:

@@ -20,7 +20,7 @@ from headrace.learner.head import HeadMatrix, TopRequest, linear_logprobs, linea
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import Ranks, explained_rank_loss
-from headrace.learner.parallel.shards import like, local, whole, wholes
+from headrace.learner.parallel.shards import gather_each, gather_whole, local, shard_like
 from headrace.learner.vocabulary import VocabularyPart
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
@@ -61,7 +61,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def gradients(learner: ShardedLearner) -> dict[str, torch.Tensor]:
-    return {one.name: whole(like(one.master.grad, one.weight)) for one in learner.optimizer.trained}
+    return {one.name: gather_whole(shard_like(one.master.grad, one.weight)) for one in learner.optimizer.trained}
 
 
 def exact(directory: Path, layout: str) -> Found:
@@ -148,7 +148,7 @@ def experts_snapshot(directory: Path) -> Found:
     learner = _learner(directory, {"data": 2, "expert": 2}, kind="experts")
     full = load_model(ModelConfig(path=str(directory / "experts")))
     expected = weight_tensors(full)
-    sent = {name: tensor.clone() for name, tensor in wholes(weight_tensors(learner.model).items())}
+    sent = {name: tensor.clone() for name, tensor in gather_each(weight_tensors(learner.model).items())}
     _save(learner, directory / "experts_saved")
     return {
         "names": list(sent) == list(expected),
@@ -168,7 +168,7 @@ def memory(directory: Path) -> Found:
     }.items():
         learner = _learner(directory, {"data": 2}, memory=settings)
         learner.train(random_batch(num_samples=7))
-        found = {name: whole(tensor.detach()).clone() for name, tensor in weight_tensors(learner.model).items()}
+        found = {name: gather_whole(tensor.detach()).clone() for name, tensor in weight_tensors(learner.model).items()}
         reference = reference or found
         out[name] = all(torch.equal(found[name], reference[name]) for name in reference)
     return out
@@ -268,7 +268,7 @@ def _summed(
         learner.forward_backward(batch)
         learner.forward_backward(batch)
     sent = (messages.counts["_reduce_scatter_base_"] + messages.counts["allreduce_"]) / 2
-    return gradients(learner), sent, len(learner.core._forward.cut(batch, batch.mask_N))
+    return gradients(learner), sent, len(learner.core._forward.pack(batch, batch.mask_N))
 
 
 def masters(directory: Path) -> Found:
@@ -292,7 +292,7 @@ def masters(directory: Path) -> Found:
 def muon(directory: Path) -> Found:
     """One update of torch's Muon, matrices cut in two, against whole ones in this process."""
     learner = _learner(directory, {"data": 2}, optimizer={"kind": "muon"})
-    start = {name: whole(tensor.detach()).clone() for name, tensor in weight_tensors(learner.model).items()}
+    start = {name: gather_whole(tensor.detach()).clone() for name, tensor in weight_tensors(learner.model).items()}
     learner.forward_backward(random_batch(num_samples=7))
     grads = gradients(learner)
     learner.optimizer.step(1e-2)
@@ -303,7 +303,7 @@ def muon(directory: Path) -> Found:
             alone.grad = grads[one.name].clone()
             torch.optim.Muon([alone], lr=1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
             moved = (alone.detach() - start[one.name]).norm()
-            worst = max(worst, float((whole(one.weight.detach()) - alone.detach()).norm() / moved))
+            worst = max(worst, float((gather_whole(one.weight.detach()) - alone.detach()).norm() / moved))
     return {"worst": worst, "matrices": sum(one.muon for one in learner.optimizer.trained)}
 
 

@@ -17,7 +17,7 @@ from headrace.launch.hosts.learner import PublishedBuffers
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import Ranks
-from headrace.learner.parallel.shards import local, wholes
+from headrace.learner.parallel.shards import gather_each, local
 from headrace.models import ModelConfig
 from headrace.models.config import LoraConfig
 from headrace.models.weights import weight_tensors
@@ -119,7 +119,7 @@ def _move(tensors: Mapping[str, Tensor], version: int) -> None:
 
 
 def _differing(codec: str, engine: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    expected = {name: through(codec_of(codec), name, tensor) for name, tensor in wholes(tensors.items())}
+    expected = {name: through(codec_of(codec), name, tensor) for name, tensor in gather_each(tensors.items())}
     return [name for name, tensor in engine.items() if not torch.equal(tensor, expected[name])]
 
 

@@ -38,7 +38,7 @@ def main(directory: Path, names: list[str]) -> None:
     rendezvous = "env://" if "MASTER_ADDR" in os.environ else f"file://{directory}/rendezvous"
     # The process groups of a mesh and their threads last as long as the process: the learners of all cases share them.
     mesh.init_device_mesh = torch.distributed.init_device_mesh = functools.cache(mesh.init_device_mesh)
-    with mesh.joined(config, place, torch.device("cpu"), rendezvous):
+    with mesh.join_ranks(config, place, torch.device("cpu"), rendezvous):
         for name in names:
             try:
                 cases = next(each for each in CASES if hasattr(each, name))

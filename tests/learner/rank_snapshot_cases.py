@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.base.errors import CheckpointError, ModelError
 from headrace.learner.parallel import files, parts, saving
-from headrace.learner.parallel.shards import whole
+from headrace.learner.parallel.shards import gather_whole
 from headrace.models.heads import copy_later
 from headrace.models.weights import weight_tensors
 from tests.learner.builders import random_batch
@@ -26,10 +26,10 @@ BFLOAT16: dict[str, Any] = {"dtype": "bfloat16", "memory": {"offload_optimizer":
 
 def state(learner: ShardedLearner) -> dict[str, torch.Tensor]:
     """Every weight, moment and master, gathered whole."""
-    found = {name: whole(tensor.detach()).clone() for name, tensor in weight_tensors(learner.model).items()}
+    found = {name: gather_whole(tensor.detach()).clone() for name, tensor in weight_tensors(learner.model).items()}
     for one in learner.optimizer.trained:
         for key, tensor in learner.optimizer.state(one).items():
-            found[f"{one.name}|{key}"] = whole(tensor).clone()
+            found[f"{one.name}|{key}"] = gather_whole(tensor).clone()
     return found
 
 

@@ -138,7 +138,7 @@ def test_gradient_is_that_of_finite_differences(ppo):
     learner = warmed(ppo.learner())
     critic, batch = critic_of(learner), rewarded(learner.version, seed=2)
     critic.model.double()
-    (micro,) = learner._forward.cut(batch, batch.mask_N)
+    (micro,) = learner._forward.pack(batch, batch.mask_N)
     values = critic._values(batch, micro).detach()
     returns = torch.from_numpy(critic._estimate(batch, micro, values.numpy()).returns_N)
     credited(learner, batch)
@@ -191,7 +191,7 @@ def test_advantages_are_normalised_over_the_loss_tokens_of_the_batch(ppo):
 def test_values_are_those_before_the_token_is_sampled(ppo):
     learner = warmed(ppo.learner())
     batch = rewarded(2)
-    (micro,) = learner._forward.cut(batch, batch.mask_N)
+    (micro,) = learner._forward.pack(batch, batch.mask_N)
     last = batch.lengths_S.cumsum() - 1
     ids = batch.ids_N.copy()
     ids[last] = (ids[last] + 1) % 10
@@ -256,7 +256,7 @@ def test_several_updates_learn_more_from_a_batch_and_the_clip_holds_them_back(pp
         learner = replace(ppo, critic=critic).learner()
         batch = rewarded()
         learner.train(batch)
-        (micro,) = learner._forward.cut(batch, batch.mask_N)
+        (micro,) = learner._forward.pack(batch, batch.mask_N)
         with torch.no_grad():
             return float(critic_of(learner)._values(batch, micro).abs().max())
 

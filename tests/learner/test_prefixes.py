@@ -73,7 +73,7 @@ def test_gradient_of_trees_is_that_of_computing_every_sample_whole(tmp_path, cas
         for share in (True, False)
     )
     batch = change(forest())
-    rows = sum(len(micro.places_R) for micro in shared._forward.cut(batch, batch.mask_N))
+    rows = sum(len(micro.places_R) for micro in shared._forward.pack(batch, batch.mask_N))
     assert rows < (0.9 if budget == 45 else 0.6) * batch.num_tokens
     np.testing.assert_allclose(shared.logprobs(batch), apart.logprobs(batch), atol=1e-5)
     one, other = shared.forward_backward(batch), apart.forward_backward(batch)
@@ -110,17 +110,17 @@ def test_agents_share_the_tokens_of_their_own_samples_alone(tmp_path):
     learner = setup.learner()
     for agent in (0, 1):
         own_N = batch.mask_N & (agents_N == agent)
-        micros = replace(setup, config={"share_prefixes": True}).learner()._forward.cut(batch, own_N)
+        micros = replace(setup, config={"share_prefixes": True}).learner()._forward.pack(batch, own_N)
         assert all((micro.samples_K % 2 == agent).all() for micro in micros)
         assert any(micro.rows_M is not None for micro in micros)
-    assert len(learner._forward.cut(batch, batch.mask_N)) == 1
+    assert len(learner._forward.pack(batch, batch.mask_N)) == 1
 
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_groups_that_stay_whole_share_what_is_their_own(tmp_path, pairs):
     learner = Setup(model_dir=tiny(tmp_path / "model"), config={"share_prefixes": True}).learner()
     batch = forest()
-    (micro,) = learner._forward.cut(batch, batch.mask_N, pairs=pairs)
+    (micro,) = learner._forward.pack(batch, batch.mask_N, pairs=pairs)
     groups = [np.flatnonzero(batch.groups_S == group).tolist() for group in range(3)]
     apart = sum(naive_rows(batch, group) for group in groups)
     assert len(micro.places_R) == (apart if pairs else naive_rows(batch, range(15))) < batch.num_tokens
@@ -128,13 +128,13 @@ def test_groups_that_stay_whole_share_what_is_their_own(tmp_path, pairs):
 
 def test_tokens_are_shared_by_themselves_where_that_saves_a_tenth(tmp_path):
     learner, batch = Setup(model_dir=tiny(tmp_path / "model")).learner(), alike()
-    assert any(micro.rows_M is not None for micro in learner._forward.cut(batch, batch.mask_N))
+    assert any(micro.rows_M is not None for micro in learner._forward.pack(batch, batch.mask_N))
     seconds_S = np.cumsum(batch.lengths_S) - batch.lengths_S + 1
     ids_N = batch.ids_N.copy()
     ids_N[seconds_S] = np.arange(len(seconds_S))  # from the second token on all are different
     hardly = msgspec.structs.replace(batch, ids_N=ids_N)
     assert set(PrefixTrees(hardly).of(np.arange(3)).shared_K.tolist()) == {0, 1}
-    assert all(micro.rows_M is None for micro in learner._forward.cut(hardly, hardly.mask_N))
+    assert all(micro.rows_M is None for micro in learner._forward.pack(hardly, hardly.mask_N))
 
 
 def test_gradient_is_the_same_to_ten_digits_in_float64(tmp_path):

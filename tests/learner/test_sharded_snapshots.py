@@ -291,7 +291,7 @@ from tests.learner.rank_cases import _learner
 
 torch.set_num_threads(1)
 place = Path(sys.argv[1])
-with mesh.joined(ParallelConfig(data=2, timeout_s=60), rank_place(), torch.device("cpu"), f"file://{place}/meet"):
+with mesh.join_ranks(ParallelConfig(data=2, timeout_s=60), rank_place(), torch.device("cpu"), f"file://{place}/meet"):
     learner = _learner(place, {"data": 2}, kind="middle")
     for step in range(1000):
         learner.train(random_batch(step=step, num_samples=4))

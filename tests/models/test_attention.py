@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, load_model
-from headrace.models.attention import MIN_FILL, ROW_STEP, PackedPlan, Rule, cut, forward
+from headrace.models.attention import MIN_FILL, ROW_STEP, PackedPlan, Rule, bucket_by_length, forward
 from tests.models.kinds import KINDS, VOCAB, plain
 
 LENGTHS = [7, 1, 30, 7, 12, 2]
@@ -107,7 +107,7 @@ def test_model_called_without_a_plan_says_how_to_call_it(model_dir: Callable[[st
 @given(st.lists(st.integers(0, 2000), max_size=60))
 def test_padding_is_bounded_and_so_is_the_number_of_buckets(lengths: list[int]) -> None:
     lengths_S = np.array(lengths, np.int64)
-    buckets = cut(lengths_S)
+    buckets = bucket_by_length(lengths_S)
     members = [index for bucket in buckets for index in bucket.tolist()]
     assert sorted(members) == np.flatnonzero(lengths_S).tolist()
     for bucket in buckets:

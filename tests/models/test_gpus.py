@@ -8,7 +8,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.engine import EngineConfig
-from headrace.models.devices import Devices, settle
+from headrace.models.devices import Devices, choose_devices
 from headrace.models.gpus import VARIABLE, VisibleGpus
 from headrace.run.session.config import as_recorded, load_config
 from headrace.run.session.directory import CONFIG_FILE, read_settings, write_sealed
@@ -50,17 +50,17 @@ def test_a_server_is_shown_the_gpus_of_its_engine_and_no_other(
 
 def test_a_gpu_that_the_process_does_not_see_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"computes on cuda:2, and CUDA_VISIBLE_DEVICES='0,1' shows its process 2"):
-        VisibleGpus.read("0,1").owned("cuda:1,2")
+        VisibleGpus.read("0,1").driver_names("cuda:1,2")
     assert VisibleGpus.read("0,1,GP7,3").names == ("0", "1")  # the driver reads no further either
 
 
 def test_gangs_are_neighbours_that_nobody_else_computes_on() -> None:
-    made = settle("auto", "auto", ranks=4, gpus=8, count=2, width=2)
+    made = choose_devices("auto", "auto", ranks=4, gpus=8, count=2, width=2)
     assert made.engines == ("cuda:6,7", "cuda:4,5")
     assert made.learner == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
-    assert settle("cuda:2,3", "cuda:0", ranks=1, gpus=4, count=1, width=2).engines == ("cuda:2,3",)
-    assert settle("cuda:1,3", "cuda:0", ranks=1, gpus=4, count=2).engines == ("cuda:1", "cuda:3")
-    assert settle("auto", "cpu", ranks=1, gpus=0, count=2, width=2).engines == ("cpu", "cpu")
+    assert choose_devices("cuda:2,3", "cuda:0", ranks=1, gpus=4, count=1, width=2).engines == ("cuda:2,3",)
+    assert choose_devices("cuda:1,3", "cuda:0", ranks=1, gpus=4, count=2).engines == ("cuda:1", "cuda:3")
+    assert choose_devices("auto", "cpu", ranks=1, gpus=0, count=2, width=2).engines == ("cpu", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_gangs_are_neighbours_that_nobody_else_computes_on() -> None:
 )
 def test_a_gang_that_does_not_fit_is_refused(engine: str, ranks: int, count: int, width: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        settle(engine, "auto", ranks=ranks, gpus=8, count=count, width=width)
+        choose_devices(engine, "auto", ranks=ranks, gpus=8, count=count, width=width)
 
 
 @pytest.mark.parametrize(

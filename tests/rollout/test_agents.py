@@ -173,7 +173,7 @@ def test_after_a_crash_each_agent_gets_its_own_answer_to_the_same_question_again
         engine=own, env=Played(other_way), sampling=Sampling(max_new_tokens=8), run_seed=3,
         on_tokens=lambda _: None, agents=Agents(engines={"opponent": other}),
     )  # fmt: skip
-    episode = run_virtual(runner.run(EpisodeKey(2, 1), TASK, begun=list(parts.values())))
+    episode = run_virtual(runner.run(EpisodeKey(2, 1), TASK, partial_turns=list(parts.values())))
     assert not own.asked
     assert not other.asked
     said = [(turn.author, turn.tokens.ids_T.tolist()) for turn in episode.turns if turn.stop_reason is not None]
@@ -273,11 +273,11 @@ def test_an_agent_with_an_adapter_is_asked_of_the_policys_engine_by_name_and_tra
 
 
 def test_what_one_agent_had_begun_after_a_prompt_another_does_not_go_on_with() -> None:
-    def asking(agent: str, begun: dict[int, TokenChunk]) -> tuple[Watched, EnginePolicy]:
+    def asking(agent: str, partial_turns: dict[int, TokenChunk]) -> tuple[Watched, EnginePolicy]:
         engine = Watched(chunk(1, version=4), chunk(2, version=4, stop_reason=StopReason.STOP))
         policy = EnginePolicy(
             engine=engine, sampling=Sampling(max_new_tokens=8), run_seed=3, key=EpisodeKey(2, 1),
-            on_tokens=lambda _: None, begun=begun, agents=Agents(adapters=("proposer", "solver")),
+            on_tokens=lambda _: None, partial_turns=partial_turns, agents=Agents(adapters=("proposer", "solver")),
         )  # fmt: skip
         prompt = np.array([5], np.int32)
         wanted = TurnRequest(
@@ -288,8 +288,8 @@ def test_what_one_agent_had_begun_after_a_prompt_another_does_not_go_on_with() -
 
     _, first = asking("solver", {})
     (part,) = first._sampled.values()
-    begun = {0: msgspec.structs.replace(part, tokens=part.tokens[:1], stop_reason=None)}
-    same, _ = asking("solver", begun)
-    other, _ = asking("proposer", begun)
+    partial_turns = {0: msgspec.structs.replace(part, tokens=part.tokens[:1], stop_reason=None)}
+    same, _ = asking("solver", partial_turns)
+    other, _ = asking("proposer", partial_turns)
     assert same.told[0].answer_ids_T is not None
     assert other.told[0].answer_ids_T is None

@@ -124,8 +124,8 @@ def test_answers_that_end_together_are_passed_on_together_and_void_tokens_are_no
 
 
 def test_answer_that_the_engine_refuses_or_cannot_go_on_with_fails_alone() -> None:
-    refused = TokenChunk(tokens=NO_TOKENS).failed(RequestError("too long", remedy="shorten it"))
-    broken = chunk(9).failed(RequestError("its cache is gone", remedy="look"))
+    refused = TokenChunk(tokens=NO_TOKENS).with_error(RequestError("too long", remedy="shorten it"))
+    broken = chunk(9).with_error(RequestError("its cache is gone", remedy="look"))
     arrivals = [(0, refused), (1, chunk(1)), (1, replace_error(broken)), (2, chunk(3, stop_reason=StopReason.LENGTH))]
     turns: list[EpisodeKey] = []
     made = runner(Scripted(arrivals), timeout_s=50.0, on_turn=lambda key, *_: turns.append(key))

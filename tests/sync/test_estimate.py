@@ -15,7 +15,7 @@ from headrace.launch.child import Child
 from headrace.run.cli.app import app
 from headrace.sync import SyncConfig, estimate
 from headrace.sync.config import RunPlaces
-from headrace.sync.estimate import PROBE_BYTES, estimated, refuse_little_room, refuse_short_deadline, room_for
+from headrace.sync.estimate import PROBE_BYTES, estimate_version, refuse_little_room, refuse_short_deadline, room_for
 from tests.run.session.runs import make_run, tiny_model
 
 
@@ -35,9 +35,9 @@ class Ticking:
 
 def test_a_version_is_hashed_at_the_best_rate_that_was_measured_and_passes_the_network_before() -> None:
     clock = Ticking(0.0, 0.9, 0.0, 0.2, 0.0, 0.5)
-    time = estimated(SyncConfig(), 10 * PROBE_BYTES, clock)
+    time = estimate_version(SyncConfig(), 10 * PROBE_BYTES, clock)
     assert (time.hash_s, time.network_s, time.seconds) == (pytest.approx(2.0), None, pytest.approx(2.0))
-    time = estimated(SyncConfig(transport="http", network_gb_s=0.5), 4e9, Ticking(0.01))
+    time = estimate_version(SyncConfig(transport="http", network_gb_s=0.5), 4e9, Ticking(0.01))
     assert time.network_s == pytest.approx(8.0)
     assert time.seconds == pytest.approx(8.0 + time.hash_s)
 
@@ -45,7 +45,7 @@ def test_a_version_is_hashed_at_the_best_rate_that_was_measured_and_passes_the_n
 def test_a_rate_is_measured_here_that_a_processor_can_have() -> None:
     from headrace.base.clock import RealClock
 
-    rate = 1e9 / estimated(SyncConfig(), 1e9, RealClock()).hash_s
+    rate = 1e9 / estimate_version(SyncConfig(), 1e9, RealClock()).hash_s
     assert 1e8 < rate < 1e12
 
 

@@ -21,7 +21,7 @@ from headrace.sync import group
 from headrace.sync.base import LearnerRank
 from headrace.sync.config import Route
 from headrace.sync.groups import ProcessGroup, gloo_group
-from headrace.sync.pieces import whole
+from headrace.sync.pieces import whole_boxes
 from headrace.sync.transports import make_publisher, make_receiver
 from headrace.testing.sync import Pair, equal, line
 from headrace.wings.bench.engine_peers import worker
@@ -196,7 +196,7 @@ def test_folder_that_cannot_be_written_is_named_with_the_failure_of_the_groups(
 def test_rank_that_cannot_write_its_part_lets_no_version_be_announced(network: Network, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file where the folder should be")
     tensors, shared = {"a": torch.ones(3), "b": torch.ones(4)}, [b""]
-    held = [whole({name: tensor}) for name, tensor in tensors.items()]
+    boxes_by_rank = [whole_boxes({name: tensor}) for name, tensor in tensors.items()]
 
     def share(message: bytes | None) -> bytes:
         shared[0] = message or shared[0]
@@ -206,7 +206,9 @@ def test_rank_that_cannot_write_its_part_lets_no_version_be_announced(network: N
         route = Route(transport="group", deadline_s=DEADLINE_S, fallback=str(tmp_path / "weights"))
         receiver = make_receiver(route, {"a": torch.zeros(3), "b": torch.zeros(4)})
         ranks = [
-            make_publisher(each, tensors, held=held, rank=LearnerRank(index=index, world=2, share=share))
+            make_publisher(
+                each, tensors, boxes_by_rank=boxes_by_rank, rank=LearnerRank(index=index, world=2, share=share)
+            )
             for index, each in enumerate([route, msgspec.structs.replace(route, fallback=str(tmp_path / "taken"))])
         ]
 

@@ -20,11 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.base.errors import WeightsError
 from headrace.base.types.weights import Manifest, RankLayout
-from headrace.learner.parallel.shares import held_part, share_out
+from headrace.learner.parallel.shares import assign_gathered_boxes, local_box
 from headrace.models.weights import weight_tensors
 from headrace.sync.codecs.forms import Float8, IdentityForm
 from headrace.sync.manifest import plan, view
-from headrace.sync.pieces import Box, box_of, buckets, checksums, layout_of, refuse_incomplete, whole
+from headrace.sync.pieces import Box, box_of, buckets, checksums, layout_of, refuse_incomplete, whole_boxes
 
 TENSORS = {"a": torch.zeros(7, 3), "b": torch.zeros(()), "c": torch.zeros(4, dtype=torch.bfloat16)}
 
@@ -129,7 +129,7 @@ def _random_tensor(rng: np.random.Generator) -> Tensor:
 
 def _cut(rng: np.random.Generator, tensors: dict[str, Tensor], world: int) -> list[dict[str, Box]]:
     shares: list[dict[str, Box]] = [{} for _ in range(world)]
-    for name, box in whole(tensors).items():
+    for name, box in whole_boxes(tensors).items():
         axes = [axis for axis, size in enumerate(box.shape) if size > 1]
         if not axes or rng.random() < 0.3:
             shares[int(rng.integers(world))][name] = box
@@ -179,9 +179,9 @@ def test_every_element_of_a_sharded_model_is_sent_once(model: str, mesh: str) ->
     for rank in range(samples * tensor):
         with _one_of(rank, samples * tensor):
             named = weight_tensors(_sharded(model, samples, tensor))
-            held.append([held_part(name, each) for name, each in named.items()])
+            held.append([local_box(name, each) for name, each in named.items()])
             shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in named.items()}
-    shares = share_out(shapes, held)
+    shares = assign_gathered_boxes(shapes, held)
     manifest = plan(shapes)
     refuse_incomplete([layout_of(share, shapes, IdentityForm()) for share in shares], manifest)
     sizes = [sum(int(np.prod(box.shape)) * shapes[name].itemsize for name, box in share.items()) for share in shares]

@@ -22,7 +22,7 @@ PROMPT = np.array([1], np.int32)
 
 
 async def bring(learner: FakeLearner, engine: FakeEngine, version: int) -> WeightUpdate:
-    update = await learner.published(await learner.snapshot(version, version % 2))
+    update = await learner.wait_until_published(await learner.snapshot(version, version % 2))
     await engine.stage(update)
     await engine.commit(version)
     return update
@@ -91,7 +91,7 @@ def test_learner_makes_its_orders_one_after_the_other_in_the_order_given() -> No
             first = group.create_task(learner.snapshot(1, 0))
             group.create_task(learner.train(batch(1)))
             second = group.create_task(learner.snapshot(2, 1))
-        updates = [await learner.published(task.result()) for task in (first, second)]
+        updates = [await learner.wait_until_published(task.result()) for task in (first, second)]
         return [b.step for b in learner.batches], updates[0].checksums, updates[1].checksums
 
     steps, first, second = run_virtual(main())

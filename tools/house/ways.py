@@ -62,7 +62,7 @@ TOKEN = (
     Hop("control/loops/rollout", "RolloutLoop._run_together", "put"),
     Hop("control/loops/scoring", "ScoringLoop._close_group", "close_group"),
     Hop("control/groups", "close_group", "ScoredGroup", "ScoredGroup"),
-    Hop("flow/flow", "Flow.take", "TakenBatch", "TakenBatch"),
+    Hop("flow/flow", "Flow.take", "GroupBatch", "GroupBatch"),
     Hop("control/loops/feeding", "Feeder._order", "outline_of"),
     Hop("flow/layout", "_group_outline", "GroupOutline", "GroupOutline"),
     # the outline, to the gradient

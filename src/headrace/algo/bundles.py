@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.algo.registry import named
+from headrace.algo.registry import settings_table
 from headrace.base.config import merge
 from headrace.base.errors import ConfigError, nearest
 from headrace.base.plugins import Registry
@@ -107,9 +107,11 @@ def _as_table(key: str, value: Any) -> Any:
     if key == "correction":
         if isinstance(value, str | dict):
             value = [] if value == "none" else [value]
-        return tuple(named(part) if isinstance(part, str) else part for part in value) if _is_list(value) else value
+        if not _is_list(value):
+            return value
+        return tuple(settings_table(part) if isinstance(part, str) else part for part in value)
     if key in ("loss", "advantage", "reduction") and isinstance(value, str):
-        return named(value)
+        return settings_table(value)
     return value
 
 

@@ -22,7 +22,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.losses.custom import Custom
 from headrace.algo.notebook import with_options
 from headrace.algo.objective import Objective
-from headrace.algo.registry import named
+from headrace.algo.registry import settings_table
 from headrace.base.config import Section, validate
 from headrace.base.config.user_code import where
 from headrace.base.errors import HeadraceError
@@ -97,7 +97,7 @@ def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | N
     mask gives zero loss and gradient. A formula that raises an error violates the clause. Raises :class:`ConfigError`
     for a reference that names no loss, and for unknown options.
     """
-    table: Any = with_options(named(ref), dict(options or {})) if isinstance(ref, str) else ref
+    table: Any = with_options(settings_table(ref), dict(options or {})) if isinstance(ref, str) else ref
     config = validate(AlgoConfig, {"loss": table, "correction": ()})
     source = None
     if isinstance(config.loss, Custom):

@@ -152,9 +152,9 @@ class AlgoConfig(Section):
     def credit(self, outcomes: Outcomes) -> Floats:
         """Return the advantage of every episode (or of every token, if ``advantage.per_token``), computed from its
         shaped reward. ``outcomes`` contains the rewards of a group or of a batch."""
-        return self.advantage(self.shaped(outcomes))
+        return self.advantage(self.shape_rewards(outcomes))
 
-    def shaped(self, outcomes: Outcomes) -> Outcomes:
+    def shape_rewards(self, outcomes: Outcomes) -> Outcomes:
         """Return ``outcomes`` with the shaped rewards in ``rewards_E``. The shaping terms of the configuration are
         applied in order, each to the result of the previous term."""
         for shaping in self.shaping:
@@ -165,7 +165,7 @@ class AlgoConfig(Section):
         """Return the number per episode that a run sends to its learner. It is the advantage; or the shaped reward, if
         the learner's critic computes the advantages; or the reward's term of the advantage, if the learner adds the
         teacher's term."""
-        shaped = self.shaped(outcomes)
+        shaped = self.shape_rewards(outcomes)
         if isinstance(self.advantage, ReverseKl):
             return self.advantage.of_rewards(shaped)
         return shaped.values_E if self.advantage.by_critic else self.advantage(shaped)

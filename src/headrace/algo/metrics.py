@@ -89,7 +89,7 @@ def means(metrics: Mapping[str, Ratio]) -> dict[str, float]:
     totals = _as_floats([ratio.total for ratio in metrics.values()] + [ratio.count for ratio in metrics.values()])
     pairs = zip(metrics, totals[: len(metrics)], totals[len(metrics) :], strict=True)
     out = {name: total / count for name, total, count in pairs if count > 0}
-    return out | derived(out)
+    return out | derived_metrics(out)
 
 
 def _as_floats(values: Sequence[Tensor | float]) -> list[float]:
@@ -104,13 +104,13 @@ def _as_floats(values: Sequence[Tensor | float]) -> list[float]:
     return [float(value) if isinstance(value, int | float) else next(fetched) for value in values]
 
 
-def derived(means: Mapping[str, float]) -> dict[str, float]:
+def derived_metrics(means: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that are functions of other metrics' means: ``ess``, the effective sample size as a fraction,
     E[w]²/E[w²], of all tokens and by age; ``ess_sequences``, that of whole sequences; ``chi2``, E[w²]/E[w]² − 1; and
     ``staleness_k1`` and ``staleness_k3``, the value of stale tokens minus the value of tokens of age 0, if there are
     tokens of both kinds.
 
-    >>> derived({"ratio_mu": 1.0, "ratio_mu_squared": 1.25})
+    >>> derived_metrics({"ratio_mu": 1.0, "ratio_mu_squared": 1.25})
     {'ess': 0.8, 'chi2': 0.25}
     """
     out: dict[str, float] = {}

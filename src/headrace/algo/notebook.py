@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.algo.advantages import ADVANTAGES, outcomes_of
-from headrace.algo.advantages.outcomes import labels, plain
+from headrace.algo.advantages.outcomes import labels, to_list
 from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio, tensor_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.corrections import CORRECTIONS
 from headrace.algo.divergence import Estimator, estimate
 from headrace.algo.losses import LOSSES, Custom
 from headrace.algo.reductions import REDUCTIONS
-from headrace.algo.registry import find, named, options_of
+from headrace.algo.registry import find, options_of, settings_table
 from headrace.base.config import Section, validate
 from headrace.base.errors import ConfigError, nearest
 
@@ -187,7 +187,7 @@ def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, 
         return type(choice), choice.model_dump()
     if not isinstance(choice, str | Mapping):
         find(union, what, choice)
-    table = named(choice) if isinstance(choice, str) else dict(choice)
+    table = settings_table(choice) if isinstance(choice, str) else dict(choice)
     return find(union, what, str(table.get("kind", ""))), table
 
 
@@ -225,7 +225,7 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
     log_pi = given["log_pi"]
     shape = log_pi.shape if log_pi.ndim == 2 else (1, *log_pi.shape)
     num_sequences, length = shape
-    groups = None if groups is None else plain(groups, "groups")
+    groups = None if groups is None else to_list(groups, "groups")
     if groups is not None and len(groups) != num_sequences:
         raise ConfigError(f"groups has {len(groups)} rows, log_pi has {num_sequences}", remedy="give one per sequence")
 
@@ -276,7 +276,7 @@ def _run(objective: Objective, inputs: LossInputs, log_pi: Tensor) -> LossOutput
     the tokens' values in the shape of ``log_pi``, and with the derived metrics."""
     import torch
 
-    from headrace.algo.metrics import derived, means
+    from headrace.algo.metrics import derived_metrics, means
     from headrace.algo.objective import usable
 
     mask_N, dropped = usable(inputs.mask_N, inputs.log_mu_N)
@@ -291,6 +291,6 @@ def _run(objective: Objective, inputs: LossInputs, log_pi: Tensor) -> LossOutput
     weights_N = objective.weights(layout)
     inputs = replace(inputs, selected_NP=objective.prepare(replace(inputs, log_pi_N=inputs.log_pi_N.detach())))
     out = objective(inputs, weights_N)
-    extra = {name: Ratio(value, 1.0) for name, value in derived(means(out.metrics)).items()}
+    extra = {name: Ratio(value, 1.0) for name, value in derived_metrics(means(out.metrics)).items()}
     metrics = out.metrics | extra | {f"dropped/{reason}": Ratio(count, 1.0) for reason, count in dropped.items()}
     return LossOutput(loss=out.loss, tokens=out.tokens.reshape(log_pi.shape), metrics=metrics)

@@ -36,10 +36,10 @@ def find(kinds: Kinds, what: str, name: object) -> type[Any]:
     return kinds.find(name)
 
 
-def named(name: str) -> dict[str, Any]:
+def settings_table(name: str) -> dict[str, Any]:
     """Return the table of settings for the plain name of a formula; ``file.py:function`` is a custom formula.
 
-    >>> named("gspo"), named("my_losses.py:my_loss")
+    >>> settings_table("gspo"), settings_table("my_losses.py:my_loss")
     ({'kind': 'gspo'}, {'kind': 'custom', 'ref': 'my_losses.py:my_loss'})
     """
     return {"kind": "custom", "ref": name} if ".py:" in name else {"kind": name}

@@ -9,7 +9,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from headrace.algo.advantages.base import given
+from headrace.algo.advantages.base import require
 from headrace.algo.advantages.outcomes import Floats, Outcomes
 from headrace.base.config import Section
 from headrace.base.config.kinds import Kinds
@@ -47,7 +47,7 @@ class Overlong(Section):
     def __call__(self, outcomes: Outcomes) -> Floats:
         """Return the shaped reward of every episode: the reward plus the penalty of its length. A reward of NaN, which
         does not count, stays NaN."""
-        over_E = (self.max_tokens - self.buffer - given(outcomes.lengths_E, "lengths")) / self.buffer
+        over_E = (self.max_tokens - self.buffer - require(outcomes.lengths_E, "lengths")) / self.buffer
         return outcomes.rewards_E + self.penalty * np.clip(over_E, -1.0, 0.0)
 
 
@@ -70,7 +70,7 @@ class LengthShaping(Section):
     def __call__(self, outcomes: Outcomes) -> Floats:
         """Return the shaped reward of every episode: the reward plus the length reward among the counted answers of its
         group. A reward of NaN, which does not count, stays NaN."""
-        lengths_E = given(outcomes.lengths_E, "lengths").astype(np.float64)
+        lengths_E = require(outcomes.lengths_E, "lengths").astype(np.float64)
         _, index = np.unique(outcomes.groups_E, return_inverse=True)
         shortest, longest = np.full(len(lengths_E), np.inf), np.full(len(lengths_E), -np.inf)
         counted_E = outcomes.counted_E

@@ -138,7 +138,7 @@ class TimeLimit:
     which this process was suspended does not count, since the process could not receive anything then.
 
     The limit is divided into :data:`NUM_CHECKS` equal intervals, with a check after each. The last check ends the body
-    with ``TimeoutError``. A check does not count if it is late because the process was suspended, or if ``held``
+    with ``TimeoutError``. A check does not count if it is late because the process was suspended, or if ``is_paused``
     returns true.
 
     >>> async def wait_for_ever() -> None:
@@ -149,13 +149,13 @@ class TimeLimit:
     TimeoutError
     """
 
-    def __init__(self, seconds: float | None, *, held: Callable[[], bool] = lambda: False) -> None:
-        """Limit the body to ``seconds``; ``None`` sets no limit. Every check calls ``held``: while it returns true, for
-        example because the peer is suspended, the time does not count."""
+    def __init__(self, seconds: float | None, *, is_paused: Callable[[], bool] = lambda: False) -> None:
+        """Limit the body to ``seconds``; ``None`` sets no limit. Every check calls ``is_paused``: while it returns
+        true, for example because the peer is suspended, the time does not count."""
         self.scope = asyncio.Timeout(None)
         """The cancel scope of the body; :meth:`asyncio.Timeout.reschedule` ends it earlier."""
         self._check_interval_s = None if seconds is None else seconds / NUM_CHECKS
-        self._held = held
+        self._is_paused = is_paused
         self._checks_left = NUM_CHECKS
         self._timer: asyncio.TimerHandle | None = None
 
@@ -180,11 +180,11 @@ class TimeLimit:
 
     def _check(self, due_s: float, delay_s: float) -> None:
         """Count the check that was due at ``due_s``, in seconds of the event loop's clock, unless it is late or
-        ``held`` returns true. End the body when no checks are left; otherwise schedule the next check ``delay_s``
+        ``is_paused`` returns true. End the body when no checks are left; otherwise schedule the next check ``delay_s``
         seconds from now."""
         now_s = asyncio.get_running_loop().time()
         was_suspended = now_s - due_s > OWN_STANDSTILL_S
-        self._checks_left -= not (was_suspended or self._held())
+        self._checks_left -= not (was_suspended or self._is_paused())
         if self._checks_left:
             self._schedule_check(delay_s)
         elif not self.scope.expired():  # the body may have been ended earlier

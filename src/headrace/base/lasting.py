@@ -76,7 +76,7 @@ class LossTolerantStream(io.TextIOBase):
             except (OSError, ValueError) as error:
                 self._lose(error)
 
-    def look(self) -> None:
+    def detect_loss(self) -> None:
         """Check, without writing, whether the terminal was closed or the reader of the pipe has ended; if so, treat the
         output as lost from now on."""
         if self.lost:

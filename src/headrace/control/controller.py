@@ -143,7 +143,7 @@ class Controller:
         if start.fingerprint not in ("", self._fingerprint):
             state.warn("settings or rows differ from those the run was begun with: it continues with the new ones")
         memory = start.memory
-        state.metrics.resumed(start.step, eval_before=memory.eval_before, reward_first=memory.reward_first)
+        state.metrics.run_resumed(start.step, eval_before=memory.eval_before, reward_first=memory.reward_first)
         self._sync.earlier_checksums = restore_flow(state, self._ledger, start)
         self._scoring.restore_pivots(self._ledger, start.step)
         if start.snapshot is not None:
@@ -220,7 +220,7 @@ class Controller:
             mismatch = await measure_mismatch(state.parts, state.board, version=version, run_seed=state.run.seed)
         if mismatch is None:
             return
-        state.metrics.compared(mismatch.gap)
+        state.metrics.gap_measured(mismatch.gap)
         state.event(mismatch.text)
         allowed, explained = state.run.max_start_gap, self._largest_gap
         refuse_unexplained(mismatch, explained if allowed is None else allowed)
@@ -243,7 +243,7 @@ class Controller:
             reward = await self._run_unless_stopped(self._evaluator.mean_reward(self._count_eval_tokens, state.warn))
         if reward is not None:
             self._evaluated = {version: reward}
-            state.metrics.evaluated(version, reward, training=state.phase == "training")
+            state.metrics.evaluation_ended(version, reward, training=state.phase == "training")
             state.event(f"held-out mean reward {reward:.3f} at version {version}")
         return reward
 
@@ -302,7 +302,7 @@ class Controller:
             state.observers.event(Event(wall_s=state.metrics.wall_s, text=str(recovery), level="warning"))
             return
         state.event(str(recovery))
-        state.metrics.recovered(recovery)
+        state.metrics.part_recovered(recovery)
 
     def record_engine_change(self, text: str) -> None:
         """Record that engines were added or removed while the run goes on; ``text`` says which."""

@@ -143,7 +143,7 @@ def _turn_credits(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outco
     The reward of a turn is the reward that the environment returned for it; the last turn of a share also gets the rest
     of the share's (shaped) reward. Turns are compared by their state, which is the observation before the turn.
     """
-    shaped_E = algo.shaped(scores).rewards_E
+    shaped_E = algo.shape_rewards(scores).rewards_E
     rewards: list[float] = []
     states: list[object] = []
     for share, reward in zip(shares, shaped_E.tolist(), strict=True):
@@ -173,7 +173,7 @@ def _segment_credits(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Ou
     The formula (:class:`~headrace.algo.advantages.tokens.Prpo`) is defined on tokens; all tokens of a segment get the
     same advantage.
     """
-    shaped = algo.shaped(scores)
+    shaped = algo.shape_rewards(scores)
     segments = [(share.episode.turns[turn], turn) for share in shares for turn in share.turns]
     counts = [len(turn.tokens) for turn, _ in segments]
     credit_N = algo.advantage(

@@ -22,7 +22,7 @@ from headrace.flow.filters import (
     apply_filters,
     comparable_rewards,
     rewards_of,
-    unfiltered,
+    undo_filters,
 )
 from headrace.rollout import Withdrawal
 
@@ -65,7 +65,7 @@ class OpenGroup:
         """Return the collected episodes of the group, in the order of their places."""
         return tuple(self.episodes[place] for place in sorted(self.episodes))
 
-    def finished(self, episode: EpisodeGraph) -> None:
+    def record_finished(self, episode: EpisodeGraph) -> None:
         """Count a finished episode. If enough episodes had finished before it, mark it as left out. If it is the last
         episode that was needed, cancel the running episodes."""
         if self.has_enough:
@@ -103,7 +103,7 @@ def close_group(
     """Return the decision whether a group is trained or dropped. ``episodes`` are its episodes, which have all ended.
     The group is dropped if fewer than ``min_episodes`` of them are scored, or if a filter drops it. ``context`` is
     passed to the filters."""
-    unfiltered_group = ScoredGroup(number=number, episodes=unfiltered(episodes))
+    unfiltered_group = ScoredGroup(number=number, episodes=undo_filters(episodes))
     if len(unfiltered_group.scored) < min_episodes:
         return ClosedGroup(group=unfiltered_group, reason=commonest_cause(episodes))
     filtered = apply_filters(unfiltered_group, filters, min_episodes=min_episodes, context=context)
@@ -159,12 +159,12 @@ class ZeroSignalCounter:
         """Return the number of groups that were dropped in a row."""
         return self.reasons.total()
 
-    def kept(self) -> None:
+    def record_kept(self) -> None:
         """Reset the count, since a group was kept."""
         self.reasons.clear()
         self.num_rewards, self.reward_sum, self.lowest, self.highest = 0, 0.0, math.inf, -math.inf
 
-    def dropped(self, reason: str, by: FilterSection, rewards: Sequence[float]) -> None:
+    def record_dropped(self, reason: str, by: FilterSection, rewards: Sequence[float]) -> None:
         """Count a group that the filter ``by`` dropped for ``reason``; ``rewards`` are the rewards of its episodes, at
         least one. Raises :class:`~headrace.base.errors.NothingToLearn` when ``most`` groups in a row were dropped."""
         self.reasons[reason] += 1

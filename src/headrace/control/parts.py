@@ -82,9 +82,9 @@ class EpisodeShards(Protocol):
         ...
 
     async def run_episode(
-        self, key: EpisodeKey, task: Task, withdrawal: Withdrawal, begun: Sequence[TokenChunk] = ()
+        self, key: EpisodeKey, task: Task, withdrawal: Withdrawal, partial_turns: Sequence[TokenChunk] = ()
     ) -> EpisodeGraph:
-        """Run one episode of ``task``, which continues from the recorded tokens ``begun``, and return it."""
+        """Run one episode of ``task``, which continues from the recorded tokens ``partial_turns``, and return it."""
         ...
 
     async def run_group(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:

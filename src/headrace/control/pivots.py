@@ -66,7 +66,7 @@ class _PivotPoint:
     """The pivot as it was chosen."""
     turn: int
     """The index of the turn that contains the pivot."""
-    begun: tuple[TokenChunk, ...]
+    prefix: tuple[TokenChunk, ...]
     """The sampled turns before the pivot, which an attempt repeats; the last turn ends at the pivot."""
     parent: int | None
     """The engine's id of the request that sampled the turn, whose cache can be forked; ``None`` if the id is not
@@ -102,8 +102,8 @@ class SampledTurns:
         """Remove and return the sampled turns of the episode ``key``, one chunk for each turn, in the order in which
         they started; empty if no tokens were added."""
         turns = self._turns.pop(key, {})
-        joined = (TokenChunk.joined(turns[number]) for number in sorted(turns))
-        return [msgspec.structs.replace(chunk, lost="") for chunk in joined]
+        concatenated = (TokenChunk.concat(turns[number]) for number in sorted(turns))
+        return [msgspec.structs.replace(chunk, lost="") for chunk in concatenated]
 
 
 class PivotResampler:
@@ -147,14 +147,14 @@ class PivotResampler:
             self._graft_branches(episode, original, point, attempts)
         self._count("recovered", sum(success for _, success in outcomes_of(episode, self._config.threshold)))
 
-    def ended(self, episode: EpisodeGraph) -> None:
+    def record_outcomes(self, episode: EpisodeGraph) -> None:
         """Store the outcomes of the pivots of an ended episode, which follow from the rewards of its branches. The
         chooser learns from them when a batch has taken the group."""
         self.sampled_turns.pop(episode.key)
         if outcomes := outcomes_of(episode, self._config.threshold):
             self._outcomes.setdefault(episode.key.group, []).extend(outcomes)
 
-    def dropped(self, number: int) -> None:
+    def forget_group(self, number: int) -> None:
         """Remove the outcomes of the group ``number``, which was dropped, so that the chooser does not learn from
         them."""
         self._outcomes.pop(number, None)
@@ -168,7 +168,7 @@ class PivotResampler:
         groups = self._state.flow.state.groups
         for number in [*trained, *(number for number, entry in groups.items() if entry.state is GroupState.READY)]:
             for episode in ledger.episodes(number):
-                self.ended(episode)
+                self.record_outcomes(episode)
 
     def _learn_from_taken_groups(self) -> None:
         """Pass the outcomes of groups that a batch has taken to the chooser. Other groups are not used yet, so that the
@@ -202,7 +202,7 @@ class PivotResampler:
             cut_turn = msgspec.structs.replace(answer, tokens=answer.tokens[: pivot.at], stop_reason=None)
             prefix = (*earlier_turns, cut_turn)
             parent = None if answer.request_id < 0 else answer.request_id
-            points.append(_PivotPoint(number=number, pivot=pivot, turn=index, begun=prefix, parent=parent))
+            points.append(_PivotPoint(number=number, pivot=pivot, turn=index, prefix=prefix, parent=parent))
         return points
 
     async def _run_attempts(self, group: OpenGroup, episode: EpisodeGraph, point: _PivotPoint) -> list[_PivotAttempt]:
@@ -237,7 +237,7 @@ class PivotResampler:
             timeout_s=parts.episode_timeout_s,
             attempt_kind=AttemptKind.BRANCH,
         )
-        attempt = await runner.run(episode.key, task, begun=point.begun)
+        attempt = await runner.run(episode.key, task, partial_turns=point.prefix)
         attempt.key = own_key
         return attempt
 

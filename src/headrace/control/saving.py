@@ -86,13 +86,13 @@ class Saver:
 
     def begin(self, step: int, orders: asyncio.TaskGroup) -> Saving:
         """Order the snapshot of ``step`` from the learner, in a task of the group ``orders``. The learner makes it
-        after all earlier orders. Return the unfinished snapshot, which is passed to :meth:`copied` and
+        after all earlier orders. Return the unfinished snapshot, which is passed to :meth:`wait_until_copied` and
         :meth:`complete`."""
         unfinished = checkpoint.begin(self.directory, step)
         written = orders.create_task(self._state.parts.learner.save(unfinished))
         return Saving(step=step, unfinished=unfinished, written=written)
 
-    async def copied(self, saving: Saving) -> ControllerMemory:
+    async def wait_until_copied(self, saving: Saving) -> ControllerMemory:
         """Wait until the learner can continue to train, and return the controller's state for the snapshot, which is
         passed to :meth:`complete`.
 
@@ -123,7 +123,7 @@ class Saver:
         state = self._state
         try:
             with state.board.requesting("learner", f"the files of step {saving.step}", provider="the learner"):
-                await state.parts.learner.saved(saving.unfinished)
+                await state.parts.learner.wait_until_saved(saving.unfinished)
             with state.board.requesting("learner", "a ledger that is safe on disk", provider="the disk"):
                 if state.flow.columns is not None:
                     await off_loop(state.flow.columns.sync)  # the ledger refers to the contents of these files
@@ -159,4 +159,4 @@ class Saver:
         if step not in self._saved:
             async with asyncio.TaskGroup() as orders:
                 saving = self.begin(step, orders)
-                await self.complete(saving, await self.copied(saving))
+                await self.complete(saving, await self.wait_until_copied(saving))

@@ -31,13 +31,13 @@ def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
     Raises :class:`~headrace.base.errors.ConfigError` if the batch or its cache does not fit the memory.
     """
     from headrace.engine.native.engine import NativeEngine
-    from headrace.models.devices import use
+    from headrace.models.devices import use_device
     from headrace.models.heads import wanted_head
     from headrace.models.load import load_model
     from headrace.models.weights import weight_tensors
 
     config = setup.config
-    device = use("engine.device", config.device)
+    device = use_device("engine.device", config.device)
     model = load_model(setup.model, str(device))
     tensors = weight_tensors(model)
     receiver = setup.receive(tensors)

@@ -4,6 +4,6 @@ It contains the settings (``[flow]``), pacing, staleness policies, filters, the 
 """
 
 from headrace.flow.config import FlowConfig
-from headrace.flow.flow import Admission, Flow, TakenBatch
+from headrace.flow.flow import Admission, Flow, GroupBatch
 
-__all__ = ["Admission", "Flow", "FlowConfig", "TakenBatch"]
+__all__ = ["Admission", "Flow", "FlowConfig", "GroupBatch"]

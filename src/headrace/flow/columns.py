@@ -60,7 +60,7 @@ class ColumnFiles:
         self._synced: dict[str, int] = {}
         """The number of bytes of each file that would survive a power failure."""
 
-    def resumed(self, groups: Sequence[ResumedGroup]) -> None:
+    def record_resumed_groups(self, groups: Sequence[ResumedGroup]) -> None:
         """Register all existing files, as closed, and the groups with which a resumed run continues as their users.
         Call this once, before an engine writes."""
         for name in _list_files(self._directory):
@@ -75,7 +75,9 @@ class ColumnFiles:
             for name in files_of([*turns, *group.partial_turns]):
                 self._users_by_file.setdefault(name, set()).add(group.number)
 
-    def ended(self, number: int, turns: Sequence[Turn], open_groups: Callable[[], Iterable[int]]) -> None:
+    def record_ended_episode(
+        self, number: int, turns: Sequence[Turn], open_groups: Callable[[], Iterable[int]]
+    ) -> None:
         """Register the group ``number`` as a user of the files in which ``turns``, the turns of one of its ended
         episodes, have columns. ``open_groups`` returns the groups with episodes that have not ended, which may have
         columns in any file that was written so far."""
@@ -86,12 +88,12 @@ class ColumnFiles:
                 self._add(name, open_groups)
             self._users_by_file[name].add(number)
 
-    def dropped(self, number: int) -> None:
+    def record_dropped_group(self, number: int) -> None:
         """Record that the group ``number`` was dropped, so that it does not need its columns."""
         if self._removes_unneeded:
             self._unneeded_from[number] = 0
 
-    def trained(self, numbers: Sequence[int], step: int) -> None:
+    def record_trained_groups(self, numbers: Sequence[int], step: int) -> None:
         """Record that ``step`` has trained the groups ``numbers``, so that a snapshot of step + 1 or later does not
         need their columns."""
         if self._removes_unneeded:

@@ -50,7 +50,7 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakenBatch:
+class GroupBatch:
     """The batch that the next step trains, as the flow returns it to the learner loop."""
 
     step: int
@@ -125,7 +125,7 @@ class Flow:
         if rows:
             self._writer.write(Submit(numbers=tuple(rows), rows=tuple(rows.values()), at_s=self._clock.wall()))
         for number in numbers:
-            self._pacer.admitted(number, self.state.version, self._clock.now())
+            self._pacer.record_group_admitted(number, self.state.version, self._clock.now())
         self._move(numbers, GroupState.ADMITTED, versions=(self.state.version, self.state.version))
         return [self._admission(number, rows.get(number)) for number in numbers]
 
@@ -176,9 +176,9 @@ class Flow:
 
     def end_episode(self, episode: EpisodeGraph) -> None:
         """Record an episode that has ended, with its turns."""
-        self.running_turns.ended(episode.key)
+        self.running_turns.forget(episode.key)
         if self.columns is not None:
-            self.columns.ended(episode.key.group, episode.turns, self._open_groups)
+            self.columns.record_ended_episode(episode.key.group, episode.turns, self._open_groups)
         self._writer.write(EndEpisode(episode=episode, at_s=self._clock.wall()))
 
     def drop_episodes(self, number: int, places: Sequence[int], *, status: EpisodeStatus, reason: str) -> None:
@@ -201,24 +201,24 @@ class Flow:
         assert entry.oldest_version is not None
         versions = versions or (entry.oldest_version, entry.oldest_version)
         self._buffer[group.number] = group
-        self._pacer.left(group.number, self._clock.now(), ready=True)
+        self._pacer.record_group_ended(group.number, self._clock.now(), ready=True)
         self._move([group.number], GroupState.READY, versions=versions)
         self._drop_all(self._policy.leave(self.state))
 
     def drop(self, number: int, reason: str) -> None:
         """Drop the group ``number`` without training it, and count it under ``reason``. This frees its slot at once."""
         ready = self._buffer.pop(number, None)
-        self._pacer.left(number, self._clock.now(), ready=False)
+        self._pacer.record_group_ended(number, self._clock.now(), ready=False)
         if ready is not None:
             self.wasted_tokens[reason] += sum(episode.num_sampled for episode in ready.scored)
             self._release([ready])
         if self.columns is not None:
-            self.columns.dropped(number)
+            self.columns.record_dropped_group(number)
         self._move([number], GroupState.DROPPED, reason=reason)
 
     # --- called by the learner loop
 
-    def take(self) -> TakenBatch | None:
+    def take(self) -> GroupBatch | None:
         """Return the batch of the next step and record its groups as taken; ``None`` if there is no batch yet, or no
         further step. Before that, drop the groups that the policy rejects because of their age."""
         if self.state.next_step >= self._last_step:
@@ -233,13 +233,13 @@ class Flow:
         self._move(selection.take, GroupState.TAKEN, step=step)
         self.state.next_step += 1
         groups = [self._buffer.pop(number) for number in selection.take]
-        self._pacer.taken(step, selection.take, self._clock.now())
-        return TakenBatch(step=step, groups=groups, oldest_version=selection.oldest_version)
+        self._pacer.record_batch_taken(step, selection.take, self._clock.now())
+        return GroupBatch(step=step, groups=groups, oldest_version=selection.oldest_version)
 
-    def ordered(self, step: int) -> None:
+    def record_batch_sent(self, step: int) -> None:
         """Tell the pacing that the batch of ``step`` is laid out and was sent to the learner, which does not wait for
         it from now on."""
-        self._pacer.ordered(step, self._clock.now())
+        self._pacer.record_batch_sent(step, self._clock.now())
 
     @property
     def synchronous_time(self) -> SynchronousTime | None:
@@ -252,7 +252,7 @@ class Flow:
         for number, reason in leave.items():
             self.drop(number, reason)
 
-    def record_trained(
+    def record_step_trained(
         self,
         groups: Sequence[ScoredGroup],
         report: StepReport,
@@ -278,10 +278,10 @@ class Flow:
         for number in numbers:
             self.state.move(number, GroupState.TRAINED)
         if self.columns is not None:
-            self.columns.trained(numbers, report.step)
+            self.columns.record_trained_groups(numbers, report.step)
         self._release(groups)
         self._unreleased[report.step + 1] = numbers
-        self._pacer.trained(report.step, self._clock.now())
+        self._pacer.record_step_trained(report.step, self._clock.now())
         self.changed.notify()
 
     def _release(self, groups: Sequence[ScoredGroup]) -> None:
@@ -290,11 +290,11 @@ class Flow:
             for group in groups:
                 self._ready.release(group)
 
-    def record_commit(self, version: int, checksum: str) -> None:
+    def record_version_committed(self, version: int, checksum: str) -> None:
         """Record that the engines use ``version``, and release the groups of every step that this version contains,
         which frees their slots. ``checksum`` is one hash of all tensors of the version."""
         self.state.version = version
-        self._pacer.committed(version, self._clock.now())
+        self._pacer.record_version_committed(version, self._clock.now())
         contained = [made_version for made_version in self._unreleased if made_version <= version]
         numbers = tuple(number for made_version in contained for number in self._unreleased.pop(made_version))
         for number in numbers:
@@ -361,7 +361,7 @@ class Flow:
         if self._ready is not None:
             self._ready.clear()
         if self.columns is not None:
-            self.columns.resumed(resumed.groups)
+            self.columns.record_resumed_groups(resumed.groups)
         for group in resumed.groups:
             episodes = ScoredGroup(number=group.number, episodes=group.episodes)
             newest = None

@@ -174,11 +174,11 @@ class Pacer:
         ``groups`` describes the groups that are in no batch."""
         return count, None
 
-    def admitted(self, number: int, version: int, now_s: float) -> None:
+    def record_group_admitted(self, number: int, version: int, now_s: float) -> None:
         """Record that the group ``number`` starts now, under the committed ``version``."""
         self._started[number] = now_s, version
 
-    def left(self, number: int, now_s: float, *, ready: bool) -> None:
+    def record_group_ended(self, number: int, now_s: float, *, ready: bool) -> None:
         """Record that the group ``number`` has become ready or, if not ``ready``, was dropped."""
         self._ready.pop(number, None)
         started = self._started.pop(number, None)
@@ -189,7 +189,7 @@ class Pacer:
         else:
             self._dropped_s[number] = now_s - started[0]
 
-    def taken(self, step: int, numbers: Sequence[int], now_s: float) -> None:
+    def record_batch_taken(self, step: int, numbers: Sequence[int], now_s: float) -> None:
         """Record that ``step`` has its batch, which consists of the groups ``numbers``."""
         if self._next_step is None:
             self._next_step, self._free_s = step, now_s
@@ -210,11 +210,11 @@ class Pacer:
         most_s = _together_s([(took_s, kept) for _, took_s, kept in sorted(groups)])
         return min(most_s, max(0.0, ready_s - max(first_start_s, self._all_ready_s))), most_s
 
-    def ordered(self, step: int, now_s: float) -> None:
+    def record_batch_sent(self, step: int, now_s: float) -> None:
         """Record that the batch of ``step`` is laid out and was sent to the learner."""
         self._open[step].ordered_s = now_s
 
-    def trained(self, step: int, now_s: float) -> None:
+    def record_step_trained(self, step: int, now_s: float) -> None:
         """Record that the learner has trained ``step``, and compute ``synchronous_time`` for it."""
         trained = self._open.pop(step)
         self.synchronous_time = None
@@ -225,7 +225,7 @@ class Pacer:
             self.synchronous_time = SynchronousTime(least_s=least_s + rest_s, most_s=most_s + rest_s)
         self._next_step, self._free_s = step + 1, now_s
 
-    def committed(self, version: int, now_s: float) -> None:
+    def record_version_committed(self, version: int, now_s: float) -> None:
         """Record that the engines use ``version`` from now on."""
         if version == self._next_step:
             self._commit_lag_s = now_s - self._free_s
@@ -315,28 +315,28 @@ class JustInTimePacer(Pacer):
         """The time until which the last result of :meth:`num_now` is valid if no event happens; ``None`` if an event
         has invalidated it."""
 
-    def left(self, number: int, now_s: float, *, ready: bool) -> None:
+    def record_group_ended(self, number: int, now_s: float, *, ready: bool) -> None:
         """Record that the group ``number`` has ended, and its duration. The duration of a dropped group (not ``ready``)
         is infinite."""
         started = self._started.get(number)
-        super().left(number, now_s, ready=ready)
+        super().record_group_ended(number, now_s, ready=ready)
         if started is not None:
             self._group_durations_s.append(now_s - started[0] if ready else math.inf)
         if not ready:
             self._retry_s = None
 
-    def taken(self, step: int, numbers: Sequence[int], now_s: float) -> None:
+    def record_batch_taken(self, step: int, numbers: Sequence[int], now_s: float) -> None:
         """Record that ``step`` has its batch, which consists of the groups ``numbers``. The next call of
         :meth:`num_now` computes a new result."""
-        super().taken(step, numbers, now_s)
+        super().record_batch_taken(step, numbers, now_s)
         self._retry_s = None
 
-    def trained(self, step: int, now_s: float) -> None:
+    def record_step_trained(self, step: int, now_s: float) -> None:
         """Record that the learner has trained ``step``: update the durations of steps and groups, and the debt."""
         ordered_s = self._open[step].ordered_s
         over_s = max(0.0, ordered_s - self._free_s) - self.learner_waits * self.step_s
         self._step_durations_s.append(now_s - max(self._free_s, ordered_s))
-        super().trained(step, now_s)
+        super().record_step_trained(step, now_s)
         self._debt_s = min(max(0.0, self._debt_s + over_s), MOST_DEBT * self.step_s) if self.experienced else 0.0
         self._sorted_group_durations_s = np.sort(np.array(self._group_durations_s))
         self._sorted_step_durations_s = np.sort(np.array(self._step_durations_s))
@@ -344,10 +344,10 @@ class JustInTimePacer(Pacer):
         self._retry_interval_s = LATER * max(self.step_s, usual_s if math.isfinite(usual_s) else 0.0)
         self._retry_s = None
 
-    def committed(self, version: int, now_s: float) -> None:
+    def record_version_committed(self, version: int, now_s: float) -> None:
         """Record that the engines use ``version`` from now on. The next call of :meth:`num_now` computes a new
         result."""
-        super().committed(version, now_s)
+        super().record_version_committed(version, now_s)
         self._retry_s = None
 
     @property

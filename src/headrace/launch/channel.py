@@ -299,7 +299,7 @@ class ControllerChannel:
         self._flush()
         return [self._decode(data) for data in arrived]
 
-    async def broken(self) -> None:
+    async def wait_for_break(self) -> None:
         """Wait until a connection from another machine breaks. It may be the connection of the part, or a connection
         that was refused because the other end did not know the key."""
         if self._monitor is None:

@@ -26,7 +26,7 @@ from headrace.launch.starts import EnvironmentStart, ScorerStart, Start
 
 GRACE_S = 5.0
 """Seconds that a process may take to end after the order to shut down."""
-LAST_WORDS_S = 2.0
+LAST_REPORT_S = 2.0
 """Seconds to wait for the end of a process that has reported an error. Also the seconds to wait for the report of a
 process whose exit code says that it has sent one."""
 LOG_LINES = 8
@@ -109,12 +109,12 @@ class Process(Protocol):
         determined."""
         ...
 
-    async def halted(self) -> str:
+    async def halt_reason(self) -> str:
         """Return what has halted the process, or a process that it has started, in words such as ``is stopped
         (SIGSTOP)``. The text is empty if the process is not halted, or if that cannot be determined."""
         ...
 
-    def ending(self) -> str:
+    def describe_end(self) -> str:
         """Return how the process ended, in words that follow its name in a message."""
         ...
 
@@ -148,7 +148,7 @@ class Starter(Protocol):
 
 class Child:
     """A process of the run, together with the peer that communicates with it. The launcher has one for each process,
-    waits for its end (:meth:`died`) and ends it (:meth:`end`)."""
+    waits for its end (:meth:`wait_for_death`) and ends it (:meth:`end`)."""
 
     def __init__(self, role: str, peer: Peer, process: Process, log: Path, old_logs: deque[Path] | None = None) -> None:
         """Combine ``process`` with its ``peer``. ``role`` is the name of the process in messages, and ``log`` is its
@@ -191,10 +191,10 @@ class Child:
         determined."""
         return await self._process.computed_s()
 
-    async def halted(self) -> str:
+    async def halt_reason(self) -> str:
         """Return what has halted the process, or a process that it has started, in words such as ``is stopped
         (SIGSTOP)``. The text is empty if the process is not halted, or if that cannot be determined."""
-        return await self._process.halted()
+        return await self._process.halt_reason()
 
     @property
     def killed(self) -> bool:
@@ -217,23 +217,23 @@ class Child:
         """Whether the process is a rank of the learner that has ended only because another rank had ended."""
         return self._process.returncode == EXIT_RANK_LOST
 
-    async def died(self) -> str:
+    async def wait_for_death(self) -> str:
         """Wait for the end of the process, kill all processes that it has started, and return the cause in words,
         followed by the last lines of its log. A process that has reported an error and does not end within
-        :data:`LAST_WORDS_S` is killed."""
+        :data:`LAST_REPORT_S` is killed."""
         async with asyncio.TaskGroup() as group:
             end_task = group.create_task(self._process.wait())
             report_task = group.create_task(self.peer.reported.wait())
             await asyncio.wait({end_task, report_task}, return_when=asyncio.FIRST_COMPLETED)
             if report_task.done() or end_task.result() == EXIT_REPORTED:
-                await asyncio.wait({end_task, report_task}, timeout=LAST_WORDS_S)
+                await asyncio.wait({end_task, report_task}, timeout=LAST_REPORT_S)
             await self.kill()
             report_task.cancel()
         lines = self._process.last_lines(self._log)[-LOG_LINES:]
         self._retire_log()
         quotation = "".join(f"\n    {line[:300]}" for line in lines)
         where = f" on {self.node}" if self.node else ""
-        return f"{self.role} (pid {self.pid}{where}) {self._process.ending()}{quotation}"
+        return f"{self.role} (pid {self.pid}{where}) {self._process.describe_end()}{quotation}"
 
     def _retire_log(self) -> None:
         """Append the log file of the ended process to the old logs, and delete the oldest file if there are more than

@@ -125,7 +125,7 @@ class Launcher:
     :class:`~headrace.launch.order.LaunchOrder`. Its resources on other machines are released after the body."""
     cluster: ClusterLaunch | None = None
     """The functions for other machines; ``None`` if every process is on this machine."""
-    engine_room: Callable[[Any, tuple[str, ...]], Awaitable[None]] | None = None
+    refuse_no_room: Callable[[Any, tuple[str, ...]], Awaitable[None]] | None = None
     """Checks whether engines with the given names can be added while a run goes on, given the starter that ``starting``
     has opened, and raises :class:`~headrace.base.errors.ConfigError` if there is no room for them. Their processes are
     then started as those of other engines are. ``None``: engines are started only with the run."""

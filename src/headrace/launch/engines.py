@@ -12,10 +12,10 @@ The sequences of a dead engine continue on other engines, or wait for its restar
 engine that is alive but does not receive new weights is not restarted: it finishes its sequences, and serves again
 after it has received a later version.
 
-Engines are added and removed while the run goes on (:mod:`headrace.launch.resizing` decides which):
+Engines can be added and removed during the run (:mod:`headrace.launch.resizing` chooses them):
 
-    add ──▶ loading ──▶ joins the fleet ──the newest weights──▶ serves     one that ends before is forgotten
-    remove ──▶ ends its sequences, and gets no new ones ──▶ shuts down     after a time the others continue the rest
+    add ──▶ loading ──▶ joins the fleet ──the newest weights──▶ serves     if it ends before, it is removed again
+    remove ──▶ gets no new sequences, and finishes its own ──▶ shuts down  after a time, others continue the rest
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ class Engines(Supervisor):
         weights themselves."""
         return self.fleet.addresses(self.fleet.names)
 
-    def lacking(self, version: int) -> tuple[str, ...]:
+    def addresses_without(self, version: int) -> tuple[str, ...]:
         """Return the weight addresses of the engines that have not staged ``version``."""
-        return self.fleet.addresses(self.fleet.lacking(version))
+        return self.fleet.addresses(self.fleet.engines_without(version))
 
-    def in_step(self) -> dict[str, str]:
+    def engines_in_step(self) -> dict[str, str]:
         """Return the engines to which the learner may announce its next version directly, because they use the newest
         version. Keys are the addresses at which the engines receive orders on this machine; values are the addresses at
         which they receive weights. Engines on other machines are left out."""
-        peers = [self.client(name) for name in self.fleet.in_step()]
+        peers = [self.client(name) for name in self.fleet.engines_in_step()]
         return {peer.orders_address: peer.weights_address for peer in peers if peer.orders_address}
 
     def commit_when_staged(self, mode: Interrupt) -> Interrupt | None:
@@ -108,9 +108,9 @@ class Engines(Supervisor):
             if why:
                 outage = self._record_missed_version(child.role, why, since_s, outage)
                 await self.fleet.wait_until_serving(child.role)
-            self._serves(child.role)
+            self._count_serving(child.role)
             if outage is not None:
-                self.recovered(child.role, outage)
+                self.report_recovery(child.role, outage)
                 outage = None
             await self.fleet.wait_until_missed(child.role)
 
@@ -120,16 +120,16 @@ class Engines(Supervisor):
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """The names of the engines that get requests now."""
+        """The names of the engines that receive new requests now."""
         return tuple(name for name in self.names if self.fleet.serves(name))
 
-    def is_lasting(self, name: str) -> bool:
+    def will_restart(self, name: str) -> bool:
         """Return whether the engine ``name`` is started again if it dies: it has served, and is not being removed."""
         return name not in self._additions and name not in self._removals
 
     def status(self, name: str) -> str:
-        """Return what the engine ``name`` does, in one word: ``starting``, ``serving``, ``waiting`` for new weights, or
-        ``leaving``."""
+        """Return the state of the engine ``name`` in one word: ``starting``, ``serving``, ``waiting`` (for new
+        weights) or ``leaving``."""
         if name in self._removals:
             return "leaving"
         if name not in self.fleet.names:
@@ -137,15 +137,16 @@ class Engines(Supervisor):
         return "serving" if self.fleet.serves(name) else "waiting"
 
     def begin_removal(self, name: str) -> asyncio.Future[int]:
-        """Give the engine ``name`` no new requests; it is not started again if it ends. Return the future that is done
-        when it has ended, with the number of its sequences that continue on other engines."""
+        """Stop sending requests to the engine ``name``, and do not start it again when it ends. Return a future that is
+        done when the engine has ended. Its result is the number of sequences of the engine that continue on other
+        engines."""
         self.fleet.retire(name)
         return super().begin_removal(name)
 
     async def end_removal(self, name: str, ended: asyncio.Future[int], drain_s: float) -> int:
-        """Wait until the engine ``name``, whose removal has begun with the future ``ended``, has ended its sequences,
-        or until ``drain_s`` seconds have passed; then let its process shut down, and wait for its end. Return the
-        number of its sequences that continue on other engines."""
+        """Wait until the engine ``name`` has finished its sequences, at most ``drain_s`` seconds; then shut its process
+        down, and wait for its end. ``ended`` is the future that :meth:`begin_removal` has returned for the engine.
+        Return the number of its sequences that continue on other engines."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 await self._drain(name)
@@ -160,18 +161,18 @@ class Engines(Supervisor):
                 return
             await asyncio.sleep(DRAIN_TICK_S)
 
-    def _serves(self, name: str) -> None:
-        """Note that the engine ``name`` serves. One that was added counts as one of the fleet from now on."""
-        self._added(name)
-        self._count()
+    def _count_serving(self, name: str) -> None:
+        """Record that the engine ``name`` serves. From now on, an added engine counts in the size of the fleet."""
+        self._record_serving(name)
+        self._update_fleet_size()
 
     def _forget(self, name: str, carried_over: int = 0) -> None:
-        """Forget the engine ``name``, which has ended and is not started again."""
+        """Remove all records of the engine ``name``, which has ended and is not started again."""
         super()._forget(name, carried_over)
-        self._count()
+        self._update_fleet_size()
 
-    def _count(self) -> None:
-        """Tell the fleet how many engines it has: those that were added count when they serve."""
+    def _update_fleet_size(self) -> None:
+        """Set the size of the fleet to the number of engines. Added engines count as soon as they serve."""
         self.fleet.resize(len(self.names) - len(self._additions))
 
     def _record_missed_version(self, name: str, why: str, since_s: float, outage: Outage | None) -> Outage:

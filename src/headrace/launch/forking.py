@@ -128,7 +128,7 @@ class ForkedProcess:
         await asyncio.wait([self._code])  # awaiting the future itself would cancel it for other waiters
         return self._code.result()
 
-    def ended(self, code: int) -> None:
+    def record_exit(self, code: int) -> None:
         """Record that the process has ended with exit code ``code``, unless an exit code was recorded before."""
         if not self._code.done():
             self._code.set_result(code)
@@ -139,7 +139,7 @@ class ForkedProcess:
         """Wait a moment for the fork server's report of the exit code, and record an unknown exit code if none arrives.
         This is called when the pidfd shows that the process has ended; the pidfd does not contain the exit code."""
         loop.remove_reader(self._pidfd)
-        loop.call_later(EXIT_CODE_WAIT_S, self.ended, EXIT_UNKNOWN)
+        loop.call_later(EXIT_CODE_WAIT_S, self.record_exit, EXIT_UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +228,7 @@ class ForkServer:
         finally:
             loop.remove_reader(self._control)
             for part in self._parts.values():
-                part.ended(EXIT_UNKNOWN)  # no task waits for the exit codes: the launcher has ended all parts before
+                part.record_exit(EXIT_UNKNOWN)  # no task waits for exit codes: the launcher has ended all parts before
             self._parts.clear()
 
     async def fork(
@@ -311,7 +311,7 @@ class ForkServer:
                     self._pending[call].set_exception(OSError(number, os.strerror(number)))
             case ForkExit(pid=pid, code=code):
                 if (ended := self._parts.pop(pid, None)) is not None:
-                    ended.ended(code)
+                    ended.record_exit(code)
 
     def _mark_lost(self, *, silent: bool = False) -> None:
         """Record that the fork server has ended or, if ``silent``, has not answered in time; warn about it; and make

@@ -164,14 +164,15 @@ class LocalEngine(EngineClient):
         """The reason why the engine can serve no more requests; ``None`` while it can."""
         return self._closed
 
-    async def died(self) -> ComponentDied:
+    async def wait_for_death(self) -> ComponentDied:
         """Wait until the engine is closed or broken, and return the reason."""
         await self._dead.wait()
         assert self._closed is not None
         return self._closed
 
     def end(self, why: ComponentDied) -> None:
-        """Make all waiting calls and every later call fail with ``why``, and wake the callers of :meth:`died`."""
+        """Make all waiting calls and every later call fail with ``why``, and wake the callers of
+        :meth:`wait_for_death`."""
         super().end(why)
         self._dead.set()
 

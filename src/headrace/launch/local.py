@@ -29,7 +29,7 @@ from headrace.control import Components, Serving
 from headrace.control.credit import credit, segment_starts_of
 from headrace.control.teaching import TeacherClient, Teachers
 from headrace.engine.remote import RemoteEngine
-from headrace.launch.child import LAST_WORDS_S, Child, Rendezvous
+from headrace.launch.child import LAST_REPORT_S, Child, Rendezvous
 from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
 from headrace.launch.clients.rollout import RolloutClient
 from headrace.launch.config import INVITATION_FILE, LAUNCHERS
@@ -73,8 +73,8 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         for each in supervised:
             await each.start()
         learner_client = await processes.start_learner()
-        learner_client.receivers, learner_client.lacking = engines.addresses, engines.lacking
-        learner_client.engines_in_step = engines.in_step
+        learner_client.receivers, learner_client.addresses_without = engines.addresses, engines.addresses_without
+        learner_client.engines_in_step = engines.engines_in_step
         learner_client.commit_when_staged = partial(engines.commit_when_staged, order.sync.interrupt)
         vitals = _make_vitals(processes)
         async with _supervise(processes, supervised, pool, own_envs, join_server, vitals=vitals):
@@ -311,10 +311,10 @@ async def _raise_on_death(part: Sequence[Child]) -> None:
     """Wait until a process of a part dies, and raise the cause. A part is one process, or all ranks of the learner.
     When one rank dies, the other ranks end too; the error of the rank that died first is raised."""
     async with asyncio.TaskGroup() as group:
-        deaths = {group.create_task(child.died()): child for child in part}
+        deaths = {group.create_task(child.wait_for_death()): child for child in part}
         await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(LAST_REPORT_S):
                 await _wait_for_cause(deaths)
         ended_tasks = [death for death in deaths if death.done()]
         for death in deaths:
@@ -346,7 +346,7 @@ async def _wait_for_environments(envs: EnvPool, order: LaunchOrder) -> None:
         order.on_event(Event(wall_s=0.0, text=error))
     try:
         async with asyncio.timeout(timeout_s):
-            await envs.started()
+            await envs.wait_until_started()
     except TimeoutError:
         if envs.keeps_some_here:
             raise DeadlineError(
@@ -373,7 +373,7 @@ async def _wait_until_ready(children: list[Child], pool: ScoringStage, timeout_s
         async with asyncio.timeout(timeout_s):
             if children:
                 await asyncio.wait([child.peer.ready for child in children])  # gather would cancel them
-            await pool.started()
+            await pool.wait_until_started()
     except TimeoutError:
         late = [child.role for child in children if not child.peer.ready.done()] or ["scorer"]
         raise DeadlineError(

@@ -192,13 +192,13 @@ class LocalProcess:
         """Return the seconds of processor time that the working process has used or waited for."""
         return computed_s(self.working_pid)
 
-    async def halted(self) -> str:
+    async def halt_reason(self) -> str:
         """Return what has stopped the process, or a process that it has started, in words such as ``is stopped
         (SIGSTOP…)``; empty if none of them is stopped."""
         descriptions = await off_loop(lambda: halted_below([self.pid, self.working_pid]))
         return descriptions.get(self.working_pid) or descriptions.get(self.pid, "")
 
-    def ending(self) -> str:
+    def describe_end(self) -> str:
         """Return how the process ended, in words that follow its name. Call this only after the process has ended."""
         assert self.returncode is not None
         return exit_words(self.returncode)

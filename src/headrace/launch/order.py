@@ -1,5 +1,5 @@
 """The order that a session passes to a launcher, and the launched run that the launcher returns. A *session* is the
-code that runs one training or evaluation. A *part* is one process of the run."""
+code that executes one training or evaluation. A *part* is one process of the run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TeacherOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOrder:
-    """The order for a launcher: all settings of a run that are needed to start its processes."""
+    """The order to a launcher: all settings of a run that are needed to start its processes."""
 
     model: ModelConfig
     """The model with which the run began. Engines load this model whenever they start, because its directory does not
@@ -135,20 +135,20 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     """The device on which it computes; empty for a part without a device or a part that is not ready."""
     restarts: int = 0
-    """How many times it has died and was started again."""
+    """The number of times that it has died and was started again."""
     node: str = ""
     """The address of its machine; empty for the controller's machine."""
 
 
 OnProgress = Callable[[str], None]
-"""A function that is called with texts about a change that is under way."""
+"""A function that is called with texts about the progress of a change."""
 
 
 class EngineChanges(Protocol):
-    """Changes of the engines of a run while it goes on."""
+    """The functions that change the engines of a run while it is in progress."""
 
     def send_changes_to(self, on_change: OnProgress) -> None:
-        """Call ``on_change`` with one sentence about every later change, for the log of the run."""
+        """Set the callback ``on_change``. It receives one sentence about every later change, for the log of the run."""
         ...
 
     def status(self) -> tuple[EngineStatus, ...]:
@@ -156,17 +156,17 @@ class EngineChanges(Protocol):
         ...
 
     async def add(self, num: int, on_progress: OnProgress) -> tuple[str, ...]:
-        """Add ``num`` engines, and wait until all of them serve the newest version; return their names.
+        """Add ``num`` engines, wait until all of them serve the newest version, and return their names.
 
-        Raises :class:`~headrace.base.errors.ConfigError` if the run cannot have more engines, or if one of them ended
-        before it served; the others are added all the same.
+        Raises :class:`~headrace.base.errors.ConfigError` if the run cannot have more engines, or if an added engine
+        ended before it served. In the latter case the other engines are added nevertheless.
         """
         ...
 
     async def remove(self, name: str, num: int, drain_s: float, on_progress: OnProgress) -> tuple[str, ...]:
-        """Remove the engine ``name`` or, if that is empty, the last ``num`` engines, and wait until their processes
-        have ended; return their names. Each has ``drain_s`` seconds to end its sequences, and the other engines
-        continue the rest.
+        """Remove the engine ``name`` or, if ``name`` is empty, the last ``num`` engines. Wait until their processes
+        have ended, and return their names. Each engine has ``drain_s`` seconds to finish its sequences; the other
+        engines continue the sequences that are not finished by then.
 
         Raises :class:`~headrace.base.errors.ConfigError` for engines that cannot be removed.
         """
@@ -182,8 +182,8 @@ class LaunchedRun:
     components: Callable[[], list[ComponentStatus]]
     """Returns the status of every process."""
     send_warnings_to: Callable[[Callable[[str], None]], None]
-    """Makes the parts send all later warnings to the given function. Earlier warnings are events of the order, without
-    a time."""
+    """Makes the parts send all later warnings to the given function. Earlier warnings are passed to the order's
+    ``on_event``, as events without a time."""
     send_signs_to: Callable[[SendWarning], None]
     """Makes the supervision send all later warnings about processes that make no progress to the given function."""
     send_recoveries_to: Callable[[Callable[[Recovery], None]], None]
@@ -191,6 +191,6 @@ class LaunchedRun:
     facts: Callable[[], Facts]
     """Returns the facts that the engines and the learner report about themselves."""
     changes: EngineChanges
-    """Adds and removes engines."""
+    """The functions that add and remove engines."""
     private: Path
     """A directory of this machine that only the user of the run can enter; it exists as long as the processes do."""

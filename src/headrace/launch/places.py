@@ -8,7 +8,7 @@ from itertools import count
 from headrace.base.errors import ConfigError
 from headrace.launch.engines import engine_names
 from headrace.launch.order import LaunchOrder
-from headrace.models.devices import Devices, device_of_one_more, num_gpus
+from headrace.models.devices import Devices, device_for_one_more, num_gpus
 
 MAX_ENGINES = 64
 """Greatest number of engines of the policy. It is also the greatest value of ``engine.count``."""
@@ -113,7 +113,7 @@ class EnginePlaces:
         order = self._order
         if order.launch.remote:  # every engine sees only the devices that it has requested
             return order.devices.engines[0]
-        return device_of_one_more(
+        return device_for_one_more(
             order.engine.device,
             self.devices,
             gpus=num_gpus(),

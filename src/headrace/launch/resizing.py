@@ -121,8 +121,8 @@ class FleetResizer:
     async def _refuse_no_room(self, num: int) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if ``num`` more engines cannot be started."""
         order, present = self._processes.order, len(self._processes.places.policy)
-        room = LAUNCHERS.load(order.launch.kind).engine_room
-        if room is None:
+        refuse_no_room = LAUNCHERS.load(order.launch.kind).refuse_no_room
+        if refuse_no_room is None:
             raise ConfigError(
                 f"launch.kind={order.launch.kind!r} starts engines only when a run starts",
                 remedy="stop the run (Ctrl-C), and --resume with another engine.count",
@@ -135,7 +135,7 @@ class FleetResizer:
             raise ConfigError(
                 f"the run has {present} engines, and {num} more cannot be added: {error.problem}", remedy=error.remedy
             ) from None
-        await room(self._processes.starter, self._processes.places.free_names(num))
+        await refuse_no_room(self._processes.starter, self._processes.places.free_names(num))
 
     def _removable(self, name: str, num: int) -> tuple[str, ...]:
         """Return the names of the engines to remove: ``name`` or, if ``name`` is empty, the last ``num`` engines.
@@ -151,7 +151,7 @@ class FleetResizer:
             raise ConfigError(f"{name} is being removed or added already", remedy="wait until that is done")
         names = (name,) if name else tuple(stay[len(stay) - num :] if num <= len(stay) else stay)
         stay = [each for each in stay if each not in names]
-        serving, lasting = set(self._engines.serving), [each for each in stay if self._engines.is_lasting(each)]
+        serving, lasting = set(self._engines.serving), [each for each in stay if self._engines.will_restart(each)]
         if not lasting or num > len(names) or (serving & set(names) and not serving & set(stay)):
             left = ", ".join(f"{each} is {self._engines.status(each)}" for each in stay)
             raise ConfigError(

@@ -24,7 +24,7 @@ import msgspec
 from headrace.base.clock import Clock
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.messages.engine import AbortAllOf
-from headrace.base.types.messages.rollout import EngineSeen, EnginesSeen, StartEpisodes, WithdrawEpisode
+from headrace.base.types.messages.rollout import EngineUpdate, EngineUpdates, StartEpisodes, WithdrawEpisode
 from headrace.base.types.task import Task
 from headrace.engine.fleet import Fleet
 from headrace.launch.child import Child
@@ -84,12 +84,12 @@ class RolloutShards(Supervisor):
         self._on_parts, self._note = on_parts, note
 
     async def run_episode(
-        self, key: EpisodeKey, task: Task, withdrawal: Withdrawal, begun: Sequence[TokenChunk] = ()
+        self, key: EpisodeKey, task: Task, withdrawal: Withdrawal, partial_turns: Sequence[TokenChunk] = ()
     ) -> EpisodeGraph:
         """Run one episode of ``task`` in a shard, and return it; see
         :meth:`~headrace.rollout.runner.EpisodeRunner.run`."""
         order = self._new_order(key.group, (key.place,), task)
-        async with aclosing(self._run(order, withdrawal, begun)) as batches:
+        async with aclosing(self._run(order, withdrawal, partial_turns)) as batches:
             async for episodes in batches:
                 return episodes[0]
         raise AssertionError("an episode ends once")
@@ -115,7 +115,7 @@ class RolloutShards(Supervisor):
         self._send_states(child.role, client, self._fleet.names)
         self._ready[child.role] = client
         if outage is not None:
-            self.recovered(child.role, outage)
+            self.report_recovery(child.role, outage)
         self._wake_waiting()
         await asyncio.Event().wait()
 
@@ -152,15 +152,15 @@ class RolloutShards(Supervisor):
         """Send the states of the engines ``names`` to the shard ``shard``. Their order differs between shards: among
         engines with the same load a shard chooses the first, and different shards must not choose the same engine."""
         first = self.names.index(shard) * len(names) // len(self.names)
-        client.send(EnginesSeen(engines=tuple(map(self._engine_state, (*names[first:], *names[:first])))))
+        client.send(EngineUpdates(engines=tuple(map(self._engine_state, (*names[first:], *names[:first])))))
 
-    def _engine_state(self, name: str) -> EngineSeen:
+    def _engine_state(self, name: str) -> EngineUpdate:
         """Return the state of the engine ``name``, as it is sent to one shard."""
-        seen = self._fleet.seen(name)
-        if seen is None:
-            return EngineSeen(name=name)
-        state, version, paused = seen
-        return EngineSeen(
+        found = self._fleet.state_of(name)
+        if found is None:
+            return EngineUpdate(name=name)
+        state, version, paused = found
+        return EngineUpdate(
             name=name,
             orders=self._engine(name).orders_address,
             first_request=next(self._request_ranges) << REQUESTS_BITS,
@@ -175,13 +175,13 @@ class RolloutShards(Supervisor):
         return StartEpisodes(call=0, group=group, places=places, task=task)
 
     async def _run(
-        self, order: StartEpisodes, withdrawal: Withdrawal | None = None, begun: Sequence[TokenChunk] = ()
+        self, order: StartEpisodes, withdrawal: Withdrawal | None = None, partial_turns: Sequence[TokenChunk] = ()
     ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
-        """Run the episodes of ``order``, and yield lists of episodes that have ended together. ``begun`` are recorded
-        tokens of their turns. ``withdrawal`` can end an episode that runs alone."""
+        """Run the episodes of ``order``, and yield lists of episodes that have ended together. ``partial_turns``
+        are recorded tokens of their turns. ``withdrawal`` can end an episode that runs alone."""
         keys = [EpisodeKey(order.group, place) for place in order.places]
         self._recorded.update({key: {} for key in keys})
-        for part in begun:
+        for part in partial_turns:
             self._recorded[part.key][part.turn] = [part]
         try:
             async with aclosing(self._run_across_shards(order, withdrawal)) as batches:
@@ -198,8 +198,11 @@ class RolloutShards(Supervisor):
         episodes continue in another shard from their recorded tokens."""
         pending = {place: self._recorded[EpisodeKey(order.group, place)] for place in order.places}
         while pending:
-            begun = tuple(TokenChunk.joined(turn) for recorded in pending.values() for turn in recorded.values())
-            order = msgspec.structs.replace(order, call=next(self._calls), places=tuple(pending), begun=begun)
+            recorded_turns = [turn for recorded in pending.values() for turn in recorded.values()]
+            partial_turns = tuple(TokenChunk.concat(turn) for turn in recorded_turns)
+            order = msgspec.structs.replace(
+                order, call=next(self._calls), places=tuple(pending), partial_turns=partial_turns
+            )
             async with aclosing(self._run_in_shard(order, withdrawal)) as batches:
                 async for episodes in batches:
                     _remove(pending, episodes)

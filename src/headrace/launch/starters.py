@@ -28,9 +28,9 @@ async def _open_starter(order: LaunchOrder) -> AsyncIterator[Starter]:
         yield LocalStarter(order.forks)
 
 
-async def _room_here(starter: Starter, names: tuple[str, ...]) -> None:
+async def _accept_all(starter: Starter, names: tuple[str, ...]) -> None:
     """Accept all engines: on this machine only GPUs are counted, which are chosen elsewhere."""
 
 
-LOCAL = Launcher(starting=_open_starter, engine_room=_room_here)
+LOCAL = Launcher(starting=_open_starter, refuse_no_room=_accept_all)
 """The launcher for ``launch.kind = "local"``."""

@@ -8,8 +8,8 @@ and restarts a process that dies, as long as the number of restarts allows it.
 If a process reports an error during its first start, the settings are wrong, and the run ends with that error. If a
 signal killed the process before it was ready, it could not report an error, and it is started again.
 
-Processes can be added while the run goes on, and removed. One that is added and ends before it serves for the first
-time is removed again, and the run goes on. One that is being removed may end at any time, and is not started again.
+Processes can be added and removed during the run. If an added process ends before it has served for the first time, it
+is removed again, and the run continues. A process that is being removed may end at any time, and is not started again.
 """
 
 from __future__ import annotations
@@ -83,21 +83,21 @@ class Supervisor(ABC):
         self._kill_reasons: dict[str, str] = {}
         self._deaths: deque[float] = deque(maxlen=config.restarts or None)
         self.restarts = Counter[str]()
-        """How many times each process was started again, by name."""
+        """The number of times that each process was started again, by name."""
         self._on_recovery: Callable[[Recovery], None] = lambda _: None
         self._tasks: asyncio.TaskGroup | None = None
         """The tasks that supervise one process each; ``None`` before :meth:`run`."""
         self._additions: dict[str, asyncio.Future[None]] = {}
-        """For each process that was added and has not served yet, the future that is done when it serves, or that has
-        the error with which it ended."""
+        """For each process that was added and has not served yet: the future that is done when the process serves, or
+        that receives the error with which the process ended."""
         self._removals: dict[str, asyncio.Future[int]] = {}
-        """For each process that is being removed, the future that is done when it has ended, with the number of its
-        sequences that continue elsewhere."""
+        """For each process that is being removed: the future that is done when the process has ended. Its result is the
+        number of sequences of the process that continue elsewhere."""
 
     @abstractmethod
     async def serve(self, child: Child, outage: Outage | None) -> None:
         """Use the process ``child``, which has become ready, until this call is cancelled. ``outage`` is the outage
-        that ends with it and must be reported with :meth:`recovered`; ``None`` at the first start."""
+        that ends with it and must be reported with :meth:`report_recovery`; ``None`` at the first start."""
 
     @abstractmethod
     def leave(self, name: str) -> int:
@@ -133,8 +133,8 @@ class Supervisor(ABC):
                 self._tasks.create_task(self.watch())
 
     async def add(self, name: str) -> None:
-        """Start one more process, ``name``, and wait until it serves. Raises the
-        :class:`~headrace.base.errors.HeadraceError` with which it ended before that; the run goes on without it."""
+        """Start one more process with the given ``name``, and wait until it serves. If it ends before that, raise the
+        :class:`~headrace.base.errors.HeadraceError` with which it ended; the run continues without it."""
         assert self._tasks is not None
         self.names = (*self.names, name)
         self._kill_events[name] = asyncio.Event()
@@ -148,25 +148,25 @@ class Supervisor(ABC):
         await served
 
     def begin_removal(self, name: str) -> asyncio.Future[int]:
-        """Note that the process ``name`` is being removed: it may end at any time from now on, and is not started
-        again. Return the future that is done when it has ended, with the number of its sequences that continue
-        elsewhere."""
+        """Record that the process ``name`` is being removed: from now on it may end at any time, and is not started
+        again. Return a future that is done when the process has ended. Its result is the number of sequences of the
+        process that continue elsewhere."""
         removal = self._removals[name] = asyncio.get_running_loop().create_future()
         return removal
 
-    def _added(self, name: str) -> None:
-        """Note that the process ``name`` serves: from now on, one that was added is treated as the others are."""
+    def _record_serving(self, name: str) -> None:
+        """Record that the process ``name`` serves. An added process is treated like all others from now on."""
         served = self._additions.pop(name, None)
         if served is not None and not served.done():
             served.set_result(None)
 
     def _forget(self, name: str, carried_over: int = 0) -> None:
-        """Forget the process ``name``, which has ended and is not started again. ``carried_over`` of its sequences
-        continue elsewhere."""
+        """Remove all records of the process ``name``, which has ended and is not started again. ``carried_over`` is the
+        number of its sequences that continue elsewhere."""
         self.names = tuple(other for other in self.names if other != name)
         for known in (self.children, self._kill_events, self._kill_reasons, self._additions, self.restarts):
             known.pop(name, None)
-        self._set_patience()
+        self._update_patience()
         removal = self._removals.pop(name, None)
         if removal is not None and not removal.done():
             removal.set_result(carried_over)
@@ -180,7 +180,7 @@ class Supervisor(ABC):
         """Report the death or the recovery of a process."""
         self._on_recovery(recovery)
 
-    def recovered(self, name: str, outage: Outage) -> None:
+    def report_recovery(self, name: str, outage: Outage) -> None:
         """Report that the process ``name`` serves again, which ends ``outage``."""
         seconds = self.clock.now() - outage.since_s
         self.report(Recovery(part=name, cause=outage.cause, seconds=seconds, carried_over=outage.carried_over))
@@ -188,11 +188,11 @@ class Supervisor(ABC):
     async def _start_one(self, name: str) -> None:
         """Start the process ``name``. It has not loaded anything yet when this returns."""
         self.children[name] = await self._start(name)
-        self._set_patience()
+        self._update_patience()
 
-    def _set_patience(self) -> None:
-        """Let the answers of a process that is stopped be waited for if it is the only one, or if none is started
-        again."""
+    def _update_patience(self) -> None:
+        """Set whether the controller waits for answers of a stopped process beyond their deadlines. It does so if there
+        is only one process, or if processes are not restarted."""
         for child in self.children.values():
             child.peer.waits_while_halted = len(self.names) == 1 or not self._config.restarts
 
@@ -218,8 +218,8 @@ class Supervisor(ABC):
                 return
 
     def _end_without_restart(self, child: Child, cause: str) -> None:
-        """Stop to use the process ``child``, which has ended because it is being removed, or before it served for the
-        first time; then its error goes to the caller of :meth:`add`."""
+        """Stop using the process ``child``, which has ended because it is being removed, or which was added and has
+        ended before it served. In the latter case, the caller of :meth:`add` receives its error."""
         carried_over, served = self.leave(child.role), self._additions.get(child.role)
         child.close()
         self._forget(child.role, carried_over)
@@ -238,7 +238,7 @@ class Supervisor(ABC):
             ]
             if self._config.restarts:
                 tasks.append(group.create_task(self._order_kill_when_stopped(child)))
-            cause = await child.died()
+            cause = await child.wait_for_death()
             await asyncio.sleep(LAST_MESSAGES_S)
             for task in tasks:
                 task.cancel()
@@ -262,8 +262,8 @@ class Supervisor(ABC):
         await self.serve(child, outage)
 
     async def _kill_when_ordered(self, child: Child) -> None:
-        """Wait until :meth:`order_kill` is called for this process, and kill it; one that is being removed is ordered
-        to shut down first."""
+        """Wait until :meth:`order_kill` is called for this process, and kill it. A process that is being removed is
+        first ordered to shut down."""
         await self._kill_events[child.role].wait()
         if child.role in self._removals:
             await child.shut_down(Shutdown())

@@ -47,7 +47,7 @@ async def trial_pool(
         try:
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(pool.keep())
-                await pool.started()
+                await pool.wait_until_started()
                 yield pool
                 keeping.cancel()
         finally:

@@ -188,7 +188,8 @@ class Vitals:
         remote = [child for child in children if child.node]
         if remote and self.clock.now() - self._remote_checked_s >= REMOTE_CHECK_S:
             self._remote_checked_s = self.clock.now()
-            for child, words in zip(remote, await asyncio.gather(*(child.halted() for child in remote)), strict=True):
+            reasons = await asyncio.gather(*(child.halt_reason() for child in remote))
+            for child, words in zip(remote, reasons, strict=True):
                 child.peer.halted = words
         stopped |= {(child.role, child.pid): child.peer.halted for child in children if child.peer.halted}
         self._report_stopped(stopped, {*((child.role, child.pid) for child in children), *others.items()})

@@ -63,7 +63,7 @@ class Learner(Protocol):
         Return as soon as training may continue."""
         ...
 
-    async def published(self, publication: Publication) -> WeightUpdate:
+    async def wait_until_published(self, publication: Publication) -> WeightUpdate:
         """Wait until the snapshot is hashed and engines can stage it, and return the message that announces it to the
         engines."""
         ...
@@ -80,7 +80,7 @@ class Learner(Protocol):
         continue, because the state is copied or written."""
         ...
 
-    async def saved(self, directory: Path) -> None:
+    async def wait_until_saved(self, directory: Path) -> None:
         """Wait until all files that :meth:`save` started to write into ``directory`` are complete and flushed to
         disk."""
         ...

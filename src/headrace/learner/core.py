@@ -493,7 +493,7 @@ class LearnerCore:
         """Add the gradients of all micro-batches of one agent, and add their metrics to ``tally``. ``work``
         contains only the tokens of this agent, whose adapter is active."""
         start_s = self._context.clock.now()
-        packed = self._forward.cut(work.batch, work.mask_N, pairs="pairs" in self._objective.columns)
+        packed = self._forward.pack(work.batch, work.mask_N, pairs="pairs" in self._objective.columns)
         self._end_span("pack", start_s)
         self._count_choices(work, packed)
         for number, micro in enumerate(packed, 1):

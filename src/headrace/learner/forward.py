@@ -116,7 +116,7 @@ class Forward:
 
         invariant = is_deterministic(model)
         fills = not invariant and products.install(model, config.tokens_per_microbatch) and self._routed is None
-        self.filled: Callable[[int], int] = products.repeated if fills else int
+        self.filled: Callable[[int], int] = products.padded_rows if fills else int
         """A function that returns the number of rows to which a pass of a given number of rows is padded."""
         log_softmax = invariant_log_softmax if invariant else None
         chunk = max(1, LOGITS_PER_CHUNK // self._vocab_size)
@@ -149,7 +149,7 @@ class Forward:
         :attr:`switch` must be set to an agent while its tokens are packed and computed."""
         return [("", mask_N)] if len(self.switch.agents) == 1 else batch.by_agent(mask_N)
 
-    def cut(self, batch: Batch, mask_N: Mask, *, pairs: bool = False) -> list[MicroBatch]:
+    def pack(self, batch: Batch, mask_N: Mask, *, pairs: bool = False) -> list[MicroBatch]:
         """Pack the samples that have a token in the mask into micro-batches, and return this rank's share. All ranks
         get the same number of micro-batches; some may be empty. With ``pairs``, all samples of a group are in one
         micro-batch."""
@@ -199,7 +199,7 @@ class Forward:
         logprobs_N = np.zeros(batch.num_tokens, np.float32)
         for agent, own_N in self.by_agent(batch, mask_N):
             with self.switch.on(agent):
-                for micro in self._reported(self.cut(batch, own_N), "log-probabilities"):
+                for micro in self._reported(self.pack(batch, own_N), "log-probabilities"):
                     own_M = own_N[micro.places_M]
                     logprobs_N[micro.places_M[own_M]] = self(batch, own_N, micro).log_pi_M.cpu().numpy()[own_M]
         return self._ranks.join_shares(torch.from_numpy(logprobs_N)).numpy()
@@ -212,7 +212,7 @@ class Forward:
         logs_NK = torch.zeros(batch.num_tokens, request.num)
         for agent, own_N in self.by_agent(batch, mask_N):
             with self.switch.on(agent):
-                for micro in self._reported(self.cut(batch, own_N), "a teacher's entries"):
+                for micro in self._reported(self.pack(batch, own_N), "a teacher's entries"):
                     own_M = own_N[micro.places_M]
                     ids_MK, logs_MK = self._likeliest(batch, micro, own_M, request)
                     ids_NK[micro.places_M[own_M]] = ids_MK.cpu().to(ids_NK.dtype)[own_M]

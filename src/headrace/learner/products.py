@@ -35,11 +35,11 @@ def install(model: nn.Module, most_rows: int) -> bool:
     return found
 
 
-def repeated(num_rows: int) -> int:
+def padded_rows(num_rows: int) -> int:
     """Return the number of rows to which a pass of ``num_rows`` rows is padded, so that only 16 shapes occur between
     two powers of two. oneDNN keeps a program for each shape, and the memory between these programs is fragmented.
 
-    >>> [repeated(rows) for rows in (20, 1000, 1024, 1025, 2047)]
+    >>> [padded_rows(rows) for rows in (20, 1000, 1024, 1025, 2047)]
     [20, 1024, 1024, 1088, 2048]
     """
     step = 1 << max(0, num_rows.bit_length() - 5)

@@ -22,7 +22,7 @@ class WorkUnit:
     """The kind of the unit; units of one kind have about the same duration."""
     what: str
     """The description of the unit: ``micro-batch 3 of 8 of step 5``. Empty while the learner waits for calls."""
-    begun_s: float
+    start_s: float
     """The time at which the unit began, in seconds of the clock."""
 
 
@@ -47,19 +47,19 @@ class Progress:
         self._usual_s: dict[str, float] = {}
         self.num_units = 0
         """The number of units that have ended."""
-        self.unit = WorkUnit(kind="", what="", begun_s=clock.now())
+        self.unit = WorkUnit(kind="", what="", start_s=clock.now())
         """The current unit."""
 
     @contextmanager
     def at(self, kind: str, what: str) -> Iterator[None]:
         """Return a context of one unit of work of the kind ``kind`` and with the description ``what``; contexts may be
         nested."""
-        outer_unit, begun_s = self.unit, self._clock.now()
-        self.unit = WorkUnit(kind=kind, what=what, begun_s=begun_s)
+        outer_unit, start_s = self.unit, self._clock.now()
+        self.unit = WorkUnit(kind=kind, what=what, start_s=start_s)
         try:
             yield
         finally:
-            took_s = self._clock.now() - begun_s
+            took_s = self._clock.now() - start_s
             self._usual_s[kind] = max(took_s, FORGETTING * self._usual_s.get(kind, 0.0))
             self.unit, self.num_units = outer_unit, self.num_units + 1
 

@@ -268,9 +268,9 @@ class PackedPlan:
         positions_N[rows] = place_T
         self.positions_N = torch.from_numpy(positions_N).to(device)
         own = lengths if rows_T is None else _count_unshared(lengths, rows, place_T)
-        members = cut(lengths)
+        members = bucket_by_length(lengths)
         if rows_T is not None:
-            members = [bucket[part] for bucket in members for part in cut(own[bucket])]
+            members = [bucket[part] for bucket in members for part in bucket_by_length(own[bucket])]
         keys = [_Slots.of(rows, starts[each], np.zeros_like(each), lengths[each]) for each in members]
         queries = [_Slots.of(rows, starts[each], (lengths - own)[each], lengths[each]) for each in members]
         self._buckets = [_bucket(*each, device) for each in zip(keys, queries, strict=True)]
@@ -468,12 +468,12 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     return torch.matmul(weights[..., : key.shape[2]], value[:, :, None]).flatten(1, 2)
 
 
-def cut(lengths_S: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+def bucket_by_length(lengths_S: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     """Divide sequences into buckets of similar length, so that a bucket contains little padding. Return the indices of
     the sequences of each bucket, the longest first. The length of each sequence is at least :data:`MIN_FILL` times that
     of the longest in its bucket, or at most :data:`ROW_STEP` tokens less. Empty sequences are left out.
 
-    >>> [bucket.tolist() for bucket in cut(np.array([100, 20, 90, 10]))]
+    >>> [bucket.tolist() for bucket in bucket_by_length(np.array([100, 20, 90, 10]))]
     [[0, 2], [1, 3]]
     """
     order = np.argsort(-lengths_S, kind="stable")

@@ -69,7 +69,7 @@ class Devices:
         return f"{word} on {engines}" + (f", learner on {learner}" if learner else "")
 
 
-def use(setting: str, name: str, *, only_cpu: bool = False) -> torch.device:
+def use_device(setting: str, name: str, *, only_cpu: bool = False) -> torch.device:
     """Return the device on which this process computes, for the value ``name`` of ``setting``. A GPU also becomes this
     thread's current CUDA device.
 
@@ -77,7 +77,7 @@ def use(setting: str, name: str, *, only_cpu: bool = False) -> torch.device:
     """
     import torch
 
-    device = torch.device(settle_one(setting, name, gpus=num_gpus(), only_cpu=only_cpu))
+    device = torch.device(choose_device(setting, name, gpus=num_gpus(), only_cpu=only_cpu))
     if device.type == CUDA:
         torch.cuda.set_device(device)
     return device
@@ -97,7 +97,7 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def settle(
+def choose_devices(
     engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, width: int = 1, only_cpu: bool = False
 ) -> Devices:
     """Return the devices for ``count`` engines of ``width`` GPUs each and a learner of ``ranks`` ranks (0 for no
@@ -106,11 +106,11 @@ def settle(
 
     Raises :class:`~headrace.base.errors.ConfigError` for a device that does not exist.
 
-    >>> str(settle("auto", "auto", ranks=2, gpus=4))
+    >>> str(choose_devices("auto", "auto", ranks=2, gpus=4))
     'engine on cuda:3, learner on cuda:0, cuda:1'
-    >>> str(settle("auto", "auto", ranks=1, gpus=4, count=3))
+    >>> str(choose_devices("auto", "auto", ranks=1, gpus=4, count=3))
     '3 engines on cuda:3, cuda:2, cuda:1, learner on cuda:0'
-    >>> str(settle("auto", "auto", ranks=2, gpus=8, count=2, width=2))
+    >>> str(choose_devices("auto", "auto", ranks=2, gpus=8, count=2, width=2))
     '2 engines on cuda:6,7, cuda:4,5, learner on cuda:0, cuda:1'
     """
     trainers = _rank_devices(learner, ranks=ranks, gpus=gpus, only_cpu=only_cpu) if ranks else ()
@@ -161,15 +161,15 @@ def _multi_gpu_engines(
     return tuple(f"{CUDA}:{','.join(map(str, gpu_set))}" for gpu_set in (gpu_sets if named else gpu_sets[::-1]))
 
 
-def device_of_one_more(engine: str, devices: Devices, *, gpus: int, width: int = 1, only_cpu: bool = False) -> str:
+def device_for_one_more(engine: str, devices: Devices, *, gpus: int, width: int = 1, only_cpu: bool = False) -> str:
     """Return the device for one more engine of ``width`` GPUs beside the parts that compute on ``devices``, on a
     machine with ``gpus`` GPUs: the last GPUs that no other part uses, or the CPU. For ``engine`` and ``only_cpu`` see
-    :func:`settle`.
+    :func:`choose_devices`.
 
     Raises :class:`~headrace.base.errors.ConfigError` if too few GPUs are free.
 
     >>> here = Devices(engines=("cuda:3",), learner=("cuda:0",))
-    >>> device_of_one_more("auto", here, gpus=4), device_of_one_more("auto", here, gpus=4, width=2)
+    >>> device_for_one_more("auto", here, gpus=4), device_for_one_more("auto", here, gpus=4, width=2)
     ('cuda:2', 'cuda:1,2')
     """
     if engine == CPU or (engine == AUTO and (only_cpu or not gpus)):
@@ -189,9 +189,9 @@ def device_of_one_more(engine: str, devices: Devices, *, gpus: int, width: int =
     )
 
 
-def settle_one(setting: str, name: str, *, gpus: int, only_cpu: bool = False) -> str:
-    """Return the device of a single part, as :func:`settle` chooses it; ``auto`` and ``cuda`` select the first GPU.
-    ``setting`` is the name of the setting, for errors."""
+def choose_device(setting: str, name: str, *, gpus: int, only_cpu: bool = False) -> str:
+    """Return the device of a single part, as :func:`choose_devices` chooses it; ``auto`` and ``cuda`` select the first
+    GPU. ``setting`` is the name of the setting, for errors."""
     return _select_device(setting, name, gpus=gpus, usual=0, only_cpu=only_cpu)
 
 

@@ -61,11 +61,11 @@ class VisibleGpus:
             names.append(entry)
         return cls(tuple(names))
 
-    def owned(self, device: str) -> tuple[str, ...]:
+    def driver_names(self, device: str) -> tuple[str, ...]:
         """Return the driver's names of the GPUs of ``device``, a name in this process such as ``cuda:1`` or
         ``cuda:2,3``. Raises :class:`~headrace.base.errors.ConfigError` for a GPU that this process cannot use.
 
-        >>> VisibleGpus(("4", "5", "6", "7")).owned("cuda:2,3"), VisibleGpus(None).owned("cuda:1")
+        >>> VisibleGpus(("4", "5", "6", "7")).driver_names("cuda:2,3"), VisibleGpus(None).driver_names("cuda:1")
         (('6', '7'), ('1',))
         """
         numbers = gpu_numbers(device)
@@ -80,6 +80,6 @@ class VisibleGpus:
             )
         return tuple(self.names[number] for number in numbers)
 
-    def shown(self, device: str) -> dict[str, str]:
+    def variable(self, device: str) -> dict[str, str]:
         """Return the environment variable that lets a program use exactly the GPUs of ``device``, in this order."""
-        return {VARIABLE: ",".join(self.owned(device))}
+        return {VARIABLE: ",".join(self.driver_names(device))}

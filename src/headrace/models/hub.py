@@ -48,11 +48,11 @@ def is_hub_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None
 
 
-def pinned(path: str) -> str:
+def pinned_path(path: str) -> str:
     """Return ``OWNER/NAME@COMMIT`` if ``path`` is the directory of a snapshot in the hub's cache; otherwise return
     ``path`` unchanged.
 
-    >>> pinned("/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/" + "0f" * 20)
+    >>> pinned_path("/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/" + "0f" * 20)
     'Qwen/Qwen3-0.6B@0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f'
     """
     found = _SNAPSHOT.search(path)
@@ -61,13 +61,13 @@ def pinned(path: str) -> str:
     return f"{found['repo'].replace('--', '/', 1)}@{found['commit']}"
 
 
-def called(path: str) -> str:
+def short_model_name(path: str) -> str:
     """Return the short name of the model ``path``, without its directory, owner and revision.
 
-    >>> called("/models/Qwen3-0.6B"), called("Qwen/Qwen3-0.6B@main")
+    >>> short_model_name("/models/Qwen3-0.6B"), short_model_name("Qwen/Qwen3-0.6B@main")
     ('Qwen3-0.6B', 'Qwen3-0.6B')
     """
-    name = pinned(path)
+    name = pinned_path(path)
     return Path(name.partition("@")[0] if is_hub_name(name) else name).name
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.base.buffers import zeros
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import SUPPORTED, ModelConfig
-from headrace.models.hub import pinned
+from headrace.models.hub import pinned_path
 from headrace.models.mixtures import is_mixture, num_experts
 from headrace.models.rope import BY_LENGTH, BY_POSITION, unknown_rope, wrong_factors
 from headrace.models.settings import (
@@ -212,7 +212,7 @@ def refuse_damaged_weights(directory: Path) -> None:
         return  # refused by the setting that names it
     files = {each.name for each in directory.glob("*.safetensors") if not each.name.startswith(RESUMED)}
     missing = sorted(_indexed_files(directory) - files)
-    if (missing or not files) and pinned(str(directory)) == str(directory):
+    if (missing or not files) and pinned_path(str(directory)) == str(directory):
         raise ModelError(
             f"{directory} holds no {missing[0]}, which {INDEX_FILE} beside it names"
             if missing

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import AGENTS, LoraConfig
-from headrace.models.hub import called, pinned
+from headrace.models.hub import pinned_path, short_model_name
 from headrace.models.routing.find import is_router
 from headrace.models.settings import BUILDING
 from headrace.models.text_part import prefixes_in_base, with_prefix
@@ -288,7 +288,7 @@ def _refuse_other_settings(directory: Path, tree: Mapping[str, Any], in_model: A
     ``tree`` are the settings in the adapter's ``directory``, and ``in_model`` is peft's configuration of the adapter in
     the model."""
     base, here = tree.get("base_model_name_or_path"), in_model.base_model_name_or_path
-    if base and called(str(base)) != called(here):
+    if base and short_model_name(str(base)) != short_model_name(here):
         raise ModelError(
             f"the adapter in {directory} was trained on {base}, and model.path is {here}",
             remedy=f"set model.path to {base}; if that is the same model under another name, "
@@ -327,7 +327,7 @@ def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: st
     """Return peft's configuration for an adapter with the settings ``config`` of this model, which was loaded from
     ``base``."""
     targets, names = config.target_modules, _linear_names(peft, model)
-    name, _, commit = (base, "", "") if pinned(base) == base else pinned(base).partition("@")
+    name, _, commit = (base, "", "") if pinned_path(base) == base else pinned_path(base).partition("@")
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=name,

@@ -44,7 +44,7 @@ the same time, the second would later restore the values that the first had set.
 
 
 @contextmanager
-def called(setting: str) -> Iterator[None]:
+def errors_naming(setting: str) -> Iterator[None]:
     """A context in which errors about a model directory name ``setting`` instead of ``model.path``."""
     try:
         yield

@@ -46,7 +46,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from headrace.base.errors import ModelError
 from headrace.models.config import SUPPORTED, WHOLE
-from headrace.models.hub import local_directory, pinned
+from headrace.models.hub import local_directory, pinned_path
 from headrace.models.settings import read_whole_config, text_config_of
 from headrace.models.weights import refuse_not_finite
 
@@ -123,7 +123,7 @@ def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple
     text = place.take(whole)
     _refuse_difference(path, whole, text)
     text.config.name_or_path = str(path)
-    setattr(text.config, WHOLE, pinned(str(Path(path).absolute())))
+    setattr(text.config, WHOLE, pinned_path(str(Path(path).absolute())))
     inner = {outer: inner for inner, outer in place.prefixes(text).items()}
     unexpected = {with_prefix(name, inner) for name in info["unexpected_keys"] if place.holds(name)}
     return text, {**info, "unexpected_keys": unexpected}

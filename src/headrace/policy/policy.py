@@ -35,10 +35,10 @@ from headrace.learner.disk import verify
 from headrace.learner.packing import MicroBatch
 from headrace.learner.work import Gradient, StepWork
 from headrace.models import context_length, load_model, load_tokenizer
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.models.endings import stop_ids
 from headrace.models.heads import wanted_head
-from headrace.models.hub import pinned, with_models
+from headrace.models.hub import pinned_path, with_models
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import read_config
@@ -49,7 +49,7 @@ from headrace.policy.config import PolicyConfig, PolicySettings, resolve, with_l
 from headrace.policy.credit import advantages_of
 from headrace.policy.objective import Choice, Formula, ReplaceableObjective, algo_of, refuse_uncorrected, slopes_of
 from headrace.policy.sample import Sample, SampleRequirements, Samples, make_batch
-from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions, together
+from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions, run_together
 from headrace.policy.slots import Slots
 
 
@@ -81,7 +81,7 @@ class Policy:
         prompts sampled before the policy was saved."""
         config = with_local_models(config)
         path = config.model.path
-        where = str(use("device", config.device, only_cpu=config.model.deterministic))
+        where = str(use_device("device", config.device, only_cpu=config.model.deterministic))
         self.config = config
         self.tokenizer = tokenizer = load_tokenizer(path)
         self._clock = RealClock()
@@ -283,7 +283,7 @@ class Policy:
                     remedy="give a flat list of samples or of Tokens: [sample for group in groups for sample in group]",
                 )
         tokens = [one.full if isinstance(one, Sample) else one for one in samples]
-        return await together([engine.score(one, temperature=divisor) for one in tokens])
+        return await run_together([engine.score(one, temperature=divisor) for one in tokens])
 
     async def publish(self, mode: Interrupt | str = Interrupt.INFLIGHT) -> SwapReport:
         """Make the engine use the learner's weights from the next engine step on, and return the report on the commit.
@@ -398,7 +398,7 @@ class Policy:
                     "there is a gradient that no step has used, and it would not be saved",
                     remedy="call optim_step before save",
                 )
-            settings = with_models(self.config.model_dump(mode="json"), lambda _, path: pinned(path))
+            settings = with_models(self.config.model_dump(mode="json"), lambda _, path: pinned_path(path))
             state = store.PolicyState(config=settings, num_prompts=self._sampler.num_prompts)
             store.save(Path(directory).expanduser().absolute(), self._learner, state)
 

@@ -162,7 +162,7 @@ class PolicySampler:
 
     async def sample(self, engine: Engine, groups: Sequence[Sequence[SampleRequest]]) -> list[list[Sample]]:
         """Send all requests to ``engine`` at once, and return one sample for each request, nested like the requests."""
-        flat = await together([self._sample_one(engine, request) for group in groups for request in group])
+        flat = await run_together([self._sample_one(engine, request) for group in groups for request in group])
         samples = iter(flat)
         return [[next(samples) for _ in group] for group in groups]
 
@@ -211,7 +211,7 @@ def _with_seed(sampling: Sampling, seed: int) -> Sampling:
     return msgspec.structs.replace(sampling, seed=seed)
 
 
-async def together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def run_together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all coroutines concurrently and return their results in order. If a coroutine fails, the others are cancelled
     and its error is raised."""
     try:

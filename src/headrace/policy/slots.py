@@ -77,7 +77,7 @@ class Slots:
         if update.version != self._copied:
             raise WeightsError(f"version {update.version} is not the latest copy", remedy="publish again")
 
-    def staged(self) -> dict[str, Tensor]:
+    def staged_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the latest copy, by name."""
         return dict(zip(self._names, self._slots[1 - self._used_slot], strict=True))
 

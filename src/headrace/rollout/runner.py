@@ -116,7 +116,7 @@ class EnginePolicy:
     sampling_turn: Callable[[], AbstractContextManager[None]] = nullcontext
     """A function that returns a context manager, which is entered while a turn is sampled. During that time the episode
     waits for the engine and not for its environment."""
-    begun: dict[int, TokenChunk] = field(default_factory=dict)
+    partial_turns: dict[int, TokenChunk] = field(default_factory=dict)
     """The turns that were sampled before a restart of the process or in an earlier attempt, complete or not, by the
     number of the sampled turn."""
     turns: list[Turn] = field(default_factory=list)
@@ -174,7 +174,8 @@ class EnginePolicy:
     def restart(self) -> None:
         """Discard all turns before another attempt at the episode. The tokens of this attempt are recorded and reused
         if the same turn is requested again."""
-        self.begun = self.begun | {number: part for number, part in self._sampled.items() if len(part.tokens)}
+        sampled = {number: part for number, part in self._sampled.items() if len(part.tokens)}
+        self.partial_turns = self.partial_turns | sampled
         self._sampled = {}
         self._restart_reason = "env_retry"
         self.turns.clear()
@@ -192,7 +193,11 @@ class EnginePolicy:
     def _number(self, prompt: str) -> int:
         """Return the number of the next sampled turn. If a recorded turn has the same prompt key ``prompt``, the result
         is the number of that turn, and otherwise the first unused number."""
-        same = [number for number, part in self.begun.items() if part.prompt == prompt and number not in self._sampled]
+        same = [
+            number
+            for number, part in self.partial_turns.items()
+            if part.prompt == prompt and number not in self._sampled
+        ]
         if same:
             return min(same)
         return next(number for number in range(len(self._sampled) + 1) if number not in self._sampled)
@@ -202,17 +207,17 @@ class EnginePolicy:
         is the chunk of this turn without tokens. The seed depends on its turn number, so that sampling continues with
         the same random draws after the same tokens."""
         sampling = msgspec.structs.replace(request.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
-        begun, lost = self.begun.get(empty.turn), ""
+        partial, lost = self.partial_turns.get(empty.turn), ""
         options = RequestOptions(session=session_of(self.run_seed, self.key), agent=self.agents.adapter(request.author))
-        if begun is not None and begun.prompt != empty.prompt:
-            begun, lost = None, self._restart_reason
-        if begun is not None:
-            is_full = len(begun.tokens) >= sampling.max_new_tokens
-            stop_reason = begun.stop_reason or (StopReason.LENGTH if is_full else None)
-            yield msgspec.structs.replace(begun, stop_reason=stop_reason)
+        if partial is not None and partial.prompt != empty.prompt:
+            partial, lost = None, self._restart_reason
+        if partial is not None:
+            is_full = len(partial.tokens) >= sampling.max_new_tokens
+            stop_reason = partial.stop_reason or (StopReason.LENGTH if is_full else None)
+            yield msgspec.structs.replace(partial, stop_reason=stop_reason)
             if stop_reason is not None:
                 return
-            options = msgspec.structs.replace(options, answer_ids_T=begun.tokens.ids_T)
+            options = msgspec.structs.replace(options, answer_ids_T=partial.tokens.ids_T)
         frozen = self.agents.frozen(request.author)
         if frozen is not None:
             no_columns = {"record_kept": False, "record_routing": False, "record_entropy": False}
@@ -271,11 +276,15 @@ class EpisodeRunner:
     """Whether the episodes stand alone, may have branches, or are branches themselves."""
 
     async def run(
-        self, key: EpisodeKey, task: Task, withdrawal: Withdrawal | None = None, begun: Sequence[TokenChunk] = ()
+        self,
+        key: EpisodeKey,
+        task: Task,
+        withdrawal: Withdrawal | None = None,
+        partial_turns: Sequence[TokenChunk] = (),
     ) -> EpisodeGraph:
         """Run one episode of ``task``. Return it with its turns, its status and, if the environment computes the
-        reward, its reward. ``begun`` are turns that were recorded before a crash; sampling continues after their
-        tokens. The caller can end the episode early through ``withdrawal``.
+        reward, its reward. ``partial_turns`` are turns that were recorded before a crash; sampling continues after
+        their tokens. The caller can end the episode early through ``withdrawal``.
 
         If the engine refuses a request, an attempt takes too long, or the environment raises an exception, only this
         episode fails. An error of the run itself, such as the death of a component, is raised to the caller.
@@ -290,7 +299,7 @@ class EpisodeRunner:
             on_turn=self.on_turn,
             agents=self.agents,
             sampling_turn=self.sampling_turn,
-            begun={part.turn: part for part in begun},
+            partial_turns={part.turn: part for part in partial_turns},
         )
         withdrawal = withdrawal or Withdrawal()
         episode = await self._attempt(policy, task, withdrawal)

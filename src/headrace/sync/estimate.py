@@ -67,7 +67,7 @@ class VersionRoom:
     """The number of free bytes, including the files of earlier versions of this run, which will be removed."""
 
 
-def estimated(sync: SyncConfig, num_bytes: float, clock: Clock) -> VersionEstimate:
+def estimate_version(sync: SyncConfig, num_bytes: float, clock: Clock) -> VersionEstimate:
     """Return the least time for a version of ``num_bytes`` bytes. The rate of hashing is measured with ``clock``. No
     transport is faster, since engines hash every byte."""
     network_s = None if sync.network_gb_s is None else num_bytes / (sync.network_gb_s * GB)
@@ -79,7 +79,7 @@ def refuse_short_deadline(sync: SyncConfig, num_bytes: float, clock: Clock) -> N
     for a version of ``num_bytes`` bytes, so that no engine could ever stage a version."""
     if sync.deadline_s is None:
         return
-    time = estimated(sync, num_bytes, clock)
+    time = estimate_version(sync, num_bytes, clock)
     if time.seconds > sync.deadline_s:
         raise ConfigError(
             f"sync.deadline_s={sync.deadline_s:g} is too short: one version of the weights has {num_bytes:,.0f} bytes "

@@ -39,7 +39,7 @@ ALONE_BYTES = 1 << 20
 """The size from which a block is a bucket of its own, so that an engine can receive it directly into the image. Smaller
 blocks share a bucket, because each message takes time."""
 
-Held = Mapping[str, Box]
+TensorBoxes = Mapping[str, Box]
 """The parts of the tensors that one rank sends, by the tensor's name. Tensors that only other ranks send are
 missing."""
 
@@ -78,22 +78,22 @@ class Bucket:
         return [view(payload, block.entry) for block in self.blocks]
 
 
-def whole(tensors: Mapping[str, Tensor]) -> Held:
+def whole_boxes(tensors: Mapping[str, Tensor]) -> TensorBoxes:
     """Return the boxes of a rank that holds and sends all ``tensors`` whole.
 
-    >>> whole({"w": torch.zeros(2, 3)})["w"]
+    >>> whole_boxes({"w": torch.zeros(2, 3)})["w"]
     Box(starts=(0, 0), shape=(2, 3))
     """
     return {name: Box(starts=(0,) * tensor.ndim, shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def layout_of(held: Held, tensors: Mapping[str, Tensor], form: Form) -> RankLayout:
-    """Return the layout of the pieces of a rank that sends the boxes ``held`` of ``tensors`` (the whole tensors, by
+def layout_of(boxes: TensorBoxes, tensors: Mapping[str, Tensor], form: Form) -> RankLayout:
+    """Return the layout of the pieces of a rank that sends the ``boxes`` of ``tensors`` (the whole tensors, by
     name), represented by ``form``. Raises :class:`~headrace.base.errors.ConfigError` if the form cannot represent a box
     separately."""
     pieces: dict[str, Tensor] = {}
     starts: list[tuple[int, ...]] = []
-    for name, box in held.items():
+    for name, box in boxes.items():
         tensor = tensors[name]
         parts = form.parts(name, torch.empty(box.shape, dtype=tensor.dtype, device="meta"))
         pieces |= parts

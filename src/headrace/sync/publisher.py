@@ -16,7 +16,7 @@ from headrace.models.weights import of_adapter
 from headrace.sync.base import Codec, Outbox, SendRequest
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, view
-from headrace.sync.pieces import Held, layout_of, whole
+from headrace.sync.pieces import TensorBoxes, layout_of, whole_boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,15 @@ class Publisher:
         tensors: Mapping[str, Tensor],
         codec: Codec,
         outbox: Outbox,
-        held: Sequence[Held] | None = None,
+        boxes_by_rank: Sequence[TensorBoxes] | None = None,
         rank: int = 0,
     ) -> None:
         """Publish ``tensors``, the weights by name, represented by ``codec`` and sent through ``outbox``.
 
-        ``held`` are the parts of the tensors that each rank of the learner sends, and ``rank`` is the index of this
-        rank; ``None``: this process sends all weights. Raises :class:`~headrace.base.errors.ConfigError` for a model
-        that trains more than adapters if the codec sends adapters only, and for parts that the codec cannot represent.
+        ``boxes_by_rank`` are the parts of the tensors that each rank of the learner sends, and ``rank`` is the index of
+        this rank; ``None``: this process sends all weights. Raises :class:`~headrace.base.errors.ConfigError` for a
+        model that trains more than adapters if the codec sends adapters only, and for parts that the codec cannot
+        represent.
         """
         if codec.adapters_only and not all(of_adapter(name) for name in tensors):
             raise ConfigError(
@@ -56,9 +57,9 @@ class Publisher:
         self._tensors, self._codec, self._outbox = list(tensors.values()), codec, outbox
         parts = {name: codec.form.parts(name, tensor) for name, tensor in tensors.items()}
         self.manifest = plan({name: part for group in parts.values() for name, part in group.items()})
-        sent = whole(tensors) if held is None else held[rank]
+        sent = whole_boxes(tensors) if boxes_by_rank is None else boxes_by_rank[rank]
         self._layout = layout_of(sent, tensors, codec.form)
-        self._layouts = () if held is None else tuple(layout_of(each, tensors, codec.form) for each in held)
+        self._layouts = tuple(layout_of(each, tensors, codec.form) for each in boxes_by_rank or ())
         pieces = self._layout.pieces
         memory = outbox.memory(pieces.total_bytes * NUM_SLOTS)
         self._images = [memory[slot * pieces.total_bytes :][: pieces.total_bytes] for slot in range(NUM_SLOTS)]
@@ -74,8 +75,8 @@ class Publisher:
     @torch.no_grad()
     def fill(self, slot: int, tensors: Iterable[Tensor]) -> None:
         """Copy ``tensors`` into the slot with the index ``slot``: all of the learner's tensors, or the parts that this
-        rank sends, in the order of the publisher's ``tensors`` or ``held``. ``tensors`` may be an iterator that makes
-        one tensor at a time."""
+        rank sends, in the order of the publisher's ``tensors`` or ``boxes_by_rank``. ``tensors`` may be an iterator
+        that makes one tensor at a time."""
         self._announced[slot] = None
         for parts, tensor in zip(self._views[slot], tensors, strict=True):
             self._codec.form.write(parts, tensor.detach())

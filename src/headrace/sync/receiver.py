@@ -132,7 +132,7 @@ class Receiver:
             self._staged = received
             self.phase = Phase.VERIFIED
 
-    def staged(self) -> dict[str, Tensor]:
+    def staged_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the verified version that is not in use yet, by their names in the model; an empty dict
         if there is none."""
         with self._lock:

@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.sync.base import ALONE, LearnerRank
 from headrace.sync.codecs import codec_of
 from headrace.sync.config import TRANSPORTS, Route
-from headrace.sync.pieces import Held, whole
+from headrace.sync.pieces import TensorBoxes, whole_boxes
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
 
@@ -25,14 +25,14 @@ def make_publisher(
     route: Route,
     tensors: Mapping[str, Tensor],
     token: str = "",
-    held: Sequence[Held] | None = None,
+    boxes_by_rank: Sequence[TensorBoxes] | None = None,
     rank: LearnerRank = ALONE,
 ) -> Publisher:
     """Return the learner's side of the weight sync for ``tensors``, the weights by name, with the transport and codec
     of ``route``. ``token`` is the run's token, for transports that authenticate.
 
-    ``held`` and ``rank`` are for transports over which every rank sends: the parts that each rank sends (``None``: this
-    process sends all), and this process as a rank. All ranks must call this together.
+    ``boxes_by_rank`` and ``rank`` are for transports over which every rank sends: the parts that each rank sends
+    (``None``: this process sends all), and this process as a rank. All ranks must call this together.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the transport cannot be used here, and
     :class:`~headrace.base.errors.WeightsError` if there is too little memory.
@@ -40,8 +40,8 @@ def make_publisher(
     transport, codec = TRANSPORTS.load(route.transport), codec_of(route.codec)
     if transport.open_rank_outbox is None:
         return Publisher(tensors, codec, transport.open_outbox(route, token))
-    held = [whole(tensors)] if held is None else held
-    return Publisher(tensors, codec, transport.open_rank_outbox(route, rank), held, rank.index)
+    boxes_by_rank = [whole_boxes(tensors)] if boxes_by_rank is None else boxes_by_rank
+    return Publisher(tensors, codec, transport.open_rank_outbox(route, rank), boxes_by_rank, rank.index)
 
 
 def make_receiver(route: Route, tensors: Mapping[str, Tensor], token: str = "") -> Receiver:

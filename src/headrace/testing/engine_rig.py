@@ -29,7 +29,7 @@ from headrace.engine.base import EngineCore
 from headrace.engine.capabilities import Capabilities
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig, load_model
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.models.lora import active
 from headrace.models.weights import DEFAULT, is_adapted, weight_tensors
 from headrace.sync.config import Route
@@ -39,7 +39,7 @@ from headrace.wings.servers.client.config import ServerConfig
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
 from headrace.wings.servers.client.launching import ServeRequirements
-from headrace.wings.servers.client.make import served
+from headrace.wings.servers.client.make import open_served_engine
 
 FLUSH = 8
 """The value of ``engine.flush_tokens`` for an engine under test."""
@@ -247,7 +247,7 @@ def native_rig(required: ServeRequirements, scratch: Path, device: str = "cpu") 
     """Yield a rig with Headrace's embedded engine on ``device``, which serves the model of ``required``. The learner's
     model is on the CPU; ``scratch`` is a directory for the weights that the learner publishes."""
     config = EngineConfig.model_validate({**SETTINGS, "device": device})
-    model = load_model(ModelConfig(path=required.path, lora=required.lora), str(use("engine.device", device)))
+    model = load_model(ModelConfig(path=required.path, lora=required.lora), str(use_device("engine.device", device)))
     receiver = make_receiver(Route(), weight_tensors(model))
     core = NativeEngine(model, config, max_context=required.max_context, receiver=receiver, clock=RealClock())
     with _learner(required, scratch) as (learner, publisher):
@@ -267,7 +267,7 @@ def served_rig(kind: str, server: ServerConfig, required: ServeRequirements, scr
     receiver = make_receiver(Route(), form.tensors())
     with (
         _learner(required, scratch) as (learner, publisher),
-        served(config, required, Handover(scratch, form), receiver, RealClock()) as core,
+        open_served_engine(config, required, Handover(scratch, form), receiver, RealClock()) as core,
     ):
         yield Rig(core=core, can=can, model=learner, publisher=publisher)
 

@@ -210,13 +210,13 @@ class FakeLearner:
 
     async def snapshot(self, version: int, slot: int) -> Publication:
         """Copy the weights as version ``version`` to the buffer ``slot``, between two steps, and return the
-        publication, which is passed to :meth:`published`."""
+        publication, which is passed to :meth:`wait_until_published`."""
         async with self._one_call:
             await asyncio.sleep(self._snapshot_s)
             self._slots[slot] = self.weights
         return Publication(version=version, slot=slot, exposed_s=self._snapshot_s)
 
-    async def published(self, publication: Publication) -> WeightUpdate:
+    async def wait_until_published(self, publication: Publication) -> WeightUpdate:
         """Return the update that an engine stages. It has no tensors; its checksum is a number from the hash of the
         weights."""
         await asyncio.sleep(self._snapshot_s)
@@ -230,14 +230,14 @@ class FakeLearner:
 
     async def resend(self, publication: Publication) -> WeightUpdate:
         """Return the update again, for an engine that could not use it."""
-        return await self.published(publication)
+        return await self.wait_until_published(publication)
 
     async def save(self, directory: Path) -> None:
         """Write the hash that represents the weights to a text file in ``directory``, between two steps."""
         async with self._one_call:
             (directory / "weights.txt").write_text(self.weights, encoding="utf-8")
 
-    async def saved(self, directory: Path) -> None:
+    async def wait_until_saved(self, directory: Path) -> None:
         """Return at once, because :meth:`save` has written all files to ``directory``."""
 
     def restore(self, directory: Path) -> None:

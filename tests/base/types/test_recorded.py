@@ -12,7 +12,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, Turn
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.tokens import Tokens
-from headrace.base.types.versions import mixed
+from headrace.base.types.versions import mixed_version
 from headrace.flow.ledger.turns import decode_turns, encode_turns
 
 SPANS = st.lists(st.lists(st.integers(0, 50), max_size=4, unique=True).map(sorted), min_size=1, max_size=12)
@@ -129,6 +129,6 @@ def test_batch_carries_records_of_every_token_and_travels_with_them() -> None:
 
 
 def test_age_of_a_token_of_mixed_weights_counts_from_the_older_ones() -> None:
-    tokens = Tokens(ids_T=[1, 2], logprobs_T=[-1.0, -1.0], versions_T=[4, mixed(3)])
+    tokens = Tokens(ids_T=[1, 2], logprobs_T=[-1.0, -1.0], versions_T=[4, mixed_version(3)])
     batch = Batch.collate(5, [TrainSample(key=EpisodeKey(0, 0), tokens=tokens, mask_T=tokens.sampled_T, advantage=0.0)])
     assert batch.ages().tolist() == [1, 2]

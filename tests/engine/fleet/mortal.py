@@ -145,7 +145,7 @@ class TogetherMortal(Mortal):
                 async for chunk in self.generate(prompt_ids_T, sibling.sampling, sibling.options):
                     await on_chunks([(index, chunk)])
             except EngineFull as error:
-                await on_chunks([(index, TokenChunk(tokens=NO_TOKENS).failed(error))])
+                await on_chunks([(index, TokenChunk(tokens=NO_TOKENS).with_error(error))])
 
         try:
             async with asyncio.TaskGroup() as group:

@@ -80,21 +80,21 @@ async def test_engine_that_dies_in_a_commit_is_left_out_and_its_successor_comes_
         fleet.join("a", Mortal("a"))
     assert (fleet.version, commit.result().version) == (1, 1)
     await fleet.wait_for_lagging()
-    assert fleet.lacking(1) == ("a",)
+    assert fleet.engines_without(1) == ("a",)
     await bring(fleet, 1)
     assert engines["b"].staged == [0, 1], "who has it is left as it is"
-    assert fleet.lacking(1) == ()
+    assert fleet.engines_without(1) == ()
 
 
 @in_virtual_time
 async def test_next_version_may_be_announced_only_to_engines_that_use_the_newest() -> None:
     fleet, _ = fleet_of("a", "b")
-    assert fleet.in_step() == ("a", "b")
+    assert fleet.engines_in_step() == ("a", "b")
     await bring(fleet, 0)
     fleet.join("c", Mortal("c"))
-    assert fleet.in_step() == ("a", "b"), "another version is being staged there"
+    assert fleet.engines_in_step() == ("a", "b"), "another version is being staged there"
     await bring(fleet, 0)
-    assert fleet.in_step() == ("a", "b", "c")
+    assert fleet.engines_in_step() == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ async def test_engine_that_cannot_use_a_difference_asks_for_the_whole_and_the_ot
     fleet.join("c", Mortal("c"))
     with pytest.raises(NeedsFull, match="c: version 1 is a difference from 0"):
         await fleet.stage(update(1, base=0))
-    assert fleet.lacking(1) == ("c",)
+    assert fleet.engines_without(1) == ("c",)
     await bring(fleet, 1)
     assert engines["a"].staged == [0, 1]
     await fleet.wait_until_serving("c")

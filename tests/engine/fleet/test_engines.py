@@ -66,7 +66,7 @@ class Process:
         self.killed = how.startswith("SIG")
         self._ended.set_result(f"{self.role} (pid {self.pid}) was killed by {how}\n    its last line")
 
-    async def died(self) -> str:
+    async def wait_for_death(self) -> str:
         return await self._ended
 
     async def kill(self) -> None:

@@ -93,8 +93,8 @@ class Parted(Sender):
         super().__init__()
         self._far, self._times = far, times
 
-    async def published(self, publication: Publication) -> WeightUpdate:
-        return self._sent(await super().published(publication))
+    async def wait_until_published(self, publication: Publication) -> WeightUpdate:
+        return self._sent(await super().wait_until_published(publication))
 
     async def resend(self, publication: Publication) -> WeightUpdate:
         return self._sent(await super().resend(publication))

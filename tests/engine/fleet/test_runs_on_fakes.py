@@ -56,8 +56,8 @@ class Sender(FakeLearner):
         self._to[version] = self.fleet.names
         return await super().snapshot(version, slot)
 
-    async def published(self, publication: Publication) -> WeightUpdate:
-        update, to = await super().published(publication), self._to[publication.version]
+    async def wait_until_published(self, publication: Publication) -> WeightUpdate:
+        update, to = await super().wait_until_published(publication), self._to[publication.version]
         if not set(to) & set(self.fleet.names):
             raise WeightsError(f"version {publication.version} could not be sent to {to}", remedy="look at them")
         return replaced(update, to)
@@ -65,9 +65,9 @@ class Sender(FakeLearner):
     async def resend(self, publication: Publication) -> WeightUpdate:
         in_use = publication.version <= self.fleet.version
         assert not (self.busy and in_use), "an engine that comes late would wait for a step"
-        to = self.fleet.lacking(publication.version)
+        to = self.fleet.engines_without(publication.version)
         self.again.append((publication.version, to))
-        return replaced(await super().published(publication), to)
+        return replaced(await super().wait_until_published(publication), to)
 
 
 def replaced(update: WeightUpdate, to: tuple[str, ...]) -> WeightUpdate:

@@ -67,7 +67,7 @@ class Bench:
 
         runs = [
             replace(runner, engine=Forking(engine, parent=whole.request_id, name=f"0/{n}", on_prefix=told)).run(
-                KEY, TASK, begun=[kept]
+                KEY, TASK, partial_turns=[kept]
             )
             for n in range(BRANCHES)
         ]

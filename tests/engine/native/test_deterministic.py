@@ -277,7 +277,7 @@ def test_in_a_whole_run_engine_and_learner_do_not_differ_at_all(tmp_path: Path) 
     browser = Browser.of_run(directory)
     fresh = []
     for row in browser.page(EpisodeQuery(status="trained"), order="oldest", limit=100):
-        episode, learned = browser.episode(EpisodeKey(row.group, row.place)), browser.learned(row.group)
+        episode, learned = browser.episode(EpisodeKey(row.group, row.place)), browser.token_results(row.group)
         assert episode is not None
         assert learned is not None
         for turn, gaps_T in learned.gaps(episode).items():

@@ -12,7 +12,7 @@ import torch
 
 from headrace.base.errors import WeightsError
 from headrace.base.types.episode import TokenChunk
-from headrace.base.types.versions import mixed
+from headrace.base.types.versions import mixed_version
 from headrace.base.types.weights import Interrupt
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig
@@ -137,7 +137,7 @@ def test_streaming_spreads_the_exchange_over_steps_and_marks_their_tokens(pair: 
     engine.commit(1, Interrupt.STREAM)
     assert engine.take_swaps() == []
     tokens = joined(run(engine)[0])
-    assert tokens.versions_T.tolist() == [0] * 8 + [mixed(0)] * 2 + [1] * 10
+    assert tokens.versions_T.tolist() == [0] * 8 + [mixed_version(0)] * 2 + [1] * 10
     (report,) = engine.take_swaps()
     assert (report.mode, report.version, report.carried_over) == (Interrupt.STREAM, 1, 1)
     assert engine.stats().version == 1

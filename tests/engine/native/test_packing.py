@@ -149,7 +149,7 @@ def test_a_model_that_was_loaded_in_inference_mode_has_no_panels_since_nobody_co
 
 def test_what_is_half_packed_cannot_be_committed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.commit(pair.stage())
-    before, staged, refused = logits(pair.engine), pair.slots.staged, []
+    before, staged, refused = logits(pair.engine), pair.slots.staged_tensors, []
 
     def too_early() -> dict[str, Tensor]:
         with pytest.raises(WeightsError, match="still on its way") as raised:
@@ -157,7 +157,7 @@ def test_what_is_half_packed_cannot_be_committed(pair: Pair, monkeypatch: pytest
         refused.append(raised)
         return staged()
 
-    monkeypatch.setattr(pair.slots, "staged", too_early)
+    monkeypatch.setattr(pair.slots, "staged_tensors", too_early)
     version = pair.stage()
     assert refused
     assert torch.equal(logits(pair.engine), before)

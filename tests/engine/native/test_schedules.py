@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from headrace.base.types.episode import StopReason, TokenChunk
-from headrace.base.types.versions import mixed, oldest
+from headrace.base.types.versions import mixed_version, oldest
 from headrace.base.types.weights import Interrupt
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig
@@ -168,7 +168,7 @@ def test_a_token_of_a_mix_is_that_of_the_very_mix_that_its_step_saw(
     weights.stage(engine, 1)
     engine.commit(1, Interrupt.STREAM)
     tokens = joined(collect(engine.step, engine.has_work)[0])
-    assert set(tokens.versions_T) == {0, mixed(0), 1}
+    assert set(tokens.versions_T) == {0, mixed_version(0), 1}
     reference, cache, fed, expected = plain(directory), DynamicCache(), [5, 6, 7], []
     with torch.inference_mode():
         for state in passes:

@@ -25,7 +25,7 @@ def test_each_row_records_as_many_entries_as_it_asks_for(model_dir: Dir, tmp_pat
     while engine.has_work():
         chunks += engine.step()
     for number, num in enumerate((3, 0, 1)):
-        whole = TokenChunk.joined([chunk for chunk in chunks if chunk.request_id == number])
+        whole = TokenChunk.concat([chunk for chunk in chunks if chunk.request_id == number])
         if not num:
             assert whole.top is None
             continue

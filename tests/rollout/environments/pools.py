@@ -84,7 +84,7 @@ async def _at_work(
         if listener is not None:
             tasks.append(group.create_task(listener.admit(pool, start, start_worker)))
         if pool.keeps_some_here:
-            await pool.started()
+            await pool.wait_until_started()
         yield tasks[0]
         for task in tasks:
             task.cancel()

@@ -14,9 +14,9 @@ def test_capacity_that_leaves_while_it_is_free_is_taken_by_no_call() -> None:
     async def main() -> None:
         capacity = Capacity()
         capacity.add(8)
-        async with capacity.held():
+        async with capacity.reserve():
             capacity.add(-5)
-            async with capacity.held(), capacity.held():
+            async with capacity.reserve(), capacity.reserve():
                 assert capacity.free == 0
 
     asyncio.run(main())
@@ -27,8 +27,8 @@ def test_capacity_that_leaves_while_it_is_taken_is_given_back_with_it() -> None:
         capacity = Capacity()
         capacity.add(2)
         async with AsyncExitStack() as second:
-            async with capacity.held():
-                await second.enter_async_context(capacity.held())
+            async with capacity.reserve():
+                await second.enter_async_context(capacity.reserve())
                 capacity.add(-1)
                 assert capacity.free == -1
             assert capacity.free == 0
@@ -42,7 +42,7 @@ def test_a_call_that_is_made_again_gets_capacity_before_those_that_have_waited_l
         capacity, order = Capacity(), list[str]()
 
         async def call(name: str, *, first: bool = False) -> None:
-            async with capacity.held(first=first):
+            async with capacity.reserve(first=first):
                 order.append(name)
 
         async with asyncio.TaskGroup() as group:
@@ -63,7 +63,7 @@ def test_a_call_that_is_given_up_as_its_turn_comes_gives_the_capacity_back() -> 
         capacity = Capacity()
 
         async def call() -> None:
-            async with capacity.held():
+            async with capacity.reserve():
                 raise AssertionError("it was given up before")
 
         waiting = asyncio.create_task(call())

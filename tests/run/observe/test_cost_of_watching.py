@@ -125,15 +125,15 @@ class Clocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[float, dict[str, float]]] = []
-        inner = RunWatchers.look
+        inner = RunWatchers.update
 
-        def look(watching: RunWatchers, controller: Any, components: Any) -> Any:
+        def update(watching: RunWatchers, controller: Any, components: Any) -> Any:
             if controller.state.phase == "training":
                 pids = {part.role: part.pid for part in components if part.role in ("engine", "learner")}
                 self.seen.append((time.monotonic(), {role: _at_work_s(pid) for role, pid in pids.items()}))
             return inner(watching, controller, components)
 
-        monkeypatch.setattr(RunWatchers, "look", look)
+        monkeypatch.setattr(RunWatchers, "update", update)
 
 
 def _at_work_s(pid: int) -> float:

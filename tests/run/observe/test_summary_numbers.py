@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from headrace.run.observe import age_histogram, commit_gap_ms, observed
+from headrace.run.observe import age_histogram, commit_gap_ms, summarize_steps
 from tests.run.observe.synthetic import step_record
 
 
@@ -25,7 +25,7 @@ def test_ages_add_up_in_order() -> None:
 
 def test_the_summary_of_some_steps() -> None:
     steps = [step_record(0, reward_mean=None, commit_gap_s=None), *(step_record(i) for i in (1, 2, 3))]
-    found = observed(steps, wall_s=10.0)
+    found = summarize_steps(steps, wall_s=10.0)
     assert found["reward_first"] == steps[1].reward_mean
     assert found["reward_last"] == steps[3].reward_mean
     assert (found["steps"], found["tokens_generated"], found["tokens_trained"]) == (4, 400, 360)
@@ -39,7 +39,7 @@ def test_the_summary_of_some_steps() -> None:
 
 
 def test_the_summary_of_no_steps_has_every_key_and_no_invented_number() -> None:
-    empty, full = observed([], wall_s=0.0), observed([step_record(0)], wall_s=1.0)
+    empty, full = summarize_steps([], wall_s=0.0), summarize_steps([step_record(0)], wall_s=1.0)
     assert empty.keys() == full.keys()
     assert empty["reward_first"] is None
     assert empty["max_token_age"] is None

@@ -13,7 +13,7 @@ from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.config import merge
 from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.control.saving import CHECKPOINTS
-from headrace.flow.ledger.opening import SQLITE_FILE, is_held
+from headrace.flow.ledger.opening import SQLITE_FILE, is_locked
 from headrace.learner import checkpoint
 from headrace.learner.disk import Damaged
 from headrace.run.observe.rundata import load_run
@@ -23,7 +23,7 @@ from headrace.run.session.directory import (
     LOCK_S,
     changed_settings,
     choose_directory,
-    locked,
+    lock_directory,
     read_settings,
     read_status,
     read_summary,
@@ -38,26 +38,28 @@ def test_a_reader_that_asks_whether_a_directory_is_held_keeps_no_run_from_it(tmp
     reader = os.open(tmp_path / "lock", os.O_RDONLY)
     fcntl.flock(reader, fcntl.LOCK_SH)  # as the question does, for a moment
     threading.Timer(LOCK_S / 4, os.close, [reader]).start()
-    with locked(tmp_path, resume=False):
-        assert is_held(tmp_path)
-    assert not is_held(tmp_path)
+    with lock_directory(tmp_path, resume=False):
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
 
 
 def test_a_directory_is_held_by_one_process_alone(tmp_path: Path) -> None:
-    with locked(tmp_path / "run", resume=False):
-        with pytest.raises(ConfigError, match="is in use by another process"), locked(tmp_path / "run", resume=False):
+    with lock_directory(tmp_path / "run", resume=False):
+        refused = pytest.raises(ConfigError, match="is in use by another process")
+        with refused, lock_directory(tmp_path / "run", resume=False):
             pass
         (tmp_path / "run" / SQLITE_FILE).touch()
-    with locked(tmp_path / "run", resume=True):
+    with lock_directory(tmp_path / "run", resume=True):
         pass
 
 
 def test_a_run_is_resumed_only_when_asked_and_only_where_there_is_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run to resume"), locked(tmp_path / "run", resume=True):
+    with pytest.raises(ConfigError, match="holds no run to resume"), lock_directory(tmp_path / "run", resume=True):
         pass
     assert not (tmp_path / "run").exists()
     (tmp_path / SQLITE_FILE).touch()
-    with pytest.raises(ConfigError, match=r"holds a run already(.|\n)*--resume"), locked(tmp_path, resume=False):
+    refused = pytest.raises(ConfigError, match=r"holds a run already(.|\n)*--resume")
+    with refused, lock_directory(tmp_path, resume=False):
         pass
 
 
@@ -67,38 +69,38 @@ def test_checkpoints_without_their_ledger_are_told_in_one_way_whatever_is_asked(
     (unfinished / "weights").touch()
     checkpoint.commit(unfinished, checkpoint.SnapshotState(step=3, version=3, config_fingerprint="", controller={}))
     words = r"newest of step 3, and no ledger \(ledger\.sqlite is missing(.|\n)*model\.path = '.*step-000003'"
-    with pytest.raises(ConfigError, match=words) as error, locked(tmp_path, resume=resume):
+    with pytest.raises(ConfigError, match=words) as error, lock_directory(tmp_path, resume=resume):
         pass
     assert "--resume" not in error.value.remedy
 
 
 def test_a_log_that_sqlite_removes_and_makes_anew_is_no_loss_and_a_ledger_that_goes_is_one(tmp_path: Path) -> None:
     ledger, log = tmp_path / "run" / SQLITE_FILE, tmp_path / "run" / f"{SQLITE_FILE}-wal"
-    with locked(tmp_path / "run", resume=False) as held:
-        held.refuse_lost()  # there is no ledger yet
+    with lock_directory(tmp_path / "run", resume=False) as directory:
+        directory.refuse_lost()  # there is no ledger yet
         files = []
         for step in range(2):  # the lives of a run, or a reader that is the last to leave
             with closing(sqlite3.connect(ledger, isolation_level=None)) as db:
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute(f"CREATE TABLE step_{step} (number)")
                 files.append(log.stat().st_ctime_ns)
-                held.refuse_lost()
+                directory.refuse_lost()
             assert not log.exists()
-            held.refuse_lost()
+            directory.refuse_lost()
         assert files[0] != files[1]
         ledger.rename(tmp_path / "elsewhere")
         with pytest.raises(RunError, match=r"ledger\.sqlite was removed or replaced"):
-            held.refuse_lost()
+            directory.refuse_lost()
         ledger.touch()
         with pytest.raises(RunError, match=r"ledger\.sqlite was removed or replaced"):
-            held.refuse_lost()
+            directory.refuse_lost()
         (tmp_path / "elsewhere").replace(ledger)
-        held.refuse_lost()
+        directory.refuse_lost()
 
 
 def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(ConfigError, match="cannot be used"), locked(tmp_path / "run", resume=False):
+    with pytest.raises(ConfigError, match="cannot be used"), lock_directory(tmp_path / "run", resume=False):
         pass
 
 
@@ -165,12 +167,12 @@ def test_settings_that_no_longer_exist_are_passed_over_in_the_record_of_an_older
 def test_settings_of_a_run_that_have_changed_are_neither_resumed_with_nor_reported(tmp_path: Path) -> None:
     write_sealed(tmp_path / CONFIG_FILE, {"learner": {"lr": 3e-4}})
     (tmp_path / "ledger.sqlite").touch()
-    with locked(tmp_path, resume=True):
+    with lock_directory(tmp_path, resume=True):
         pass
     assert load_run(tmp_path).config == {"learner": {"lr": 3e-4}}
     text = (tmp_path / CONFIG_FILE).read_text()
     (tmp_path / CONFIG_FILE).write_text(text.replace("0.0003", "0.5"))
-    with pytest.raises(Damaged, match=f"{CONFIG_FILE} has changed since"), locked(tmp_path, resume=True):
+    with pytest.raises(Damaged, match=f"{CONFIG_FILE} has changed since"), lock_directory(tmp_path, resume=True):
         pass
     found = load_run(tmp_path)
     assert found.config == {}

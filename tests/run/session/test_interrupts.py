@@ -65,7 +65,7 @@ def test_evaluation_that_hangs_ends_in_words(tmp_path: Path) -> None:
 
     async def main() -> None:
         parts = fake_parts(tmp_path, scorer=Mute())
-        update = await parts.learner.published(await parts.learner.snapshot(0, 0))
+        update = await parts.learner.wait_until_published(await parts.learner.snapshot(0, 0))
         await parts.engine.stage(update)
         await parts.engine.commit(0)
         serving = replace(parts, eval_tasks=parts.tasks[:2])

@@ -93,7 +93,7 @@ def test_the_error_of_a_learner_keeps_nothing_of_the_life_that_it_has_ended(
     config: Any = SimpleNamespace(config=SimpleNamespace(launch=SimpleNamespace(learner_restarts=1)))
     nothing: Any = None
     first = training.RunLife(
-        prepared=config, run_dir=tmp_path, held=nothing, recording=None, forks=None, after=None
+        prepared=config, run_dir=tmp_path, locked_dir=nothing, recording=None, forks=None, after=None
     )  # fmt: skip
     assert training._run_with_restarts(first) == "the summary"
     assert alive == [False]

@@ -89,10 +89,10 @@ def test_a_terminal_or_a_pipe_that_is_gone_is_noticed_without_a_write() -> None:
     for here, there, number in (ours, theirs, 5), (reading, writing, 32):
         with open(there, "w") as stream:
             lasting = LossTolerantStream(stream)
-            lasting.look()
+            lasting.detect_loss()
             assert not lasting.lost
             os.close(here)
-            lasting.look()
+            lasting.detect_loss()
             assert f"Errno {number}" in lasting.lost
 
 

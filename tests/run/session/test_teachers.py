@@ -61,7 +61,7 @@ def test_rewards_that_are_all_equal_end_a_run_unless_a_teacher_says_what_to_pref
     assert (summary["status"], summary["steps"]) == ("finished", 4)
     with closing(Browser.of_run(run_file.parent / "run")) as browser:
         episode = browser.episode(EpisodeKey(0, 0))
-        learned = browser.learned(0)
+        learned = browser.token_results(0)
     assert episode is not None
     assert learned is not None
     (said,) = learned.teacher_scores(episode).values()

@@ -79,7 +79,7 @@ async def running_pool(directory: Path) -> AsyncIterator[RunningPool]:
         try:
             async with asyncio.timeout(100), asyncio.TaskGroup() as group:
                 keeping = group.create_task(pool.keep())
-                await pool.started()
+                await pool.wait_until_started()
                 yield RunningPool(pool=pool, children=children)
                 keeping.cancel()
         finally:

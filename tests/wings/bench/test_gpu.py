@@ -23,7 +23,7 @@ from headrace.wings.bench.gpu import refusals, shapes
 from headrace.wings.bench.gpu import vllm as vllm_stage
 from headrace.wings.bench.gpu.base import GIB, GpuStageOutcome, read_lines
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
-from headrace.wings.bench.gpu.files import GpuFile, compared, rates_of, read_file, write_file
+from headrace.wings.bench.gpu.files import GpuFile, compare_figures, rates_of, read_file, write_file
 from headrace.wings.bench.gpu.probe import CardFacts
 from headrace.wings.bench.gpu.stages import STAGES, StageKind, chosen
 from headrace.wings.plan.catalogue import model
@@ -200,7 +200,7 @@ def test_stages_keep_their_order() -> None:
 
 def test_files_are_compared_and_an_other_format_is_refused(tmp_path: Path) -> None:
     now, before = {"engine": 90.0, "gap_s": 0.5, "new": 1.0, "same": 1.0}, {"engine": 100.0, "gap_s": 1.0, "same": 1.01}
-    rows = {row["what"]: (row["is"], row["ratio"]) for row in compared(now, before)}
+    rows = {row["what"]: (row["is"], row["ratio"]) for row in compare_figures(now, before)}
     assert rows == {
         "compared, engine": ("slower", 0.9), "compared, gap_s": ("faster", 0.5),
         "compared, same": ("same", pytest.approx(0.990, abs=1e-3)),

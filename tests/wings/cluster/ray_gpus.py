@@ -12,7 +12,7 @@ from headrace.engine import EngineConfig
 from headrace.launch.config import RayConfig, ResourceShare
 from headrace.wings.cluster.far.supervisor import ProcessSupervisor
 from headrace.wings.cluster.ray import cluster as on_ray
-from headrace.wings.cluster.ray.fit import _first
+from headrace.wings.cluster.ray.fit import _device_of
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.wire import Address
 from headrace.wings.servers.vllm.command import command
@@ -28,7 +28,7 @@ class Probe(ProcessSupervisor):
         """Return the node and the GPUs of a server that computes on ``width`` of them."""
         import ray
 
-        config = EngineConfig.model_validate({"kind": "vllm", "device": _first(width), "tensor": width})
+        config = EngineConfig.model_validate({"kind": "vllm", "device": _device_of(width), "tensor": width})
         required = ServeRequirements(path="/models/m", dtype="bfloat16", max_context=4096)
         started = command(config, required, Address(url="http://vllm", socket="/x/s"))
         return ray.get_runtime_context().get_node_id(), started.variables["CUDA_VISIBLE_DEVICES"]
@@ -41,9 +41,9 @@ async def placed(address: str, engines: int, width: int, ranks: int) -> dict[str
         *((f"learner-{rank}", share["learner"]) for rank in range(ranks)),
         *((f"engine-{number}", share["engine"]) for number in range(engines)),
     ]
-    cluster = await on_ray.RayCluster.joined(address)
+    cluster = await on_ray.RayCluster.connect(address)
     reservation = await cluster.reserve(parts, RayConfig().placement, 120.0)
-    actors = {name: (cluster.supervisor(name, wanted, reservation), wanted.gpus) for name, wanted in parts}
+    actors = {name: (cluster.start_supervisor(name, wanted, reservation), wanted.gpus) for name, wanted in parts}
     found = {name: tuple(await actor.call("shown", gpus)) for name, (actor, gpus) in actors.items()}
     for actor, _ in actors.values():
         actor.kill()

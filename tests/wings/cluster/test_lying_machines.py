@@ -86,7 +86,7 @@ class Liar:
             begin = msgspec.json.decode(order.asked, type=Begin)
             if self.worker is not None:
                 threading.Thread(target=self._work, args=(begin,), daemon=True).start()
-        true = FOUND if order.what == "look" else 7
+        true = FOUND if order.what == "describe_node" else 7
         self.to_say.append(Done(call=order.call, answer=self.answers.get(order.what, true)))
 
     def _work(self, begin: Begin) -> None:
@@ -122,7 +122,10 @@ async def goes_on(at: RunningPool) -> bool:
 
 @pytest.mark.parametrize(
     ("what", "answer"),
-    [("look", b"\xff"), ("look", 5), ("look", b"{}"), ("begin", b"x"), ("begin", 1.5), ("ended", b"x"), ("ended", 5)],
+    [
+        *[("describe_node", answer) for answer in (b"\xff", 5, b"{}")],
+        *[("begin", b"x"), ("begin", 1.5), ("ended", b"x"), ("ended", 5)],
+    ],
 )
 def test_whatever_a_machine_answers_it_is_sent_away_and_the_run_goes_on(
     tmp_path: Path, what: str, answer: Answer

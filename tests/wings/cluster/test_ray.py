@@ -181,14 +181,14 @@ class Seats:
     seats: list[Seat]
     taken: list[Seat] = field(default_factory=list)
 
-    def supervisor(self, name: str, share: ResourceShare, room: object) -> Seat:
+    def start_supervisor(self, name: str, share: ResourceShare, room: object) -> Seat:
         self.taken.append(self.seats.pop(0))
         return self.taken[-1]
 
     async def nodes(self) -> list[RayNode]:
         return [RayNode(address=HERE, cpus=1, gpus=0)]
 
-    async def words(self) -> str:
+    async def describe_resources(self) -> str:
         return "it has 1 node with 1 CPUs"
 
 
@@ -265,7 +265,7 @@ def test_a_process_that_is_killed_on_its_node_is_told_of_with_the_node(tmp_path:
         async with on_seats(tmp_path, Seats([Seat()]), grader(tmp_path)) as child:
             await scored(child, "x")
             os.kill(child.pid, signal.SIGKILL)
-            words = await child.died()
+            words = await child.wait_for_death()
             assert words.startswith(f"scorer-0 (pid {child.pid} on {HERE}) was killed by SIGKILL")
 
     asyncio.run(main())
@@ -276,7 +276,7 @@ def test_a_process_whose_node_is_lost_has_ended_and_says_so(tmp_path: Path) -> N
         seats = Seats([Seat()])
         async with on_seats(tmp_path, seats, grader(tmp_path)) as child:
             seats.taken[0].lost.set()
-            assert await child.died() == f"scorer-0 (pid {child.pid} on {HERE}) was lost with its node"
+            assert await child.wait_for_death() == f"scorer-0 (pid {child.pid} on {HERE}) was lost with its node"
             assert child.state == "ended"
 
     asyncio.run(main())
@@ -328,9 +328,9 @@ def test_a_learner_must_see_the_run_directory_itself(tmp_path: Path) -> None:
     )  # fmt: skip
 
     class Elsewhere(ProcessSupervisor):
-        def look(self, asked: bytes) -> bytes:
+        def describe_node(self, asked: bytes) -> bytes:
             (tmp_path / "mark").unlink()
-            return super().look(asked)
+            return super().describe_node(asked)
 
     error = refusal(tmp_path, Seat(supervisor=Elsewhere(HERE)), start, of={"name": "learner"})
     assert f"run.dir={str(tmp_path)!r} of node {HERE}, where learner is to run, is not the one of" in error.problem
@@ -355,7 +355,7 @@ def test_a_process_that_is_ended_counts_as_gone_even_where_the_cluster_never_say
         process = FarProcess(Mute(), 7, "10.0.0.2", kept=False)  # type: ignore[arg-type]
         assert process.returncode is None
         await process.kill()
-        assert (await process.wait(), process.ending()) == (
+        assert (await process.wait(), process.describe_end()) == (
             -signal.SIGKILL, "was ended, and its machine does not say that it is gone",
         )  # fmt: skip
 

@@ -13,12 +13,12 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.wings.plan import Cluster
-from headrace.wings.plan.placement import MachineRoom, PartDemand, machines_of, place
+from headrace.wings.plan.placement import MachineResources, PartDemand, machines_of, place
 from tests.wings.plan.ray_places import CPUS, GPUS, NUM_MACHINES
 
 
-def machines(count: int, gpus: int = GPUS, cpus: float = CPUS) -> list[MachineRoom]:
-    return [MachineRoom(number=number, num_gpus=gpus, cpus=cpus) for number in range(count)]
+def machines(count: int, gpus: int = GPUS, cpus: float = CPUS) -> list[MachineResources]:
+    return [MachineResources(number=number, num_gpus=gpus, cpus=cpus) for number in range(count)]
 
 
 def of_run(engines: int, width: int, ranks: int, cpus: float = 0.1) -> list[PartDemand]:

@@ -81,7 +81,7 @@ def followed(connections: Sequence[tuple[str, Exception | None]]) -> tuple[bytes
         pieces = []
         while piece := await channel.piece():
             pieces.append(piece)
-        return b"".join(pieces), await channel.last_words()
+        return b"".join(pieces), await channel.exit_reason()
 
     return asyncio.run(body())
 
@@ -145,7 +145,7 @@ def test_input_is_sent_in_parts_and_a_sandbox_that_has_gone_is_told(monkeypatch:
     assert sandbox.process.sent == ["9\nAAECAw==\n", "5\n/w==\n"]
     with pytest.raises(OSError, match="the sandbox has gone"):
         asyncio.run(channel.send(b"123456789"))
-    assert asyncio.run(channel.last_words()) == "RuntimeError: the sandbox has gone"
+    assert asyncio.run(channel.exit_reason()) == "RuntimeError: the sandbox has gone"
 
 
 @pytest.mark.parametrize("unshare", [True, False])

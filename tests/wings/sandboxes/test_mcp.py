@@ -22,7 +22,7 @@ from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.wings.bridges.mcp import Tools
 from headrace.wings.sandboxes import SandboxSession, environment
 from headrace.wings.sandboxes.environment import ShellEnv, ShellSettings
-from headrace.wings.sandboxes.mcp import FOLDER, served
+from headrace.wings.sandboxes.mcp import FOLDER, serve_tools
 from headrace.wings.sandboxes.world import close_shared_worlds, shared_worlds
 from tests.wings.sandboxes.conftest import Sandboxes
 from tests.wings.sandboxes.task_files import HARBOR, write_task
@@ -89,7 +89,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
 def bash_server(
     session: SandboxSession, arguments: str = "", answer_s: float = 60.0
 ) -> AbstractAsyncContextManager[Tools]:
-    return served(session, "one", f"bash /tmp/server.sh {arguments}", answer_s=answer_s, left_s=lambda: 600.0)
+    return serve_tools(session, "one", f"bash /tmp/server.sh {arguments}", answer_s=answer_s, left_s=lambda: 600.0)
 
 
 def test_tools_are_listed_and_called_in_every_kind_of_sandbox(any_sandboxes: Sandboxes) -> None:
@@ -162,7 +162,7 @@ def test_a_server_that_does_not_start_or_speaks_otherwise_is_told_by_name(
         await session.write({"/tmp/server.sh": SERVER})
         answer_s = 0.5 if "sleep" in command else 60.0
         with pytest.raises(EpisodeError, match=words) as failed:
-            async with served(session, "one", command, answer_s=answer_s, left_s=lambda: 600.0):
+            async with serve_tools(session, "one", command, answer_s=answer_s, left_s=lambda: 600.0):
                 raise AssertionError("it has no tools")
         assert failed.value.reason == "session_mcp"
         assert (await session.run("echo well")).stdout == "well\n"
@@ -197,7 +197,7 @@ def test_a_server_of_the_package_runs_in_a_session(sandboxes: Sandboxes, session
     async def body() -> None:
         await session.write({"server.py": REAL})
         command = f"{sys.executable} server.py"
-        async with served(session, "sums", command, answer_s=100.0, left_s=lambda: 600.0) as tools:
+        async with serve_tools(session, "sums", command, answer_s=100.0, left_s=lambda: 600.0) as tools:
             assert [tool.name for tool in tools.described] == ["add", "write"]
             assert tools.described[0].parameters["required"] == ["a", "b"]
             assert (await tools.call(call("add", a=17, b=25))).content == "42"

@@ -114,14 +114,14 @@ class Bench:
             attempt_kind=AttemptKind.ORIGIN,
             on_part=lambda part: parts.setdefault(part.turn, []).append(part),
         )
-        return await runner.run(key, task), [TokenChunk.joined(parts[turn]) for turn in sorted(parts)]
+        return await runner.run(key, task), [TokenChunk.concat(parts[turn]) for turn in sorted(parts)]
 
     async def branch(
-        self, key: EpisodeKey, task: Task, begun: Sequence[TokenChunk], kind: AttemptKind = AttemptKind.BRANCH
+        self, key: EpisodeKey, task: Task, prefix: Sequence[TokenChunk], kind: AttemptKind = AttemptKind.BRANCH
     ) -> EpisodeGraph:
-        """The episode again, from the last of its answers in ``begun``, with the draws that it had."""
-        same = SameDraws(self.engine, begun[-1].request_id)
-        episode = await replace(self.runner, engine=same, attempt_kind=kind).run(key, task, begun=begun)
+        """The episode again, from the last of its answers in ``prefix``, with the draws that it had."""
+        same = SameDraws(self.engine, prefix[-1].request_id)
+        episode = await replace(self.runner, engine=same, attempt_kind=kind).run(key, task, partial_turns=prefix)
         assert same.by_prefix == 0 or kind is not AttemptKind.BRANCH
         return episode
 

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.base.errors import DataError
 from headrace.rollout.environments.data import load_rows
-from headrace.wings.sandboxes.dockerfile import BuildStep, expand, read_dockerfile, settle
+from headrace.wings.sandboxes.dockerfile import BuildStep, expand, read_dockerfile, state_after
 from headrace.wings.sandboxes.tasks import open_task
 from tests.wings.sandboxes.task_files import HARBOR, TERMINAL_BENCH, write_task
 
@@ -141,7 +141,7 @@ def test_steps_come_to_the_variables_and_the_directory_of_docker() -> None:
         "ENV SUB=$BASE/x V$V=1\nWORKDIR $BASE\nWORKDIR deeper\n"
     )
     image, steps = read_dockerfile(text, "it")
-    state = settle(steps, {"PATH": "/bin"}, "/app")
+    state = state_after(steps, {"PATH": "/bin"}, "/app")
     assert image == "debian:12"
     assert state.directory == "/srv/data/deeper"
     assert state.environment == {

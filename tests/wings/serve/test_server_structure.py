@@ -318,7 +318,7 @@ def test_a_thousand_schemas_are_followed_with_exact_logprobs(loaded: LoadedModel
                 parts[chunk.request_id].append(chunk)
     tokenizer, worst = byte_tokenizer(), 0.0
     for number, schema in enumerate(schemas):
-        whole = TokenChunk.joined(parts[number])
+        whole = TokenChunk.concat(parts[number])
         assert whole.stop_reason is StopReason.STOP
         text = tokenizer.decode(whole.tokens.ids_T.tolist(), skip_special_tokens=True)
         jsonschema.validate(json.loads(text), schema)

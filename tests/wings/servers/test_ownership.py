@@ -26,8 +26,8 @@ from headrace.wings.servers.client.core import ServedEngine
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
 from headrace.wings.servers.client.launching import ServeRequirements
-from headrace.wings.servers.client.make import served
-from headrace.wings.servers.client.ownership import Labels, owned
+from headrace.wings.servers.client.make import open_served_engine
+from headrace.wings.servers.client.ownership import Labels, own_server
 from headrace.wings.servers.client.wire import Address
 
 KINDS = ("vllm", "sglang")
@@ -75,9 +75,9 @@ def test_second_run_of_a_machine_is_refused_until_the_first_has_ended(
         shared = Shared(opened, "vllm", wanted, tmp_path)
         shared.run()
         address = Address(url=shared.url.replace("127.0.0.1", "localhost"))
-        with pytest.raises(ConfigError, match=f"at {address} gets its weights from another run"), owned(address):
+        with pytest.raises(ConfigError, match=f"at {address} gets its weights from another run"), own_server(address):
             pass
-    with owned(address):
+    with own_server(address):
         pass
 
 
@@ -85,17 +85,17 @@ def test_holder_that_goes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ownership, "EXIT_S", 60.0)
     address = Address(url="http://127.0.0.1:1")
     with ExitStack() as held:
-        held.enter_context(owned(address))
+        held.enter_context(own_server(address))
         gone = threading.Timer(0.3, held.close)
         gone.start()
-        with owned(address):
+        with own_server(address):
             gone.join()
 
 
 def test_run_that_finds_the_weights_of_another_ends_and_has_none_of_its_tokens(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(make, "owned", lambda _: nullcontext())  # as on different machines
+    monkeypatch.setattr(make, "own_server", lambda _: nullcontext())  # as on different machines
     first = shared.run()
     number = first.add([3, 4, 5], max_new_tokens=LONGER)
     first.until(lambda: bool(first.outputs[number].ids))
@@ -144,7 +144,7 @@ def test_weights_that_never_change_may_be_asked_by_several(
 def fixed(kind: str, url: str, wanted: ServeRequirements, directory: Path) -> Any:
     settings = {**SETTINGS, "kind": kind, "server": {"urls": [url], "any_version": True}}
     config = EngineConfig.model_validate(settings)
-    return served(config, wanted, Handover(directory, ServedForm(wanted)), None, RealClock())
+    return open_served_engine(config, wanted, Handover(directory, ServedForm(wanted)), None, RealClock())
 
 
 def answered(core: ServedEngine) -> list[int]:

@@ -40,7 +40,7 @@ from headrace.wings.servers.client.dialect import StreamRequest
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
 from headrace.wings.servers.client.launching import ServeRequirements, model_alone
-from headrace.wings.servers.client.make import served
+from headrace.wings.servers.client.make import open_served_engine
 from headrace.wings.servers.client.wire import Address
 from headrace.wings.servers.sglang import command as sglang_command
 from headrace.wings.servers.sglang.dialect import SglangDialect
@@ -170,7 +170,7 @@ def test_spans_that_cannot_be_those_of_an_answer_are_not_believed(version: int, 
 
 def opened(model: Path, directory: Path, url: str, **server: Any) -> Any:
     config = EngineConfig.model_validate({**SETTINGS, "kind": "vllm", "server": {"urls": [url], **server}})
-    return served(config, wanted(model), Handover(directory, ServedForm(wanted(model))), None, RealClock())
+    return open_served_engine(config, wanted(model), Handover(directory, ServedForm(wanted(model))), None, RealClock())
 
 
 def refused(model: Path, directory: Path, url: str, **server: Any) -> str:
@@ -251,7 +251,7 @@ def test_adapters_that_are_never_trained_reach_the_server_before_the_first_answe
     held = load_model(ModelConfig(path=str(model), lora=settled.lora))
     with fake_server("vllm", settled) as (url, server):
         found = EngineConfig.model_validate({**config, "server": {"urls": [url]}})
-        with served(found, settled, handover, None, RealClock()) as core:
+        with open_served_engine(found, settled, handover, None, RealClock()) as core:
             handover.write(0, weight_tensors(held))
             core.adopt(0)
         assert "/v1/load_lora_adapter" in server.calls
@@ -299,7 +299,7 @@ def test_interpreter_without_vllm_is_told_what_to_install(model: Path, tmp_path:
     handover = Handover(tmp_path, ServedForm(wanted(model)))
     with (
         pytest.raises(ConfigError, match="pip install vllm"),
-        served(config, wanted(model), handover, None, RealClock()),
+        open_served_engine(config, wanted(model), handover, None, RealClock()),
     ):
         pass
 

@@ -27,7 +27,7 @@ from headrace.wings.servers.client.answer import StreamedAnswer, StreamPart
 from headrace.wings.servers.client.dialect import StreamRequest
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.launching import ServeRequirements
-from headrace.wings.servers.client.records import RoutingDecoder, numbers, refuse_kept, unpacked
+from headrace.wings.servers.client.records import RoutingDecoder, decode_array, numbers, refuse_kept
 from headrace.wings.servers.client.wire import Address
 from headrace.wings.servers.vllm.command import command
 from headrace.wings.servers.vllm.dialect import UNBOUNDED, VllmDialect
@@ -104,7 +104,7 @@ def test_kept_sets_that_can_be_are_taken() -> None:
 
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: base64.b64encode(data).decode()))
 def test_what_is_no_array_is_refused(text: str) -> None:
-    for read in (unpacked, numbers):
+    for read in (decode_array, numbers):
         with contextlib.suppress(ValueError):
             read(text)
 
@@ -112,21 +112,21 @@ def test_what_is_no_array_is_refused(text: str) -> None:
 @pytest.mark.parametrize("array", [np.zeros(3, [("a", "u1")]), np.zeros(3), np.asfortranarray(told(4)[0])])
 def test_array_of_anything_but_whole_numbers_in_order_is_refused(array: Any) -> None:
     with pytest.raises(ValueError, match="an array"):
-        unpacked(packed(array))
+        decode_array(packed(array))
 
 
 def test_shape_larger_than_the_file_takes_no_memory_and_objects_are_not_read() -> None:
     with pytest.raises(ValueError, match="in 0 bytes"):
-        unpacked(headed((2**40, 2**10), "|u1"))
+        decode_array(headed((2**40, 2**10), "|u1"))
     with pytest.raises(ValueError, match="dtype object"):
-        unpacked(headed((0,), "|O"))
+        decode_array(headed((0,), "|O"))
 
 
 def test_header_that_would_take_its_parser_down_is_not_parsed() -> None:
     header = b"-" * 9000 + b"1"
     deep = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
     with pytest.raises(ValueError, match="large"):
-        unpacked(base64.b64encode(deep).decode())
+        decode_array(base64.b64encode(deep).decode())
 
 
 def test_experts_reach_the_reader_with_the_prompts_at_first_and_none_for_the_last_token(routes: RoutingDecoder) -> None:
@@ -135,7 +135,7 @@ def test_experts_reach_the_reader_with_the_prompts_at_first_and_none_for_the_las
     answer = StreamedAnswer(request=request, prompt=[3, 4], arrival=0)
     answer.append(StreamPart(ids=[5, 6, 7], logprobs=[-1.0, -1.0, -1.0]), 0)
     assert answer.chunk().tokens.routing is None, "nothing is known of an answer that has not ended"
-    answer.flushed = 0
+    answer.num_sent = 0
     answer.experts_NLK = routes.of(told(4), 4)
     chunk = answer.chunk()
     assert chunk.prompt_routing is not None

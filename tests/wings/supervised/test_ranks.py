@@ -23,7 +23,7 @@ from headrace.launch.hosts import EXIT_RANK_LOST, EXIT_REPORTED
 from headrace.learner.checkpoint import newest_weights
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
-from headrace.run.cli.status import look
+from headrace.run.cli.status import read_run_state
 from headrace.run.session.exporting import export
 from headrace.wings.supervised.booking import batch_of
 from headrace.wings.supervised.learner import Answer, RankedLearner
@@ -134,10 +134,10 @@ def test_a_run_on_ranks_that_is_killed_ends_whole_and_resumes_to_the_same_bits(m
     assert gone(pids), "a rank outlives its run"
     if victim == "run":
         assert died.returncode == -signal.SIGKILL, died.stderr.decode()
-        assert look(tmp_path / "killed")["state"] == "killed"
+        assert read_run_state(tmp_path / "killed")["state"] == "killed"
     else:
         assert f"rank 1 of the learner, process {pids[1]}, has ended (killed by SIGKILL)" in died.stderr.decode()
-        assert look(tmp_path / "killed")["state"] == "failed"
+        assert read_run_state(tmp_path / "killed")["state"] == "failed"
     whole = run_file(tmp_path / "a", model, tmp_path / "whole", rows, **sections)
     assert sft(whole).steps == 5
     summary = sft(killed, resume=True)

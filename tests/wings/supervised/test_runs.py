@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from headrace.base.errors import ConfigError
 from headrace.flow.ledger.opening import open_ledger
-from headrace.run.cli.status import look
+from headrace.run.cli.status import read_run_state
 from headrace.run.session.exporting import export
 from headrace.wings.supervised.session import dpo, sft
 from tests.learner.builders import assert_same_bits
@@ -50,7 +50,7 @@ def test_every_row_is_trained_once_in_every_epoch_and_the_ledger_says_in_which_s
     assert books.holds
     assert books.tokens.trained == summary.tokens_trained > 0
     ledger.close()
-    found = look(tmp_path / "run")
+    found = read_run_state(tmp_path / "run")
     assert (found["state"], found["steps_done"]) == ("finished", 6)
     live = json.loads((tmp_path / "run" / "live.json").read_text())
     assert live["figures"].startswith("loss ")
@@ -103,7 +103,7 @@ def test_a_run_killed_in_a_step_resumes_to_the_same_bits_and_trains_no_row_twice
     call = [sys.executable, str(tmp_path / "killer.py"), verb, str(killed), "x", "5"]
     died = subprocess.run(call, check=False, capture_output=True, timeout=120)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
-    assert look(tmp_path / "killed")["state"] == "killed"
+    assert read_run_state(tmp_path / "killed")["state"] == "killed"
     assert not (tmp_path / "killed" / "checkpoints" / "step-000005").exists()
     verbs = {"sft": sft, "dpo": dpo}
     assert verbs[verb](whole).steps == 8

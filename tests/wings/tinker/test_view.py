@@ -95,7 +95,7 @@ def test_the_queue_of_a_server_that_has_ended_is_told(tmp_path):
     )
     (tenant,) = records.tenants(17.0)
     assert (tenant["waiting"], tenant["waiting_s"], tenant["idle_s"]) == (1, 10.0, 12.0)
-    assert records.trained("s:train:0")[0]["ids"] == [5, 6]
+    assert records.last_training_data("s:train:0")[0]["ids"] == [5, 6]
 
 
 def test_the_oldest_samples_are_deleted(tmp_path):

@@ -24,7 +24,7 @@ from headrace.base.types.recorded import Routing
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import Submit
 from headrace.flow.ledger.browse import EpisodeQuery
-from headrace.run.cli.status import look
+from headrace.run.cli.status import read_run_state
 from headrace.wings.view.app import make_app
 from headrace.wings.view.episodes import routing_differences
 from headrace.wings.view.figures import OF_TRAINING
@@ -262,11 +262,11 @@ def test_a_run_that_ended_before_it_had_a_status_has_failed(tmp_path: Path) -> N
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert ask(opened(directory), "overview")["state"] == "starting"
         with pytest.raises(DataError, match="its parts are starting"):
-            look(directory)
+            read_run_state(directory)
         lock.write("x")
         lock.flush()
         with pytest.raises(DataError, match="its parts are starting"):  # damaged
-            look(directory)
+            read_run_state(directory)
         lock.seek(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -274,11 +274,11 @@ def test_a_run_that_ended_before_it_had_a_status_has_failed(tmp_path: Path) -> N
             part.send_signal(signal.SIGSTOP)
             os.waitpid(part.pid, os.WUNTRACED)  # until it stands
             with pytest.raises(DataError, match=rf"has started process {part.pid}, which is stopped \(SIGSTOP"):
-                look(directory)
+                read_run_state(directory)
             part.kill()
     assert ask(opened(directory), "overview")["state"] == "failed"
     with pytest.raises(DataError, match="ended before its parts had started") as ended:
-        look(directory)
+        read_run_state(directory)
     assert "with the same command and --resume" in ended.value.remedy
 
 

@@ -77,7 +77,7 @@ class AdvantageSection(Section):
         return True
 
 
-def given(column: A | None, name: str) -> A:
+def require(column: A | None, name: str) -> A:
     """Return ``column``, which a formula requires. Raises :class:`DataError`, which contains the column's ``name``, if
     the column is missing (``None``)."""
     if column is None:
@@ -117,9 +117,9 @@ def leave_one_out(values_E: Floats, counted_E: Bools, owners_E: Ints) -> Floats:
     """Return each counted value minus the mean of the other counted values with the same owner, such as a group; 0 if
     there is no other value, and for values that do not count."""
     num_E = total(counted_E.astype(np.float64), owners_E)
-    mean_E = divided(total(values_E * counted_E, owners_E), num_E)
+    mean_E = divide_or_zero(total(values_E * counted_E, owners_E), num_E)
     difference_E = without_rounding((values_E - mean_E) * counted_E, mean_E)
-    return divided(difference_E * num_E, np.maximum(num_E - 1, 0))
+    return divide_or_zero(difference_E * num_E, np.maximum(num_E - 1, 0))
 
 
 def moments(values_E: Floats, weights_E: Floats) -> tuple[float, float]:
@@ -137,6 +137,6 @@ def without_rounding(differences: Floats, scale: Floats) -> Floats:
     return np.where(np.abs(differences) <= 1e-12 * np.abs(scale), 0.0, differences)
 
 
-def divided(values: Floats, by: Floats) -> Floats:
+def divide_or_zero(values: Floats, by: Floats) -> Floats:
     """Return ``values / by``, and 0 where ``by`` is 0."""
     return np.divide(values, by, out=np.zeros_like(values), where=by != 0)

@@ -14,11 +14,11 @@ from headrace.algo.advantages.base import (
     AdvantageSection,
     Scope,
     centered,
-    divided,
-    given,
+    divide_or_zero,
     joint,
     leave_one_out,
     moments,
+    require,
     total,
     without_rounding,
 )
@@ -55,12 +55,12 @@ class GrpoAdvantage(AdvantageSection):
         credit_E = difference_E
         if self.leave_one_out:
             # R − mean of the others = (R − mean of all) · n / (n − 1)
-            credit_E = divided(difference_E * num_E, np.maximum(num_E - 1, 0))
+            credit_E = divide_or_zero(difference_E * num_E, np.maximum(num_E - 1, 0))
         if self.std == "none":
             return credit_E
         squares_E = total(difference_E**2, outcomes.groups_E)
-        std_E = np.sqrt(divided(squares_E, np.maximum(num_E - DDOF[self.std], 0)))
-        return divided(credit_E, np.where(std_E > 0, std_E + self.eps, 0.0))
+        std_E = np.sqrt(divide_or_zero(squares_E, np.maximum(num_E - DDOF[self.std], 0)))
+        return divide_or_zero(credit_E, np.where(std_E > 0, std_E + self.eps, 0.0))
 
 
 class Rloo(AdvantageSection):
@@ -99,7 +99,7 @@ class Maxrl(AdvantageSection):
         is not above 0."""
         difference_E = centered(outcomes)
         mean_E = outcomes.values_E - difference_E
-        return divided(difference_E, np.where(outcomes.counted_E & (mean_E > 0), mean_E, 0.0))
+        return divide_or_zero(difference_E, np.where(outcomes.counted_E & (mean_E > 0), mean_E, 0.0))
 
 
 class Opo(AdvantageSection):
@@ -118,7 +118,7 @@ class Opo(AdvantageSection):
     def __call__(self, outcomes: Outcomes) -> Floats:
         """Return the advantage of every episode: its reward minus the length-weighted mean of the rewards of its
         group."""
-        return centered(outcomes, given(outcomes.lengths_E, "lengths").astype(np.float64))
+        return centered(outcomes, require(outcomes.lengths_E, "lengths").astype(np.float64))
 
 
 class Remax(AdvantageSection):
@@ -141,7 +141,7 @@ class Remax(AdvantageSection):
     def __call__(self, outcomes: Outcomes) -> Floats:
         """Return the advantage of every episode: its reward minus the reward of the greedy answer to the same task; 0
         if either is missing."""
-        greedy_E = given(outcomes.greedy_E, "greedy")
+        greedy_E = require(outcomes.greedy_E, "greedy")
         return np.where(outcomes.counted_E & ~np.isnan(greedy_E), outcomes.values_E - np.nan_to_num(greedy_E), 0.0)
 
 
@@ -177,7 +177,7 @@ class Gdpo(AdvantageSection):
         columns = [single(replace(outcomes, rewards_E=column_E, parts_EK=None)) for column_E in counted_KE]
         summed_E = sum((w * column_E for w, column_E in zip(weights, columns, strict=True)), np.zeros(len(parts_EK)))
         mean, std = moments(summed_E, outcomes.counted_E.astype(np.float64))
-        return divided(
+        return divide_or_zero(
             (summed_E - mean) * outcomes.counted_E, np.full(len(summed_E), std + self.eps if std > 0 else 0.0)
         )
 
@@ -218,7 +218,7 @@ class ReinforcePp(AdvantageSection):
         lengths_E = np.ones(len(credit_E)) if outcomes.lengths_E is None else outcomes.lengths_E.astype(np.float64)
         mean, std = moments(credit_E, counted_E * lengths_E)
         difference_E = (credit_E - mean) * counted_E
-        return divided(difference_E, np.full(len(credit_E), std + self.eps if std > 0 else 0.0)) + 0.0
+        return divide_or_zero(difference_E, np.full(len(credit_E), std + self.eps if std > 0 else 0.0)) + 0.0
 
 
 class Rae(AdvantageSection):
@@ -283,8 +283,8 @@ class OptimalBaseline(AdvantageSection):
     def __call__(self, outcomes: Outcomes) -> Floats:
         """Return the advantage of every token: the episode's reward minus the baseline at the token's position, which
         is the mean reward of the group weighted by the gradient energy up to this position."""
-        energies_N = given(outcomes.energies_N, "energies")
-        lengths_E = given(outcomes.lengths_E, "lengths")
+        energies_N = require(outcomes.energies_N, "energies")
+        lengths_E = require(outcomes.lengths_E, "lengths")
         starts_N = np.repeat(np.cumsum(lengths_E) - lengths_E, lengths_E)
         owners_N = outcomes.owners_N
         # the energy of each token's own episode up to this token: a running sum minus its value at the episode's start
@@ -295,5 +295,5 @@ class OptimalBaseline(AdvantageSection):
         keys_N = joint(outcomes.groups_E[owners_N], places_N)  # tokens of a group at the same position are compared
         values_N = outcomes.values_E[owners_N]
         mass_N = total(weights_N, keys_N)
-        baseline_N = np.where(mass_N > 0, divided(total(weights_N * values_N, keys_N), mass_N), values_N)
+        baseline_N = np.where(mass_N > 0, divide_or_zero(total(weights_N * values_N, keys_N), mass_N), values_N)
         return without_rounding((values_N - baseline_N) * outcomes.counted_E[owners_N], values_N)

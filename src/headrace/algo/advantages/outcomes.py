@@ -121,7 +121,7 @@ def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **c
     episode, and ``baselines`` maps an agent to a number. Raises :class:`DataError` for a value that is not a number,
     and for columns of different lengths.
     """
-    rewards = plain(rewards, "rewards")
+    rewards = to_list(rewards, "rewards")
     parts = [row for row in rewards if isinstance(row, Sequence) and not isinstance(row, str)]
     table = [[None] * len(parts[0]) if row is None else row for row in rewards] if parts else None
     if table is not None and len({len(row) if isinstance(row, Sequence) else 1 for row in table}) > 1:
@@ -130,13 +130,13 @@ def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **c
     records: dict[str, Any] = {
         "rewards_E": _floats(rewards) if parts_EK is None else parts_EK.sum(axis=1),
         "parts_EK": parts_EK,
-        "groups_E": np.zeros(len(rewards), np.int64) if groups is None else labels(plain(groups, "groups")),
+        "groups_E": np.zeros(len(rewards), np.int64) if groups is None else labels(to_list(groups, "groups")),
     }
     baselines = columns.pop("baselines", None)
     for name, column in columns.items():
-        values = plain(column, name)
+        values = to_list(column, name)
         if name in PER_TOKEN:
-            floats = [_floats(plain(row, name)) for row in values]
+            floats = [_floats(to_list(row, name)) for row in values]
             column_N = np.concatenate([np.zeros(0), *floats])
             records[f"{name}_N"] = labels(column_N.tolist()) if name == "segments" else column_N
             records.setdefault("lengths_E", np.array([len(row) for row in floats], np.int64))
@@ -147,12 +147,12 @@ def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **c
         elif name == "greedy":
             records["greedy_E"] = _floats(values)
     if baselines is not None:
-        agents = dict.fromkeys(plain(columns.get("agents", [0]), "agents"))
+        agents = dict.fromkeys(to_list(columns.get("agents", [0]), "agents"))
         records["baselines"] = _floats([baselines.get(agent, 0.0) for agent in agents])
     return Outcomes(**records)
 
 
-def plain(values: Any, name: str) -> list[Any]:
+def to_list(values: Any, name: str) -> list[Any]:
     """Return ``values``, a list, an array, a tensor or any other iterable, as a list of plain Python values. Raises
     :class:`~headrace.base.errors.DataError`, which contains the column's ``name``, for anything else, including text
     and mappings."""

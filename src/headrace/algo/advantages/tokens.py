@@ -13,11 +13,11 @@ from headrace.algo.advantages.base import (
     AdvantageSection,
     Scope,
     centered,
-    divided,
-    given,
+    divide_or_zero,
     joint,
     leave_one_out,
     moments,
+    require,
     total,
     without_rounding,
 )
@@ -79,7 +79,7 @@ class GaeAdvantage(AdvantageSection):
         """Return the advantages of all tokens before normalisation, computed for each episode separately, and the
         returns, which are the targets of the critic. Requires the critic's values in ``outcomes``. In a run, the
         learner calls this method."""
-        values_N, lengths_E = given(outcomes.values_N, "values"), given(outcomes.lengths_E, "lengths")
+        values_N, lengths_E = require(outcomes.values_N, "values"), require(outcomes.lengths_E, "lengths")
         # one row per episode, padded to the longest: gae computes all episodes at once
         places_T = np.arange(lengths_E.max(initial=0))
         inside_ET = (places_T < lengths_E[:, None]) & outcomes.counted_E[:, None]
@@ -102,7 +102,7 @@ class GaeAdvantage(AdvantageSection):
             return advantages_N * counted_N
         mean, std = moments(advantages_N, counted_N.astype(np.float64))
         scale_N = np.full(len(advantages_N), std + self.eps if std > 0 else 0.0)
-        return divided((advantages_N - mean) * counted_N, scale_N) + 0.0
+        return divide_or_zero((advantages_N - mean) * counted_N, scale_N) + 0.0
 
 
 class ReverseKl(AdvantageSection):
@@ -133,7 +133,7 @@ class ReverseKl(AdvantageSection):
     def __call__(self, outcomes: Outcomes) -> Floats:
         """Return the advantage of every token: the teacher's term, plus the reward's term of the token's episode if it
         has a weight."""
-        credit_N = self.of_tokens(given(outcomes.log_nu_N, "log_nu") - given(outcomes.log_mu_N, "log_mu"))
+        credit_N = self.of_tokens(require(outcomes.log_nu_N, "log_nu") - require(outcomes.log_mu_N, "log_mu"))
         return credit_N + self.of_rewards(outcomes)[outcomes.owners_N] if self.weight else credit_N
 
     def of_tokens(self, gap_N: Floats) -> Floats:
@@ -174,7 +174,7 @@ class Prpo(AdvantageSection):
     def __call__(self, outcomes: Outcomes) -> Floats:
         """Return the advantage of every token: GRPO's advantage of its episode's outcome, plus the weighted, centred
         process reward of its segment."""
-        process_N, owners_N = given(outcomes.process_N, "process"), outcomes.owners_N
+        process_N, owners_N = require(outcomes.process_N, "process"), outcomes.owners_N
         segments_N = self._segments(outcomes) if outcomes.segments_N is None else outcomes.segments_N
         keys_N = joint(owners_N, segments_N)
         ones_N = np.ones(len(owners_N))
@@ -184,7 +184,8 @@ class Prpo(AdvantageSection):
         spread_N = without_rounding(p_N - total(p_N, groups_N) / total(ones_N, groups_N), p_N)
         std_N = np.sqrt(total(spread_N**2, groups_N) / total(ones_N, groups_N))
         outcome_E = GrpoAdvantage(std="ddof1", eps=self.eps)(outcomes)
-        credit_N = outcome_E[owners_N] + self.weight * divided(shift_N, np.where(std_N > 0, std_N + self.eps, 0.0))
+        relative_N = divide_or_zero(shift_N, np.where(std_N > 0, std_N + self.eps, 0.0))
+        credit_N = outcome_E[owners_N] + self.weight * relative_N
         return credit_N * outcomes.counted_E[owners_N]
 
     def starts(self, entropies_T: npt.NDArray[np.floating[Any]]) -> list[int]:
@@ -195,7 +196,7 @@ class Prpo(AdvantageSection):
     def _segments(self, outcomes: Outcomes) -> Ints:
         """Return the number of each token's segment, computed from the entropies. Numbers increase over all episodes;
         the beginning of an episode does not begin a new number."""
-        entropies_N, lengths_E = given(outcomes.entropies_N, "entropies"), given(outcomes.lengths_E, "lengths")
+        entropies_N, lengths_E = require(outcomes.entropies_N, "entropies"), require(outcomes.lengths_E, "lengths")
         begins_N = np.zeros(len(entropies_N), np.int64)
         for end, length in zip(np.cumsum(lengths_E), lengths_E, strict=True):
             begins_N[end - length :][self.starts(entropies_N[end - length : end])] = 1

@@ -146,14 +146,14 @@ class _ImportChecker:
     """The folder of the files."""
     setting: str
     """The setting that names the first file, for errors."""
-    seen: set[Path] = field(default_factory=set)
+    checked_files: set[Path] = field(default_factory=set)
     """The files that have been checked, or are being checked."""
 
     def check(self, path: Path) -> bool:
         """Raise :class:`ConfigError` at the first import of the file ``path`` that must fail. Return true if the whole
         file was checked and none of its statements can change where Python finds modules; false if the check stopped at
         a statement that could."""
-        self.seen.add(path)
+        self.checked_files.add(path)
         for node in _parsed(path, self.setting).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 place = f"{self.setting}: {path}:{node.lineno}"
@@ -188,7 +188,7 @@ class _ImportChecker:
         if known or first in sys.modules:
             return False  # which of the two is imported depends on the modules that the worker has imported before
         # the submodules that a package imports are not checked
-        return beside in self.seen or (self.check(beside) and beside.name != "__init__.py")
+        return beside in self.checked_files or (self.check(beside) and beside.name != "__init__.py")
 
 
 def _parsed(path: Path, setting: str) -> ast.Module:

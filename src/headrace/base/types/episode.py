@@ -153,7 +153,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of one sampled sequence: the tokens since the sequence's previous chunk, or all tokens after
-    :meth:`joined`.
+    :meth:`concat`.
 
     The engine creates the chunk, and the controller receives it unchanged. The rollout then sets ``key``, ``turn`` and
     ``prompt``, which identify the turn of the episode, and the ledger stores the chunk.
@@ -196,7 +196,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return whether this is the last chunk of its sequence."""
         return self.stop_reason is not None or bool(self.error)
 
-    def failed(self, error: RequestError) -> TokenChunk:
+    def with_error(self, error: RequestError) -> TokenChunk:
         """Return this chunk as the last chunk of its sequence, which ended with ``error``."""
         return msgspec.structs.replace(self, error=f"{error.problem}; {error.remedy}", error_kind=type(error).__name__)
 
@@ -209,7 +209,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise kind(problem, remedy=remedy or "look at the request and at the weights")
 
     @classmethod
-    def joined(cls, chunks: Sequence[TokenChunk]) -> TokenChunk:
+    def concat(cls, chunks: Sequence[TokenChunk]) -> TokenChunk:
         """Return consecutive chunks of one sequence as one chunk with all their tokens. ``chunks`` must not be
         empty."""
         first, last = chunks[0], chunks[-1]

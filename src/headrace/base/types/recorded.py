@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.types.columns import IntColumn
-from headrace.base.types.stored import Stored, cut, joined, num_rows
+from headrace.base.types.stored import Stored, concat_rows, num_rows, slice_rows
 
 Experts = npt.NDArray[np.unsignedinteger[Any]]
 """Indices of experts, as unsigned integers of any size."""
@@ -57,7 +57,7 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         """Return the kept-sets of the tokens of all ``parts``, one part after the other."""
         if not parts:
             return cls.none(0)
-        ids_E, stored = joined([(part.ids_E, part.stored) for part in parts])
+        ids_E, stored = concat_rows([(part.ids_E, part.stored) for part in parts])
         return cls(ids_E=ids_E, sizes_T=np.concatenate([part.sizes_T for part in parts]), stored=stored)
 
     def spans(self) -> list[IntColumn]:
@@ -104,7 +104,7 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         """Return the kept-sets of the tokens in the slice ``span``, which must have no step, without a copy."""
         sizes_T = self.sizes_T[span]
         first = int(self.sizes_T[: span.indices(len(self))[0]].sum())
-        ids_E, stored = cut(self.ids_E, self.stored, first, first + int(sizes_T.sum()))
+        ids_E, stored = slice_rows(self.ids_E, self.stored, first, first + int(sizes_T.sum()))
         return KeptSets(ids_E=ids_E, sizes_T=sizes_T, stored=stored)
 
 
@@ -135,7 +135,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def concat(cls, parts: Sequence[Routing]) -> Routing:
         """Return the routing of the tokens of all ``parts``, one part after the other; there is at least one part."""
-        experts_RLK, stored = joined([(part.experts_RLK, part.stored) for part in parts])
+        experts_RLK, stored = concat_rows([(part.experts_RLK, part.stored) for part in parts])
         return cls(
             known_T=np.concatenate([part.known_T for part in parts]), experts_RLK=experts_RLK, stored=stored
         )  # fmt: skip
@@ -165,7 +165,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
         known_T = self.known_T[span]
         first = int(np.count_nonzero(self.known_T[: span.indices(len(self))[0]]))
         last = first + int(np.count_nonzero(known_T))
-        experts_RLK, stored = cut(self.experts_RLK, self.stored, first, last)
+        experts_RLK, stored = slice_rows(self.experts_RLK, self.stored, first, last)
         return Routing(known_T=known_T, experts_RLK=experts_RLK, stored=stored)
 
     def __add__(self, other: Routing) -> Routing:

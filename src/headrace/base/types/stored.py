@@ -44,7 +44,7 @@ def num_rows(rows: Rows, stored: Stored) -> int:
     return sum([piece.count for piece in stored]) if stored else len(rows)
 
 
-def cut(rows: Rows, stored: Stored, first: int, last: int) -> tuple[Rows, Stored]:
+def slice_rows(rows: Rows, stored: Stored, first: int, last: int) -> tuple[Rows, Stored]:
     """Return the rows of a column from index ``first`` to index ``last`` (exclusive), in memory or as references.
     Stored rows are not read."""
     if not stored:
@@ -58,7 +58,7 @@ def cut(rows: Rows, stored: Stored, first: int, last: int) -> tuple[Rows, Stored
     return rows, tuple(pieces)
 
 
-def joined(columns: Sequence[tuple[Rows, Stored]]) -> tuple[Rows, Stored]:
+def concat_rows(columns: Sequence[tuple[Rows, Stored]]) -> tuple[Rows, Stored]:
     """Return one column with the rows of all ``columns``, which must not be empty, in order. Stored rows are not read.
     Raises ``ValueError`` if one of the columns is stored and their dtypes or row shapes differ."""
     if not any(stored for _, stored in columns):
@@ -67,7 +67,7 @@ def joined(columns: Sequence[tuple[Rows, Stored]]) -> tuple[Rows, Stored]:
     for rows, stored in columns:
         if rows.dtype != columns[0][0].dtype or rows.shape[1:] != columns[0][0].shape[1:]:
             kinds = [f"{each.dtype}{list(each.shape[1:])}" for each in (columns[0][0], rows)]
-            raise ValueError(f"stored rows of {kinds[0]} cannot be joined to rows of {kinds[1]}")
+            raise ValueError(f"stored rows of {kinds[0]} cannot be concatenated with rows of {kinds[1]}")
         pieces += stored if stored or not len(rows) else [StoredRows("", 0, 0, 0, 0, len(rows), rows)]
     return columns[0][0][:0], tuple(pieces)
 

@@ -21,11 +21,11 @@ INITIAL = 0
 """The version of the weights that a run starts from."""
 
 
-def mixed(older: int) -> int:
+def mixed_version(older: int) -> int:
     """Return the number that represents the version of a token that was computed while the weights of version ``older``
     were being replaced by a later version. It is −2 − ``older``, which differs from every other version.
 
-    >>> mixed(0), mixed(7)
+    >>> mixed_version(0), mixed_version(7)
     (-2, -9)
     """
     return -2 - older
@@ -35,7 +35,7 @@ def oldest(versions_T: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Return, for each token, the oldest version of the weights that computed it: the older version for a mixed
     version; any other version unchanged, ``NOT_SAMPLED`` included.
 
-    >>> oldest(np.array([-1, 5, mixed(4)], np.int32)).tolist()
+    >>> oldest(np.array([-1, 5, mixed_version(4)], np.int32)).tolist()
     [-1, 5, 4]
     """
     return np.where(versions_T < NOT_SAMPLED, -2 - versions_T, versions_T).astype(np.int32)

@@ -18,7 +18,7 @@ from headrace.control.loops.syncing import SyncLoop
 from headrace.control.metrics.batch import BatchStats, batch_stats
 from headrace.control.saving import Saver, Saving
 from headrace.control.state import RunState
-from headrace.flow import TakenBatch
+from headrace.flow import GroupBatch
 from headrace.flow.layout import outline_of
 from headrace.learner.base import Publication
 
@@ -89,7 +89,7 @@ class Feeder:
                 await self._orders.put(await self._order(batch, orders))
             await self._orders.put(None)
 
-    async def _next_batch(self) -> TakenBatch | None:
+    async def _next_batch(self) -> GroupBatch | None:
         """Wait for a batch of the flow and return it; return ``None`` if there will be no further batch."""
         state = self._state
         while not (state.stop_requested or state.flow.finished):
@@ -101,31 +101,31 @@ class Feeder:
             await state.flow.changed.wait()
         return None
 
-    async def _order(self, taken: TakenBatch, orders: asyncio.TaskGroup) -> OrderedStep:
-        """Order the step of the batch ``taken`` from the learner, and return the ordered step. The tasks of the step
+    async def _order(self, batch: GroupBatch, orders: asyncio.TaskGroup) -> OrderedStep:
+        """Order the step of ``batch`` from the learner, and return the ordered step. The tasks of the step
         are created in the group ``orders``. Tasks start in the order of their creation, so the learner receives its
         orders in this order."""
         state = self._state
-        step = taken.step
+        step = batch.step
         with state.board.requesting(
             "learner", f"an entry in the ledger that step {step} is taken", provider="the disk"
         ):
             flushed_s = state.parts.clock.now()
             await state.flow.flush()  # a batch must be recorded as taken before it is trained
             state.span("ledger", "flush", flushed_s, step)
-        credits = state.parts.advantages(taken.groups)
+        credits = state.parts.advantages(batch.groups)
         outline = outline_of(
             step,
-            taken.groups,
+            batch.groups,
             credits,
             agents=state.parts.agents.adapters,
-            oldest_version=taken.oldest_version,
+            oldest_version=batch.oldest_version,
         )
-        stats = batch_stats(taken.groups)  # computed here because the episodes are in the processor's caches
-        self._refuse_too_old(taken)
+        stats = batch_stats(batch.groups)  # computed here because the episodes are in the processor's caches
+        self._refuse_too_old(batch)
         await self._sleep_engine()
         ordered_s = state.parts.clock.now()
-        state.flow.ordered(step)
+        state.flow.record_batch_sent(step)
         trained = orders.create_task(self._train(outline))
         # the learner trains now, and the waiting loop receives the step only at the end of this method
         if self._has_waiter:
@@ -137,9 +137,9 @@ class Feeder:
         saves_checkpoint = (step + 1) % state.run.checkpoint_every == 0
         return OrderedStep(
             step=step,
-            groups=taken.groups,
+            groups=batch.groups,
             stats=stats,
-            untrained=num_untrained(taken.groups),
+            untrained=num_untrained(batch.groups),
             ordered_s=ordered_s,
             trained=trained,
             slot_s=slot_s,
@@ -154,19 +154,19 @@ class Feeder:
             with self._state.board.requesting("sync", "the engine to fall asleep", provider="engine"):
                 await self._state.parts.engine.pause(release=True)
 
-    def _refuse_too_old(self, taken: TakenBatch) -> None:
+    def _refuse_too_old(self, batch: GroupBatch) -> None:
         """Raise :class:`~headrace.base.errors.RunError` if the batch contains a token older than the staleness bound.
         The policy ensures the bound, so this can only happen to a group that was admitted before a restart, under other
         settings."""
         flow = self._state.flow.state
         # tokens of versions before `floor` are masked, so their age does not count
-        floor = -1 if taken.oldest_version is None else taken.oldest_version
-        oldest_versions = {flow.groups[group.number].oldest_version for group in taken.groups}
+        floor = -1 if batch.oldest_version is None else batch.oldest_version
+        oldest_versions = {flow.groups[group.number].oldest_version for group in batch.groups}
         for version in {max(old, floor) for old in oldest_versions if old is not None}:
-            age, allowed = taken.step - version, flow.allowed_age(version)
+            age, allowed = batch.step - version, flow.allowed_age(version)
             if age > allowed:
                 raise RunError(
-                    f"step {taken.step} would train a token of age {age}, and flow.max_age={allowed}",
+                    f"step {batch.step} would train a token of age {age}, and flow.max_age={allowed}",
                     remedy=f"set flow.max_age={age}, then --resume",
                 )
 

@@ -72,7 +72,7 @@ class LearningLoop:
                     await self._continue_checkpoint(ordered.saving, group)
                 self._feeder.done()
             watching.cancel()
-        await self._sync.drained()
+        await self._sync.wait_until_drained()
         await self._saver.save_if_new(state.flow.state.version)
 
     async def _complete_step(self, ordered: OrderedStep) -> None:
@@ -90,7 +90,7 @@ class LearningLoop:
         if ordered.untrained:
             dropped = Counter(report.dropped_tokens) + Counter(ordered.untrained)
             report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))
-        state.flow.record_trained(ordered.groups, report, report.ages, report.learned)
+        state.flow.record_step_trained(ordered.groups, report, report.ages, report.learned)
         state.board.progress()
         # The copy of the weights was ordered together with the step, so the learner does not wait for this loop.
         publication = await ordered.snapshot
@@ -119,7 +119,7 @@ class LearningLoop:
         if self._completing is not None:
             with self._state.board.requesting("learner", "the checkpoint before", provider="the disk"):
                 await self._completing
-        memory = await self._saver.copied(saving)
+        memory = await self._saver.wait_until_copied(saving)
         self._free_since_s = self._state.parts.clock.now()
         self._completing = group.create_task(self._saver.complete(saving, memory))
 

@@ -201,9 +201,9 @@ class RolloutLoop:
             return 0
         return len(task.prompt_ids_T) + self._state.parts.sampling.max_new_tokens
 
-    async def _run_alone(self, group: OpenGroup, place: int, begun: Sequence[TokenChunk]) -> None:
-        """Run the episode at index ``place`` of the group, and put it into the queue. ``begun`` are the recorded tokens
-        of its turns from before the run was interrupted, from which the episode continues."""
+    async def _run_alone(self, group: OpenGroup, place: int, partial_turns: Sequence[TokenChunk]) -> None:
+        """Run the episode at index ``place`` of the group, and put it into the queue. ``partial_turns``
+        are the recorded tokens of its turns from before the run was interrupted, from which the episode continues."""
         start_s = self._state.parts.clock.now()
         key = EpisodeKey(group.number, place)
         if group.has_enough:
@@ -211,15 +211,15 @@ class RolloutLoop:
             return
         withdrawal = group.running[place] = Withdrawal()
         self._running_tasks[key] = group.task
-        for part in begun:
+        for part in partial_turns:
             self._on_part(part)
         env_lane = nullcontext() if self._env_lane is None else self._env_lane
         with self._state.board.requesting("rollout", "an episode", provider="engine or environment"), env_lane:
-            episode = await self._run_episode(key, group.task, withdrawal, begun)
+            episode = await self._run_episode(key, group.task, withdrawal, partial_turns)
         del group.running[place], self._running_tasks[key]
         self._state.metrics.episode_ended(episode, start_s, self._state.parts.clock.now())
         if episode.status is EpisodeStatus.FINISHED:
-            group.finished(episode)
+            group.record_finished(episode)
         await self._finished.put((group, [episode]))
 
     async def _run_together(self, group: OpenGroup, run_group: RunGroup) -> None:
@@ -236,7 +236,7 @@ class RolloutLoop:
             for episode in ended:
                 state.metrics.episode_ended(episode, start_s, end_s)
                 if episode.status is EpisodeStatus.FINISHED:
-                    group.finished(episode)
+                    group.record_finished(episode)
             await self._finished.put((group, ended))
 
         with state.board.requesting("rollout", f"the {group.size} answers of a group", provider="engine"):

@@ -212,7 +212,7 @@ class ScoringLoop:
         for episode in episodes:
             group.episodes[episode.key.place] = episode
             if self._pivots is not None:
-                self._pivots.ended(episode)
+                self._pivots.record_outcomes(episode)
             state.flow.end_episode(episode)
             state.metrics.episode_scored(episode)
             if episode.status is EpisodeStatus.FAILED:
@@ -236,19 +236,19 @@ class ScoringLoop:
             context=self._context,
         )
         if not closed.reason:
-            self._zero_signal.kept()
+            self._zero_signal.record_kept()
             self._record_set_aside(closed)
             self._add_ready(closed)
             return
         state.flow.drop(group.number, closed.reason)
         if self._pivots is not None:
-            self._pivots.dropped(group.number)
+            self._pivots.forget_group(group.number)
         state.metrics.group_dropped(closed.reason, group.in_order)
         if closed.dropped_by is None:
             self._stop_if_all_fail()
             return
         self._failed_in_a_row = 0
-        self._zero_signal.dropped(closed.reason, closed.dropped_by, rewards_of(closed.group.counted))
+        self._zero_signal.record_dropped(closed.reason, closed.dropped_by, rewards_of(closed.group.counted))
         if self._zero_signal.length == max(2, self._zero_signal.most // 2):
             state.warn(f"{self._zero_signal.in_words()}; after {self._zero_signal.most} in a row the run ends")
 
@@ -262,7 +262,7 @@ class ScoringLoop:
             state.warn(f"a group was dropped: {error.problem}; {error.remedy}", kind="groups that were not stored")
             state.flow.drop(closed.group.number, UNSTORED)
             if self._pivots is not None:
-                self._pivots.dropped(closed.group.number)
+                self._pivots.forget_group(closed.group.number)
             state.metrics.group_dropped(UNSTORED, closed.group.episodes)
             self._unstored_in_a_row += 1
             if (count := self._unstored_in_a_row) == state.flow_config.max_failed_groups:

@@ -70,7 +70,7 @@ class SyncLoop:
         """Add a snapshot of the learner's weights to the queue of versions that this loop delivers to the engines."""
         self._published.put_nowait(publication)
 
-    async def drained(self) -> None:
+    async def wait_until_drained(self) -> None:
         """Wait until every published version is committed."""
         await self._published.join()
 
@@ -104,7 +104,7 @@ class SyncLoop:
         self._mark_committed(publication.slot)
         checksum = version_checksum(update)
         self._compare_with_earlier_life(version, checksum)
-        state.flow.record_commit(version, checksum)
+        state.flow.record_version_committed(version, checksum)
         state.board.progress()
 
     async def _next_publication(self) -> Publication | None:
@@ -125,7 +125,7 @@ class SyncLoop:
         """Wait until the learner has hashed and announced the version, and return the update. If the version could not
         be sent because engines have died, let the learner send it again to the remaining engines."""
         try:
-            return await self._state.parts.learner.published(publication)
+            return await self._state.parts.learner.wait_until_published(publication)
         except WeightsError as error:
             if self._state.parts.engine_set is None:
                 raise

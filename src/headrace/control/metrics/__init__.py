@@ -20,7 +20,7 @@ records of steps, the live state and the summary.
     learner   step_done, snapshot_saved             totals.learner_busy_s     learner_busy_frac, learner_s_per_episode
     sync      version_committed                     since.sums                sync/...
     sync      version_committed                     totals.commit_gaps_s      commit_gap_s
-    run       evaluated                             totals.evals              eval_accuracy, eval_version
+    run       evaluation_ended                      totals.evals              eval_accuracy, eval_version
 
 Some metrics are not counted here but read when a step is recorded: the engine's counters (engine_*, generated_*,
 cache_*, prefill_frac, preempted, draft_accepted_frac, passes_by_token, trained_tok_s, cost_s_per_episode), the number
@@ -28,7 +28,7 @@ of engines, the flow (queue/..., dropped_groups, max_age, capacity), the process
 cpu/{part}, cpu_*, disk_free_bytes), and what the learner reports of its step, loss and optimizer.
 
     summary.json                                         comes from
-    eval_before, eval_after                              evaluated, before the first step and after the last
+    eval_before, eval_after                              evaluation_ended, before the first step and after the last
     reward_first, reward_last                            totals.rewards: the reward_mean of every step
     steps, ledger                                        the flow; the ledger's conservation table
     tokens_generated, tokens_trained, wall_s,            account(): the engine's counters and totals, between
@@ -36,10 +36,10 @@ cpu/{part}, cpu_*, disk_free_bytes), and what the learner reports of its step, l
     learner_idle_frac, exposed_sync_frac, account
     commit_gap_ms, sequences_restarted, versions         version_committed
     max_token_age, age_histogram                         totals.ages
-    mismatch_kl, mismatch_abs                            compared
+    mismatch_kl, mismatch_abs                            gap_measured
     mismatch_abs_most                                    totals: the mismatch_abs of every step
     reward_failures                                      rewards
-    recoveries                                           recovered
+    recoveries                                           part_recovered
     warnings, status, stopped_by, cause, run_dir         the controller
     verdict, versions_agree                              the session: its accountant, and a replay's comparison
 

@@ -122,7 +122,7 @@ class Attempts:
         if named is not None:
             self._envs[number] = as_label(str(named))
 
-    def ended(self, episode: EpisodeGraph, start_s: float, end_s: float) -> None:
+    def end(self, episode: EpisodeGraph, start_s: float, end_s: float) -> None:
         """Record that ``episode`` has ended. It ran from ``start_s`` to ``end_s``, in seconds on the clock."""
         episode.ended_s = end_s
         self._ended.append((episode.key, start_s, end_s))

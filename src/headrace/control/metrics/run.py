@@ -99,7 +99,7 @@ class RunMetrics:
 
     # -- events: the run as a whole ----------------------------------------------------------------------------------
 
-    def resumed(self, step: int, *, eval_before: float | None, reward_first: float | None) -> None:
+    def run_resumed(self, step: int, *, eval_before: float | None, reward_first: float | None) -> None:
         """Restore the counters of a resumed run, of which ``step`` steps are done. The two rewards were measured in the
         first life of the run: the held-out mean reward before training, and the mean reward of the first batch;
         ``None`` if they were not measured."""
@@ -110,7 +110,7 @@ class RunMetrics:
         """Remove the gap of the first commit from the counters: no sequence was running that could have waited."""
         self.totals.commit_gaps_s.clear()
 
-    def compared(self, gap: Gap) -> None:
+    def gap_measured(self, gap: Gap) -> None:
         """Record the gap between the logprobs of engine and learner at equal weights."""
         self.totals.mismatch_kl, self.totals.mismatch_abs = gap.kl, gap.mean_abs
 
@@ -125,7 +125,7 @@ class RunMetrics:
         """Store the time and the engine's counters after the loops have ended."""
         self._at_end = CounterSnapshot(clock_s=self._parts.clock.now(), engine=self._parts.engine.stats())
 
-    def evaluated(self, version: int, reward: float, *, training: bool) -> None:
+    def evaluation_ended(self, version: int, reward: float, *, training: bool) -> None:
         """Record ``reward``, the mean held-out reward of an evaluation that began at ``version``. If ``training``
         continues, the record of the next step contains it."""
         self.totals.evals[version] = reward
@@ -135,7 +135,7 @@ class RunMetrics:
         """Count ``tokens`` tokens that the engine sampled for an evaluation during training."""
         self.totals.eval_tokens += tokens
 
-    def recovered(self, recovery: Recovery) -> None:
+    def part_recovered(self, recovery: Recovery) -> None:
         """Record that a part of the run that had died is available again."""
         self.totals.recoveries = [*self.totals.recoveries, recovery][-MAX_RECOVERIES:]
 
@@ -156,7 +156,7 @@ class RunMetrics:
 
     def episode_ended(self, episode: EpisodeGraph, start_s: float, end_s: float) -> None:
         """Record the start and the end, in seconds on the clock, of an episode that ran in this life of the run."""
-        self.attempts.ended(episode, start_s, end_s)
+        self.attempts.end(episode, start_s, end_s)
 
     def answer_graded(self, graded: Graded, warn: Callable[[str, str], None]) -> None:
         """Count the failures and logged values of the reward's components for one answer; see

@@ -34,7 +34,7 @@ from headrace.base.types.tokens import NO_TOKENS, FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.base import Engine, OnSiblingChunks, SiblingRequest, SiblingSource
-from headrace.engine.fleet.member import TICK_S, FleetCounters, Member, StickyRoutes, all_of, combined
+from headrace.engine.fleet.member import TICK_S, FleetCounters, Member, StickyRoutes, combine_reports, gather_all
 from headrace.engine.fleet.routed import MAX_DEATHS_WITHOUT_TOKEN, RoutedRequest
 from headrace.engine.fleet.router import EngineState, Router
 
@@ -80,7 +80,7 @@ class Fleet:
         """Add ``engine`` under ``name``. It uses the weights ``version`` already, or has none (``NOT_SAMPLED``) and
         gets requests once it has the newest version. ``address`` is where weights are sent to it; empty where the
         engine fetches them."""
-        self._members[name] = Member(name=name, engine=engine, address=address, version=version, staged=version)
+        self._members[name] = Member(name=name, engine=engine, address=address, version=version, staged_version=version)
         self._router.join(name)
         if version != NOT_SAMPLED:
             self._router.use(name, version)
@@ -90,10 +90,10 @@ class Fleet:
 
     def follow(self, on_member: Callable[[str], None]) -> None:
         """Call ``on_member`` from now on with the name of an engine whenever the engine has joined, has left, or its
-        state (:meth:`seen`) has changed. The caller updates copies of this fleet in other processes."""
+        state (:meth:`state_of`) has changed. The caller updates copies of this fleet in other processes."""
         self._on_member, self._mirrored = on_member, True
 
-    def seen(self, name: str) -> tuple[EngineState, int, bool] | None:
+    def state_of(self, name: str) -> tuple[EngineState, int, bool] | None:
         """Return the state of the engine ``name``, the version that it uses, and whether it is paused; ``None`` if it
         is absent."""
         state = self._router.state(name)
@@ -155,7 +155,7 @@ class Fleet:
         """Wait until the engine ``name`` accepts requests, or has missed the newest version. Return the reason why it
         missed the version; empty if it serves."""
         await self._wait_until(lambda: self.serves(name) or self._has_missed(name))
-        return self._members[name].missed
+        return self._members[name].missed_reason
 
     async def wait_until_missed(self, name: str) -> None:
         """Wait until the engine ``name`` has missed a version, which could not reach it."""
@@ -176,23 +176,23 @@ class Fleet:
 
     async def wait_for_any(self) -> None:
         """Wait until an engine is present that has not missed the newest version, or until all engines are present."""
-        here = self._members
-        await self._wait_until(lambda: len(here) >= self._counters.size or not all(one.missed for one in here.values()))
+        await self._wait_until(lambda: len(self._members) >= self._counters.size or bool(self._reached()))
 
     async def wait_for_lagging(self) -> None:
         """Wait until an engine is present that lacks the version in use and has not missed it."""
-        members = self._members
-        await self._wait_until(
-            lambda: any(each.version < self.version and not each.missed for each in members.values())
-        )
+        await self._wait_until(lambda: any(each.version < self.version for each in self._reached()))
 
-    def lacking(self, version: int) -> tuple[str, ...]:
+    def engines_without(self, version: int) -> tuple[str, ...]:
         """Return the names of the engines that have not staged ``version`` and have not missed it."""
-        return tuple(each.name for each in self._members.values() if each.staged < version and not each.missed)
+        return tuple(each.name for each in self._reached() if each.staged_version < version)
 
-    def in_step(self) -> tuple[str, ...]:
+    def engines_in_step(self) -> tuple[str, ...]:
         """Return the names of the engines that use the newest version, where the next one may be staged at any time."""
-        return tuple(each.name for each in self._members.values() if each.version == self.version and not each.missed)
+        return tuple(each.name for each in self._reached() if each.version == self.version)
+
+    def _reached(self) -> list[Member]:
+        """Return the members that have not missed the newest version."""
+        return [each for each in self._members.values() if not each.missed_reason]
 
     def commits_when_staged(self, mode: Interrupt) -> bool:
         """Return whether each engine may commit a version in ``mode`` as soon as it has staged it, without an order
@@ -206,7 +206,7 @@ class Fleet:
         staged it. Return whether another engine has."""
         if not self._is_staged_anywhere(version):
             return False
-        for name in self.lacking(version):
+        for name in self.engines_without(version):
             self._mark_missed(self._members[name], why)
         return True
 
@@ -239,7 +239,7 @@ class Fleet:
         lost = self.load(member.name)
         del self._members[member.name]
         self._router.leave(member.name)
-        member.gone = True
+        member.has_left = True
         self._lost_sequences[member.name] = lost
         self._counters.leave(member.engine.stats())
         self._on_member(member.name)
@@ -251,15 +251,15 @@ class Fleet:
 
     def _has_missed(self, name: str) -> bool:
         """Return whether the engine ``name`` is present and the newest version cannot reach it."""
-        return name in self._members and bool(self._members[name].missed)
+        return name in self._members and bool(self._members[name].missed_reason)
 
     def _is_staged_anywhere(self, version: int) -> bool:
         """Return whether any engine has staged ``version``."""
-        return any(member.staged >= version for member in self._members.values())
+        return any(member.staged_version >= version for member in self._members.values())
 
     def _mark_missed(self, member: Member, why: str) -> None:
         """Record why the newest version cannot reach ``member``, which gets no new requests before a later version."""
-        member.missed = why
+        member.missed_reason = why
         self._router.set_aside(member.name)
         self._on_member(member.name)
         self._notify()
@@ -363,7 +363,7 @@ class Fleet:
                 async for chunk in stream:
                     await on_chunks([(index, chunk)])
         except RequestError as error:
-            await on_chunks([(index, TokenChunk(request_id=routed.number, tokens=NO_TOKENS).failed(error))])
+            await on_chunks([(index, TokenChunk(request_id=routed.number, tokens=NO_TOKENS).with_error(error))])
 
     def _new_request(self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions) -> RoutedRequest:
         """Return the record of a new request, which is not assigned to an engine yet."""
@@ -473,10 +473,10 @@ class Fleet:
         have staged this one keep it."""
         self._set_newest(update)
         start_s = self._clock.now()
-        while self.lacking(update.version) or not self._is_staged_anywhere(update.version):
-            await self._wait_until(lambda: bool(self.lacking(update.version)))
-            lacking = [self._members[name] for name in self.lacking(update.version)]
-            for refusal in await all_of(self._stage_on(member, update) for member in lacking):
+        while self.engines_without(update.version) or not self._is_staged_anywhere(update.version):
+            await self._wait_until(lambda: bool(self.engines_without(update.version)))
+            lacking = [self._members[name] for name in self.engines_without(update.version)]
+            for refusal in await gather_all(self._stage_on(member, update) for member in lacking):
                 if refusal is not None:
                     raise refusal
         return self._clock.now() - start_s
@@ -488,30 +488,30 @@ class Fleet:
         if mode is Interrupt.SLEEP:  # this commit wakes each engine
             self._set_paused(None)
         while True:
-            able = [member for member in self._members.values() if member.version < version == member.staged]
+            able = [member for member in self._members.values() if member.version < version == member.staged_version]
             gate = asyncio.Semaphore(self._max_parallel_commits(mode))
-            reports = await all_of(self._commit_on(member, version, mode, gate) for member in able)
+            reports = await gather_all(self._commit_on(member, version, mode, gate) for member in able)
             done += [report for report in reports if report is not None]
             if any(member.version == version for member in self._members.values()):
                 break
             assert self._update is not None
             await self.stage(self._update)
         if mode is Interrupt.SLEEP:
-            await all_of(self._pause_or_resume(each, None) for each in self._members.values() if each.missed)
+            await gather_all(self._pause_or_resume(each, None) for each in self._members.values() if each.missed_reason)
         self.version = version
         self._notify()
-        return combined(version, mode, done)
+        return combine_reports(version, mode, done)
 
     async def pause(self, *, release: bool = False) -> None:
         """Stop all engines between two steps; with ``release``, they free the memory of their caches. Engines that join
         later are paused as well."""
         self._set_paused(release)
-        await all_of(self._pause_or_resume(each, release) for each in self._members.values())
+        await gather_all(self._pause_or_resume(each, release) for each in self._members.values())
 
     async def resume(self) -> None:
         """Let all engines continue after :meth:`pause`."""
         self._set_paused(None)
-        await all_of(self._pause_or_resume(each, None) for each in self._members.values())
+        await gather_all(self._pause_or_resume(each, None) for each in self._members.values())
 
     def stats(self) -> EngineStats:
         """Return the counters of all engines together, including engines that have left."""
@@ -524,7 +524,7 @@ class Fleet:
         is_new = self._update is None or self._update.version < update.version
         self._update = update
         for member in self._members.values():
-            member.missed = "" if is_new else member.missed
+            member.missed_reason = "" if is_new else member.missed_reason
             if why := update.missed.get(member.address):
                 self._mark_missed(member, why)
 
@@ -568,7 +568,7 @@ class Fleet:
             except NeedsFull as refusal:
                 words = refusal.problem if self._counters.size == 1 else f"{member.name}: {refusal.problem}"
                 return NeedsFull(words, remedy=refusal.remedy)
-            member.staged = update.version
+            member.staged_version = update.version
         return None
 
     async def _commit_on(

@@ -36,11 +36,11 @@ class Member:
     """The address to which its weights are sent; empty where the engine fetches them."""
     version: int = NOT_SAMPLED
     """The version in use."""
-    staged: int = NOT_SAMPLED
+    staged_version: int = NOT_SAMPLED
     """The newest version that the engine has staged."""
-    missed: str = ""
+    missed_reason: str = ""
     """The reason why the newest version cannot reach the engine; empty if the version has reached it or still may."""
-    gone: bool = False
+    has_left: bool = False
     """Whether the engine has left the fleet."""
     leaving: bool = False
     """Whether the engine is being removed: it gets no new requests, and commits new weights as the others do."""
@@ -85,11 +85,11 @@ class StickyRoutes:
         member, parent = self._routes.get(fork.parent, (None, -1))
         if member is None:
             where = "is not among the last requests of this fleet"
-        elif member.gone:
+        elif member.has_left:
             where = f"was with {member.name}, which is gone"
         elif member.leaving:
             where = f"was with {member.name}, which is being removed"
-        elif member.missed:
+        elif member.missed_reason:
             where = f"was with {member.name}, which has not the newest weights"
         else:
             return member, msgspec.structs.replace(fork, parent=parent)
@@ -105,17 +105,17 @@ GAUGES = frozenset({
 values when the engine leaves."""
 
 
-def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, size: int) -> EngineStats:
+def total_stats(present: Iterable[EngineStats], departed: EngineStats, *, version: int, size: int) -> EngineStats:
     """Return the statistics of a whole fleet whose version is ``version``: the sums over the ``present`` engines and,
-    for counters, over ``gone``, the sums of the engines that have left. ``busy_s`` and ``prefill_s``, in seconds, are
-    means over ``size`` engines.
+    for counters, over ``departed``, the sums of the engines that have left. ``busy_s`` and ``prefill_s``, in seconds,
+    are means over ``size`` engines.
 
-    >>> now, gone = EngineStats(busy_s=2.0, running=3, steps=5), EngineStats(busy_s=1.0, running=9, steps=1)
-    >>> sums = total([now], gone, version=4, size=2)
+    >>> now, departed = EngineStats(busy_s=2.0, running=3, steps=5), EngineStats(busy_s=1.0, running=9, steps=1)
+    >>> sums = total_stats([now], departed, version=4, size=2)
     >>> sums.version, sums.busy_s, sums.running, sums.steps
     (4, 1.5, 3, 6)
     """
-    kept = msgspec.structs.replace(gone, **dict.fromkeys(GAUGES, 0))
+    kept = msgspec.structs.replace(departed, **dict.fromkeys(GAUGES, 0))
     columns = zip(*map(msgspec.structs.astuple, [kept, *present]), strict=True)
     sums: dict[str, Any] = dict(zip(EngineStats.__struct_fields__, map(sum, columns), strict=True))
     sums["busy_s"] /= size
@@ -130,11 +130,11 @@ class FleetCounters:
     def __init__(self, size: int) -> None:
         """Count for a fleet of ``size`` engines; none has left."""
         self.size = size
-        self._gone = EngineStats()
+        self._departed = EngineStats()
 
     def leave(self, stats: EngineStats) -> None:
         """Keep the counters of an engine that leaves, whose last statistics are ``stats``."""
-        self._gone = total([stats], self._gone, version=NOT_SAMPLED, size=1)
+        self._departed = total_stats([stats], self._departed, version=NOT_SAMPLED, size=1)
 
     def resize(self, size: int, present: Iterable[EngineStats]) -> None:
         """Average over ``size`` engines from now on. The means that have been reported so far stay as they are, so
@@ -143,19 +143,19 @@ class FleetCounters:
         before = self.total(engines, NOT_SAMPLED)
         self.size = size
         after = self.total(engines, NOT_SAMPLED)
-        self._gone = msgspec.structs.replace(
-            self._gone,
-            busy_s=self._gone.busy_s + size * (before.busy_s - after.busy_s),
-            prefill_s=self._gone.prefill_s + size * (before.prefill_s - after.prefill_s),
+        self._departed = msgspec.structs.replace(
+            self._departed,
+            busy_s=self._departed.busy_s + size * (before.busy_s - after.busy_s),
+            prefill_s=self._departed.prefill_s + size * (before.prefill_s - after.prefill_s),
         )
 
     def total(self, present: Iterable[EngineStats], version: int) -> EngineStats:
         """Return the statistics of the whole fleet, whose ``present`` engines have these; it is the fleet of
         ``version``."""
-        return total(present, self._gone, version=version, size=self.size)
+        return total_stats(present, self._departed, version=version, size=self.size)
 
 
-async def all_of(work: Iterable[Awaitable[A]]) -> list[A]:
+async def gather_all(work: Iterable[Awaitable[A]]) -> list[A]:
     """Run all of ``work`` at the same time and wait until each has ended. Return the results in order, or raise the
     first error."""
     results = await asyncio.gather(*work, return_exceptions=True)
@@ -165,12 +165,12 @@ async def all_of(work: Iterable[Awaitable[A]]) -> list[A]:
     return [result for result in results if not isinstance(result, BaseException)]
 
 
-def combined(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:
+def combine_reports(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:
     """Return one report of a commit on several engines, from each engine's report: the sums of all counts of sequences
     and tokens, and the longest of the times.
 
     >>> one = SwapReport(version=3, gap_s=0.1, carried_over=2, restarted=0)
-    >>> combined(3, Interrupt.INFLIGHT, [one, one]).carried_over
+    >>> combine_reports(3, Interrupt.INFLIGHT, [one, one]).carried_over
     4
     """
     each = list(reports)

@@ -91,7 +91,7 @@ class EngineLoad:
     """The router's record of one engine."""
 
     name: str
-    joined: int
+    join_number: int
     """The number of its joining, which breaks ties between engines that have no sequence yet."""
     state: EngineState = EngineState.JOINING
     version: int = NOT_SAMPLED
@@ -110,7 +110,7 @@ class EngineLoad:
     def rank(self) -> Rank:
         """The key by which engines are ordered: the least loaded first; among engines with the same load, the engine
         whose latest assignment is the oldest."""
-        return len(self.sequences), self.last_choice, self.joined, self.name
+        return len(self.sequences), self.last_choice, self.join_number, self.name
 
 
 class Router:
@@ -164,7 +164,7 @@ class Router:
         """Add an engine. It serves once it has weights."""
         if name in self._engines:
             raise ValueError(f"{name} is there already")
-        engine = self._engines[name] = EngineLoad(name=name, joined=next(self._joins))
+        engine = self._engines[name] = EngineLoad(name=name, join_number=next(self._joins))
         insort(self._ranks, engine.rank)
 
     def leave(self, name: str) -> tuple[int, ...]:

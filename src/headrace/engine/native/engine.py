@@ -296,7 +296,7 @@ class NativeEngine:
         """Run one forward pass for each set of weights that the scheduled rows use, and return the tokens drawn in each
         pass. Usually there is one set. Rows pinned to an older version need a pass of their own, and rows with another
         adapter may need one."""
-        for sequence in schedule.joined:
+        for sequence in schedule.joining:
             if sequence.pin is not None:
                 self._pins.hold(sequence.pin, sequence.arrival)
         self._prepare_blocks(schedule)
@@ -456,7 +456,8 @@ class NativeEngine:
         if version == self._forks_checked_version:
             return
         self._forks_checked_version = version
-        stale = [sequence for sequence in self._scheduler.waiting() if sequence.required_version not in (None, version)]
+        waiting = self._scheduler.waiting_sequences()
+        stale = [sequence for sequence in waiting if sequence.required_version not in (None, version)]
         for sequence in stale:
             self._outbox.end(sequence, None, RequestError(stale_fork(sequence.request, version), remedy=STALE_REMEDY))
         self._withdraw(stale)
@@ -481,7 +482,7 @@ class NativeEngine:
     def _forget(self, sequence: Sequence) -> None:
         """Remove the engine's records of a sequence that ends, except the tokens kept for forks, and release the older
         weights to which it was pinned."""
-        self._intake.ended(sequence)
+        self._intake.record_end(sequence)
         if self._speculation is not None and sequence.row != NO_ROW:
             self._speculation.learn(sequence.row)
         if sequence.pin is not None:

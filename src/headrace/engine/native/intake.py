@@ -110,7 +110,7 @@ class Intake:
         self.known[request.request_id] = sequence
         return sequence
 
-    def ended(self, sequence: Sequence) -> None:
+    def record_end(self, sequence: Sequence) -> None:
         """Record the end of ``sequence``, and keep its tokens for forks. It must be called before the sequence's row is
         freed, while the tokens can still be read."""
         del self.known[sequence.request.request_id]

@@ -69,15 +69,15 @@ class PackedWeightReceiver:
             self._staging = True
         try:
             self._receiver.stage(update)
-            staged, self._num_versions, self._is_prepared = self._receiver.staged(), 2, False
+            staged, self._num_versions, self._is_prepared = self._receiver.staged_tensors(), 2, False
             self._pack(1 - self._active, [staged.get(name) if name else None for name, _ in self._products], 1)
             self._is_prepared = True
         finally:
             self._staging = False
 
-    def staged(self) -> Mapping[str, Tensor]:
+    def staged_tensors(self) -> Mapping[str, Tensor]:
         """Return the staged tensors that are not in use yet, by the names of the model's parameters."""
-        return self._receiver.staged()
+        return self._receiver.staged_tensors()
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
         """Return an iterator that commits the staged version in ``parts`` steps, one part of the parameters for each

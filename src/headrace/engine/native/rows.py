@@ -357,7 +357,8 @@ class ChunkBuilder:
         """Add the last chunk of a sequence, whether it runs or waits, with its unsent tokens and either a stop
         ``reason`` or an ``error``; the other one is ``None``."""
         chunk = self._flush_waiting(sequence) if sequence.row == NO_ROW else self._flush(sequence.row, final=True)
-        self._due.append(msgspec.structs.replace(chunk, stop_reason=reason) if error is None else chunk.failed(error))
+        ended = msgspec.structs.replace(chunk, stop_reason=reason) if error is None else chunk.with_error(error)
+        self._due.append(ended)
 
     def before_change(self, sequence: Sequence) -> None:
         """If ``sequence`` records its routing, add a chunk with the tokens whose routing is stored. It is called before

@@ -53,21 +53,21 @@ class Schedule:
     """The pairs (source, target) of blocks to copy before the pass."""
     restores: tuple[tuple[int, int], ...]
     """The pairs (slot, row) of states of recurrent layers to copy before the pass."""
-    joined: tuple[Sequence, ...]
+    joining: tuple[Sequence, ...]
     """The sequences that join the batch in this step."""
     drafts_R: Index | None = None
     """The number of drafted tokens (:mod:`.speculation`) among each row's new tokens; ``None``: there are no drafts."""
 
     def only(self, chosen_R: Flags) -> Schedule:
         """Return the part of the step that computes the rows for which ``chosen_R`` is true. It has no copies, restores
-        and joined sequences, which the engine processes once for the whole step."""
+        and joining sequences, which the engine processes once for the whole step."""
         return Schedule(
             rows_R=self.rows_R[chosen_R],
             counts_R=self.counts_R[chosen_R],
             num_decode=int(chosen_R[: self.num_decode].sum()),
             copies=(),
             restores=(),
-            joined=(),
+            joining=(),
             drafts_R=None if self.drafts_R is None else self.drafts_R[chosen_R],
         )
 
@@ -150,14 +150,14 @@ class Scheduler:
         """Whether a step would compute nothing: no sequence has a row or may join the batch."""
         return not (self._rows.count or self._waiting or any(map(self._may_join, self._deferred.values())))
 
-    def waiting(self) -> list[Sequence]:
+    def waiting_sequences(self) -> list[Sequence]:
         """Return all sequences that have no row."""
         return [*self._waiting, *self._deferred.values(), *(self._queued_while_closed or {}).values()]
 
-    def started(self) -> list[Sequence]:
+    def started_sequences(self) -> list[Sequence]:
         """Return all sequences that have started: the sequences in rows, and the waiting ones that have sampled tokens
         already. A commit changes their caches and answers according to its mode."""
-        return self._rows.sequences + self._waiting.started()
+        return self._rows.sequences + self._waiting.started_sequences()
 
     def add(self, sequence: Sequence) -> None:
         """Add ``sequence`` to the queue. After :meth:`hold`, a sequence without sampled tokens waits until
@@ -173,7 +173,7 @@ class Scheduler:
         may still join. Called by a commit that waits until no sequence runs."""
         self._queued_while_closed = {}
         if include_waiting:
-            waiting, self._waiting, self._deferred = self.waiting(), Waiting(), {}
+            waiting, self._waiting, self._deferred = self.waiting_sequences(), Waiting(), {}
             for sequence in waiting:
                 self.add(sequence)
 
@@ -287,7 +287,7 @@ class Scheduler:
         if not pieces:
             ones = np.ones(len(decoding), np.int64)
             return Schedule(
-                rows_R=decoding, counts_R=ones, num_decode=len(decoding), copies=(), restores=(), joined=()
+                rows_R=decoding, counts_R=ones, num_decode=len(decoding), copies=(), restores=(), joining=()
             )  # fmt: skip
         rows_J, counts_J = np.array(pieces, np.int64).T
         self._context_share = float(counts_J.sum() / (counts_J.sum() + len(decoding)))
@@ -297,7 +297,7 @@ class Scheduler:
             num_decode=len(decoding),
             copies=tuple(copies),
             restores=tuple(self._restores),
-            joined=tuple(rows.sequences[num_before:]),
+            joining=tuple(rows.sequences[num_before:]),
         )
 
     def account_time(self, seconds: float) -> float:

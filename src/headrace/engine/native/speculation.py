@@ -190,7 +190,7 @@ class Speculation:
             return schedule
         ids_DK, chances_DK = self._from_history(decoding)
         max_lengths_D = np.where(self._barred_R[decoding], 0, rows.draftable(decoding))
-        if schedule.joined:  # they may share a block that this pass completes: no draft must write NaN there
+        if schedule.joining:  # they may share a block that this pass completes: no draft must write NaN there
             max_lengths_D[rows.length_R[decoding] % BLOCK == 0] = 0
         max_lengths_D = np.minimum(max_lengths_D, self._num)
         chances_DK[np.arange(self._num) >= max_lengths_D[:, None]] = 0

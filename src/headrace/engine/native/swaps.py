@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.base.clock import Clock
 from headrace.base.errors import WeightsError
-from headrace.base.types.versions import INITIAL, NOT_SAMPLED, mixed
+from headrace.base.types.versions import INITIAL, NOT_SAMPLED, mixed_version
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.rows import Rows
@@ -37,7 +37,7 @@ class WeightReceiver(Protocol):
         :class:`~headrace.base.errors.WeightsError` if the version cannot be used."""
         ...
 
-    def staged(self) -> Mapping[str, Tensor]:
+    def staged_tensors(self) -> Mapping[str, Tensor]:
         """Return the staged tensors that are not in use yet, by the names of the model's parameters."""
         ...
 
@@ -122,7 +122,7 @@ class Swaps:
             self._scheduler.hold(include_waiting=mode is Interrupt.DRAIN)
             self.settle()
         elif mode is Interrupt.STREAM:
-            self._use(mixed(self.version), pool_version=version)
+            self._use(mixed_version(self.version), pool_version=version)
             self._pending.gap_s = self._clock.now() - began_s
             self.settle()
         else:
@@ -168,7 +168,7 @@ class Swaps:
         self._pending = None
         self.version = pending.version
         self._use(pending.version, pool_version=pending.version)
-        started = [sequence for sequence in self._scheduler.started() if sequence.pin is None]
+        started = [sequence for sequence in self._scheduler.started_sequences() if sequence.pin is None]
         cost = self._apply_mode(pending.mode, started)
         self.num_restarted += cost.restarted
         self.wasted_tokens += cost.wasted_tokens
@@ -231,7 +231,7 @@ class LoadedWeights:
             f"version {update.version} is sent to a server of fixed weights", remedy="start it with the new model"
         )
 
-    def staged(self) -> dict[str, Tensor]:
+    def staged_tensors(self) -> dict[str, Tensor]:
         """Return an empty dict: no tensors are staged."""
         return {}
 

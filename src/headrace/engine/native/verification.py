@@ -101,9 +101,9 @@ class TokenDrawer:
                 verified.offsets(at[kept]),
             )
             at = verified.next(at)
-        drawn = verified.drawn()
+        drawn = verified.result()
         if self._speculation is not None:
-            self._speculation.note(*verified.tested())
+            self._speculation.note(*verified.tested_drafts())
             self._speculation.bar(drawn.spoilt[0])
         return drawn
 
@@ -206,13 +206,13 @@ class _Verification:
         more_A = self._in_order_P[at] & self._continues_P[at] & ~self._completed_P[at]
         return at[more_A] + 1
 
-    def tested(self) -> tuple[Index, Index, Flags]:
+    def tested_drafts(self) -> tuple[Index, Index, Flags]:
         """Return three arrays for the drafted tokens that were compared with a draw: the row, the index in the draft,
         and whether the token was drawn."""
         places = np.flatnonzero(self._kept_P & (self._draft_P != _NO_DRAFT))
         return self.rows_P[places], self._offsets_P[places], self._as_drafted_P[places]
 
-    def drawn(self) -> Drawn:
+    def result(self) -> Drawn:
         """Return the outcome of the pass for each row, after all draws."""
         num_D = np.bincount(self._row_index_P[self._kept_P], minlength=len(self._rows_D))
         last_D = (self._starts_D + num_D - 1)[~self._spoilt_D]

@@ -27,7 +27,7 @@ class Waiting:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(list(self._members.values()))
 
-    def started(self) -> list[Sequence]:
+    def started_sequences(self) -> list[Sequence]:
         """Return the waiting sequences that have sampled tokens already, because they were preempted or moved from
         another engine."""
         return [sequence for sequence in self._started.values() if sequence.answer is not None]

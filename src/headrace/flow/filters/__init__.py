@@ -20,7 +20,7 @@ from headrace.flow.filters.base import (
     as_tables,
     comparable_rewards,
     rewards_of,
-    unfiltered,
+    undo_filters,
 )
 from headrace.flow.filters.length import LengthFilter
 from headrace.flow.filters.oversampling import REDUNDANT, Redundancy, ResampleCorrect
@@ -72,5 +72,5 @@ __all__ = [
     "comparable_rewards",
     "refuse_impossible",
     "rewards_of",
-    "unfiltered",
+    "undo_filters",
 ]

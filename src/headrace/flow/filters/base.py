@@ -132,7 +132,7 @@ def _apply_verdict(group: ScoredGroup, verdict: Verdict) -> ScoredGroup:
     )
 
 
-def unfiltered(episodes: Sequence[EpisodeGraph]) -> tuple[EpisodeGraph, ...]:
+def undo_filters(episodes: Sequence[EpisodeGraph]) -> tuple[EpisodeGraph, ...]:
     """Return the episodes with the statuses that they had before any filter: an episode that was left out or masked and
     has a reward becomes scored again. The controller uses this to filter a group again as a whole after a crash."""
     set_by_filters = (EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)

@@ -192,7 +192,7 @@ class Browser:
                 cause=cause,
             )
 
-    def learned(self, group: int) -> TokenResults | None:
+    def token_results(self, group: int) -> TokenResults | None:
         """Return the learner's results for the tokens of the step that trained the group with the number ``group``;
         ``None`` if they are not recorded, or lie in the store of the run and cannot be read there."""
         rows = self._fetch_all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
@@ -206,7 +206,7 @@ class Browser:
                 return None
         return read if isinstance(read, TokenResults) else None
 
-    def before(self, key: EpisodeKey | None, limit: int) -> list[EpisodeGraph]:
+    def episodes_before(self, key: EpisodeKey | None, limit: int) -> list[EpisodeGraph]:
         """Return up to ``limit`` episodes, with their turns, that precede the episode ``key`` in the order of groups
         and positions, in descending order. If ``key`` is ``None``, begin with the last episode of the ledger."""
         bound = (2**62, 0) if key is None else tuple(key)

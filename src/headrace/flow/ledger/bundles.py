@@ -94,7 +94,9 @@ class Sampled:
     """The newest version of the trained policy that sampled a token; ``None`` if that policy sampled none."""
 
 
-def bundled(episodes: Sequence[EpisodeGraph], most_tokens: int = MOST_TOKENS) -> Iterator[Sequence[EpisodeGraph]]:
+def split_by_tokens(
+    episodes: Sequence[EpisodeGraph], most_tokens: int = MOST_TOKENS
+) -> Iterator[Sequence[EpisodeGraph]]:
     """Split ``episodes`` into consecutive parts of at most ``most_tokens`` tokens, and yield each part, from which the
     caller makes one bundle or one message. An episode that has more tokens is a part of its own."""
     begin = tokens = 0

@@ -46,11 +46,11 @@ def _redis(config: FlowConfig, run_dir: Path) -> Ledger:
     from headrace.flow.ledger.redis import RedisLedger
 
     file = run_dir / REDIS_FILE
-    begun = file.exists()
-    name = file.read_text(encoding="utf-8").splitlines()[1] if begun else f"{run_dir}:{secrets.token_hex(8)}"
+    exists = file.exists()
+    name = file.read_text(encoding="utf-8").splitlines()[1] if exists else f"{run_dir}:{secrets.token_hex(8)}"
     ledger = RedisLedger(
         config.ledger_url, name, group_size=config.group_size, groups_per_step=config.groups_per_step,
-        password_env=config.ledger_password_env, begun=begun,
+        password_env=config.ledger_password_env, exists=exists,
     )  # fmt: skip
     lines = (config.ledger_url, name, config.ledger_password_env)
     file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -97,12 +97,12 @@ def open_ledger(run_dir: Path) -> Ledger:
         url, name, *variable = (run_dir / REDIS_FILE).read_text(encoding="utf-8").splitlines()
         return RedisLedger.open(url, name, *variable)
     path = run_dir / SQLITE_FILE
-    if not is_held(run_dir):
+    if not is_locked(run_dir):
         refuse_damaged_log(path)  # opening the file alone copies the log into it
     return SqliteLedger.open(path, checked=True)
 
 
-def is_held(run_dir: Path) -> bool:
+def is_locked(run_dir: Path) -> bool:
     """Return whether a run is in progress in ``run_dir``: a process of this machine holds the lock of the directory.
     The controller holds it as long as its process exists, even while the process is suspended."""
     try:

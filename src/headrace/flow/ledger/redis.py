@@ -119,14 +119,14 @@ class RedisLedger:
 
     def __init__(
         self, url: str, name: str, *, group_size: int | None = None, groups_per_step: int | None = None,
-        outage_s: float = OUTAGE_S, password_env: str = "", begun: bool = False,
+        outage_s: float = OUTAGE_S, password_env: str = "", exists: bool = False,
     ) -> None:  # fmt: skip
         """Open the ledger ``name`` on the server at ``url``, and read all of its entries. If it does not exist, create
-        it, provided that both sizes are given and ``begun`` is false.
+        it, provided that both sizes are given and ``exists`` is false.
 
         ``group_size`` and ``groups_per_step`` are the sizes of this run, which must equal the ledger's; ``None``
         accepts any size. ``outage_s`` is the number of seconds for which the server may be unreachable.
-        ``password_env`` names the environment variable of the password; empty if the server needs none. ``begun`` says
+        ``password_env`` names the environment variable of the password; empty if the server needs none. ``exists`` says
         that the run already has a ledger. Raises :class:`ConfigError` or :class:`~headrace.base.errors.LedgerError` if
         the ledger cannot be used.
         """
@@ -152,7 +152,7 @@ class RedisLedger:
             ) from None
         self._append = self._server.register_script(_APPEND)
         self._require_append_only_file()
-        sizes = self._load_sizes(group_size, groups_per_step, begin=not begun)
+        sizes = self._load_sizes(group_size, groups_per_step, begin=not exists)
         self._index = SqliteLedger(
             UNNAMED, group_size=sizes["group_size"], groups_per_step=sizes["groups_per_step"]
         )  # fmt: skip

@@ -56,7 +56,7 @@ class RunningTurns:
         if parts:
             self._record(Stream(parts=tuple(parts), at_s=self._clock.wall()))
 
-    def ended(self, key: EpisodeKey) -> None:
+    def forget(self, key: EpisodeKey) -> None:
         """Delete the collected parts of the episode ``key``, which has ended and is recorded as a whole."""
         for turn in self._unrecorded.pop(key, {}):
             self._due_turns.pop((key, turn), None)
@@ -70,5 +70,5 @@ class RunningTurns:
         """Record the unrecorded tokens of all turns that are due, as one operation."""
         due_turns, self._due_turns = self._due_turns, {}
         turns = [self._unrecorded[key].pop(turn) for key, turn in due_turns]
-        parts = tuple(TokenChunk.joined(turn.parts) for turn in turns)
+        parts = tuple(TokenChunk.concat(turn.parts) for turn in turns)
         self.record(parts)

@@ -25,7 +25,7 @@ from headrace.flow.ledger.base import (
     Stream,
     Submit,
 )
-from headrace.flow.ledger.bundles import bundled, encode_bundle
+from headrace.flow.ledger.bundles import encode_bundle, split_by_tokens
 from headrace.flow.ledger.rows import insert, next_id, seal_rows
 from headrace.flow.ledger.turns import encode_part, encode_token_results
 
@@ -127,7 +127,7 @@ class Writing:
         (any_parts,) = self._db.execute("SELECT EXISTS (SELECT 1 FROM parts)").fetchone()
         in_order = iter(operations)
         rows = []
-        for episodes in bundled([op.episode for op in operations]):
+        for episodes in split_by_tokens([op.episode for op in operations]):
             blob, counts = encode_bundle(episodes)
             self.num_bytes += len(blob)
             bundle = next_id(self._db, "bundles")

@@ -20,7 +20,7 @@ from headrace.base.types.group import GroupState
 from headrace.flow.state import FlowState
 
 
-def due(state: FlowState) -> Counter[int]:
+def count_by_deadline(state: FlowState) -> Counter[int]:
     """Return the number of groups that are in no batch yet, by their deadline. The deadline of a group of a replayed
     step is that step."""
     steps: Counter[int] = Counter()
@@ -39,7 +39,7 @@ def num_admissible(state: FlowState) -> int:
     """
     latest = state.deadline(state.version)
     total, room = 0, None
-    steps = due(state)
+    steps = count_by_deadline(state)
     for step in sorted({*steps, latest}):
         total += steps[step]
         # a group that starts now is due at `latest`, so it needs room at this deadline and all later ones
@@ -85,7 +85,7 @@ def earliest(state: FlowState) -> tuple[int, ...] | None:
 def earliest_in_time(state: FlowState) -> tuple[int, ...] | None:
     """Return the batch of :func:`earliest` if all other groups can be trained in time after it, otherwise ``None``. The
     check uses counts, and the groups are looked up only if it succeeds."""
-    steps, num_missing = due(state), state.limits.batch_size
+    steps, num_missing = count_by_deadline(state), state.limits.batch_size
     if len(state.ready) < num_missing:
         return None
     for version in sorted(state.ready_by_oldest, key=lambda version: (state.deadline(version), version)):
@@ -107,7 +107,7 @@ def in_order(state: FlowState) -> tuple[int, ...] | None:
 def rest_in_time(state: FlowState, chosen: tuple[int, ...]) -> bool:
     """Return whether all other groups that are in no batch can be trained in time if the ready groups ``chosen`` are
     the next batch."""
-    steps = due(state)
+    steps = count_by_deadline(state)
     for number in chosen:
         steps[last_step(state, number)] -= 1
     return _in_time(state, steps)

@@ -67,7 +67,7 @@ class EpisodeCall(PoolCall):
     """The message that starts the episode in a worker."""
     episode: OpenEpisode
     """The controller's side of the episode, which samples from the model and records the turns."""
-    begun: bool = False
+    started: bool = False
     """Whether the episode has run in a worker before."""
     tasks: asyncio.TaskGroup | None = None
     """The task group of its answers while it runs in a worker; ``None`` otherwise."""
@@ -255,7 +255,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
             turn_extra=report.turn_extra,
         )
 
-    def preferred(self, call: EpisodeCall) -> EnvironmentWorker | None:
+    def preferred_worker(self, call: EpisodeCall) -> EnvironmentWorker | None:
         """Return the worker that has run the origin of a branch, because it may still have snapshots of the origin's
         world; ``None`` for other episodes."""
         return self._origins.get(call.order.seed) if call.order.attempt_kind is AttemptKind.BRANCH else None
@@ -269,13 +269,13 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         return worker
 
     async def attempt(self, worker: EnvironmentWorker, call: EpisodeCall, number: int) -> EpisodeDone | CallLoss:
-        """Run an episode in ``worker`` as call ``number``. If an earlier worker has begun it, it starts from the
+        """Run an episode in ``worker`` as call ``number``. If an earlier worker has started it, it starts from the
         beginning. Return the worker's report of its end, or the reason why it was lost. If the pool has an endpoint,
         the episode has its own session there, and the report of a failure contains the last request that the endpoint
         refused."""
-        if call.begun:
+        if call.started:
             call.episode.restart()
-        call.begun = worker.served = True
+        call.started = worker.served = True
         if call.order.attempt_kind is AttemptKind.ORIGIN:
             self._origins[call.order.seed] = worker
             if len(self._origins) > MAX_ORIGINS:
@@ -354,7 +354,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
                 return "code of an episode blocks the loop of its worker: the worker is replaced"
             quiet_checks = 0 if worker.was_heard else quiet_checks + 1
             worker.was_heard = False
-        if halted := await worker.process.halted():
+        if halted := await worker.process.halt_reason():
             worker.replaced = True
             return f"an environment worker {halted}: it is replaced, and its episodes begin again"
         return "an environment worker has fallen silent: it is replaced"

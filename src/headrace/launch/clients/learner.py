@@ -21,7 +21,7 @@ from headrace.base.types.messages.controller import (
     Working,
 )
 from headrace.base.types.messages.learner import Logprobs, Publish, Resend, Save, Train
-from headrace.base.types.messages.parts import MessagePart, PartCollector, divided
+from headrace.base.types.messages.parts import MessagePart, PartCollector, split_message
 from headrace.base.types.outline import BatchOutline
 from headrace.base.types.tokens import FloatColumn
 from headrace.base.types.trace import Span
@@ -75,7 +75,7 @@ class LearnerClient(RankClient):
         self._saving: dict[Path, asyncio.Future[Saved]] = {}
         self.receivers: Callable[[], tuple[str, ...]] = tuple
         """Returns the addresses to which weights are sent; empty for transports with which engines fetch weights."""
-        self.lacking: Callable[[int], tuple[str, ...]] = lambda _: ()
+        self.addresses_without: Callable[[int], tuple[str, ...]] = lambda _: ()
         """Returns the addresses of the engines that have not staged the given version."""
         self.engines_in_step: Callable[[], Mapping[str, str]] = dict
         """Returns the engines to which the learner may announce a new version: for each address at which an engine
@@ -106,7 +106,7 @@ class LearnerClient(RankClient):
 
     def _send_divided(self, order: Train | Logprobs) -> None:
         """Send ``order`` to the learner in parts."""
-        for part in divided(order, order.call):
+        for part in split_message(order, order.call):
             self.send(part)
 
     def handle(self, message: object) -> None:
@@ -119,8 +119,8 @@ class LearnerClient(RankClient):
 
     async def snapshot(self, version: int, slot: int) -> Publication:
         """Order the learner to copy its weights into the buffer ``slot`` as ``version``, and wait until the copy is
-        complete. The learner then publishes the copy while it continues to train; :meth:`published` waits for that. The
-        result contains how long training stood still for the copy."""
+        complete. The learner then publishes the copy while it continues to train; :meth:`wait_until_published` waits
+        for that. The result contains how long training stood still for the copy."""
         call = self.next_call()
         reply = self.expect(call, SnapshotTaken)
         self._publishing[version] = self.expect(call, Published)
@@ -144,7 +144,7 @@ class LearnerClient(RankClient):
         self.version = version
         return Publication(version=version, slot=slot, exposed_s=answer.seconds)
 
-    async def published(self, publication: Publication) -> WeightUpdate:
+    async def wait_until_published(self, publication: Publication) -> WeightUpdate:
         """Wait until the learner has published the version of ``publication``, which :meth:`snapshot` has returned.
         Return the update with which engines stage the version."""
         version = publication.version
@@ -156,13 +156,13 @@ class LearnerClient(RankClient):
         difference. Return the update with which the engines stage the version."""
         call, version = self.next_call(), publication.version
         reply = self.expect(call, Published)
-        self.send(Resend(call=call, version=version, slot=publication.slot, to=self.lacking(version)))
+        self.send(Resend(call=call, version=version, slot=publication.slot, to=self.addresses_without(version)))
         return (await self.answer(reply, f"send version {version} again, whole", COMPUTE_DEADLINE_S)).update
 
     async def save(self, directory: Path) -> None:
         """Order the learner to write a checkpoint (weights, optimizer state and so on) to ``directory``, and wait until
         training can continue. With several ranks, the learner writes the files afterwards, while it trains;
-        :meth:`saved` waits for that."""
+        :meth:`wait_until_saved` waits for that."""
         call = self.next_call()
         reply = self.expect(call, SnapshotTaken)
         self._saving[directory] = self.expect(call, Saved)
@@ -173,6 +173,6 @@ class LearnerClient(RankClient):
             self._saving.pop(directory).cancel()
             raise
 
-    async def saved(self, directory: Path) -> None:
+    async def wait_until_saved(self, directory: Path) -> None:
         """Wait until the checkpoint that :meth:`save` has ordered is complete in ``directory``."""
         await self.answer(self._saving.pop(directory), f"save {directory}", COMPUTE_DEADLINE_S)

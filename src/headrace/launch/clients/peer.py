@@ -93,7 +93,7 @@ class Peer:
         names the order in the error. If :attr:`waits_while_halted` is set, time during which the process is stopped is
         not counted; the stall watchdog limits it."""
         try:
-            async with TimeLimit(deadline_s, held=lambda: bool(self.halted) and self.waits_while_halted):
+            async with TimeLimit(deadline_s, is_paused=lambda: bool(self.halted) and self.waits_while_halted):
                 return await future
         except TimeoutError:
             raise DeadlineError(

@@ -51,12 +51,12 @@ class WorkerProcess(Protocol):
         determined."""
         ...
 
-    async def halted(self) -> str:
+    async def halt_reason(self) -> str:
         """Return what has halted the process, in words such as ``is stopped (SIGSTOP)``; empty if it is not known to be
         halted."""
         ...
 
-    async def died(self) -> str:
+    async def wait_for_death(self) -> str:
         """Wait for the end of the process, and return the cause in words."""
         ...
 
@@ -208,7 +208,7 @@ class Capacity:
                 turn.set_result(None)
 
     @asynccontextmanager
-    async def held(self, *, first: bool = False) -> AsyncIterator[None]:
+    async def reserve(self, *, first: bool = False) -> AsyncIterator[None]:
         """Wait until one more call may run, and reserve its place within the context. With ``first``, the call goes
         before all other waiting calls, because it has lost its place when a worker ended."""
         if self.free > 0:
@@ -237,7 +237,7 @@ class SuspectPolicy(Protocol[C]):
         pool calls :meth:`clear`."""
         ...
 
-    def died(self, pool: WorkerPool[Any, C, Any], slot: WorkerSlot[Any], worker: Worker[C]) -> None:
+    def record_death(self, pool: WorkerPool[Any, C, Any], slot: WorkerSlot[Any], worker: Worker[C]) -> None:
         """Record that ``worker``, which was in ``slot``, has died with its calls. The pool calls this before the calls
         end as lost."""
         ...
@@ -339,7 +339,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
             self._add_slots(self._own_group)
             await asyncio.Event().wait()
 
-    async def started(self) -> None:
+    async def wait_until_started(self) -> None:
         """Wait until every worker on this machine is ready for calls. If the pool has no workers on this machine, wait
         for a worker on another machine."""
         while not self._is_up():
@@ -398,13 +398,13 @@ class WorkerPool(ABC, Generic[W, C, A]):
         that have not begun do not overtake it."""
         outcome: A | CallLoss | None = None
         while outcome is None or (isinstance(outcome, CallLoss) and self._suspects.stays(call, outcome)):
-            async with self._capacity.held(first=outcome is not None):
+            async with self._capacity.reserve(first=outcome is not None):
                 outcome = await self._attempt_in_shared(call)
         return outcome
 
     def capacity_for_one(self) -> AbstractAsyncContextManager[None]:
         """Return a context that waits until one more call may run in the shared workers, and reserves its place."""
-        return self._capacity.held()
+        return self._capacity.reserve()
 
     async def _attempt_in_shared(self, call: C) -> A | CallLoss:
         """Execute a call in a shared worker. Repeat it in another one if its worker ends and the policy for suspects
@@ -422,10 +422,10 @@ class WorkerPool(ABC, Generic[W, C, A]):
             up := [each.worker for each in (self._slots if slot is None else (slot,)) if each.worker and each.up]
         ):
             await self._changed.wait()
-        preferred = None if call is None else self.preferred(call)
+        preferred = None if call is None else self.preferred_worker(call)
         return preferred if preferred in up else min(up, key=lambda worker: len(worker.calls))
 
-    def preferred(self, call: C) -> W | None:
+    def preferred_worker(self, call: C) -> W | None:
         """Return the worker in which ``call`` needs the least work; ``None`` if there is no difference. The worker may
         have ended."""
         return None
@@ -516,7 +516,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
         process, peer = worker.process, worker.process.peer
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(peer.listen())
-            dying = tasks.create_task(process.died())
+            dying = tasks.create_task(process.wait_for_death())
             if await peer.wait_until_ready(dying, self._pool_config.start_timeout_s, self.slow_start):
                 self.on_ready(peer.ready.result().facts)
                 slot.worker = worker
@@ -531,7 +531,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
             listening.cancel()
         num_lost = len(worker.calls)
         if not worker.replaced:
-            self._suspects.died(self, slot, worker)
+            self._suspects.record_death(self, slot, worker)
         process.close()
         worker.group.workers.discard(worker)
         worker.left.set()

@@ -46,9 +46,9 @@ class ScoringWorker(Worker[ScoreCall]):
     """A worker process that calls one reward function, as the pool sees it: the calls that it has begun, and the cause
     of a late call."""
 
-    begun: int = 0
+    num_running: int = 0
     """Number of calls that the worker has begun and that have not returned."""
-    num_begun: int = 0
+    num_started: int = 0
     """Number of calls that the worker has begun since it started."""
     answered: bool = False
     """Whether any call has returned. A side effect of such a call may kill the worker later."""
@@ -80,18 +80,18 @@ class ScoringWorker(Worker[ScoreCall]):
     def count_death(self) -> int:
         """Count the worker's death as idle if the worker had no running call, had answered no call and had broken no
         protocol rule. Return the number of consecutive idle deaths on its machine."""
-        has_suspect = self.begun or self.answered or self.process.peer.protocol_violation
+        has_suspect = self.num_running or self.answered or self.process.peer.protocol_violation
         self.group.idle_deaths += not has_suspect  # each of its calls will be tried alone
         return self.group.idle_deaths
 
-    def loss(self, *, begun: bool) -> CallLoss:
-        """Return the reason for which one of the worker's calls is lost, after the worker has ended. ``begun`` says
+    def loss(self, *, started: bool) -> CallLoss:
+        """Return the reason for which one of the worker's calls is lost, after the worker has ended. ``started`` says
         whether the worker had begun that call."""
         if self.frozen:
             return CallLoss.INNOCENT
         if not self.replaced:
             return CallLoss.DIED
-        return CallLoss.CROWDED if self.crowded and begun else CallLoss.INNOCENT
+        return CallLoss.CROWDED if self.crowded and started else CallLoss.INNOCENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             if scores is not None:
                 return scores
         async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(self._answer(request.single(index))) for index in range(len(completions))]
+            calls = [group.create_task(self._answer(request.order_for(index))) for index in range(len(completions))]
         return _join([call.result().of(0) for call in calls])
 
     async def _score_in_one_order(self, request: ScoreCompletions) -> Scores | None:
@@ -211,29 +211,30 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         """Send a call to ``worker`` as order ``number``. Return its scores, a failure as scores, or the reason why the
         call was lost. The time limit counts from the moment at which the worker begins the call."""
         peer = worker.process.peer
-        begun, scored = peer.expect(number, Started), peer.expect(number, Scored)
-        scored.add_done_callback(partial(_mark_begun, begun))
+        started, scored = peer.expect(number, Started), peer.expect(number, Scored)
+        scored.add_done_callback(partial(_mark_started, started))
         try:
             peer.send(msgspec.structs.replace(call.request, call=number))
-            await begun
-            worker.begun, worker.num_begun = worker.begun + 1, worker.num_begun + 1
+            await started
+            worker.num_running += 1
+            worker.num_started += 1
             try:  # most answers arrive together with the report that the call has begun, and need no timer
                 answer = scored.result() if scored.done() else await self._wait_in_time(worker, scored)
             finally:
-                worker.begun -= 1
+                worker.num_running -= 1
         except TimeoutError:
             if worker.frozen or worker.crowded:
-                return worker.loss(begun=True)
+                return worker.loss(started=True)
             self._num_blocked += worker.blocked
             return Scores(rewards=(), failure=f"reward_timeout: no reward for {self._timeout_s:g} s")
         except asyncio.CancelledError:
             if not scored.cancelled() or being_cancelled():
                 raise
-            return worker.loss(begun=not begun.cancelled())
+            return worker.loss(started=not started.cancelled())
         except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
             return Scores(rewards=(), failure=f"reward_error: the row cannot travel: {error!a}")
         finally:
-            begun.cancel()
+            started.cancel()
             scored.cancel()
         worker.group.idle_deaths, worker.answered, self._num_blocked = 0, True, 0
         self._mean_s = answer.mean_s
@@ -270,11 +271,11 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         worker.replaced = True
         try:
             # with one running call and others waiting, that call has kept the others from beginning
-            worker.blocked = worker.begun == 1 < len(worker.calls)
-            halted = await worker.process.halted()
+            worker.blocked = worker.num_running == 1 < len(worker.calls)
+            halted = await worker.process.halt_reason()
             worker.frozen = bool(halted)
             computed_s = await worker.process.computed_s() - before_s
-            worker.crowded = worker.begun > 1 and computed_s > self._timeout_s / 2
+            worker.crowded = worker.num_running > 1 and computed_s > self._timeout_s / 2
         finally:
             worker.judged.set()
         why = f", and its calls are made again, for its process {halted}" if halted else ""
@@ -284,17 +285,17 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         """Wait until ``worker`` has calls but has begun none of them for as long as a call may take, and return the
         warning about it. The pool then kills the worker. Return an empty text if the worker is already being replaced.
         The time is counted in checks, so that a standstill of this process's event loop counts as one check only."""
-        quiet_checks, num_begun = 0, 0
+        quiet_checks, num_started = 0, 0
         while quiet_checks < NUM_CHECKS:
             await asyncio.sleep(self._timeout_s / NUM_CHECKS)
-            makes_progress = worker.begun or not worker.calls or worker.num_begun != num_begun
-            quiet_checks, num_begun = 0 if makes_progress else quiet_checks + 1, worker.num_begun
+            makes_progress = worker.num_running or not worker.calls or worker.num_started != num_started
+            quiet_checks, num_started = 0 if makes_progress else quiet_checks + 1, worker.num_started
         if worker.replaced:
             return ""
         worker.frozen = True
         return (
             f"a scoring worker has begun with no call for {self._timeout_s:g} s ({worker.process.peer.name} "
-            f"{await worker.process.halted() or 'does not answer'}): it is replaced, its calls are made again"
+            f"{await worker.process.halt_reason() or 'does not answer'}): it is replaced, its calls are made again"
         )
 
 
@@ -303,11 +304,11 @@ def _join(graded: Sequence[Graded]) -> Scores:
     return Scores(rewards=tuple(each.reward for each in graded), graded=tuple(graded))
 
 
-def _mark_begun(begun: asyncio.Future[Any], _: asyncio.Future[Any]) -> None:
-    """Set the future ``begun``, for which the caller waits first. This is called when the answer to the same call has
+def _mark_started(started: asyncio.Future[Any], _: asyncio.Future[Any]) -> None:
+    """Set the future ``started``, for which the caller waits first. This is called when the answer to the same call has
     arrived, or the call has failed, without a report that it has begun."""
-    if not begun.done():
-        begun.set_result(None)
+    if not started.done():
+        started.set_result(None)
 
 
 class ScoringStage:
@@ -356,7 +357,7 @@ class ScoringStage:
             for pool in self._pools:
                 group.create_task(pool.keep())
 
-    async def started(self) -> None:
+    async def wait_until_started(self) -> None:
         """Wait until every worker of every pool is ready for calls."""
         for pool in self._pools:
-            await pool.started()
+            await pool.wait_until_started()

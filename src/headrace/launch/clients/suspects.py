@@ -43,7 +43,7 @@ class OneByOne:
         cannot be the cause of the death."""
         return loss is CallLoss.INNOCENT
 
-    def died(self, pool: WorkerPool[Any, Any, Any], slot: WorkerSlot[Any], worker: Worker[Any]) -> None:
+    def record_death(self, pool: WorkerPool[Any, Any, Any], slot: WorkerSlot[Any], worker: Worker[Any]) -> None:
         """If the additional worker has died after it was ready, do not start another one until a call needs it."""
         if slot is self._slot and worker.settled.is_set():  # otherwise a call still waits for it
             slot.needed.clear()
@@ -113,7 +113,7 @@ class ByHalves:
         of the death, or if it is not a suspect yet."""
         return loss is CallLoss.INNOCENT or (loss is CallLoss.DIED and call not in self._assigned)
 
-    def died(self, pool: WorkerPool[Any, Any, Any], slot: WorkerSlot[Any], worker: Worker[Any]) -> None:
+    def record_death(self, pool: WorkerPool[Any, Any, Any], slot: WorkerSlot[Any], worker: Worker[Any]) -> None:
         """Divide the suspects of a dead worker into halves, and start a worker for each half, in which its calls begin
         again."""
         suspects = [call for call in worker.calls.values() if call.deaths and call not in self._alone]

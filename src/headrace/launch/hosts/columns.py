@@ -46,7 +46,8 @@ class EngineColumns:
             except StoreError as error:
                 failed.add(chunk.request_id)
                 reason = SequenceFailed(error.problem, remedy=error.remedy)
-                sent.append(TokenChunk(request_id=chunk.request_id, tokens=NO_TOKENS, lost=chunk.lost).failed(reason))
+                empty = TokenChunk(request_id=chunk.request_id, tokens=NO_TOKENS, lost=chunk.lost)
+                sent.append(empty.with_error(reason))
                 pending.extend(abort([chunk.request_id]))
         return sent
 

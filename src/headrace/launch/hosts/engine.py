@@ -190,7 +190,7 @@ class EngineHost:
             elif self._gate is not None:
                 self._gate.refuse_idleness(self._steps)
             if self._recorder is not None:
-                self._recorder.ended(chunks)
+                self._recorder.remove_ended(chunks)
             self._report(chunks)
             self._answer_commits()
         raise self._broken
@@ -253,7 +253,7 @@ class EngineHost:
         try:
             self._core.add(request)
         except RequestError as error:
-            return [TokenChunk(request_id=request.request_id, tokens=Tokens.observed([])).failed(error)]
+            return [TokenChunk(request_id=request.request_id, tokens=Tokens.observed([])).with_error(error)]
         return []
 
     def _stage_ordered(self, message: Stage) -> None:

@@ -57,13 +57,13 @@ class RequestNames:
         self._seeds: dict[int, int] = {}
         self._ids: dict[int, int] = {}
 
-    def begun(self, requests: Iterable[GenerateRequest]) -> None:
+    def add(self, requests: Iterable[GenerateRequest]) -> None:
         """Add requests that the engine receives now."""
         for request in requests:
             self._seeds[request.request_id] = request.sampling.seed
             self._ids[request.sampling.seed] = request.request_id
 
-    def ended(self, chunks: Iterable[TokenChunk]) -> None:
+    def remove_ended(self, chunks: Iterable[TokenChunk]) -> None:
         """Remove the requests whose last chunk is among ``chunks``."""
         for chunk in chunks:
             if chunk.ended:
@@ -114,9 +114,9 @@ class DeliveryRecorder:
         except OSError as error:
             self._stop_recording(error)
 
-    def ended(self, chunks: Iterable[TokenChunk]) -> None:
+    def remove_ended(self, chunks: Iterable[TokenChunk]) -> None:
         """Remove the requests from ``names`` that have ended with ``chunks``, which the engine has returned."""
-        self._names.ended(chunks)
+        self._names.remove_ended(chunks)
 
     def _encode_line(self, message: Message, steps: int) -> bytes:
         """Return the line for a message that is handled after ``steps`` steps of the engine; empty if the message has
@@ -126,7 +126,7 @@ class DeliveryRecorder:
         match message:
             case Generate(requests=requests):
                 seeds = tuple(request.sampling.seed for request in requests)
-                self._names.begun(requests)
+                self._names.add(requests)
             case Abort(request_ids=request_ids):
                 seeds = self._names.seeds(request_ids)
                 if not seeds:  # the requests had ended, so the message has no effect
@@ -254,7 +254,7 @@ class ReplayGate:
             return Abort(request_ids=self._names.ids(line.seeds))
         if line.kind is EngineInput.GENERATE:
             found = tuple(self._requests[seed].popleft() for seed in line.seeds)
-            self._names.begun(found)  # the next line may abort one of them
+            self._names.add(found)  # the next line may abort one of them
             for seed in line.seeds:
                 if not self._requests[seed]:
                     del self._requests[seed]

@@ -46,7 +46,7 @@ from headrace.base.types.messages.controller import (
 )
 from headrace.base.types.messages.engine import Announce
 from headrace.base.types.messages.learner import Divided, Logprobs, Message, Publish, Resend, Save, Train
-from headrace.base.types.messages.parts import MessagePart, PartCollector, divided
+from headrace.base.types.messages.parts import MessagePart, PartCollector, split_message
 from headrace.base.types.outline import BatchOutline
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import WeightUpdate
@@ -60,17 +60,17 @@ from headrace.learner import LearnerConfig
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_for
-from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, joined
-from headrace.learner.parallel.shards import local, wholes
-from headrace.learner.parallel.shares import shared_out
+from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, join_ranks
+from headrace.learner.parallel.shards import gather_each, local
+from headrace.learner.parallel.shares import assign_boxes
 from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.models.weights import weight_tensors
 from headrace.sync.base import LearnerRank
 from headrace.sync.config import Route
 from headrace.sync.manifest import plan
-from headrace.sync.pieces import Held
+from headrace.sync.pieces import TensorBoxes
 from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher, sent_by_every_rank
 
@@ -88,8 +88,8 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
     :data:`~headrace.launch.hosts.EXIT_RANK_LOST`."""
     torch.set_num_threads(start.num_threads)
     config = LearnerConfig.model_validate(start.learner)
-    device = use("learner.device", config.device)
-    with joined(config.parallel, start.place, device, start.rendezvous) as ranks:
+    device = use_device("learner.device", config.device)
+    with join_ranks(config.parallel, start.place, device, start.rendezvous) as ranks:
         try:
             with explained_rank_loss(start.rank):
                 _run(start, config, OrderStream(channel, ranks, start.columns))
@@ -153,7 +153,7 @@ def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
                 Working(
                     num_units=progress.num_units,
                     what=unit.what,
-                    since_s=clock.now() - unit.begun_s,
+                    since_s=clock.now() - unit.start_s,
                     usual_s=progress.usual_s(),
                 )
             )
@@ -224,7 +224,7 @@ class OrderStream:
     def answer_divided(self, message: Trained | LogprobsReply) -> None:
         """Send ``message``, an answer of any size, to the controller in parts if this is rank 0; otherwise do
         nothing."""
-        for part in divided(message, message.call) if self.ranks.is_leader else ():
+        for part in split_message(message, message.call) if self.ranks.is_leader else ():
             self.channel.send(part)
 
     def _forward(self, ranks: Ranks) -> Iterator[Message]:
@@ -248,11 +248,11 @@ class PublishedBuffers:
         its own parts, and otherwise on rank 0. All ranks must call this at the same time."""
         self._tensors = weight_tensors(model)
         self._is_whole = isinstance(ranks, SingleRank)
-        self._held: Held | None = None
+        self._sent_boxes: TensorBoxes | None = None
         self.publisher: Publisher | None = None
         if sent_by_every_rank(route):
-            shares = shared_out(self._tensors, ranks)
-            self._held = shares[ranks.rank]
+            shares = assign_boxes(self._tensors, ranks)
+            self._sent_boxes = shares[ranks.rank]
             rank = LearnerRank(index=ranks.rank, world=len(shares), share=ranks.broadcast)
             self.publisher = make_publisher(route, self._tensors, run_token(), shares, rank)
         elif ranks.is_leader:
@@ -261,13 +261,13 @@ class PublishedBuffers:
     def copy(self, slot: int) -> None:
         """Copy the current weights into the buffer with the index ``slot``. All ranks must call this at the same time,
         because each rank may have a part of every tensor."""
-        if self._held is not None and self.publisher is not None:
-            self.publisher.fill(slot, (local(self._tensors[name].detach()) for name in self._held))
+        if self._sent_boxes is not None and self.publisher is not None:
+            self.publisher.fill(slot, (local(self._tensors[name].detach()) for name in self._sent_boxes))
             return
         if self._is_whole and self.publisher is not None:
             self.publisher.copy(slot)
             return
-        gathered = (tensor for _, tensor in wholes(self._tensors.items()))
+        gathered = (tensor for _, tensor in gather_each(self._tensors.items()))
         if self.publisher is not None:
             self.publisher.fill(slot, gathered)
         else:

@@ -14,8 +14,8 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.messages.controller import Chunks, EpisodesEnded, Noted, TurnsGrown
 from headrace.base.types.messages.rollout import (
     EndCall,
-    EngineSeen,
-    EnginesSeen,
+    EngineUpdate,
+    EngineUpdates,
     Message,
     StartEpisodes,
     WithdrawEpisode,
@@ -23,7 +23,7 @@ from headrace.base.types.messages.rollout import (
 from headrace.base.types.task import Task
 from headrace.engine.fleet import Fleet
 from headrace.engine.fleet.router import EngineState
-from headrace.flow.ledger.bundles import bundled
+from headrace.flow.ledger.bundles import split_by_tokens
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.launch.channel import AnswerListener, DirectOrders, PartChannel, answers_address
 from headrace.launch.clients.engine import EngineClient
@@ -167,9 +167,9 @@ class RolloutShard:
     def handle(self, order: Message, calls: asyncio.TaskGroup) -> None:
         """Execute an order of the controller. Episodes run as tasks of ``calls``."""
         match order:
-            case EnginesSeen(engines=engines):
-                for seen in engines:
-                    self._update_engine(seen)
+            case EngineUpdates(engines=engines):
+                for update in engines:
+                    self._update_engine(update)
             case StartEpisodes():
                 for place in order.places:
                     self._running[EpisodeKey(order.group, place)] = Withdrawal()
@@ -187,30 +187,30 @@ class RolloutShard:
         del self._calls[order.call]
         for place in order.places:
             self._running.pop(EpisodeKey(order.group, place), None)
-            self._turns.ended(EpisodeKey(order.group, place))
+            self._turns.forget(EpisodeKey(order.group, place))
 
-    def _update_engine(self, seen: EngineSeen) -> None:
+    def _update_engine(self, update: EngineUpdate) -> None:
         """Set the state of an engine to the state that the controller has sent: connect to a new engine, and disconnect
         from one that has left."""
-        known_address = self._addresses.get(seen.name)
-        if known_address is not None and known_address != seen.orders:  # the engine has left, or was started again
-            self._remove_engine(seen.name)
-        if not seen.state:
+        known_address = self._addresses.get(update.name)
+        if known_address is not None and known_address != update.orders:  # the engine has left, or was started again
+            self._remove_engine(update.name)
+        if not update.state:
             return
-        if seen.name not in self._clients:
-            self._addresses[seen.name] = seen.orders
+        if update.name not in self._clients:
+            self._addresses[update.name] = update.orders
             client = EngineClient(
-                seen.name,
-                DirectOrders(seen.orders),
+                update.name,
+                DirectOrders(update.orders),
                 token="",
                 on_spans=lambda _: None,
                 deadline_s=self._deadline_s,
-                first_request=seen.first_request,
+                first_request=update.first_request,
                 answers_to=self._answers_address,
             )
-            self._clients[seen.name] = self._by_number[seen.first_request >> REQUESTS_BITS] = client
-            self.fleet.join(seen.name, client)
-        self.fleet.mirror(seen.name, EngineState[seen.state], seen.version, paused=seen.paused)
+            self._clients[update.name] = self._by_number[update.first_request >> REQUESTS_BITS] = client
+            self.fleet.join(update.name, client)
+        self.fleet.mirror(update.name, EngineState[update.state], update.version, paused=update.paused)
 
     def _remove_engine(self, name: str) -> None:
         """Remove an engine that has died. Its requests continue on other engines."""
@@ -226,8 +226,8 @@ class RolloutShard:
         async def report(ended: Sequence[EpisodeGraph]) -> None:
             """Report episodes that have ended together."""
             for episode in ended:
-                self._turns.ended(episode.key)
-            for episodes in bundled(ended, MOST_REPORTED_TOKENS):
+                self._turns.forget(episode.key)
+            for episodes in split_by_tokens(ended, MOST_REPORTED_TOKENS):
                 self._channel.send(EpisodesEnded(call=order.call, episodes=tuple(episodes)))
 
         if order.together and self._siblings is not None:
@@ -235,11 +235,11 @@ class RolloutShard:
             return
         async with asyncio.TaskGroup() as group:
             for key in [EpisodeKey(order.group, place) for place in order.places]:
-                begun = [part for part in order.begun if part.key == key]
-                group.create_task(self._run_one(key, order.task, begun, report))
+                partial_turns = [part for part in order.partial_turns if part.key == key]
+                group.create_task(self._run_one(key, order.task, partial_turns, report))
 
-    async def _run_one(self, key: EpisodeKey, task: Task, begun: Sequence[TokenChunk], report: OnEnded) -> None:
-        """Run one episode, continuing from its recorded tokens ``begun``, and call ``report`` with it."""
-        episode = await self._runner.run(key, task, self._running[key], begun)
+    async def _run_one(self, key: EpisodeKey, task: Task, partial_turns: Sequence[TokenChunk], report: OnEnded) -> None:
+        """Run one episode, continuing from its recorded tokens ``partial_turns``, and call ``report`` with it."""
+        episode = await self._runner.run(key, task, self._running[key], partial_turns)
         del self._running[key]  # an ended episode cannot be withdrawn any more
         await report([episode])

@@ -83,7 +83,7 @@ async def _score(reward: Grader, request: ScoreCompletions, on_start: Callable[[
             mean_s=_mean_s(reward),
         )
     assert isinstance(reward, TimedGrader), "only graders that measure their calls are ordered several at once"
-    singles = [request.single(index) for index in range(len(request.completions))]
+    singles = [request.order_for(index) for index in range(len(request.completions))]
     graded = [scores.of(0) for scores in await reward.score_each(singles, on_start)]
     metrics: dict[str, tuple[float, ...]] = {}
     for each in graded:

@@ -84,7 +84,7 @@ async def workers_of(
         keeping = group.create_task(pool.keep())
         try:
             async with asyncio.timeout(start.start_timeout_s):
-                await pool.started()
+                await pool.wait_until_started()
         except TimeoutError:
             raise DeadlineError(
                 f"the environment workers did not start within {start.start_timeout_s:g} s",

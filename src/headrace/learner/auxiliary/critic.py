@@ -51,7 +51,7 @@ from headrace.learner.parallel.view import view_of
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import load_model
-from headrace.models.settings import called
+from headrace.models.settings import errors_naming
 from headrace.models.text_part import trunk_name
 from headrace.models.weights import CORRECTION_BIAS, weight_tensors
 
@@ -109,7 +109,7 @@ class Critic(AuxiliaryModel):
         :class:`~headrace.base.errors.RunError` if that gradient is not finite."""
         batch, mask_N = work.batch, work.batch.mask_N
         values_N, estimate_N = np.zeros(batch.num_tokens), np.zeros((3, batch.num_tokens))
-        for micro in self._forward.cut(batch, mask_N):
+        for micro in self._forward.pack(batch, mask_N):
             values_P = self._values(batch, micro)
             places_P = micro.places_M[mask_N[micro.places_M]]
             values_N[places_P] = values_P.detach().cpu().double().numpy()
@@ -210,7 +210,7 @@ class Critic(AuxiliaryModel):
     def _train_again(self, past: _PastBatch) -> None:
         """Add the gradient of one more pass over ``past``, a batch of an earlier update, with its original returns."""
         batch = past.batch
-        for micro in self._forward.cut(batch, batch.mask_N):
+        for micro in self._forward.pack(batch, batch.mask_N):
             places_P = micro.places_M[batch.mask_N[micro.places_M]]
             old_P, returns_P = past.values_N[places_P], past.returns_N[places_P]
             self._add_gradient(self._values(batch, micro), old_P, returns_P, batch.num_loss_tokens)
@@ -260,7 +260,7 @@ def value_model(path: str, policy: PreTrainedModel) -> PreTrainedModel:
     :class:`~headrace.base.errors.ConfigError` for a vocabulary smaller than the policy's.
     """
     dtype: Any = str(policy.dtype).removeprefix("torch.")
-    with called("learner.critic.path"):
+    with errors_naming("learner.critic.path"):
         model = load_model(ModelConfig(path=path, dtype=dtype), str(policy.device))
     if trunk_name(model) not in model._modules:
         raise ModelError(

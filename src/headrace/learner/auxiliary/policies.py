@@ -52,7 +52,7 @@ from headrace.learner.parallel.parts import SavedTensor
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import refuse_other_vocabulary
-from headrace.models.settings import called
+from headrace.models.settings import errors_naming
 from headrace.models.weights import vocabulary_of
 
 
@@ -99,7 +99,7 @@ class OfAnother:
         """Load the model in ``config.path``, in the trained model's dtype. ``setting`` is the name of its table in the
         run file, for errors. Raises :class:`~headrace.base.errors.ConfigError` for another vocabulary."""
         dtype: Any = str(parts.model.dtype).removeprefix("torch.")
-        with called(f"{setting}.path"):
+        with errors_naming(f"{setting}.path"):
             refuse_other_vocabulary(config.path, str(parts.context.model_dir), f"{setting}.path")
             model = load_for(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
         self._forward = Forward(

@@ -5,7 +5,7 @@ A run file configures the ranks (``[learner.parallel]``) and ``headrace train`` 
 started by ``torchrun --nproc-per-node=2 loop.py``; every rank makes the same calls::
 
     config = LearnerConfig.model_validate({"parallel": {"data": 2}})
-    with joined(config.parallel, rank_place(), torch.device("cpu")) as ranks:       # mesh.py, environ.py
+    with join_ranks(config.parallel, rank_place(), torch.device("cpu")) as ranks:       # mesh.py, environ.py
         model = load_for(ModelConfig(path="model"), ranks)                           # load.py
         core = LearnerCore(model, config, objective, context, ranks)
         core.train(batch)                                                           # the whole batch, on every rank

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from headrace.base.errors import ConfigError
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
-from headrace.learner.parallel.shards import whole
+from headrace.learner.parallel.shards import gather_whole
 from headrace.models import lora
 from headrace.models.config import LoraConfig
 from headrace.models.weights import of_adapter
@@ -78,7 +78,7 @@ def measure_norms(model: PreTrainedModel, names: Sequence[str]) -> None:
     rows of the weights (Liu et al. 2024, eq. 5, at B = 0). All ranks must call this together, since the weights are
     gathered one at a time."""
     for _, (layer, *_) in lora.wrapped_layers(model) if names else ():
-        weight_OI = whole(layer.base_layer.weight)
+        weight_OI = gather_whole(layer.base_layer.weight)
         for name in names:
             layer.lora_magnitude_vector[name].weight.copy_(torch.linalg.norm(weight_OI, dim=1).to(weight_OI.dtype))
 

@@ -178,7 +178,7 @@ AnyRanks = Ranks | SingleRank
 
 
 @contextmanager
-def joined(
+def join_ranks(
     config: ParallelConfig, place: RankPlace, device: torch.device, rendezvous: str = "env://"
 ) -> Iterator[AnyRanks]:
     """Return a context that joins the other ranks at ``rendezvous``, if there are any, yields the communication with

@@ -30,7 +30,7 @@ from headrace.learner.parallel.adapt import parted
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import copies, like, local, part_of, placed, whole
+from headrace.learner.parallel.shards import gather_whole, local, num_replicas, part_of, reshard_like, shard_like
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import DEFAULT, adapter_of, is_adapted, of_adapter
 
@@ -67,7 +67,7 @@ class TrainedWeight:
         weight itself, do nothing."""
         if self.weight.grad is None or self.master is self.weight:
             return
-        part = local(placed(self.weight.grad, self.weight)).to(device=self.master.device, dtype=self.master.dtype)
+        part = local(reshard_like(self.weight.grad, self.weight)).to(device=self.master.device, dtype=self.master.dtype)
         if self.master.grad is None:
             self.master.grad = part
         else:
@@ -206,7 +206,7 @@ class ShardOptimizer:
         """Return the 2-norm of the gradients of ``weights`` together, the same on every rank."""
         by_copies: dict[int, list[Tensor]] = {}
         for one in weights:
-            by_copies.setdefault(copies(one.weight, self._ranks.config.world), []).extend(_gradients([one]))
+            by_copies.setdefault(num_replicas(one.weight, self._ranks.config.world), []).extend(_gradients([one]))
         squares = [sum_of_squares(parts) / count for count, parts in by_copies.items()]
         return math.sqrt(self._ranks.sum(sum(squares)))
 
@@ -259,7 +259,7 @@ class ShardOptimizer:
         """Return the optimizer's state of the weight ``one`` for a snapshot, sharded like the weight, with the same
         keys on every rank; empty before the first update."""
         device = local(one.weight).device
-        return {key: like(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
+        return {key: shard_like(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
 
     def parts(self, one: TrainedWeight) -> dict[str, Tensor]:
         """Return this rank's parts of the tensors of :meth:`state`, with the same keys, on the device on which the
@@ -337,7 +337,7 @@ class ShardOptimizer:
         momentum = self._state_of(one).setdefault(MUON[0], torch.zeros_like(one.master))
         momentum.lerp_(gradient, 1 - self._momentum)
         nesterov = gradient.lerp(momentum, self._momentum).to(local(one.weight).device)
-        full = whole(like(nesterov, one.weight))
+        full = gather_whole(shard_like(nesterov, one.weight))
         update = Parameter(torch.zeros_like(full))
         update.grad = full
         torch.optim.Muon(

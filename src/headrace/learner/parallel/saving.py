@@ -33,7 +33,7 @@ from headrace.base.errors import CheckpointError
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, checksums_of, flush, flush_one, free_bytes, seal
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.parts import Part, SavedParts, shard_name, slots, write_parts
-from headrace.learner.parallel.shards import assigned, held
+from headrace.learner.parallel.shards import assign_to_ranks, local_ranges
 from headrace.models.heads import copy_later, later_bytes
 from headrace.models.load import INDEX_FILE
 from headrace.models.weights import in_file_format
@@ -98,7 +98,7 @@ class ShardedSnapshot:
         boxes = [[box for box, _ in _places(one.like)] for one in tensors]
         messages = self._ranks.gather(msgspec.json.encode(boxes))
         boxes_by_rank = [msgspec.json.decode(each, type=list[list[Box]]) for each in messages]
-        mine = assigned(boxes_by_rank, lambda index, box: _num_bytes(tensors[index], box))[self._ranks.rank]
+        mine = assign_to_ranks(boxes_by_rank, lambda index, box: _num_bytes(tensors[index], box))[self._ranks.rank]
         self._total_bytes = sum(one.num_bytes for one in tensors)
         self._weights = [
             (one.label.removeprefix(WEIGHT), one.num_bytes) for one in tensors if one.label.startswith(WEIGHT)
@@ -213,7 +213,7 @@ def weight_files(sizes: Sequence[int], world: int) -> list[list[int]]:
 
 def _places(tensor: Tensor) -> Iterator[tuple[Box, tuple[slice, ...]]]:
     """Yield each box of ``tensor`` that this rank has, and its slices in this rank's part."""
-    axes = [list(zip(axis, slots(axis), strict=True)) for axis in held(tensor)]
+    axes = [list(zip(axis, slots(axis), strict=True)) for axis in local_ranges(tensor)]
     for chosen in itertools.product(*axes):
         box = tuple((run.start, run.stop) for run, _ in chosen)
         if all(begin < end for begin, end in box):

@@ -22,7 +22,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def like(part: Tensor, tensor: Tensor) -> Tensor:
+def shard_like(part: Tensor, tensor: Tensor) -> Tensor:
     """Return a distributed tensor that is sharded like ``tensor`` and of which ``part`` is this rank's part; ``part``
     itself if ``tensor`` is not sharded."""
     if not isinstance(tensor, DTensor):
@@ -32,7 +32,7 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
-def placed(tensor: Tensor, other: Tensor) -> Tensor:
+def reshard_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Return ``tensor`` with the sharding of ``other``, redistributed among the ranks if necessary; both are on the
     same ranks."""
     if not isinstance(tensor, DTensor) or not isinstance(other, DTensor) or tensor.placements == other.placements:
@@ -40,7 +40,7 @@ def placed(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor.redistribute(placements=other.placements)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor, gathered from the ranks that have its parts, which must all call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -52,14 +52,14 @@ def part_of(full: Tensor | SavedTensor, tensor: Tensor) -> Tensor:
     if isinstance(full, SavedTensor):
         if full.shape != tensor.shape:
             raise ValueError(f"{full.label} is {list(full.shape)}, expected {list(tensor.shape)}")
-        return full.read(held(tensor))
+        return full.read(local_ranges(tensor))
     if not isinstance(tensor, DTensor):
         return full
     full = full.to(tensor.device_mesh.device_type)
     return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
 
 
-def held(tensor: Tensor) -> list[list[range]]:
+def local_ranges(tensor: Tensor) -> list[list[range]]:
     """Return the indices of ``tensor`` in this rank's part: for each axis a list of ranges, in their order in the part.
     A tensor that is not sharded has one whole range for each axis."""
     if not isinstance(tensor, DTensor):
@@ -93,22 +93,24 @@ def _runs(indices: list[int]) -> list[range]:
     return [range(run[0], run[-1] + 1) for run in runs]
 
 
-def assigned(held_boxes: Sequence[Sequence[Sequence[H]]], size: Callable[[int, H], int]) -> list[set[tuple[int, H]]]:
+def assign_to_ranks(
+    boxes_by_rank: Sequence[Sequence[Sequence[H]]], size: Callable[[int, H], int]
+) -> list[set[tuple[int, H]]]:
     """Assign each box to one of the ranks that have it, which sends or writes it, and return for each rank its pairs
     (index of the tensor, box). A box that several ranks have is assigned to the rank with the fewest bytes so far.
     Every rank computes the same result.
 
-    ``held_boxes`` are, for each rank and each tensor, the boxes that the rank has; ``size`` returns the bytes of a box
-    of the tensor with a given index.
+    ``boxes_by_rank`` are, for each rank and each tensor, the boxes that the rank has; ``size`` returns the bytes of a
+    box of the tensor with a given index.
 
-    >>> assigned([[["a"], ["b"]], [["a"], ["b"]]], lambda tensor, box: 1)
+    >>> assign_to_ranks([[["a"], ["b"]], [["a"], ["b"]]], lambda tensor, box: 1)
     [{(0, 'a')}, {(1, 'b')}]
     """
-    loads = [0] * len(held_boxes)
-    shares: list[set[tuple[int, H]]] = [set() for _ in held_boxes]
-    for tensor in range(len(held_boxes[0])):
+    loads = [0] * len(boxes_by_rank)
+    shares: list[set[tuple[int, H]]] = [set() for _ in boxes_by_rank]
+    for tensor in range(len(boxes_by_rank[0])):
         holders: dict[H, list[int]] = {}
-        for rank, of_rank in enumerate(held_boxes):
+        for rank, of_rank in enumerate(boxes_by_rank):
             for box in of_rank[tensor]:
                 holders.setdefault(box, []).append(rank)
         for box, ranks in holders.items():
@@ -118,7 +120,7 @@ def assigned(held_boxes: Sequence[Sequence[Sequence[H]]], size: Callable[[int, H
     return shares
 
 
-def copies(tensor: Tensor, world: int) -> int:
+def num_replicas(tensor: Tensor, world: int) -> int:
     """Return how many of the ``world`` ranks have the same part of ``tensor``. A sum over all ranks counts each part so
     many times."""
     if not isinstance(tensor, DTensor):
@@ -130,7 +132,7 @@ def copies(tensor: Tensor, world: int) -> int:
     return world // distinct
 
 
-def wholes(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def gather_each(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield each name with its whole tensor, gathered one at a time. All ranks must iterate together, to the end.
 
     Floating-point tensors are rounded to ``dtype`` before they are gathered; ``None``: they are not rounded.
@@ -139,4 +141,4 @@ def wholes(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
         part = tensor.detach()
         if dtype is not None and part.is_floating_point():
             part = part.to(dtype)
-        yield name, whole(part)
+        yield name, gather_whole(part)

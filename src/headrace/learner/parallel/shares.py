@@ -10,21 +10,21 @@ from torch import Tensor
 
 from headrace.base.errors import ConfigError
 from headrace.learner.parallel.mesh import AnyRanks
-from headrace.learner.parallel.shards import assigned, held
+from headrace.learner.parallel.shards import assign_to_ranks, local_ranges
 from headrace.sync.pieces import Box
 
 
-class _HeldPart(msgspec.Struct, frozen=True):
+class _LocalBox(msgspec.Struct, frozen=True):
     """The part of a tensor on a rank, as a message: the fields of its :class:`Box`."""
 
     starts: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-def held_part(name: str, tensor: Tensor) -> Box:
+def local_box(name: str, tensor: Tensor) -> Box:
     """Return the box of the ``tensor`` called ``name`` that this rank has: the whole tensor if it is not sharded.
     Raises :class:`~headrace.base.errors.ConfigError` if the rank has several ranges of an axis, which are not a box."""
-    axes = held(tensor)
+    axes = local_ranges(tensor)
     for ranges in axes:
         if len(ranges) > 1:
             raise ConfigError(
@@ -36,23 +36,27 @@ def held_part(name: str, tensor: Tensor) -> Box:
     return Box(starts=tuple(run.start for run in runs), shape=tuple(map(len, runs)))
 
 
-def shared_out(tensors: Mapping[str, Tensor], ranks: AnyRanks) -> list[dict[str, Box]]:
+def assign_boxes(tensors: Mapping[str, Tensor], ranks: AnyRanks) -> list[dict[str, Box]]:
     """Return, for each rank, the boxes that it sends, by the names of the tensors. A box that several ranks have is
     sent by one of them. All ranks must call this together, and get the same result. Raises
-    :class:`~headrace.base.errors.ConfigError` as :func:`held_part` does."""
-    parts = [held_part(name, tensor) for name, tensor in tensors.items()]
-    message = msgspec.json.encode([_HeldPart(part.starts, part.shape) for part in parts])
-    parts_by_rank = [msgspec.json.decode(each, type=list[_HeldPart]) for each in ranks.gather(message)]
-    return share_out(tensors, [[Box(starts=part.starts, shape=part.shape) for part in each] for each in parts_by_rank])
+    :class:`~headrace.base.errors.ConfigError` as :func:`local_box` does."""
+    parts = [local_box(name, tensor) for name, tensor in tensors.items()]
+    message = msgspec.json.encode([_LocalBox(part.starts, part.shape) for part in parts])
+    parts_by_rank = [msgspec.json.decode(each, type=list[_LocalBox]) for each in ranks.gather(message)]
+    boxes_by_rank = [[Box(starts=part.starts, shape=part.shape) for part in each] for each in parts_by_rank]
+    return assign_gathered_boxes(tensors, boxes_by_rank)
 
 
-def share_out(tensors: Mapping[str, Tensor], held_parts: Sequence[Sequence[Box]]) -> list[dict[str, Box]]:
-    """Return the result of :func:`shared_out` from ``held_parts``, the boxes of ``tensors`` that each rank has."""
+def assign_gathered_boxes(
+    tensors: Mapping[str, Tensor], boxes_by_rank: Sequence[Sequence[Box]]
+) -> list[dict[str, Box]]:
+    """Return the result of :func:`assign_boxes` from ``boxes_by_rank``, the boxes of ``tensors`` that each rank has."""
     names, sizes = list(tensors), [tensor.element_size() for tensor in tensors.values()]
     empty = [not tensor.numel() for tensor in tensors.values()]
     # an empty part is sent only if the whole tensor is empty
     boxes = [
-        [[part] if prod(part.shape) or empty[index] else [] for index, part in enumerate(parts)] for parts in held_parts
+        [[part] if prod(part.shape) or empty[index] else [] for index, part in enumerate(parts)]
+        for parts in boxes_by_rank
     ]
-    shares = assigned(boxes, lambda index, part: prod(part.shape) * sizes[index])
+    shares = assign_to_ranks(boxes, lambda index, part: prod(part.shape) * sizes[index])
     return [{names[index]: part for index, part in sorted(share, key=lambda each: each[0])} for share in shares]

@@ -89,12 +89,12 @@ class _SampleRecorder(_ProbePlan):
     def __init__(self, model: nn.Module) -> None:
         """Arrange the probe for ``model``, without any recorded call."""
         super().__init__(model)
-        self.seen: dict[int, AttentionSample] = {}
+        self.samples: dict[int, AttentionSample] = {}
         """The recorded call of each layer's attention, by the layer's index."""
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Record the layer's rule and its queries, keys and values, then compute attention."""
-        self.seen[rule.layer] = AttentionSample(rule, (query_NHD, key_NKD, value_NKD))
+        self.samples[rule.layer] = AttentionSample(rule, (query_NHD, key_NKD, value_NKD))
         return super().attend(query_NHD, key_NKD, value_NKD, rule)
 
 
@@ -214,7 +214,7 @@ def _record_calls(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Complete the recorded sample of the layer with this call of its attention module; a forward hook."""
-        sample = plan.seen[module.layer_idx]  # type: ignore[index]
+        sample = plan.samples[module.layer_idx]  # type: ignore[index]
         sample.args, sample.kwargs, sample.output = args, kwargs, output
         found[id(module)] = sample
 

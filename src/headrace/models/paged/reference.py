@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.models.attention import PackedPlan, Rule, attend_masked, cut
+from headrace.models.attention import PackedPlan, Rule, attend_masked, bucket_by_length
 from headrace.models.paged.base import BLOCK, Geometry, Index
 
 
@@ -212,7 +212,7 @@ def _concatenate_runs(begins_R: Index, counts_R: Index) -> Index:
 def row_buckets(geometry: Geometry, rows: Index) -> Iterator[Index]:
     """Yield groups of ``rows`` of a pass with similar numbers of queries and similar lengths, so that a padded group
     contains little padding."""
-    for few in cut(geometry.counts_R[rows]):
+    for few in bucket_by_length(geometry.counts_R[rows]):
         alike = rows[few]
-        for chosen in cut(geometry.starts_R[alike] + geometry.counts_R[alike]):
+        for chosen in bucket_by_length(geometry.starts_R[alike] + geometry.counts_R[alike]):
             yield alike[chosen]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import ModelError
-from headrace.models.attention import PackedPlan, cut, forward
+from headrace.models.attention import PackedPlan, bucket_by_length, forward
 from headrace.models.config import SUPPORTED
 from headrace.models.kernels.ops import Kernels
 from headrace.models.recurrent.base import Key, Recurrence, StateShape, Tensors
@@ -121,7 +121,7 @@ class StatePass:
         begins = np.cumsum(counts) - counts
         # place_F: the index of each token in the concatenated outputs of all buckets
         place_F, filled = np.empty(int(counts.sum()), np.int64), 0
-        for members in cut(counts):
+        for members in bucket_by_length(counts):
             columns = np.arange(int(counts[members[0]]))
             inside = columns < counts[members][:, None]
             gather = begins[members][:, None] + np.where(inside, columns, 0)

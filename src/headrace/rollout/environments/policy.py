@@ -15,7 +15,7 @@ from headrace.base.types.chat import ChatOptions, Message, Reply, Tool
 from headrace.base.types.episode import AttemptKind
 from headrace.rollout.environments.base import Answering
 from headrace.rollout.environments.interface import Messages, as_messages
-from headrace.rollout.environments.tools import DescribedTool, ToolFunction, call_tools, described
+from headrace.rollout.environments.tools import DescribedTool, ToolFunction, as_tool, call_tools
 
 Tools = Sequence[Tool | Callable[..., Any]]
 """The tools that the model may call: functions with types and docstrings, or descriptions alone."""
@@ -117,7 +117,7 @@ class EpisodePolicy:
     def _function(self, function: Callable[..., Any]) -> ToolFunction | DescribedTool:
         """Return the tool with the description of ``function``. It is created once per episode and then cached."""
         if function not in self._functions:
-            self._functions[function] = described(function)
+            self._functions[function] = as_tool(function)
         return self._functions[function]
 
 

@@ -105,14 +105,14 @@ async def call_tools(
 def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFunction | DescribedTool]:
     """Return the given functions as tools, by name. Raises :class:`~headrace.base.errors.EnvError` if two tools have
     the same name."""
-    tools = [described(function) for function in functions]
+    tools = [as_tool(function) for function in functions]
     tools_by_name = {tool.tool.name: tool for tool in tools}
     if len(tools_by_name) < len(tools):
         raise EnvError(f"two tools have one name: {[tool.tool.name for tool in tools]}", remedy="rename one of them")
     return tools_by_name
 
 
-def described(function: Callable[..., Any]) -> ToolFunction | DescribedTool:
+def as_tool(function: Callable[..., Any]) -> ToolFunction | DescribedTool:
     """Return ``function`` as a tool. A :class:`DescribedTool` is returned as it is."""
     return function if isinstance(function, DescribedTool) else ToolFunction(function)
 

@@ -167,7 +167,7 @@ class CallTimes:
         self._clock = RealClock()
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Measure the duration of the body and include it in the mean."""
         start_s = self._clock.now()
         try:

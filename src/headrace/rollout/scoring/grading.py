@@ -53,7 +53,7 @@ class BlockingGrader:
     def _grade_one(self, request: ScoreCompletions) -> Scores:
         """Grade the completion of ``request``; an error becomes a failure."""
         try:
-            with self.times.measured():
+            with self.times.measure():
                 return _scores_of_reward(self._grade(request))
         except BaseException as error:  # noqa: BLE001 - the boundary of graders: their failure is a record
             return _scores_of_error(error)

@@ -108,13 +108,13 @@ class RewardFunction:
         """Call a function that is not async for one request, and return its result. ``log`` receives the values that
         the function logs."""
         arguments = self._arguments(request, log)
-        with self.times.measured():
+        with self.times.measure():
             return self._function(**arguments)
 
     async def _call_async(self, request: ScoreCompletions, log: RewardLog) -> Any:
         """Call an async function for one request, and return its result."""
         arguments = self._arguments(request, log)
-        with self.times.measured():
+        with self.times.measure():
             return await self._function(**arguments)
 
     async def _finish(

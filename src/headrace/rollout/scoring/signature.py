@@ -59,7 +59,7 @@ class RewardSignature:
         contains only the row."""
         return name in self.names or (self.takes_any and self.by_group)
 
-    def passed(self, *, by_turn: bool) -> tuple[str, ...]:
+    def passable_arguments(self, *, by_turn: bool) -> tuple[str, ...]:
         """Return the names of all arguments, other than columns of the row, that can be passed to the function.
         ``by_turn`` says that the function scores single turns."""
         if self.by_group:
@@ -68,7 +68,7 @@ class RewardSignature:
 
     def columns(self, *, by_turn: bool) -> frozenset[str]:
         """Return the required parameters whose value can come only from a column of the row."""
-        return self.required - set(self.passed(by_turn=by_turn))
+        return self.required - set(self.passable_arguments(by_turn=by_turn))
 
     def refuse_form(self, function: str, *, by_turn: bool = False) -> None:
         """Raise :class:`~headrace.base.errors.EnvError` if the function is not a reward function, or if it scores
@@ -97,7 +97,7 @@ class RewardSignature:
         missing = sorted(self.columns(by_turn=by_turn) - set(columns))
         if not missing:
             return
-        passed = self.passed(by_turn=by_turn)
+        passed = self.passable_arguments(by_turn=by_turn)
         if self.by_group:
             columns = [column for column in columns if column not in NOT_COLUMNS]
         name, has = missing[0], f"the rows have the columns {', '.join(sorted(columns)) or '(none)'}"

@@ -88,10 +88,10 @@ def _address(run_dir: Path) -> str:
     """Return the path of the socket at which the run in ``run_dir`` receives requests. Raises
     :class:`~headrace.base.errors.DataError` if the directory contains no run or a run that is still starting, and
     :class:`~headrace.base.errors.RunError` if the run has ended or receives no requests."""
-    from headrace.run.cli.status import look
+    from headrace.run.cli.status import read_run_state
     from headrace.run.session.directory import read_status
 
-    found = look(run_dir)
+    found = read_run_state(run_dir)
     if found["state"] != "running":
         raise RunError(
             f"the run in {run_dir} has ended ({found['state']}): it has no engines any more",

@@ -24,7 +24,7 @@ def status(
 ) -> None:
     """Show every process of a run, its state and version, and what each part waits for."""
     starting(f"reading {run_dir}")
-    state = look(run_dir)
+    state = read_run_state(run_dir)
     if as_json:
         print_json(state)
         return
@@ -69,7 +69,7 @@ def _process_state(pid: int, recorded: str) -> str:
     return f"stopped (SIGSTOP; kill -CONT {pid} lets it continue)" if stopped else recorded
 
 
-def look(run_dir: Path) -> dict[str, Any]:
+def read_run_state(run_dir: Path) -> dict[str, Any]:
     """Return the state of the run in ``run_dir``, as ``headrace status --json`` prints it: the content of its status
     file, with the state of each process as the operating system reports it now, the run's state (``running``,
     ``killed``, or how it ended) and its verdict.
@@ -77,11 +77,11 @@ def look(run_dir: Path) -> dict[str, Any]:
     Raises :class:`~headrace.base.errors.DataError` where the directory has no run, or a run that is still starting.
     """
     from headrace.base.errors import DataError
-    from headrace.flow.ledger.opening import LOCK_FILE, is_held
+    from headrace.flow.ledger.opening import LOCK_FILE, is_locked
     from headrace.run.session.directory import read_status, read_summary
 
     last = read_status(run_dir)
-    if last is None and is_held(run_dir):
+    if last is None and is_locked(run_dir):
         raise DataError(
             f"{run_dir} has no status yet: {_starting_in_words(run_dir)}",
             remedy="let a stopped process continue; else look again in a few seconds",

@@ -45,9 +45,9 @@ async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
     with its last state."""
     import asyncio
 
-    from headrace.run.cli.status import look
+    from headrace.run.cli.status import read_run_state
 
-    while look(run_dir)["state"] == "running":
+    while read_run_state(run_dir)["state"] == "running":
         show(_corrected_state(run_dir))
         await asyncio.sleep(RENEWED_S)
     show(_corrected_state(run_dir))
@@ -59,13 +59,13 @@ def _corrected_state(run_dir: Path) -> LiveState:
     as ``finished`` or ``killed``, and ``waits``, the work of the loops, is empty."""
     import msgspec
 
-    from headrace.run.cli.status import look
+    from headrace.run.cli.status import read_run_state
     from headrace.run.session.directory import read_status
 
     state = _read_live_state(run_dir)
     if read_status(run_dir) is None:  # a run that starts writes its status after this state
         return state
-    status = look(run_dir)
+    status = read_run_state(run_dir)
     if status["state"] != "running":
         return msgspec.structs.replace(state, phase=status["state"], waits=())
     controller = status["components"][0]

@@ -26,7 +26,7 @@ from headrace.run.observe.jsonl import (
 from headrace.run.observe.looptime import WatchedLoop
 from headrace.run.observe.report import write_report
 from headrace.run.observe.rundata import RunData, load_run, run_about, run_name
-from headrace.run.observe.summary import age_histogram, commit_gap_ms, evaluations, observed
+from headrace.run.observe.summary import age_histogram, commit_gap_ms, evaluations, summarize_steps
 from headrace.run.observe.system import SystemWatch, Usage
 from headrace.run.observe.terminal import LiveView, PlainView, TerminalView, open_view
 from headrace.run.observe.trace import account, busy_frac, idle_frac
@@ -63,12 +63,12 @@ __all__ = [
     "idle_frac",
     "judge",
     "load_run",
-    "observed",
     "open_view",
     "read_jsonl",
     "read_steps",
     "run_about",
     "run_name",
     "settings_of",
+    "summarize_steps",
     "write_report",
 ]

@@ -20,11 +20,11 @@ from headrace.base.errors import DataError, HeadraceError, visible
 from headrace.base.types.observation import Account, Event, StepRecord
 from headrace.base.types.trace import Span
 from headrace.learner.disk import verify
-from headrace.models.hub import called, is_hub_name
+from headrace.models.hub import is_hub_name, short_model_name
 from headrace.run.observe.account import account_of
 from headrace.run.observe.advice import settings_of
 from headrace.run.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
-from headrace.run.observe.summary import observed
+from headrace.run.observe.summary import summarize_steps
 from headrace.run.observe.trace import Interval
 from headrace.run.observe.verdict import judge
 from headrace.run.observe.words import plural
@@ -153,10 +153,10 @@ class RunData:
     def figures(self) -> dict[str, Any]:
         """Return the figures of the run by their names in ``summary.json``. A figure that this file lacks, for example
         because the run has not ended, is computed from the steps and the account."""
-        computed = observed(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
+        computed = summarize_steps(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
         return {**computed, **({} if self.account is None else self.account.figures()), **self.summary}
 
-    def measured(self, key: str) -> float | None:
+    def figure(self, key: str) -> float | None:
         """Return the figure ``key`` of :attr:`figures` as a number; ``None`` where it is missing or is no number."""
         value = self.figures.get(key)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -187,7 +187,8 @@ def run_about(config: Mapping[str, Any]) -> str:
     settings = (("model", "path"), ("data", "path"), ("env", "entry"), ("env", "reward"))
     values = [tables.get(section, {}).get(key) for section, key in settings]
     names = [value for value in values if isinstance(value, str) and value]
-    return visible(" · ".join(called(value) if is_hub_name(value) else _short_name(Path(value)) for value in names))
+    short = (short_model_name(value) if is_hub_name(value) else _short_name(Path(value)) for value in names)
+    return visible(" · ".join(short))
 
 
 def _short_name(path: Path) -> str:

@@ -74,7 +74,7 @@ def per_second(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
 
 
-def observed(steps: Sequence[StepRecord], wall_s: float) -> dict[str, Any]:
+def summarize_steps(steps: Sequence[StepRecord], wall_s: float) -> dict[str, Any]:
     """Return the keys of ``summary.json`` that follow from the steps.
 
     ``steps`` are the records of all steps, and ``wall_s`` is the time from the first rollout to the last step, in

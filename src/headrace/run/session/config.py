@@ -26,7 +26,7 @@ from headrace.models.hub import (
     Change,
     is_hub_name,
     local_directory,
-    pinned,
+    pinned_path,
     same_repository,
     with_models,
 )
@@ -310,7 +310,7 @@ def with_recorded_models(config: RunConfig, settings: Path) -> RunConfig:
 def as_recorded(config: RunConfig, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the settings in the form in which ``config.json`` records them, without the keys in ``exclude``. Hub
     models are recorded by name and commit, independent of the cache directory."""
-    return with_models(config.model_dump(mode="json", exclude=exclude), lambda _, path: pinned(path))
+    return with_models(config.model_dump(mode="json", exclude=exclude), lambda _, path: pinned_path(path))
 
 
 def _with_changed_paths(config: RunConfig, change: Change) -> RunConfig:

@@ -73,7 +73,7 @@ def choose_directory(requested: str, clock: Clock, *, prefix: str = "") -> Path:
     return (Path("runs") / f"{prefix}{moment}").resolve()
 
 
-class HeldDirectory:
+class LockedDirectory:
     """A run directory that this process has locked, and that other programs may still remove or move.
 
     After such a loss, files that are open, SQLite's too, can still be written, but their content is lost when they are
@@ -156,7 +156,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
+def lock_directory(run_dir: Path, *, resume: bool) -> Iterator[LockedDirectory]:
     """Lock the run directory ``run_dir`` for this process alone while the context is open, and yield the locked
     directory. A missing directory is created. ``resume`` is true where the run in the directory will be continued.
 
@@ -193,7 +193,7 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
         with suppress(OSError):  # a full disk is reported later, by the first write that the run depends on
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield HeldDirectory(run_dir, descriptor)
+        yield LockedDirectory(run_dir, descriptor)
     finally:
         os.close(descriptor)
 
@@ -201,7 +201,7 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
 def _try_lock(descriptor: int) -> bool:
     """Lock the open file ``descriptor`` for this process alone, and return whether that succeeded within
     :data:`LOCK_S`. Several attempts are needed, since a process that checks whether a run holds the lock
-    (:func:`~headrace.flow.ledger.opening.is_held`) itself has a shared lock for a moment."""
+    (:func:`~headrace.flow.ledger.opening.is_locked`) itself has a shared lock for a moment."""
     for wait_s in (*[LOCK_S / 10] * 10, 0.0):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -65,7 +65,7 @@ class Measures:
     """An engine that is running already, with the model's tokenizer; ``None``: the engines of the run file are
     started."""
 
-    def chosen(self, samples: int) -> tuple[int, ...]:
+    def choose_ks(self, samples: int) -> tuple[int, ...]:
         """Return the values of ``k`` for ``samples`` attempts at each task.
 
         Raises :class:`~headrace.base.errors.ConfigError` for a ``k`` that is larger than ``samples`` or smaller than 1.
@@ -136,7 +136,7 @@ def evaluate(
     measures = measures or Measures()
     inputs = Inputs(eval_data=eval_data, reward=reward)
     prepared = prepare(load_config(config, overrides), inputs, training=False)
-    measures.chosen(prepared.config.run.eval_samples)
+    measures.choose_ks(prepared.config.run.eval_samples)
     with tempfile.TemporaryDirectory(prefix="headrace-eval-") as logs:
         where = Path(measures.directory).expanduser().resolve() if measures.directory else Path(logs)
         return in_own_loop(lambda _: _evaluate(prepared, measures, where, on_progress))
@@ -221,7 +221,7 @@ def _summarize(prepared: Prepared, measures: Measures, rewards: Sequence[Sequenc
     run, engine = prepared.config.run, prepared.config.engine
     avg = mean_of([sum(task) / len(task) for task in rewards])
     passed = [sum(reward >= measures.pass_reward for reward in task) for task in rewards]
-    ks = measures.chosen(run.eval_samples)
+    ks = measures.choose_ks(run.eval_samples)
     return Evaluation(
         model=prepared.config.model.path,
         mean_reward=avg.value,

@@ -17,7 +17,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.plugins import Registry
 from headrace.launch.config import threads
 from headrace.models.devices import CPU
-from headrace.models.hub import pinned
+from headrace.models.hub import pinned_path
 from headrace.rollout.environments.agents import TrainedAgent
 from headrace.run.observe.words import plural
 from headrace.run.rules.settings import idle_clip
@@ -100,12 +100,12 @@ class Changed(NamedTuple):
     """The first sentence of the setting's description."""
 
 
-def changed(config: RunConfig) -> list[Changed]:
+def non_default_settings(config: RunConfig) -> list[Changed]:
     """Return the settings of a run that differ from their defaults, in the order of the sections of a run file;
     ``model.path``, which has no default, comes first."""
     usual = RunConfig.model_validate({"model": {"path": config.model.path}})
     return [
-        Changed("model.path", pinned(config.model.path), None, _describing_sentence(config.model, "path")),
+        Changed("model.path", pinned_path(config.model.path), None, _describing_sentence(config.model, "path")),
         *_find_changed(config, usual, ""),
     ]
 
@@ -114,7 +114,7 @@ def changed_in_words(config: RunConfig, width: int) -> str:
     """Return text with a line for each setting that differs from its default, followed by the meaning of the setting,
     wrapped to about ``width`` columns of the terminal."""
     lines = ["Differs from the default, by what is set here:"]
-    for name, value, default, words in changed(config):
+    for name, value, default, words in non_default_settings(config):
         usual = "" if name == "model.path" else f"  (default {_toml_value(default)})"
         lines.append(f"  {name} = {_toml_value(value)}{usual}")
         lines += textwrap.wrap(words, max(40, min(width, 120)), initial_indent=" " * 6, subsequent_indent=" " * 6)

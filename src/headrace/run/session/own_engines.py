@@ -22,7 +22,7 @@ from headrace.learner.auxiliary.config import FrozenTeacher, OwnEngine, ServedTe
 from headrace.models import ModelConfig, context_length
 from headrace.models.heads import refuse_headless
 from headrace.models.load import refuse_other_vocabulary
-from headrace.models.settings import called, read_config
+from headrace.models.settings import errors_naming, read_config
 from headrace.rollout.environments.agents import ModelAgent
 from headrace.rollout.environments.data import Row
 from headrace.rollout.environments.prompts import PromptTokenizer, make_tasks
@@ -78,7 +78,7 @@ def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
     if isinstance(teacher, FrozenTeacher) and policy.lora is not None:
         from headrace.models.lora import config_of
 
-        with called("learner.teachers: path"):
+        with errors_naming("learner.teachers: path"):
             return policy.model_copy(update={"lora": config_of(Path(teacher.path))})
     return policy.model_copy(update={"path": teacher.path, "lora": None})
 
@@ -94,7 +94,7 @@ def _refuse_model(config: RunConfig, teacher: ServedTeacher, path: str, setting:
     ``context`` tokens. ``setting`` names the teacher in the error. The policy's own model is not checked."""
     if teacher.path is None or path == config.model.path:
         return
-    with called(f"{setting} path"):
+    with errors_naming(f"{setting} path"):
         refuse_other_vocabulary(path, config.model.path, f"{setting} path")
         most = context_length(path)
     if most < context:
@@ -186,7 +186,7 @@ def refuse_misfits(config: RunConfig, max_context: int) -> None:
         if not isinstance(agent, ModelAgent):
             continue
         setting = f"env.agents {agent.name!r} path"
-        with called(setting):
+        with errors_naming(setting):
             refuse_other_vocabulary(agent.path, config.model.path, setting)
             most = context_length(agent.path)
             if drafts:

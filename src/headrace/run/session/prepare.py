@@ -32,7 +32,7 @@ from headrace.launch.order import LaunchOrder, TeacherOrder
 from headrace.learner.auxiliary.config import Frozen, OtherModel
 from headrace.learner.disk import verify_model
 from headrace.models import ModelConfig, load_tokenizer
-from headrace.models.devices import Devices, num_gpus, settle
+from headrace.models.devices import Devices, choose_devices, num_gpus
 from headrace.models.endings import stop_ids
 from headrace.models.load import num_weight_bytes, refuse_other_vocabulary, refuse_settings, supported_config
 from headrace.models.mixtures import routes
@@ -244,7 +244,7 @@ def _choose_devices(config: RunConfig, gpus: int, *, num_others: int, training: 
     num_engines, num_ranks = config.engine.count + num_others, config.learner.parallel.world if training else 0
     if config.launch.cluster is not None:
         return config.launch.cluster.devices(config.launch, num_engines, num_ranks)
-    return settle(
+    return choose_devices(
         config.engine.device,
         config.learner.device,
         ranks=num_ranks,

@@ -30,7 +30,7 @@ from headrace.launch.config import threads
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.models import load_model
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.models.weights import weight_tensors
 from headrace.run.session.config import RunConfig, load_config, with_local_models
 from headrace.run.session.directory import read_settings
@@ -68,7 +68,7 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     if sorted(steps) != list(range(len(steps))):
         raise LedgerError("its steps have gaps", remedy="restore the ledger from a copy")
     torch.set_num_threads(threads(config.launch.learner_threads, num_cores()))
-    device = use("learner.device", config.learner.device, only_cpu=config.model.deterministic)
+    device = use_device("learner.device", config.learner.device, only_cpu=config.model.deterministic)
     model = load_model(config.model, str(device))
     context = LearnerContext(
         temperature=config.engine.temperature,

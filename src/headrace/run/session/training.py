@@ -51,12 +51,12 @@ from headrace.run.session.directory import (
     FACTS_FILE,
     STATUS_FILE,
     SUMMARY_FILE,
-    HeldDirectory,
+    LockedDirectory,
     Status,
     changed_settings,
     choose_directory,
     engines_when_ended,
-    locked,
+    lock_directory,
     read_summary,
     write_json,
     write_sealed,
@@ -120,8 +120,10 @@ def train(
         prepared = prepare(loaded, Inputs(data=data, eval_data=eval_data, reward=reward))
         run_dir = choose_directory(prepared.config.run.dir, RealClock())
         recording = stack.enter_context(opened_recording(replay, prepared, resume=resume))
-        held = stack.enter_context(locked(run_dir, resume=resume))
-        first = RunLife(prepared=prepared, run_dir=run_dir, held=held, recording=recording, forks=forks, after=None)
+        locked_dir = stack.enter_context(lock_directory(run_dir, resume=resume))
+        first = RunLife(
+            prepared=prepared, run_dir=run_dir, locked_dir=locked_dir, recording=recording, forks=forks, after=None
+        )
         try:
             summary = _run_with_restarts(first)
         except BaseException:
@@ -153,7 +155,7 @@ def _write_run_report(life: RunLife) -> None:
     """Write the report of the run, its dashboard as one HTML file, after its last life, if ``observe.report`` is true
     and the run has a summary."""
     if life.prepared.config.observe.report and (life.run_dir / SUMMARY_FILE).exists():
-        life.held.refuse_lost()
+        life.locked_dir.refuse_lost()
         write_report(life.run_dir)
 
 
@@ -165,7 +167,7 @@ class RunLife:
     """The checked settings, rows and models of the run."""
     run_dir: Path
     """The directory of the run."""
-    held: HeldDirectory
+    locked_dir: LockedDirectory
     """The locked ``run_dir``, which detects that the directory was removed or moved."""
     recording: ReplayRecording | None
     """The recorded run that this run repeats; ``None`` where this run is not a replay."""
@@ -224,7 +226,7 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
                 watchers.controller.state.warn(warning)
             return watchers.controller
 
-        context = RunContext(held=life.held, watchers=watchers, interrupts=interrupts)
+        context = RunContext(locked_dir=life.locked_dir, watchers=watchers, interrupts=interrupts)
         summary = await _run(_launch_order(life, start, watchers), control, start, context)
         return comparisons[0].finish(summary) if comparisons else summary
 
@@ -322,7 +324,7 @@ def _open_ledger(config: RunConfig, run_dir: Path, stack: ExitStack, start: Star
 class RunContext:
     """The objects around the controller in one life of a run, which record the run, and may end it."""
 
-    held: HeldDirectory
+    locked_dir: LockedDirectory
     """The locked directory of the run. The run ends if the directory is removed or replaced."""
     watchers: RunWatchers
     """The watchers of the run, which record it, show it and raise alarms."""
@@ -341,7 +343,7 @@ async def _run(
             controller = control(world)
             summary = await _run_controller(controller, world, start, context)
     except BaseException as error:
-        cause = _find_lost_directory(context.held) or first_cause(error)
+        cause = _find_lost_directory(context.locked_dir) or first_cause(error)
         if controller is not None:
             _add_loop_table(controller, cause)
             await _write_failed_summary(controller, cause, context)
@@ -368,11 +370,11 @@ async def _run_controller(
     return summary
 
 
-def _find_lost_directory(held: HeldDirectory) -> RunError | None:
+def _find_lost_directory(locked_dir: LockedDirectory) -> RunError | None:
     """Return the error that the run's directory was removed, moved or replaced, which explains all other errors;
     ``None`` if the directory is in place."""
     try:
-        held.refuse_lost()
+        locked_dir.refuse_lost()
     except RunError as error:
         return error
     return None
@@ -424,7 +426,7 @@ async def _write_failed_summary(controller: Controller, cause: BaseException, co
 def _write_summary(controller: Controller, summary: Summary, context: RunContext) -> Summary:
     """Add the account of the run's time and the verdict to ``summary``, write it to ``summary.json``, and return it.
     Raises :class:`~headrace.base.errors.RunError` where the run's directory is lost."""
-    context.held.refuse_lost()
+    context.locked_dir.refuse_lost()
     summary = context.watchers.with_account(summary)
     write_json(controller.state.parts.run_dir / SUMMARY_FILE, summary)
     return summary
@@ -436,15 +438,15 @@ async def _renew_status(controller: Controller, world: LaunchedRun, context: Run
     try:
         while True:
             components = world.components()
-            context.held.refuse_lost()
-            live = context.watchers.look(controller, components)
+            context.locked_dir.refuse_lost()
+            live = context.watchers.update(controller, components)
             _write_status(controller, live, world, components, requests=address)
             await asyncio.sleep(REDRAW_S)
     finally:
         ended = [msgspec.structs.replace(part, state="ended") for part in world.components()]
         with suppress(HeadraceError):  # the disk may be the reason why the run ends
-            context.held.refuse_lost()
-            _write_status(controller, context.watchers.look(controller, ended), world, ended)
+            context.locked_dir.refuse_lost()
+            _write_status(controller, context.watchers.update(controller, ended), world, ended)
 
 
 def _write_status(

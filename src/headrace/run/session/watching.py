@@ -41,9 +41,9 @@ from headrace.run.session.config import RunConfig
 TRAINING = "training"
 """The name of the phase of a run whose processor time the account covers."""
 SYSTEM_EVERY = 2
-"""The number of calls of ``look`` for each reading of the memory and the processor time of the run's processes."""
+"""The number of calls of ``update`` for each reading of the memory and the processor time of the run's processes."""
 OFTEN = 10
-"""The number of first calls of ``look`` in training that all make such a reading, so that a short run has figures."""
+"""The number of first calls of ``update`` in training that all make such a reading, so that a short run has figures."""
 
 
 class RunWatchers:
@@ -60,7 +60,7 @@ class RunWatchers:
         """The controller, which receives warnings and alarms once it exists."""
         self._accountant = Accountant(settings)
         self._system = SystemWatch(run_dir, clock)
-        self._num_looks = self._num_training_looks = 0
+        self._num_updates = self._num_training_updates = 0
         self._was_training = False
         """True where the run was in its training phase at the last reading of its processes."""
         watchers: list[Observer] = [stack.enter_context(Recorder(run_dir)), self._accountant]
@@ -76,15 +76,15 @@ class RunWatchers:
         if isinstance(loop, WatchedLoop):
             self.observers.add_span_source(loop.work.spans)
         stack.callback(self.observers.flush)
-        stack.callback(self._warn_of_lost_output)  # the terminal may have been closed during the last look, or after it
+        stack.callback(self._warn_of_lost_output)  # the terminal may be closed during the last update, or after it
 
-    def look(self, controller: Controller, components: list[ComponentStatus]) -> LiveState:
+    def update(self, controller: Controller, components: list[ComponentStatus]) -> LiveState:
         """Return the present state of the run, from ``controller``, with the account and the verdict, after passing it
         on to all watchers. The run calls this method once a second; ``components`` are the states of its processes."""
-        self._num_training_looks += controller.state.phase == TRAINING
-        if not self._num_looks % SYSTEM_EVERY or 0 < self._num_training_looks <= OFTEN:
+        self._num_training_updates += controller.state.phase == TRAINING
+        if not self._num_updates % SYSTEM_EVERY or 0 < self._num_training_updates <= OFTEN:
             self._read_processes(controller, components)
-        self._num_looks += 1
+        self._num_updates += 1
         engines = [part for part in components if is_engine(part.role)]
         self._accountant.engines({part.role for part in engines})
         controller.state.metrics.num_engines = sum(part.state == "ready" for part in engines)
@@ -96,7 +96,7 @@ class RunWatchers:
     def _warn_of_lost_output(self) -> None:
         """Warn once if standard output can no longer be written, for example because its terminal was closed. The run
         continues without this output."""
-        self._output.look()
+        self._output.detect_loss()
         if not self._output.lost or self._output_lost:
             return
         self._output_lost = True

@@ -54,7 +54,7 @@ class FileReceiver:
         """Raise ``AssertionError``, because no learner sends weights to this receiver."""
         raise AssertionError("weights come from files")
 
-    def staged(self) -> dict[str, Tensor]:
+    def staged_tensors(self) -> dict[str, Tensor]:
         """Return an empty dictionary, because weights are loaded from files and never staged."""
         return {}
 

@@ -201,7 +201,7 @@ class _ChatStream:
         """Create a translator of the answers to ``exchange`` that has sent no events."""
         self._exchange = exchange
         self._usage: Json = {"usage": None} if exchange.body.stream_options.include_usage else {}
-        self._begun: set[int] = set()
+        self._started_choices: set[int] = set()
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
         """Yield the events that stream one piece of a choice."""
@@ -224,8 +224,8 @@ class _ChatStream:
 
     def _begin(self, choice: int) -> Iterator[SseEvent]:
         """Yield the event that begins a choice, unless it has been sent."""
-        if choice not in self._begun:
-            self._begun.add(choice)
+        if choice not in self._started_choices:
+            self._started_choices.add(choice)
             yield self._chunk(choice, {"role": "assistant", "content": ""})
 
     def _chunk(self, choice: int, delta: Json, **more: Any) -> SseEvent:

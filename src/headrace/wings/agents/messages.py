@@ -260,20 +260,20 @@ class _MessagesExchange:
     def answer(self, replies: Sequence[Reply]) -> Json:
         """Return the body of the response; ``replies`` holds exactly one reply."""
         (reply,) = replies
-        begun = self.begun(reply.num_prompt_tokens)
+        body = self.initial_body(reply.num_prompt_tokens)
         return {
-            **begun,
+            **body,
             "content": self._blocks(reply.message),
             "stop_reason": _stop_reason(reply),
             "stop_sequence": reply.stop or None,
-            "usage": {**begun["usage"], "output_tokens": reply.num_tokens},
+            "usage": {**body["usage"], "output_tokens": reply.num_tokens},
         }
 
     def stream(self) -> _MessagesStream:
         """Return the object that translates the answer into server-sent events."""
         return _MessagesStream(self)
 
-    def begun(self, num_prompt_tokens: int) -> Json:
+    def initial_body(self, num_prompt_tokens: int) -> Json:
         """Return the body of the response before it has content, with which a stream begins."""
         usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
         return {
@@ -309,7 +309,7 @@ class _MessagesStream:
     def __init__(self, exchange: _MessagesExchange) -> None:
         """Create a translator of the answer to ``exchange`` that has sent no events."""
         self._exchange = exchange
-        self._is_begun = False
+        self._has_started = False
         self._index = -1
         self._open_type = ""
         """Type of the open block, whose index is ``_index``; empty if no block is open."""
@@ -341,9 +341,9 @@ class _MessagesStream:
 
     def _begin(self, num_prompt_tokens: int) -> Iterator[SseEvent]:
         """Yield the event that begins the message, unless it has been sent."""
-        if not self._is_begun:
-            self._is_begun = True
-            yield _event("message_start", message=self._exchange.begun(num_prompt_tokens))
+        if not self._has_started:
+            self._has_started = True
+            yield _event("message_start", message=self._exchange.initial_body(num_prompt_tokens))
 
     def _open_block(self, blank: Json, *, always: bool = False) -> Iterator[SseEvent]:
         """Yield the events that open the empty block ``blank``. Without ``always``, yield nothing if a block of its

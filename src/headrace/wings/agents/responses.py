@@ -269,9 +269,9 @@ class ResponseForm:
     def stream(self, answer: Callable[[Sequence[Reply]], Json]) -> ItemEventStream:
         """Return the object that translates the answer into server-sent events. The function ``answer`` returns the
         complete body of the response for the replies."""
-        return ItemEventStream(name=self.context.name, begun=self.begun(), final_body=answer)
+        return ItemEventStream(name=self.context.name, initial_body=self.initial_body(), final_body=answer)
 
-    def begun(self) -> Json:
+    def initial_body(self) -> Json:
         """Return the body of the response before it has output, with which a stream begins."""
         return {
             "id": self.id,
@@ -297,11 +297,11 @@ class ResponseForm:
             **self.own,
         }
 
-    def ended(self, reply: Reply) -> Json:
+    def final_body(self, reply: Reply) -> Json:
         """Return the body of the finished response with the policy's ``reply``."""
         cut = reply.stop_reason is not StopReason.STOP
         return {
-            **self.begun(),
+            **self.initial_body(),
             "status": "incomplete" if cut else "completed",
             # the protocol has no reason for a deadline or a withdrawn request
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -348,7 +348,7 @@ class _ResponsesExchange:
         continue it."""
         (reply,) = replies
         self.form.context.histories[self.form.id] = (*self.conversation, reply.message)
-        return self.form.ended(reply)
+        return self.form.final_body(reply)
 
     def stream(self) -> ItemEventStream:
         """Return the object that turns the answer into server-sent events."""
@@ -414,13 +414,13 @@ class ItemEventStream:
     """A translator of one response into server-sent events. The items are streamed in the order reasoning, message,
     function calls."""
 
-    def __init__(self, *, name: str, begun: Json, final_body: Callable[[Sequence[Reply]], Json]) -> None:
-        """Create a translator that has sent no events. ``begun`` is the body of the response without output, the
+    def __init__(self, *, name: str, initial_body: Json, final_body: Callable[[Sequence[Reply]], Json]) -> None:
+        """Create a translator that has sent no events. ``initial_body`` is the body of the response without output, the
         function ``final_body`` returns the complete body for the replies, and the ids of the items are derived from
         ``name``."""
-        self._name, self._begun, self._final_body = name, begun, final_body
+        self._name, self._initial_body, self._final_body = name, initial_body, final_body
         self._numbers = itertools.count()
-        self._is_begun = False
+        self._has_started = False
         self._index = -1
         self._open_type = ""
         """Type of the open item, whose index is ``_index``; empty if no item is open."""
@@ -459,10 +459,10 @@ class ItemEventStream:
 
     def _begin(self) -> Iterator[SseEvent]:
         """Yield the events that begin the stream, unless they have been sent."""
-        if not self._is_begun:
-            self._is_begun = True
-            yield self._event("response.created", response=self._begun)
-            yield self._event("response.in_progress", response=self._begun)
+        if not self._has_started:
+            self._has_started = True
+            yield self._event("response.created", response=self._initial_body)
+            yield self._event("response.in_progress", response=self._initial_body)
 
     def _item(self) -> Json:
         """Return the open item with the text that has been sent so far."""
@@ -474,8 +474,8 @@ class ItemEventStream:
         """Yield the events that open an item of this ``kind``: ``reasoning`` or ``message``."""
         self._index, self._open_type, self._text = self._index + 1, kind, ""
         item = self._item()
-        begun = {**item, "content": []} | ({"status": "in_progress"} if "status" in item else {})
-        yield self._event("response.output_item.added", output_index=self._index, item=begun)
+        empty_item = {**item, "content": []} | ({"status": "in_progress"} if "status" in item else {})
+        yield self._event("response.output_item.added", output_index=self._index, item=empty_item)
         yield self._about("response.content_part.added", content_index=0, part=item["content"][0])
 
     def _close(self, item: Json) -> Iterator[SseEvent]:
@@ -490,9 +490,9 @@ class ItemEventStream:
     def _call(self, item: Json) -> Iterator[SseEvent]:
         """Yield the events of the function call ``item``, whose arguments are sent at once."""
         self._index += 1
-        begun = {**item, "arguments": "", "status": "in_progress"}
+        empty_item = {**item, "arguments": "", "status": "in_progress"}
         kind, about = "response.function_call_arguments", {"item_id": item["id"], "output_index": self._index}
-        yield self._event("response.output_item.added", output_index=self._index, item=begun)
+        yield self._event("response.output_item.added", output_index=self._index, item=empty_item)
         yield self._event(f"{kind}.delta", **about, delta=item["arguments"])
         yield self._event(f"{kind}.done", **about, name=item["name"], arguments=item["arguments"])
         yield self._event("response.output_item.done", output_index=self._index, item=item)

@@ -92,7 +92,7 @@ class NoLearner:
         """Return the publication of ``version``, without weights."""
         return Publication(version=version, slot=slot, exposed_s=0.0)
 
-    async def published(self, publication: Publication) -> WeightUpdate:
+    async def wait_until_published(self, publication: Publication) -> WeightUpdate:
         """Return the weight update of a publication, without weights."""
         empty = Manifest(entries=(), total_bytes=0)
         return WeightUpdate(
@@ -101,12 +101,12 @@ class NoLearner:
 
     async def resend(self, publication: Publication) -> WeightUpdate:
         """Return the weight update of ``publication`` again."""
-        return await self.published(publication)
+        return await self.wait_until_published(publication)
 
     async def save(self, directory: Path) -> None:
         """Write nothing: there are no weights."""
 
-    async def saved(self, directory: Path) -> None:
+    async def wait_until_saved(self, directory: Path) -> None:
         """Return at once: nothing was written."""
 
 

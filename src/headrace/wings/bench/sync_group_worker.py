@@ -54,8 +54,8 @@ class HalfLearner:
         self._clock, self._rank = RealClock(), rank
         dtype: torch.dtype = torch.__dict__[plan.dtype]
         self._shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in plan.shapes.items()}
-        self._held = [_halves(self._shapes, each) for each in range(NUM_RANKS)]
-        shapes = {name: box.shape for name, box in self._held[rank].items()}
+        self._boxes_by_rank = [_halves(self._shapes, each) for each in range(NUM_RANKS)]
+        shapes = {name: box.shape for name, box in self._boxes_by_rank[rank].items()}
         self._weights = tensors_of(SyncPlan(shapes=shapes, dtype=plan.dtype), seed=1 + rank)
         self._publisher: Publisher | None = None
         self._raw = _RawGroups(rank)
@@ -87,7 +87,7 @@ class HalfLearner:
 
         rank = LearnerRank(index=self._rank, world=NUM_RANKS, share=share)
         route = msgspec.convert(request["route"], Route)
-        self._publisher = make_publisher(route, self._shapes, held=self._held, rank=rank)
+        self._publisher = make_publisher(route, self._shapes, boxes_by_rank=self._boxes_by_rank, rank=rank)
         for slot in (0, 1):  # the first copy allocates the pages of a slot
             self._publisher.fill(slot, self._weights.values())
         return {"shared": shared[0].decode()}

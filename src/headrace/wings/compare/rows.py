@@ -95,9 +95,9 @@ def row_of(recipe: str, run_dir: Path) -> RecipeRow:
         settings=decided(run.config),
         steps=int(figures.get("steps", 0)),
         seconds=float(figures.get("wall_s") or 0.0),
-        reward_last=run.measured("reward_last"),
+        reward_last=run.figure("reward_last"),
         **_reward_gains(run),
-        **{name: run.measured(name) for name in _COPIED_FIGURES},
+        **{name: run.figure(name) for name in _COPIED_FIGURES},
         age_mean=sum(age * tokens for age, tokens in ages.items()) / sum(ages.values()) if ages else None,
         age_max=max(ages, default=None),
         wasted_frac=sum(wasted.values()) / generated if generated and not resumed else None,
@@ -118,15 +118,15 @@ def _reward_gains(run: RunData) -> dict[str, float | None]:
     """Return five fields of the row of a run: the held-out rewards before and after training, and the gain in total,
     per minute and per million tokens. The last two are ``None`` for a resumed run, because its time and tokens are
     known only for the part after the last resume."""
-    before, after = run.measured("eval_before"), run.measured("eval_after")
-    first, last = run.measured("reward_first"), run.measured("reward_last")
+    before, after = run.figure("eval_before"), run.figure("eval_after")
+    first, last = run.figure("reward_first"), run.figure("reward_last")
     whole = len(run.session) == len(run.steps)
     gain = None
     if before is not None and after is not None:
         gain = after - before
     elif before is None and first is not None and last is not None:
         gain = last - first
-    seconds, tokens = run.measured("wall_s"), run.measured("tokens_generated")
+    seconds, tokens = run.figure("wall_s"), run.figure("tokens_generated")
     return {
         "eval_before": before,
         "eval_after": after,

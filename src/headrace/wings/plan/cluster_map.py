@@ -18,13 +18,13 @@ from headrace.base.errors import ConfigError
 from headrace.launch.engines import engine_names
 from headrace.launch.places import teacher_role
 from headrace.models.config import ModelConfig
-from headrace.models.devices import settle
+from headrace.models.devices import choose_devices
 from headrace.models.gpus import gpu_numbers
 from headrace.run.session.engine_fit import refuse_uneven_heads
 from headrace.run.session.own_engines import frozen_agents, teacher_model
 from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.parts import MappedPart, engine_part_bytes, rank_bytes
-from headrace.wings.plan.placement import MachineRoom, PartDemand, PartPlace, place
+from headrace.wings.plan.placement import MachineResources, PartDemand, PartPlace, place
 from headrace.wings.plan.planning import asked_of, longest_sequence
 from headrace.wings.plan.publication import PublicationEstimate
 from headrace.wings.plan.sizing import GB, USABLE
@@ -220,7 +220,8 @@ def _places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) 
     that compute the same micro-batch would be on several machines."""
     if not config.launch.remote and cluster.num_machines == 1:
         ranks, count = config.learner.parallel.world, len(demands) - config.learner.parallel.world
-        devices = settle("auto", "auto", ranks=ranks, gpus=cluster.count, count=count, width=config.engine.width)
+        width = config.engine.width
+        devices = choose_devices("auto", "auto", ranks=ranks, gpus=cluster.count, count=count, width=width)
         return {
             demand.name: PartPlace(machine=0, gpus=gpu_numbers(device))
             for demand, device in zip(demands, (*devices.learner, *devices.engines), strict=True)
@@ -228,9 +229,8 @@ def _places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) 
     num_left = cluster.count
     machines = []
     for number in range(cluster.num_machines):
-        machines.append(
-            MachineRoom(number=number, num_gpus=min(cluster.per_node, num_left), cpus=float(cluster.machine.cores or 0))
-        )
+        num_gpus = min(cluster.per_node, num_left)
+        machines.append(MachineResources(number=number, num_gpus=num_gpus, cpus=float(cluster.machine.cores or 0)))
         num_left -= cluster.per_node
     places = _order_ranks_by_machine(place(demands, machines, config.launch.ray.placement))
     tensor = config.learner.parallel.tensor

@@ -10,7 +10,7 @@ import numpy as np
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import Tokens
-from headrace.flow import TakenBatch
+from headrace.flow import GroupBatch
 from headrace.flow.filters import REDUNDANT
 from headrace.wings.plan.engine import SimulatedAnswer, SimulatedEngine
 from headrace.wings.plan.learner import SimulatedWork
@@ -87,7 +87,7 @@ class SimulatedGroup:
 class SimulatedBatch(SimulatedWork):
     """The simulated batch of one training step, with its groups."""
 
-    taken: TakenBatch
+    flow_batch: GroupBatch
     """The batch as the flow returned it."""
     groups: list[SimulatedGroup]
     """The simulated groups of the batch."""

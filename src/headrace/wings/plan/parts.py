@@ -23,7 +23,7 @@ from headrace.models.devices import CPU
 from headrace.models.gpus import VisibleGpus, gpu_numbers
 from headrace.run.session.prepare import Prepared
 from headrace.sync.config import RunPlaces
-from headrace.sync.estimate import estimated, room_for
+from headrace.sync.estimate import estimate_version, room_for
 from headrace.wings.plan.planning import asked_of
 from headrace.wings.plan.preview import site_here
 from headrace.wings.plan.sizing import GB, SizingRequest, activation_bytes, engine_bytes, learner_parts
@@ -93,7 +93,7 @@ def _version_line(prepared: Prepared) -> list[str]:
     if request is None or not prepared.devices.learner:
         return []
     sync, num_bytes = config.sync, request.version_bytes
-    time = estimated(sync, num_bytes, RealClock())
+    time = estimate_version(sync, num_bytes, RealClock())
     places = RunPlaces(run_dir=Path(config.run.dir), memory=shared_memory_root() / "weights", private=Path())
     room = None if config.launch.remote else room_for(sync, places, num_bytes)
     kept = "" if room is None else (
@@ -190,7 +190,7 @@ def _device_words(prepared: Prepared, device: str, role: Literal["engine", "lear
         return f"{num_threads} thread{'' if num_threads == 1 else 's'}{place}"
     if launch.remote:
         return f"{len(gpu_numbers(device))} GPU{place}"
-    names = VisibleGpus.of_this_process().owned(device)
+    names = VisibleGpus.of_this_process().driver_names(device)
     same = names == tuple(map(str, gpu_numbers(device)))
     return device if same else f"{device} (GPU {', '.join(names)})"
 

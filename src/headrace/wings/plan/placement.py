@@ -45,7 +45,7 @@ class PartPlace:
 
 
 @dataclass(slots=True, kw_only=True)
-class MachineRoom:
+class MachineResources:
     """The free accelerators and cores of one machine while parts are placed on it."""
 
     number: int
@@ -54,13 +54,13 @@ class MachineRoom:
     """Number of the machine's accelerators."""
     cpus: float
     """Number of free cores."""
-    taken: list[int] = field(default_factory=list)
+    allocated_gpus: list[int] = field(default_factory=list)
     """Numbers of the allocated accelerators, in increasing order."""
 
     @property
     def free_gpus(self) -> int:
         """Return the number of free accelerators."""
-        return self.num_gpus - len(self.taken)
+        return self.num_gpus - len(self.allocated_gpus)
 
     def has_room(self, part: PartDemand) -> bool:
         """Return whether the free accelerators and cores suffice for the part."""
@@ -76,13 +76,13 @@ class MachineRoom:
 
     def take(self, part: PartDemand) -> PartPlace:
         """Allocate accelerators and cores to the part, and return its place."""
-        gpus = tuple(range(len(self.taken), len(self.taken) + part.gpus))
-        self.taken += gpus
+        gpus = tuple(range(len(self.allocated_gpus), len(self.allocated_gpus) + part.gpus))
+        self.allocated_gpus += gpus
         self.cpus -= part.cpus
         return PartPlace(machine=self.number, gpus=gpus)
 
 
-def place(parts: Sequence[PartDemand], machines: Sequence[MachineRoom], strategy: str) -> dict[str, PartPlace]:
+def place(parts: Sequence[PartDemand], machines: Sequence[MachineResources], strategy: str) -> dict[str, PartPlace]:
     """Return the place of each part by its name, as Ray chooses it with the ``strategy`` ``pack`` or ``spread``. Ray
     itself may exchange parts with equal demands, and machines with equal resources. Raises
     :class:`~headrace.base.errors.ConfigError` if the parts do not fit."""
@@ -103,14 +103,14 @@ def place(parts: Sequence[PartDemand], machines: Sequence[MachineRoom], strategy
     return {part.name: places[part.name] for part in parts}
 
 
-def _best_machine(part: PartDemand, machines: Sequence[MachineRoom]) -> MachineRoom | None:
+def _best_machine(part: PartDemand, machines: Sequence[MachineResources]) -> MachineResources | None:
     """Return the machine with the highest score for the part, and the first among equal scores; ``None`` if the part
     fits on no machine."""
     best = max(machines, key=lambda machine: machine.score(part), default=None)
     return best if best is not None and best.has_room(part) else None
 
 
-def _no_room(part: PartDemand, parts: Sequence[PartDemand], machines: Sequence[MachineRoom]) -> ConfigError:
+def _no_room(part: PartDemand, parts: Sequence[PartDemand], machines: Sequence[MachineResources]) -> ConfigError:
     """Return the error for ``part``, which does not fit beside the parts that were placed before it."""
     gpus, cpus = sum(each.gpus for each in parts), sum(each.cpus for each in parts)
     free = max(machine.free_gpus for machine in machines)

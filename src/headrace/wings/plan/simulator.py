@@ -328,19 +328,19 @@ class Simulation:
 
     def _order_batch(self) -> None:
         """Order a training step on the learner for the next batch, if the flow has a complete batch."""
-        taken = self.flow.take()
-        if taken is None:
+        flow_batch = self.flow.take()
+        if flow_batch is None:
             self._may_take = False
             return
         self._may_admit = True  # groups that were too old have been dropped, which frees their slots
-        groups = [self.groups[group.number] for group in taken.groups]
+        groups = [self.groups[group.number] for group in flow_batch.groups]
         self.learner.order(
             SimulatedBatch(
-                step=taken.step,
+                step=flow_batch.step,
                 tokens=sum(group.tokens for group in groups),
                 squares=sum(group.squares for group in groups),
                 taken_s=self.events.now_s,
-                taken=taken,
+                flow_batch=flow_batch,
                 groups=groups,
             )
         )
@@ -356,7 +356,7 @@ class Simulation:
         ages: dict[int, float] = defaultdict(float)
         for group in batch.groups:
             for version, tokens in group.trained.items():
-                if batch.taken.oldest_version is not None and version < batch.taken.oldest_version:
+                if batch.flow_batch.oldest_version is not None and version < batch.flow_batch.oldest_version:
                     self.wasted[STALE] += tokens
                     continue
                 assert batch.step - version <= self.flow.state.allowed_age(version), f"age {batch.step - version}"
@@ -389,12 +389,13 @@ class Simulation:
             step=batch.step, metrics={}, trained_tokens=round(sum(ages.values())), dropped_tokens={}, seconds=0.0,
             log_pi_N=np.empty(0, np.float32),
         )  # fmt: skip
-        self.flow.record_trained(batch.taken.groups, report, {age: round(tokens) for age, tokens in ages.items()})
+        trained_tokens = {age: round(tokens) for age, tokens in ages.items()}
+        self.flow.record_step_trained(batch.flow_batch.groups, report, trained_tokens)
         self._may_admit = self._may_take = True  # the learner is free earlier or later than the pacing expected
 
     def _committed(self, version: int) -> None:
         """Record that all engines use ``version``: the slots of the groups in its batch become free."""
-        self.flow.record_commit(version, "")
+        self.flow.record_version_committed(version, "")
         self.learner.committed()
         self._may_admit = self._may_take = True
 

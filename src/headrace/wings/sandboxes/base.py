@@ -210,7 +210,7 @@ class SandboxSession(ABC):
         """The directory in which the next command begins."""
         self.programs: Mapping[str, str] = PROGRAMS
         """The paths of bash, cat, mkdir and tar in the session."""
-        self.surroundings: Mapping[str, str] = {**ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{ENVIRONMENT['PATH']}"}
+        self.base_variables: Mapping[str, str] = {**ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{ENVIRONMENT['PATH']}"}
         """The environment variables of every command, without the variables of the spec."""
         self.variables: Mapping[str, str] = self.first_variables()
         """The exported variables with which the next command begins."""
@@ -222,7 +222,7 @@ class SandboxSession(ABC):
 
     def first_variables(self) -> dict[str, str]:
         """Return the variables with which the first command of the session begins."""
-        return {**self.surroundings, **self.spec.variables}
+        return {**self.base_variables, **self.spec.variables}
 
     @property
     def state(self) -> SessionState:

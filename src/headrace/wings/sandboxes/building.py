@@ -19,7 +19,7 @@ from headrace.rollout.scoring.sandbox import Finished
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes.archives import RefusedFile, ignore_rules, packed_files, resolved_inside, unpack
 from headrace.wings.sandboxes.base import SandboxSession
-from headrace.wings.sandboxes.dockerfile import BuildState, BuildStep, expand, settle
+from headrace.wings.sandboxes.dockerfile import BuildState, BuildStep, expand, state_after
 from headrace.wings.sandboxes.tasks import TaskDirectory
 
 OUTPUT_BYTES = 16 * MIB
@@ -32,7 +32,7 @@ async def build(session: SandboxSession, task: TaskDirectory) -> None:
     :class:`~headrace.base.errors.EpisodeError` if a step fails."""
     if not task.steps:
         return
-    state = BuildState(environment=dict(session.surroundings), directory=task.directory)
+    state = BuildState(environment=dict(session.base_variables), directory=task.directory)
     try:
         async with asyncio.timeout(task.build_s):
             for step in task.steps:
@@ -44,14 +44,14 @@ async def build(session: SandboxSession, task: TaskDirectory) -> None:
 
 def variables_of(session: SandboxSession, task: TaskDirectory) -> dict[str, str]:
     """Return the variables with which commands of the agent begin in the built environment of a task."""
-    environment = settle(task.steps, session.surroundings, task.directory).environment
+    environment = state_after(task.steps, session.base_variables, task.directory).environment
     return {**environment, **session.spec.variables}
 
 
-def task_directory(task: TaskDirectory, surroundings: Mapping[str, str]) -> str:
-    """Return the directory in which commands of the agent begin. ``surroundings`` are the base variables of the
-    session."""
-    return settle(task.steps, surroundings, task.directory).directory
+def task_directory(task: TaskDirectory, base_variables: Mapping[str, str]) -> str:
+    """Return the directory in which commands of the agent begin. ``base_variables`` are the environment variables
+    of every command of the session."""
+    return state_after(task.steps, base_variables, task.directory).directory
 
 
 async def _run_build_step(step: BuildStep, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:

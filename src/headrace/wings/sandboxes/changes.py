@@ -38,7 +38,7 @@ class FileChanges:
         if session is not self._session:
             self._session, self._before = session, await self._list(session)
 
-    async def look(self, session: SandboxSession) -> str:
+    async def describe_new_changes(self, session: SandboxSession) -> str:
         """Return the changes since the last list in words: ``+ new, ~ changed, - deleted``, with names relative to the
         directory. Return an empty text if nothing has changed or the files cannot be listed."""
         before, self._before = self._before, await self._list(session)

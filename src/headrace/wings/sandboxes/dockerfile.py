@@ -72,10 +72,10 @@ class BuildState:
             target.update(zip(words[::2], words[1::2], strict=True))
 
 
-def settle(steps: Iterable[BuildStep], surroundings: Mapping[str, str], directory: str) -> BuildState:
-    """Return the variables and the directory after all ``steps``. ``surroundings`` are the base variables of the
-    session, and ``directory`` is the first directory."""
-    state = BuildState(environment=dict(surroundings), directory=directory)
+def state_after(steps: Iterable[BuildStep], base_variables: Mapping[str, str], directory: str) -> BuildState:
+    """Return the variables and the directory after all ``steps``. ``base_variables`` are the environment variables of
+    every command of the session, and ``directory`` is the first directory."""
+    state = BuildState(environment=dict(base_variables), directory=directory)
     for step in steps:
         state.take(step)
     return state

@@ -194,7 +194,7 @@ class ShellEnv(Env):
         """Start the MCP servers in the session, and add their tools to :attr:`tools`."""
         offered: dict[str, Tools] = {}
         for name, command in self.settings.mcp.items():
-            server = mcp.served(session, name, command, answer_s=self.settings.mcp_s, left_s=self._left_s)
+            server = mcp.serve_tools(session, name, command, answer_s=self.settings.mcp_s, left_s=self._left_s)
             offered[name] = await self._servers.enter_async_context(server)
         mcp.refuse_same_names(offered, taken=self.run.__name__ if self.settings.action == "tool" else "")
         calls = [(tool, partial(self._call, tools)) for tools in offered.values() for tool in tools.described]
@@ -232,14 +232,14 @@ class ShellEnv(Env):
         files."""
         assert self._task is not None
         if self._changes is None:
-            self._changes = FileChanges(task_directory(self._task, session.surroundings))
+            self._changes = FileChanges(task_directory(self._task, session.base_variables))
         left_s = max(0.1, min(self.settings.command_s, self._until_s - now_s()))
         if self.settings.show_changes:
             await self._changes.begin(session)
         begun_s = now_s()
         done = await session.run(command, limits=replace(session.spec.limits, wall_s=left_s))
         self._columns["seconds"] = round(float(self._columns.get("seconds", 0.0)) + now_s() - begun_s, 3)
-        if self.settings.show_changes and (files := await self._changes.look(session)):
+        if self.settings.show_changes and (files := await self._changes.describe_new_changes(session)):
             self._columns["files"] = ", ".join(filter(None, (str(self._columns.get("files", "")), files)))
         return self._observation(done)
 

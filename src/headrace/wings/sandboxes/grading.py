@@ -41,7 +41,7 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
         return await swe.grade(session, task, task.named)
     session.variables = {**variables_of(session, task), **_ALONE, **task.test_variables}
     assert task.tests is not None
-    directory = session.directory = task_directory(task, session.surroundings)
+    directory = session.directory = task_directory(task, session.base_variables)
     archives = await asyncio.to_thread(_packed_tests, task)
     removed = "/tests /logs"  # they may be links, or folders without permissions
     if directory != "/":  # pytest would read them as the settings of /tests

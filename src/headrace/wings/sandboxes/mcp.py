@@ -120,7 +120,7 @@ class SessionServer(LineChannel):
 
 
 @asynccontextmanager
-async def served(
+async def serve_tools(
     session: SandboxSession, name: str, command: str, *, answer_s: float, left_s: Callable[[], float]
 ) -> AsyncIterator[Tools]:
     """Start the MCP server ``name`` in a session, and yield its tools for the body of ``async with``. The server ends

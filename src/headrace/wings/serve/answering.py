@@ -215,7 +215,7 @@ async def answer_whole(parsed: ParsedRequest, service: Service, meter: Meter) ->
 
 class AnswerEventStream:
     """An answer that is sent as server-sent events, one for each piece. The HTTP response begins with the first piece.
-    Before that, while ``begun`` is false, the request can still be refused with an HTTP status."""
+    Before that, while ``has_started`` is false, the request can still be refused with an HTTP status."""
 
     def __init__(self, parsed: ParsedRequest, meter: Meter, send: Send) -> None:
         """Create the stream of the answer to ``parsed``. ``meter`` measures its pieces, and ``send`` is ASGI's function
@@ -223,7 +223,7 @@ class AnswerEventStream:
         self._parsed, self._meter, self._send = parsed, meter, send
         self._seen: set[int] = set()
         self._usage: Json = {"usage": None} if parsed.body.stream_options.include_usage else {}
-        self.begun = False
+        self.has_started = False
 
     async def write(self, piece: ChoicePiece) -> None:
         """Send one piece of a choice as an event. Raises :class:`Refusal` if the choice was sampled again from its
@@ -272,8 +272,8 @@ class AnswerEventStream:
     async def _data(self, data: bytes, *, more: bool) -> None:
         """Send bytes to the client; send the head of the HTTP response before the first bytes. ``more`` is true if
         further bytes follow."""
-        if not self.begun:
-            self.begun = True
+        if not self.has_started:
+            self.has_started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 

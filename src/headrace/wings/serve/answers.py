@@ -68,7 +68,7 @@ class AnswerHead:
 
     def whole_choice(self, pieces: Sequence[ChoicePiece]) -> Json:
         """Return all pieces of one choice, joined, as a choice of an answer."""
-        whole = ChoicePiece.joined(pieces)
+        whole = ChoicePiece.concat(pieces)
         content: Json = {"text": whole.text}
         if self.is_chat:
             content = {"message": {"role": "assistant", **self._content(whole)}}

@@ -178,7 +178,7 @@ class _CompletionHandler:
         if not isinstance(refusal, Refusal):
             await events.finish()
             return 200
-        if events.begun:
+        if events.has_started:
             await events.fail(refusal)
         else:
             await refusal.response()(*asgi)

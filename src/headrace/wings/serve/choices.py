@@ -72,7 +72,7 @@ class ChoicePiece:
     """Whether the choice was sampled again from its start, so that all its earlier pieces must be discarded."""
 
     @classmethod
-    def joined(cls, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
+    def concat(cls, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
         """Return all ``pieces`` of one choice, in order, as one piece with the whole text and all tokens."""
         last = pieces[-1]
         return cls(

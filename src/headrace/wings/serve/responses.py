@@ -82,7 +82,7 @@ def read_response(tree: Mapping[str, Any], context: ExchangeContext, name: str) 
 def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], num_prompt_tokens: int) -> Json:
     """Return the JSON of a complete response, whose only choice consists of ``pieces``. In addition to OpenAI's fields
     it has the token ids, the version that sampled each token, and the stop reason."""
-    whole = ChoicePiece.joined(pieces)
+    whole = ChoicePiece.concat(pieces)
     assert whole.stop_reason is not None, "a choice has ended with its last piece"
     tokens = whole.tokens
     reply = Reply(
@@ -95,7 +95,7 @@ def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], n
         token_ids=tuple(tokens.ids_T.tolist()),
     )
     return {
-        **form.ended(reply),
+        **form.final_body(reply),
         "stop_reason": whole.stop_reason,
         "token_ids": list(reply.token_ids),
         "versions": tokens.versions_T.tolist(),

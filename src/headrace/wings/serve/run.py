@@ -27,10 +27,10 @@ from headrace.engine.native.masks import MaskMaker
 from headrace.engine.native.swaps import LoadedWeights
 from headrace.engine.structure import Grammars
 from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.models.endings import stop_ids
 from headrace.models.heads import wanted_head
-from headrace.models.hub import called
+from headrace.models.hub import short_model_name
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import context_length
@@ -154,7 +154,7 @@ class _ServeServer:
                     self._engine = engine
                     self._state.service = self._service(loaded, engine, encoder)
                     self._events.serving(url, loaded)
-                    raise await engine.died()
+                    raise await engine.wait_for_death()
         finally:
             self._http.should_exit = True
 
@@ -186,7 +186,7 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
     :class:`~headrace.base.errors.ModelError` and :class:`~headrace.base.errors.ConfigError`."""
     path, engine = config.model.path, config.engine
     engine.refuse_server("headrace serve")
-    device = str(use("engine.device", engine.device, only_cpu=config.model.deterministic))
+    device = str(use_device("engine.device", engine.device, only_cpu=config.model.deterministic))
     hub_tokenizer = load_tokenizer(path)
     ends = stop_ids(path, hub_tokenizer.eos_token_id)
     tokenizer = ServedTokenizer(hub_tokenizer, ends, config.serve.tool_parser)
@@ -219,4 +219,4 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
 
 def model_name(config: ServeConfig) -> str:
     """Return the name by which clients request the model."""
-    return config.serve.name or called(config.model.path) or "model"
+    return config.serve.name or short_model_name(config.model.path) or "model"

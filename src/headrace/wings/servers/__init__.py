@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 def open_server(setup: EngineSetup) -> AbstractContextManager[OpenedEngine]:
     """Open the engine of ``engine.kind`` in this process, as a context: start its server or connect to a running one,
     pass requests and new weights on to it, and end it when the context ends."""
-    from headrace.wings.servers.client.make import opened
+    from headrace.wings.servers.client.make import open_engine
 
-    return opened(setup)
+    return open_engine(setup)

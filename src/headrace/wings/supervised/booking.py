@@ -117,7 +117,7 @@ class RowLedger:
         self._ledger.apply(*([submit] if fresh else []), *ended, move)
         self._num_recorded = max(self._num_recorded, numbers[-1] + 1)
 
-    def trained(
+    def record_step(
         self, report: StepReport, numbers: Sequence[int], batch: Batch, episodes: Sequence[EpisodeGraph]
     ) -> None:
         """Record that the optimizer has made the step of ``report`` with the rows ``numbers``, the learner's results

@@ -40,8 +40,8 @@ from headrace.launch.hosts.main import exit_with
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_for
-from headrace.learner.parallel.mesh import AnyRanks, SingleRank, explained_rank_loss, joined
-from headrace.models.devices import num_gpus, settle, use
+from headrace.learner.parallel.mesh import AnyRanks, SingleRank, explained_rank_loss, join_ranks
+from headrace.models.devices import choose_devices, num_gpus, use_device
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
 from headrace.wings.supervised.preparing import PreparedTuning, learner_settings, objective_of
 from headrace.wings.supervised.tied import TiedProcess, read_order
@@ -144,10 +144,10 @@ def start_learner(prepared: PreparedTuning, snapshot: str, run_dir: Path, stack:
     config, total_steps = prepared.config, prepared.schedule.num_steps
     world = config.learner.parallel.world
     if world == 1:
-        device = use("learner.device", config.learner.device, only_cpu=config.model.deterministic)
+        device = use_device("learner.device", config.learner.device, only_cpu=config.model.deterministic)
         core = open_learner(config, SingleRank(device), snapshot, total_steps)
         return StartedLearner(learner=core, devices=(str(device),))
-    devices = settle("cpu", config.learner.device, ranks=world, gpus=num_gpus()).learner
+    devices = choose_devices("cpu", config.learner.device, ranks=world, gpus=num_gpus()).learner
     place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-ranks-")))
     logs = run_dir / LOGS
     logs.mkdir(exist_ok=True)
@@ -315,8 +315,8 @@ def _run(start: RankStart, pipe: Connection) -> int:
     try:
         torch.set_num_threads(start.num_threads)
         config = load_tuning(VERBS[start.verb], start.config)
-        device = use("learner.device", start.device)
-        joining = joined(config.learner.parallel, start.place, device, start.rendezvous)
+        device = use_device("learner.device", start.device)
+        joining = join_ranks(config.learner.parallel, start.place, device, start.rendezvous)
         with joining as ranks, _exit_on_rank_loss(start.rank), gc_frozen():
             _serve(open_learner(config, ranks, start.snapshot, start.total_steps), ranks, pipe, codec)
     except HeadraceError as error:

@@ -25,9 +25,9 @@ from headrace.learner.config import LearnerConfig
 from headrace.learner.disk import verify_model
 from headrace.learner.parallel.load import refuse_libraries
 from headrace.models import load_tokenizer
-from headrace.models.devices import num_gpus, settle
+from headrace.models.devices import choose_devices, num_gpus
 from headrace.models.endings import stop_ids
-from headrace.models.hub import local_directory, pinned, with_models
+from headrace.models.hub import local_directory, pinned_path, with_models
 from headrace.models.settings import limit_of, read_config
 from headrace.run.observe.words import plural
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, TuningConfig
@@ -96,7 +96,7 @@ class PreparedTuning:
         """Return the settings as they are stored in ``config.json``; models of a hub have their name and commit instead
         of a local directory."""
         tree = self.config.model_dump(mode="json")
-        return {"verb": self.verb, **with_models(tree, lambda _, path: pinned(path))}
+        return {"verb": self.verb, **with_models(tree, lambda _, path: pinned_path(path))}
 
     def fingerprint(self) -> str:
         """Return two hashes, separated by a colon: of the rows and their order, which must not change when the run is
@@ -177,7 +177,7 @@ def _refuse_ranks(config: TuningConfig) -> None:
     if parallel.world > 1:
         refuse_libraries()
         parallel.refuse_model(path, read_config(path))
-        settle("cpu", config.learner.device, ranks=parallel.world, gpus=num_gpus())
+        choose_devices("cpu", config.learner.device, ranks=parallel.world, gpus=num_gpus())
 
 
 def _render_method(renderer: RowRenderer, objective: Objective, config: TuningConfig) -> Render:

@@ -40,10 +40,10 @@ from headrace.run.session.directory import (
     CONFIG_FILE,
     STATUS_FILE,
     SUMMARY_FILE,
-    HeldDirectory,
+    LockedDirectory,
     Status,
     choose_directory,
-    locked,
+    lock_directory,
     read_summary,
     write_json,
     write_sealed,
@@ -97,7 +97,7 @@ def tune(
     prepared = prepare_tuning(config, data=data, eval_data=eval_data)
     clock = RealClock()
     run_dir = choose_directory(config.run.dir, clock, prefix=f"{prepared.verb}-")
-    with locked(run_dir, resume=resume) as held:
+    with lock_directory(run_dir, resume=resume) as locked_dir:
         start = starting_point(run_dir)
         _refuse_ended(prepared, start, run_dir)
         with ExitStack() as stack:
@@ -105,7 +105,7 @@ def tune(
             if threads is not None:
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(threads)
-            summary = TuningRun(prepared, run_dir, held, clock=clock, start=start, stack=stack).run()
+            summary = TuningRun(prepared, run_dir, locked_dir, clock=clock, start=start, stack=stack).run()
         if config.observe.report:
             write_report(run_dir)
     return summary
@@ -166,15 +166,15 @@ class TuningRun:
         self,
         prepared: PreparedTuning,
         run_dir: Path,
-        held: HeldDirectory,
+        locked_dir: LockedDirectory,
         *,
         clock: Clock,
         start: StartingPoint,
         stack: ExitStack,
     ) -> None:
-        """Open the ledger, the files and the model, and restore the state of ``start``: step 0 or a snapshot. ``held``
-        is the lock of the run directory; ``stack`` closes the opened resources."""
-        self._prepared, self._run_dir, self._held, self._clock = prepared, run_dir, held, clock
+        """Open the ledger, the files and the model, and restore the state of ``start``: step 0 or a snapshot.
+        ``locked_dir`` is the lock of the run directory; ``stack`` closes the opened resources."""
+        self._prepared, self._run_dir, self._locked_dir, self._clock = prepared, run_dir, locked_dir, clock
         self._totals = _Totals(steps_done=start.step)
         self._start_s = self._status_s = clock.now()
         self._stop = StopRequest()
@@ -276,7 +276,7 @@ class TuningRun:
         for step in range(totals.steps_done, schedule.num_steps):
             if self._stop.requested:
                 break
-            self._held.refuse_lost()
+            self._locked_dir.refuse_lost()
             self._step(step)
             last = step + 1 == schedule.num_steps
             if not last and run.eval_every and (step + 1) % run.eval_every == 0:
@@ -306,7 +306,7 @@ class TuningRun:
         )  # fmt: skip
         self._rows.take(step, numbers, rows, episodes)
         report = self._learner.train(batch)
-        self._rows.trained(report, numbers, batch, episodes)
+        self._rows.record_step(report, numbers, batch, episodes)
         self._record(report, batch.num_tokens, epoch=schedule.places(step).stop / len(all_rows))
 
     def _record(self, report: StepReport, num_tokens: int, *, epoch: float) -> None:
@@ -501,7 +501,7 @@ class TuningRun:
             run_dir=str(self._run_dir),
         )
         with _ignored_after_failure(failed=status == "failed"):
-            self._held.refuse_lost()
+            self._locked_dir.refuse_lost()
             self._write_status("ended")
             write_json(self._run_dir / SUMMARY_FILE, summary)
             self._observers.flush()

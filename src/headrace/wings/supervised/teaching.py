@@ -40,8 +40,8 @@ from headrace.engine.remote import RemoteEndpoint, RemoteEngine, connect
 from headrace.learner.auxiliary.config import OtherModel
 from headrace.learner.disk import verify_model
 from headrace.models import context_length, load_model
-from headrace.models.devices import use
-from headrace.models.hub import pinned, with_models
+from headrace.models.devices import use_device
+from headrace.models.hub import pinned_path, with_models
 from headrace.models.load import refuse_other_vocabulary
 from headrace.models.settings import read_config
 from headrace.run.observe.words import plural
@@ -211,7 +211,7 @@ def _score_files(config: DistillConfig, rows: RowSet, run_dir: Path) -> list[_Sc
 def _teacher_description(config: DistillConfig) -> str:
     """Return the settings on which the teacher's scores depend, as JSON. A change of this text invalidates stored
     scores."""
-    tree = with_models(config.model_dump(mode="json"), lambda _, path: pinned(path))
+    tree = with_models(config.model_dump(mode="json"), lambda _, path: pinned_path(path))
     if config.teacher is not None:
         tree = {name: tree["teacher"][name] for name in ("base_url", "model", "top_k")}
     else:
@@ -298,7 +298,7 @@ def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
         server = config.teacher
         return lambda samples: _run(_request_scores(server, samples, below))
     (teacher, _) = next(iter(config.learner.served_teachers.values()))
-    device = str(use("learner.device", config.learner.device, only_cpu=config.model.deterministic))
+    device = str(use_device("learner.device", config.learner.device, only_cpu=config.model.deterministic))
     model = load_model(teacher_model(teacher, config.model), device)
     teacher_vocab_size = int(model.config.get_text_config().vocab_size)
     core = NativeEngine(

@@ -24,7 +24,7 @@ from headrace.engine.native import NativeEngine
 from headrace.engine.native.swaps import LoadedWeights
 from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 from headrace.models.config import ModelConfig
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.models.endings import stop_ids
 from headrace.models.heads import wanted_head
 from headrace.models.load import load_model, load_tokenizer
@@ -85,7 +85,7 @@ class LoadedBase:
         yet. ``config`` has the settings of the server; the limits of the cache and of resident samplers are divided
         equally among its bases."""
         self._base, self._clock = base, clock
-        path, device = str(base.path), str(use("--device", config.device))
+        path, device = str(base.path), str(use_device("--device", config.device))
         tokenizer, model = load_tokenizer(path), load_model(ModelConfig(path=path), device)
         model.requires_grad_(requires_grad=False)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -121,7 +121,7 @@ class LoadedBase:
         """The names under which clients ask for this base."""
         return self._base.names
 
-    async def served(self, stack: AsyncExitStack, max_samples: int) -> ServedBase:
+    async def start_engine(self, stack: AsyncExitStack, max_samples: int) -> ServedBase:
         """Start the engine, and return the base, ready for requests. The engine is stopped when ``stack`` is closed.
         ``max_samples`` is the largest number of samples that the engine runs or queues at once."""
         limits = LocalEngineConfig(max_requests=max_samples)

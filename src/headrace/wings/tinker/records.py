@@ -117,7 +117,7 @@ class ServerRecords:
         logprobs = np.frombuffer(row["logprobs"], np.float32).tolist()
         return {**{name: row[name] for name in ("name", "base", "model", "stop")}, **columns, "logprobs": logprobs}
 
-    def trained(self, model: str) -> list[dict[str, Any]]:
+    def last_training_data(self, model: str) -> list[dict[str, Any]]:
         """Return the data of the last forward_backward requests of a model, the newest request first: the tokens, the
         targets, and the loss inputs of each position. The data of requests before the model's last copy on the disk
         have been deleted."""

@@ -116,7 +116,7 @@ class TinkerServer:
                 tenants = loaded.tenants(turns)
                 stack.callback(tenants.copy_all)
                 stack.callback(turns.close)
-                served = await loaded.served(stack)
+                served = await loaded.start_engines(stack)
                 async with asyncio.TaskGroup() as group:
                     parts = ServiceParts(
                         config=self._config,
@@ -130,7 +130,7 @@ class TinkerServer:
                     self._holder.serve(service)
                     self._serving(url)
                     group.create_task(self._sweep(service))
-                    ended = [group.create_task(base.engine.died()) for base in served]
+                    ended = [group.create_task(base.engine.wait_for_death()) for base in served]
                     await asyncio.wait([dead, *ended], return_when=asyncio.FIRST_COMPLETED)
                     dead.cancel() if not dead.done() else dead.result()
                     raise next(task for task in ended if task.done()).result()
@@ -182,9 +182,9 @@ class _LoadedParts:
         )
         return tenants
 
-    async def served(self, stack: AsyncExitStack) -> list[ServedBase]:
+    async def start_engines(self, stack: AsyncExitStack) -> list[ServedBase]:
         """Start the engine of every base, and return the bases. The engines are stopped when ``stack`` is closed."""
-        return [await base.served(stack, self.config.max_samples) for base in self.bases]
+        return [await base.start_engine(stack, self.config.max_samples) for base in self.bases]
 
     def _refuse_other_bases(self) -> None:
         """Record in the journal which base model each name stands for. Raises

@@ -89,7 +89,7 @@ def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tup
     Raises :class:`~headrace.base.errors.ConfigError` for a value without a name and for a name that is given twice for
     different bases, and :class:`~headrace.base.errors.ModelError` for a hub name whose model cannot be had.
     """
-    from headrace.models.hub import called
+    from headrace.models.hub import short_model_name
     from headrace.wings.tinker.config import BaseConfig
 
     main = _directory(model, "MODEL")
@@ -107,7 +107,7 @@ def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tup
     if str(model) != str(main):
         named.setdefault(model, (main, main_is_whole))  # as it was given, which may be a directory of a hub's name
     for path, is_whole in bases:
-        named.setdefault(called(str(path)), (path, is_whole))
+        named.setdefault(short_model_name(str(path)), (path, is_whole))
     for path, is_whole in bases:
         named.setdefault(str(path), (path, is_whole))
     names = {base: tuple(name for name, of in named.items() if of == base) for base in bases}

@@ -69,7 +69,7 @@ def make_app(
             number = request.path_params["run"]
             if number >= len(runs):
                 raise HTTPException(404, f"there is no run {number}: {len(runs)} are open")
-            return answered(answer(runs[number], request))
+            return json_response(answer(runs[number], request))
 
         return handler
 
@@ -85,11 +85,11 @@ def make_app(
 
     def list_runs(_: Request) -> Response:
         """Answer with the name, directory and state of every run. The index in the list is the number of the run."""
-        return answered([{"name": run.name, "directory": str(run.directory), **run.state()} for run in runs])
+        return json_response([{"name": run.name, "directory": str(run.directory), **run.state()} for run in runs])
 
     def compare_runs(_: Request) -> Response:
         """Answer with the comparison of all runs."""
-        return answered(figures.compared(runs))
+        return json_response(figures.compare_runs(runs))
 
     answers = [
         Route("/api/runs", list_runs),
@@ -127,11 +127,11 @@ def _run_routes(clock: Clock) -> dict[str, Answer]:
         "system": lambda run, _: figures.system(run),
         "timeline": lambda run, request: timeline(run, *(_parameter(request, name) for name in ("from", "to", "bins"))),
         "outliers/{step:number}": lambda run, request: outliers(run, clock, request.path_params["step"]),
-        "episodes": lambda run, request: episodes.listed(run, dict(request.query_params)),
-        "search": lambda run, request: episodes.searched(
+        "episodes": lambda run, request: episodes.list_episodes(run, dict(request.query_params)),
+        "search": lambda run, request: episodes.search_episodes(
             run, clock, _search_text(request), _parameter(request, "before")
         ),
-        "episodes/{key}": lambda run, request: episodes.shown(run, cache, request.path_params["key"]),
+        "episodes/{key}": lambda run, request: episodes.read_episode(run, cache, request.path_params["key"]),
         "episodes/{key}/turns/{turn:number}": lambda run, request: _window(run, cache, request),
         "episodes/{key}/turns/{turn:number}/{place:number}": lambda run, request: episodes.token(
             run, request.path_params["key"], request.path_params["turn"], request.path_params["place"]
@@ -172,7 +172,7 @@ def _parameter(request: Request, name: str) -> str:
     return request.query_params.get(name, "")
 
 
-def answered(value: Any, status: int = 200) -> Response:
+def json_response(value: Any, status: int = 200) -> Response:
     """Return ``value`` as a JSON response."""
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
@@ -181,14 +181,14 @@ def refused(_: Request, error: Exception) -> Response:
     """Return the response to a request that failed with an error of Headrace: the problem and the remedy as JSON, with
     status 422."""
     assert isinstance(error, HeadraceError)
-    return answered({"problem": error.problem, "remedy": error.remedy}, 422)
+    return json_response({"problem": error.problem, "remedy": error.remedy}, 422)
 
 
 def not_found(_: Request, error: Exception) -> Response:
     """Return the response to a request that failed with an HTTP error, such as an unknown path: the problem as JSON,
     with the error's status."""
     assert isinstance(error, HTTPException)
-    return answered({"problem": str(error.detail), "remedy": "choose a page from the list"}, error.status_code)
+    return json_response({"problem": str(error.detail), "remedy": "choose a page from the list"}, error.status_code)
 
 
 EVERY_S = 0.4

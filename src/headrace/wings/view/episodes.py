@@ -52,7 +52,7 @@ MOST_DIGITS = 18
 """Largest number of digits of a number in a request, so that it fits into 64 bits."""
 
 
-def listed(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
+def list_episodes(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
     """Return one page of the list of episodes, with excerpts of their texts, and the total number of episodes that
     match the filter. ``parameters`` are the parameters of the request: ``order``, ``offset``, ``limit``, and the
     conditions of the filter. Raises :class:`~headrace.base.errors.DataError` for an invalid value."""
@@ -71,7 +71,7 @@ def listed(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def searched(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, Any]:
+def search_episodes(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, Any]:
     """Search the episodes for the text ``words``, ignoring case, from the latest episode backwards for at most
     :data:`SEARCH_S`, and return the matches. The field ``next`` of the answer is the key of the last episode that was
     read, empty if the search is complete; ``before`` is the ``next`` of the previous answer, empty to begin with the
@@ -90,12 +90,12 @@ def searched(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, A
 
 def _backwards(browser: Browser, at: EpisodeKey | None) -> Iterator[EpisodeGraph]:
     """Yield every episode that comes before the episode ``at`` (``None``: every episode), the latest first."""
-    while block := browser.before(at, BLOCK):
+    while block := browser.episodes_before(at, BLOCK):
         yield from block
         at = block[-1].key
 
 
-def shown(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[str, Any]:
+def read_episode(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[str, Any]:
     """Return one episode for its page: its record in the ledger, the records of all episodes of its group, and its
     turns without their tokens. ``name`` is the key ``GROUP.PLACE``. Raises :class:`~headrace.base.errors.DataError` if
     there is no such episode."""
@@ -393,7 +393,7 @@ class TeacherColumns:
     @classmethod
     def of(cls, run: OpenRun, episode: EpisodeGraph) -> TeacherColumns:
         """Read the recorded values of ``episode`` from the ledger of the run."""
-        learned = run.browser().learned(episode.key.group)
+        learned = run.browser().token_results(episode.key.group)
         served = {
             index: turn.tokens.teacher_scores
             for index, turn in enumerate(episode.turns)

@@ -111,7 +111,7 @@ def _windows(run: OpenRun) -> list[dict[str, Any]]:
 def _episodes(run: OpenRun) -> Answers:
     """Return the answers about the latest episodes, by path: the list, and each episode with its tokens, with at most
     :data:`EPISODE_BYTES` of episodes in total."""
-    listed = episodes.listed(run, {})
+    listed = episodes.list_episodes(run, {})
     answers: Answers = {"episodes": listed}
     advantages = EpisodeAdvantages()
     left, rows = EPISODE_BYTES, []
@@ -119,7 +119,7 @@ def _episodes(run: OpenRun) -> Answers:
         if row["ended_s"] is None:
             continue
         key = row["key"]
-        one = {f"episodes/{key}": episodes.shown(run, advantages, key)}
+        one = {f"episodes/{key}": episodes.read_episode(run, advantages, key)}
         for turn in one[f"episodes/{key}"]["turns"]:
             for first in range(0, turn["tokens"], TOKENS):
                 window = episodes.window(run, advantages, key, turn["index"], (first, TOKENS))

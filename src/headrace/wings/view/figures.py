@@ -16,7 +16,7 @@ from headrace.base.types.observation import StepRecord
 from headrace.flow.ledger.base import Conservation, UnitCounts
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.survivors import survivors
-from headrace.run.observe import age_histogram, load_run, observed
+from headrace.run.observe import age_histogram, load_run, summarize_steps
 from headrace.run.observe.metrics import REGISTRY, find, flat
 from headrace.run.observe.rundata import lives, recorded_account
 from headrace.wings.view.run import LIVING, OpenRun
@@ -81,23 +81,23 @@ def series(run: OpenRun, names: Sequence[str]) -> dict[str, Any]:
 
 def columns(run: OpenRun, names: Sequence[str], most: int) -> dict[str, Any]:
     """Return the same columns as :func:`series`, for any number of names, with at most ``most`` points each."""
-    begun = lives(run.steps)
-    steps = _thinned([step for life in _continued(begun) for step in life], most)
+    recorded_lives = lives(run.steps)
+    steps = _thinned([step for life in _continued(recorded_lives) for step in life], most)
     rows = [flat(step) for step in steps]
     return {
         "step": [step.version for step in steps],
         "wall_s": [step.wall_s for step in steps],
         "first_s": _began_s(steps[0]) if steps else 0.0,
-        "lives": [life[0].version for life in begun[1:]],
+        "lives": [life[0].version for life in recorded_lives[1:]],
         "columns": {name: [row.get(name) for row in rows] for name in names},
     }
 
 
-def _continued(begun: Sequence[Sequence[StepRecord]]) -> Iterator[list[StepRecord]]:
+def _continued(recorded_lives: Sequence[Sequence[StepRecord]]) -> Iterator[list[StepRecord]]:
     """Yield the steps of each life of a run, with wall time and generated tokens that continue where the previous life
-    ended. ``begun`` has the recorded steps of each life, in which both begin at 0."""
+    ended. ``recorded_lives`` has the recorded steps of each life, in which both begin at 0."""
     wall_s, tokens = 0.0, 0
-    for place, life in enumerate(begun):
+    for place, life in enumerate(recorded_lives):
         later_s = wall_s - _began_s(life[0]) if place else 0.0
         moved = [
             msgspec.structs.replace(step, wall_s=step.wall_s + later_s, generated_tokens=step.generated_tokens + tokens)
@@ -184,7 +184,7 @@ def _is_here(part: dict[str, Any]) -> bool:
     return not part.get("node")
 
 
-def compared(runs: Sequence[OpenRun]) -> dict[str, Any]:
+def compare_runs(runs: Sequence[OpenRun]) -> dict[str, Any]:
     """Return the answer to the page that compares runs: the state, verdict and figures of each, and the settings in
     which they differ."""
     settings = [_leaves(run.config.tree) for run in runs]
@@ -210,7 +210,7 @@ def _figures(run: OpenRun, living: bool) -> dict[str, Any]:
     (``living``, or killed without a summary) they are computed from its steps and its latest account, the record of how
     its time was spent."""
     steps = run.steps
-    from_steps = observed(steps, steps[-1].wall_s if steps else 0.0)
+    from_steps = summarize_steps(steps, steps[-1].wall_s if steps else 0.0)
     if run.summary.tree and not living:
         unknown = dict.fromkeys(OF_TRAINING) if run.summary.tree.get("tokens_trained") == 0 else {}
         return {**from_steps, **run.summary.tree, **unknown}

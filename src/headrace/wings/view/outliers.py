@@ -40,7 +40,7 @@ def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
     until_s = clock.now() + LOOK_S
     found: list[tuple[float, tuple[int, int, int, int], dict[str, Any]]] = []
     episodes_read = 0
-    learned = run.browser().learned(scored[0].group) if scored else None
+    learned = run.browser().token_results(scored[0].group) if scored else None
     for row in scored:
         if clock.now() > until_s:
             break

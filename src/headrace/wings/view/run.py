@@ -15,7 +15,7 @@ from headrace.base.errors import DataError, HeadraceError
 from headrace.base.types.observation import Event, StepRecord
 from headrace.base.types.trace import Span
 from headrace.flow.ledger.browse import Browser, is_written
-from headrace.flow.ledger.opening import LOCK_FILE, REDIS_FILE, SQLITE_FILE, is_held
+from headrace.flow.ledger.opening import LOCK_FILE, REDIS_FILE, SQLITE_FILE, is_locked
 from headrace.learner.disk import Damaged, verify
 from headrace.run.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, evaluations, run_about, run_name
 from headrace.run.observe.rundata import CONFIG_FILE, clock_resets, last_life, note_on_resumption
@@ -168,7 +168,7 @@ class OpenRun:
         """Return the state of a run that has no fresh ``status`` and no summary. If a process still holds the lock of
         the directory, it is ``stopped`` with a status and ``starting`` without; otherwise ``killed`` with a status,
         ``failed`` if there is only a lock file, and ``unknown`` without one."""
-        if is_held(self.directory):
+        if is_locked(self.directory):
             return "stopped" if status else "starting"
         if status:
             return "killed"

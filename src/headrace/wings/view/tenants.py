@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from headrace.base.clock import Clock
 from headrace.wings.tinker.records import ServerRecords
-from headrace.wings.view.app import answered, application
+from headrace.wings.view.app import application, json_response
 from headrace.wings.view.auth import ViewAuth
 from headrace.wings.view.text import DirectoryTokenizer
 
@@ -38,22 +38,22 @@ def make_tenants_app(
         """Answer with the tenants, the waiting requests and the last samples."""
         now_s = clock.wall()
         lists = {"tenants": records.tenants(now_s), "queue": records.queue(now_s), "samples": records.samples()}
-        return answered({"directory": str(records.directory), "now_s": now_s, **lists})
+        return json_response({"directory": str(records.directory), "now_s": now_s, **lists})
 
     def sample(request: Request) -> Response:
         """Answer with the sampled sequence whose number is in the path, its tokens as pieces of text."""
         found = records.sample(request.path_params["number"])
         pieces = texts.of(found["base"], [*found["prompt"], *found["ids"]])
         first = len(found["prompt"])
-        return answered({**found, "prompt_text": "".join(pieces[:first]), "pieces": pieces[first:]})
+        return json_response({**found, "prompt_text": "".join(pieces[:first]), "pieces": pieces[first:]})
 
     def trained(request: Request) -> Response:
         """Answer with the data of the last training requests of the model in the path, their target tokens as pieces of
         text."""
         model = request.path_params["model"]
         base = next((each["base"] for each in records.tenants(clock.wall()) if each["model"] == model), "")
-        data = records.trained(model)
-        return answered([{**datum, "pieces": texts.of(base, _first(datum["targets"]))} for datum in data])
+        data = records.last_training_data(model)
+        return json_response([{**datum, "pieces": texts.of(base, _first(datum["targets"]))} for datum in data])
 
     answers = [
         Route("/api/tenants", tenants),

@@ -49,7 +49,7 @@ class Do(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
     supervisor: int
     """The number of the supervisor; the first call with a number creates it."""
-    what: Literal["look", "begin", "ended", "computed_s", "halted"]
+    what: Literal["describe_node", "begin", "ended", "computed_s", "halt_reason"]
     """The name of the method."""
     asked: bytes = b""
     """The argument of the call as JSON; empty for calls without one."""

@@ -29,7 +29,7 @@ class MessagePart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 _ENCODER = MessageCodec(Any)
 
 
-def divided(message: Any, call: int) -> Iterator[MessagePart]:
+def split_message(message: Any, call: int) -> Iterator[MessagePart]:
     """Yield the parts of ``message``, at least one. ``call`` is the number of the order that the message contains or
     answers."""
     data = memoryview(_ENCODER.encode(message))

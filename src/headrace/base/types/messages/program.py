@@ -1,5 +1,5 @@
-"""The messages that a run receives from the program ``headrace`` while it goes on, and its answers. They travel as
-lines of JSON."""
+"""The requests that the program ``headrace`` sends to a run in progress, and the answers of the run. Each message is
+one line of JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import msgspec
 
 
 class ListEngines(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request for the run's engines."""
+    """The request to list the engines of the run."""
 
 
 class AddEngines(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -23,9 +23,10 @@ class RemoveEngines(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str = ""
     """The engine to remove; empty: the last ``count``."""
     count: int = 1
-    """The number of engines to remove where no name is given."""
+    """The number of engines to remove if ``name`` is empty."""
     drain_s: float
-    """Seconds that the engines have to end their sequences; the other engines continue the rest."""
+    """The time in seconds that the engines have to finish their sequences. The other engines continue the sequences
+    that are not finished by then."""
 
 
 ProgramRequest = ListEngines | AddEngines | RemoveEngines
@@ -39,13 +40,14 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     """The process id on the machine of the engine; 0 while it is being started."""
     state: str
-    """``starting``, ``serving``, ``waiting`` for new weights, ``leaving``, or why its process is halted."""
+    """``starting``, ``serving``, ``waiting`` (for new weights), ``leaving``, or the reason why its process is
+    halted."""
     version: int
     """The version of its weights; −1 if it has none."""
     device: str
     """The device on which it computes, as in ``cuda:1``."""
     threads: int | None
-    """The number of cores that it computes with; ``None`` while it starts."""
+    """The number of cores on which it computes; ``None`` while it starts."""
     sequences: int
     """The number of sequences that it serves now."""
     restarts: int
@@ -55,26 +57,26 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChangeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The news about a change that is under way."""
+    """The report of the progress of a change that is not complete yet."""
 
     text: str
 
 
 class ChangeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The last answer to a request that was carried out."""
+    """The final answer to a request that has succeeded."""
 
     changed: tuple[str, ...] = ()
     """The names of the engines that were added or removed."""
     engines: tuple[EngineStatus, ...]
-    """All engines that the run has now."""
+    """All engines of the run after the change."""
 
 
 class ChangeRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The last answer to a request that was not carried out, or not as a whole."""
+    """The final answer to a request that was refused, or of which only a part has succeeded."""
 
     problem: str
     remedy: str
 
 
 ProgramAnswer = ChangeProgress | ChangeDone | ChangeRefused
-"""The answers to such a request."""
+"""The answers to a request. Any number of :class:`ChangeProgress` may come before the final answer."""

@@ -10,7 +10,7 @@ from headrace.base.types.task import Task
 from headrace.base.types.versions import NOT_SAMPLED
 
 
-class EngineSeen(msgspec.Struct, frozen=True, kw_only=True):
+class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine of the run in the controller's fleet. The first record with a name announces a new engine,
     to which the shard may send requests."""
 
@@ -28,10 +28,10 @@ class EngineSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the engine is paused, so that it may send nothing for a while."""
 
 
-class EnginesSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EngineUpdates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The message that the state of some engines has changed."""
 
-    engines: tuple[EngineSeen, ...]
+    engines: tuple[EngineUpdate, ...]
 
 
 class StartEpisodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -45,7 +45,7 @@ class StartEpisodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The indices of the episodes in the group."""
     task: Task
     """The task that the episodes attempt."""
-    begun: tuple[TokenChunk, ...] = ()
+    partial_turns: tuple[TokenChunk, ...] = ()
     """The recorded tokens of turns that were sampled before the run was interrupted or another shard died, from which
     the episodes continue."""
     together: bool = False
@@ -66,4 +66,4 @@ class EndCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The number of the order ``StartEpisodes``."""
 
 
-Message = EnginesSeen | StartEpisodes | WithdrawEpisode | EndCall | Shutdown
+Message = EngineUpdates | StartEpisodes | WithdrawEpisode | EndCall | Shutdown

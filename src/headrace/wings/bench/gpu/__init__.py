@@ -24,7 +24,7 @@ from headrace.base.errors import ConfigError
 from headrace.wings.bench.base import Report, Row, Target, at_most, report
 from headrace.wings.bench.gpu.base import GpuStageOutcome
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
-from headrace.wings.bench.gpu.files import GpuFile, compared, figures_of, rates_of, read_file, write_file
+from headrace.wings.bench.gpu.files import GpuFile, compare_figures, figures_of, rates_of, read_file, write_file
 from headrace.wings.bench.gpu.refusals import ask_card, folder_of_models, refuse_card, refuse_options
 from headrace.wings.bench.gpu.stages import chosen
 
@@ -123,5 +123,5 @@ def _report(outcomes: Sequence[GpuStageOutcome], before: GpuFile | None) -> Repo
     broken = [outcome.name for outcome in outcomes if outcome.state in ("failed", "out of time")]
     targets.append(at_most(" ".join(["stages that failed or were killed", *broken]), len(broken), 0, "stages"))
     if before is not None:
-        rows += compared(figures_of(outcomes), figures_of(before.stages))
+        rows += compare_figures(figures_of(outcomes), figures_of(before.stages))
     return report(rows, targets)

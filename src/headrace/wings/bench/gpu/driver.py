@@ -117,7 +117,7 @@ def _run_stage(
     found = read_lines(lines)
     state = "out of time" if timed_out else "failed" if process.returncode else "done"
     return GpuStageOutcome(
-        name=name, state=state, why="" if state == "done" else _last_words(log), seconds=clock.now() - start_s,
+        name=name, state=state, why="" if state == "done" else _log_tail(log), seconds=clock.now() - start_s,
         processor_s=processor_s, limit_s=limit_s,
         rows=[line.row for line in found if line.row is not None],
         targets=[line.target for line in found if line.target is not None],
@@ -163,6 +163,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.stdin.close()
 
 
-def _last_words(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     """Return the last lines of ``log``, the file with the output of a stage's process."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])

@@ -16,7 +16,7 @@ from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine, WeightReceiver
 from headrace.engine.native.swaps import LoadedWeights
 from headrace.models import ModelConfig, load_model
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.wings.bench.gpu.base import StageContext
 from headrace.wings.plan.catalogue.shape import ModelShape
 from headrace.wings.plan.costs import Roofline
@@ -73,7 +73,7 @@ def open_engine(
     """Load the model in ``model_dir`` onto the device, and return an engine with room for ``load``. Its loaded weights
     are committed as the first version, unless there is a ``receiver``, from which the engine then receives its weights.
     ``more`` are further settings of the engine."""
-    device = use("engine.device", stage.request.device)
+    device = use_device("engine.device", stage.request.device)
     model = load_model(ModelConfig.model_validate({"path": str(model_dir), "dtype": dtype}), str(device))
     settings = {"max_sequences": load.sequences, "max_step_tokens": STEP_TOKENS, "cache_share": 0.6, **more}
     engine = NativeEngine(

@@ -72,7 +72,7 @@ def read_file(path: Path) -> GpuFile:
     return found
 
 
-def compared(now: Mapping[str, float], before: Mapping[str, float]) -> list[Row]:
+def compare_figures(now: Mapping[str, float], before: Mapping[str, float]) -> list[Row]:
     """Return a row for each figure that is in both ``now`` and ``before``, with their ratio and whether the new figure
     is slower."""
     rows: list[Row] = []

@@ -14,7 +14,7 @@ from headrace.learner.base import LearnerContext
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerCore
 from headrace.models import LoraConfig, ModelConfig, load_model
-from headrace.models.devices import use
+from headrace.models.devices import use_device
 from headrace.wings.bench.gpu.base import StageContext
 from headrace.wings.bench.learner_worker import batch_of
 
@@ -24,7 +24,7 @@ def open_learner(
 ) -> LearnerCore:
     """Load the model in ``model_dir`` onto the device, and return its learner, with DAPO's loss. ``settings`` are the
     settings of the section ``[learner]``. With a ``rank`` above 0, the learner trains an adapter of this rank."""
-    device = use("learner.device", stage.request.device)
+    device = use_device("learner.device", stage.request.device)
     lora = LoraConfig(rank=rank) if rank else None
     config = ModelConfig.model_validate({"path": str(model_dir), "dtype": dtype, "lora": lora})
     context = LearnerContext(temperature=1.0, total_steps=1000, model_dir=model_dir, clock=stage.clock)

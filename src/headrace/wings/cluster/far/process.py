@@ -114,16 +114,16 @@ class FarProcess:
         except (SupervisorLost, SupervisorUnusable, TimeoutError):
             return 0.0
 
-    async def halted(self) -> str:
+    async def halt_reason(self) -> str:
         """Return the reason why the process makes no progress, such as a signal that has stopped it, as its machine
         reports it. Return an empty text if the process is not halted or its machine does not answer."""
         try:
-            words: bytes = await in_time(self._supervisor.call("halted"), METER_S)
+            words: bytes = await in_time(self._supervisor.call("halt_reason"), METER_S)
         except (SupervisorLost, SupervisorUnusable, TimeoutError):
             return ""
         return words[:MAX_REASON_BYTES].decode("utf-8", "replace")
 
-    def ending(self) -> str:
+    def describe_end(self) -> str:
         """Return how the process has ended, in words that follow its name in a sentence. The process must have
         ended."""
         return self._end.result().words

@@ -93,7 +93,7 @@ class ProcessSupervisor:
             sweep(root)  # removes directories that killed runs have left
         self._directory = Lease.directory(Path(tempfile.gettempdir()))
 
-    def look(self, query: bytes) -> bytes:
+    def describe_node(self, query: bytes) -> bytes:
         """Return the encoded :class:`NodeReply` to the encoded :class:`NodeQuery` ``query``."""
         question, address = msgspec.json.decode(query, type=NodeQuery), self._address
         with socket.socket(family_of(address)) as free:
@@ -150,10 +150,10 @@ class ProcessSupervisor:
         """Return the processor time that the process has used or waited for, in seconds; 0 if it is no longer known."""
         return await self._running_process().computed_s()
 
-    async def halted(self) -> bytes:
+    async def halt_reason(self) -> bytes:
         """Return the reason why the process makes no progress, such as a signal that has stopped it, as UTF-8 text;
         empty if it is not halted."""
-        return (await self._running_process().halted()).encode()
+        return (await self._running_process().halt_reason()).encode()
 
     def _running_process(self) -> LocalProcess:
         """Return the process. Raises :class:`~headrace.base.errors.RunError` if no process was started."""

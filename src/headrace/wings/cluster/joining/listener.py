@@ -262,7 +262,7 @@ class JoinListener:
 async def _listen_for_breaks(machine: JoinedStarter) -> None:
     """Set ``machine.broke`` whenever a connection of the machine's channel breaks, until this task is cancelled."""
     while True:
-        await machine.channel.broken()
+        await machine.channel.wait_for_break()
         machine.broke, machine.peer.was_heard = True, False
 
 

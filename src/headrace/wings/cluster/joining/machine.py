@@ -164,7 +164,7 @@ class JoinedStarter:
         :class:`~headrace.base.errors.ConfigError` if the machine lacks one of the paths."""
         query = msgspec.structs.replace(self._query, paths=paths_of(start))
         found = msgspec.json.decode(
-            await in_time(supervisor.call("look", msgspec.json.encode(query)), self._timeout_s), type=NodeReply
+            await in_time(supervisor.call("describe_node", msgspec.json.encode(query)), self._timeout_s), type=NodeReply
         )
         for path in found.missing.values():
             raise ConfigError(
@@ -226,9 +226,11 @@ def _has_result_type(method: str, answer: bytes | int | float) -> bool:
     checked because they are not trusted."""
     try:
         match method:
-            case "look" | "ended":
-                msgspec.json.decode(msgspec.convert(answer, bytes), type=NodeReply if method == "look" else FarExit)
-            case "halted":
+            case "describe_node":
+                msgspec.json.decode(msgspec.convert(answer, bytes), type=NodeReply)
+            case "ended":
+                msgspec.json.decode(msgspec.convert(answer, bytes), type=FarExit)
+            case "halt_reason":
                 msgspec.convert(answer, bytes)
             case _:
                 msgspec.convert(answer, int if method == "begin" else float)

@@ -294,14 +294,14 @@ class _NodeDispatcher:
             supervisor = self.supervisors.get(order.supervisor) or ProcessSupervisor(self.address)
             self.supervisors[order.supervisor] = supervisor
             match order.what:
-                case "look":
-                    answer = supervisor.look(order.asked)
+                case "describe_node":
+                    answer = supervisor.describe_node(order.asked)
                 case "begin":
                     answer = await supervisor.begin(_require_environment(order.asked))
                 case "computed_s":
                     answer = await supervisor.computed_s()
-                case "halted":
-                    answer = await supervisor.halted()
+                case "halt_reason":
+                    answer = await supervisor.halt_reason()
                 case "ended":
                     self.watched.add(order.supervisor)
                     answer = await supervisor.ended()

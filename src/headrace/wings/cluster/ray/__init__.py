@@ -67,14 +67,14 @@ def _requests_sentence(launch: LaunchConfig, num_engines: int, num_ranks: int) -
     )
 
 
-async def _engine_room(starter: RayStarter, names: tuple[str, ...]) -> None:
+async def _refuse_no_room(starter: RayStarter, names: tuple[str, ...]) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if the cluster has no room for the engines ``names``."""
     await starter.refuse_no_room(names)
 
 
 RAY = Launcher(
     starting=_start_on_ray,
-    engine_room=_engine_room,
+    refuse_no_room=_refuse_no_room,
     cluster=ClusterLaunch(
         refuse=_refuse_settings, devices=_part_devices, threads=_num_threads, sentence=_requests_sentence
     ),

@@ -22,7 +22,7 @@ from headrace.wings.cluster.far.supervisor import ProcessSupervisor
 
 REACH_S = 10.0
 """Longest wait until the head of the cluster accepts a connection, in seconds."""
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Seconds between two checks whether the cluster has reserved the resources."""
 GB = 1_000_000_000
 """Number of bytes in the unit of ``memory_gb``."""
@@ -143,7 +143,7 @@ class RayCluster:
         self._placement_group: Any = None
 
     @classmethod
-    async def joined(cls, address: str) -> RayCluster:
+    async def connect(cls, address: str) -> RayCluster:
         """Connect this process to the cluster at ``address``, unless it is already connected to a cluster, and return
         the object for it. Raises :class:`~headrace.base.errors.ConfigError` if there is no cluster."""
         import ray
@@ -201,11 +201,11 @@ class RayCluster:
         )
         clock = RealClock()
         deadline_s = clock.now() + timeout_s
-        while not await asyncio.to_thread(self._placement_group.wait, LOOK_S):
+        while not await asyncio.to_thread(self._placement_group.wait, CHECK_S):
             if clock.now() > deadline_s:
                 raise DeadlineError(
                     f"the cluster has not had room for {timeout_s:g} s for all that the run needs at once: "
-                    f"{needs(parts)}; {await self.words()}",
+                    f"{describe_needs(parts)}; {await self.describe_resources()}",
                     remedy="add nodes; ask for less in [launch.ray], or for fewer engines or ranks; where an "
                     "autoscaler is still at work, raise launch.start_timeout_s",
                 )
@@ -220,11 +220,11 @@ class RayCluster:
         if any(free.get(name, 0.0) < num * amount for name, amount in bundle(share).items()):
             each = f"{num} more engines, which ask for {share} each" if num > 1 else f"one more engine: {share}"
             raise ConfigError(
-                f"the cluster has no room for {each}; {await self.words()}",
+                f"the cluster has no room for {each}; {await self.describe_resources()}",
                 remedy="add nodes first, or remove an engine; [launch.ray.engine] says what an engine asks for",
             )
 
-    async def words(self) -> str:
+    async def describe_resources(self) -> str:
         """Return a sentence about the resources of the cluster, in total and free, for messages."""
         import ray
 
@@ -237,7 +237,7 @@ class RayCluster:
             f"the largest with {largest.cpus:g} and {largest.gpus:g}"
         )
 
-    def supervisor(self, name: str, share: ResourceShare, reservation: RayReservation) -> Actor:
+    def start_supervisor(self, name: str, share: ResourceShare, reservation: RayReservation) -> Actor:
         """Start an actor that will supervise the process ``name``, with the resources ``share``, and return its handle
         immediately. The actor may still wait for its resources."""
         import ray
@@ -280,10 +280,11 @@ def bundle(share: ResourceShare) -> dict[str, float]:
     return {name: amount for name, amount in named.items() if amount}
 
 
-def needs(parts: Sequence[tuple[str, ResourceShare]]) -> str:
+def describe_needs(parts: Sequence[tuple[str, ResourceShare]]) -> str:
     """Return a phrase that lists the resources that each part needs; parts with equal needs are listed together.
 
-    >>> needs([("learner", ResourceShare()), ("engine-0", ResourceShare(cpus=2)), ("engine-1", ResourceShare(cpus=2))])
+    >>> one, two = ResourceShare(), ResourceShare(cpus=2)
+    >>> describe_needs([("learner", one), ("engine-0", two), ("engine-1", two)])
     'learner 1 CPU; engine-0, engine-1 2 CPUs each'
     """
     names: dict[str, list[str]] = {}

@@ -1,9 +1,9 @@
 """The starter of a run's processes on the nodes of a Ray cluster.
 
-standing parts   reservation of all resources ─▶ actor in the part's bundle ─▶ query to its node ─▶ process
-workers                                          actor on any node with free resources ─▶ query ─▶ process
+permanent parts   reservation of all resources ─▶ actor in the part's bundle ─▶ query to its node ─▶ process
+workers                                           actor on any node with free resources ─▶ query ─▶ process
 
-A standing part (an engine or a rank of the learner) runs as long as the run. Workers are started and replaced during
+A permanent part (an engine or a rank of the learner) runs as long as the run. Workers are started and replaced during
 the run. An actor is the supervisor of one process.
 """
 
@@ -44,7 +44,7 @@ RETRY_S = 0.5
 
 @asynccontextmanager
 async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
-    """Connect to the Ray cluster, reserve resources for the standing parts of ``order``, and yield the starter of the
+    """Connect to the Ray cluster, reserve resources for the permanent parts of ``order``, and yield the starter of the
     run's processes. The resources are released when the body ends.
 
     Raises :class:`~headrace.base.errors.ConfigError` if Ray is not installed or there is no cluster, and
@@ -52,14 +52,14 @@ async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
     """
     refuse_absent()
     launch = order.launch
-    cluster = await RayCluster.joined(launch.ray.address)
+    cluster = await RayCluster.connect(launch.ray.address)
     mark = order.run_dir / f".seen-{secrets.token_hex(8)}"
     try:
         mark.touch()
         parts = permanent_parts(order)
         reservation = await cluster.reserve(parts, launch.ray.placement, launch.start_timeout_s)
         starter = RayStarter(order, cluster, reservation, mark.name)
-        starter.call(name for name, _ in parts)
+        starter.start_actors(name for name, _ in parts)
         yield starter
     finally:
         mark.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
 
 
 def permanent_parts(order: LaunchOrder) -> list[tuple[str, ResourceShare]]:
-    """Return (name, resources) of each standing part: the ranks of the learner, and the engines of the policy, of
+    """Return (name, resources) of each permanent part: the ranks of the learner, and the engines of the policy, of
     agents and of teachers."""
     ranks = ["learner", *(f"learner-{rank}" for rank in range(1, len(order.devices.learner)))]
     engines = [
@@ -90,7 +90,7 @@ class RayStarter:
     """A starter of processes on a Ray cluster (:class:`~headrace.launch.child.Starter`)."""
 
     def __init__(self, order: LaunchOrder, cluster: RayCluster, reservation: RayReservation, mark: str) -> None:
-        """Create a starter for the processes of ``order``. Standing parts get their resources from ``reservation``.
+        """Create a starter for the processes of ``order``. Permanent parts get their resources from ``reservation``.
         ``mark`` is the name of a file in the run directory; a node on which the file exists shares that directory."""
         self._order, self._cluster, self._reservation, self._mark = order, cluster, reservation, mark
         self.host_address = own_address()
@@ -100,7 +100,7 @@ class RayStarter:
         started."""
         self._waiting_actors: dict[str, Actor] = {}
 
-    def call(self, names: Iterable[str]) -> None:
+    def start_actors(self, names: Iterable[str]) -> None:
         """Start the actors of the parts with these ``names`` now, so that the actors start in parallel; :meth:`start`
         uses them later."""
         self._waiting_actors |= {name: self._actor(name) for name in names}
@@ -114,7 +114,7 @@ class RayStarter:
 
     def _actor(self, name: str) -> Actor:
         """Start an actor for the part ``name``, with the resources of its role."""
-        return self._cluster.supervisor(name, share_of(name, self._order.launch.ray), self._reservation)
+        return self._cluster.start_supervisor(name, share_of(name, self._order.launch.ray), self._reservation)
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
         """Start a process on a node with free resources, and on another node if that node is lost during the start.
@@ -135,7 +135,7 @@ class RayStarter:
                 if isinstance(error, TimeoutError) or (isinstance(error, SupervisorLost) and late):
                     raise DeadlineError(
                         f"{spec.name} needs {share}, and found no free resources within {timeout_s:g} s; "
-                        f"{await self._cluster.words()}",
+                        f"{await self._cluster.describe_resources()}",
                         remedy="add nodes, ask for less in [launch.ray], or raise launch.start_timeout_s",
                     ) from None
                 if not isinstance(error, SupervisorLost):
@@ -173,13 +173,13 @@ class RayStarter:
         """Return the node's reply to the query about the paths of the process and the run directory. Wait for the actor
         until ``deadline_s``, and warn the user once if the wait is longer than :data:`WARN_S` seconds."""
         query = NodeQuery(paths=paths_of(spec.start), run_dir=str(self._order.run_dir), mark=self._mark)
-        reply = actor.call("look", msgspec.json.encode(query))
+        reply = actor.call("describe_node", msgspec.json.encode(query))
         await asyncio.wait([reply], timeout=min(WARN_S, max(0.0, deadline_s - self._clock.now())))
         if not reply.done() and self._clock.now() < deadline_s:
             share = share_of(spec.name, self._order.launch.ray)
             words = (
                 f"{spec.name} ({share}) has waited {WARN_S:g} s for a node, or for its node to start its actor; "
-                f"{await self._cluster.words()}"
+                f"{await self._cluster.describe_resources()}"
             )
             self._order.on_event(Event(wall_s=0.0, text=words, level="warning"))
         left_s = max(0.0, deadline_s - self._clock.now())

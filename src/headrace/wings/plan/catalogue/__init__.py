@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import ConfigError, nearest
-from headrace.models.hub import called, is_hub_name, local_directory
+from headrace.models.hub import is_hub_name, local_directory, short_model_name
 from headrace.wings.plan.catalogue.shape import ModelShape, shape_of
 
 DEFAULT_HOST = "DGX-H100"
@@ -109,12 +109,12 @@ def model(path: str) -> ModelShape:
 
     Raises :class:`~headrace.base.errors.ConfigError` if no such model is found, or if its ``config.json`` is invalid.
     """
-    name = called(path).casefold()
+    name = short_model_name(path).casefold()
     unknown = name not in models() and is_hub_name(path)
     file = Path(local_directory(path, weights=False) if unknown else path) / "config.json"
     if file.is_file():
         try:
-            return shape_of(called(path), json.loads(file.read_text(encoding="utf-8")))
+            return shape_of(short_model_name(path), json.loads(file.read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, ValueError, TypeError) as error:
             raise ConfigError(f"{file} does not say what the model is made of: {error}", remedy=_REMEDY) from None
     if name not in models():

@@ -364,7 +364,7 @@ class LocalSession(SandboxSession):
         argv = [self.programs["tar"], "--one-file-system", "--anchored", *_EXACT, "--sparse", *without, "-cf", "-", "."]
         files = CopiedFiles(self._driver)
         try:
-            with files.opened("wb") as archive:
+            with files.open_archive("wb") as archive:
                 await self._pass_file(argv, archive, stream=1)
         except BaseException:
             files.close()
@@ -375,7 +375,7 @@ class LocalSession(SandboxSession):
         """Unpack a copy of files in a new session. Raises :class:`~headrace.base.errors.EpisodeError` if they cannot be
         written."""
         argv = [self.programs["tar"], "-p", "--xattrs", "-xf", "-", "-C", "/"]
-        with files.opened("rb") as archive:
+        with files.open_archive("rb") as archive:
             await self._pass_file(argv, archive, stream=0)
 
     async def _pass_file(self, argv: Sequence[str], file: IO[bytes], *, stream: Literal[0, 1]) -> None:
@@ -453,7 +453,7 @@ class LocalSession(SandboxSession):
             assert self._descriptors is not None
             if file is not None:
                 socket.send_fds(self._descriptors, [b"+"], [file.fileno()])
-            self._writer.write(frames.packed(order, data))
+            self._writer.write(frames.pack_frame(order, data))
             record, more = await self._answer(within_s)
         except asyncio.CancelledError:
             await self._give_up("a call was cancelled")

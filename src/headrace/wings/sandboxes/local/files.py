@@ -53,7 +53,7 @@ class CopiedFiles:
             raise _no_copy(f"{most} files are the most that this process may have open, and snapshots have all but "
                            f"{LEFT_OPEN} of them")  # fmt: skip
 
-    def opened(self, mode: Literal["rb", "wb"]) -> IO[bytes]:
+    def open_archive(self, mode: Literal["rb", "wb"]) -> IO[bytes]:
         """Return a new file object of the archive, with a position of its own."""
         return open(f"/proc/self/fd/{self._file.fileno()}", mode)
 

@@ -14,7 +14,7 @@ HEADER = struct.Struct(">II")
 """The lengths of the record and of its bytes, as unsigned 32-bit integers."""
 
 
-def packed(record: Record, data: bytes = b"") -> bytes:
+def pack_frame(record: Record, data: bytes = b"") -> bytes:
     """Return one frame with a record and its bytes."""
     text = json.dumps(record).encode()
     return HEADER.pack(len(text), len(data)) + text + data
@@ -24,7 +24,7 @@ def unpack(received: bytearray) -> tuple[Record, bytes] | None:
     """Remove the first frame from the buffer ``received``, and return its record and its bytes; ``None`` if the frame
     is not complete yet.
 
-    >>> received = bytearray(packed({"do": "run"}, b"in") + b"..")
+    >>> received = bytearray(pack_frame({"do": "run"}, b"in") + b"..")
     >>> unpack(received), bytes(received)
     (({'do': 'run'}, b'in'), b'..')
     """

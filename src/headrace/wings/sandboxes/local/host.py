@@ -139,12 +139,12 @@ class SandboxHost:
             if self._layers is not None:
                 self._add_files(self._layers, order)
         except OSError as error:
-            channel.sendall(frames.packed({"error": f"its files cannot be prepared: {error}"}))
+            channel.sendall(frames.pack_frame({"error": f"its files cannot be prepared: {error}"}))
             return
         try:
             pid = os.fork()
         except OSError as error:
-            channel.sendall(frames.packed({"error": f"no process can be started for it: {error}"}))
+            channel.sendall(frames.pack_frame({"error": f"no process can be started for it: {error}"}))
             return
         if pid:
             self._watch(order["session"], pid)
@@ -156,7 +156,7 @@ class SandboxHost:
             self._supervise({**order, "missing": dict(self.missing)}, channel)
         except BaseException as error:  # noqa: BLE001 - the edge of a process
             with contextlib.suppress(OSError):
-                channel.sendall(frames.packed({"error": f"{type(error).__name__}: {error}"}))
+                channel.sendall(frames.pack_frame({"error": f"{type(error).__name__}: {error}"}))
         finally:
             os._exit(0)
 

@@ -323,7 +323,7 @@ class SessionSupervisor:
         """Send a frame to the client. An error is ignored, because a client that has closed the channel needs no
         frame."""
         with contextlib.suppress(OSError):
-            self._channel.sendall(frames.packed(record, data))
+            self._channel.sendall(frames.pack_frame(record, data))
 
 
 def now_s() -> float:

@@ -240,7 +240,7 @@ class CommandStreams(ServerChannel):
         """Close the WebSocket, which ends the command's input."""
         await self._socket.close()
 
-    async def last_words(self) -> str:
+    async def exit_reason(self) -> str:
         """Return the last characters of the command's error output and of the cluster's status message."""
         return " ".join(self._error_output.decode("utf-8", "replace").split())[-500:]
 

@@ -234,7 +234,7 @@ class ContainerChannel(ServerChannel):
                 self._process.kill()
                 await self._process.wait()
 
-    async def last_words(self) -> str:
+    async def exit_reason(self) -> str:
         """Return the end of the client's error output, or its exit code."""
         assert self._process.stderr is not None
         try:

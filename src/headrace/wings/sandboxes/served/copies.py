@@ -135,13 +135,15 @@ async def list_files(session: SandboxSession) -> FileListing:
     return FileListing(data=zlib.compress(b"\0".join(listed.records), 1))
 
 
-async def take_copy(session: SandboxSession, begun: FileListing, image: str, *, largest_bytes: int) -> ChangedFiles:
-    """Return a copy of the files that a session has changed since the list ``begun``. The caller makes sure that no
-    process of the session runs. No file may have more than ``largest_bytes`` bytes. Raises
+async def take_copy(
+    session: SandboxSession, initial_files: FileListing, image: str, *, largest_bytes: int
+) -> ChangedFiles:
+    """Return a copy of the files that a session has changed since the list ``initial_files``. The caller makes sure
+    that no process of the session runs. No file may have more than ``largest_bytes`` bytes. Raises
     :class:`~headrace.base.errors.EpisodeError` if the changes cannot be copied exactly."""
     listed = await _list(session, "open")
     try:
-        return await _copy(session, listed, begun.records(), image, largest_bytes)
+        return await _copy(session, listed, initial_files.records(), image, largest_bytes)
     finally:
         if listed.modes:
             with suppress(SessionEnded):

@@ -142,7 +142,7 @@ class DaytonaChannel(HostedChannel):
             self._pieces.get_nowait()
         self._pieces.put_nowait(b"")
 
-    async def last_words(self) -> str:
+    async def exit_reason(self) -> str:
         """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
         none."""
         return self._ended
@@ -329,7 +329,7 @@ async def open_daytona(readable: Sequence[str] = (), **options: Any) -> DaytonaD
     client = _client()
     driver = DaytonaDriver(settings, client)
     try:
-        await driver.opened()
+        await driver.connect()
     except BaseException:
         await quietly(client.close())
         raise

@@ -108,7 +108,7 @@ class E2BChannel(HostedChannel):
         while not self._pieces.empty():  # nobody reads them, and the end of the stream needs space
             self._pieces.get_nowait()
 
-    async def last_words(self) -> str:
+    async def exit_reason(self) -> str:
         """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
         none."""
         return self._ended
@@ -249,5 +249,5 @@ async def open_e2b(readable: Sequence[str] = (), **options: Any) -> E2BDriver:
     refuse_missing("e2b")
     refuse_readable("e2b", readable)
     driver = E2BDriver(settings)
-    await driver.opened()
+    await driver.connect()
     return driver

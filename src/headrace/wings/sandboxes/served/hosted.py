@@ -224,16 +224,16 @@ class HostedChannel(ServerChannel):
 class HostedSession(KeptSession):
     """A session on a machine of a service."""
 
-    async def join(self, channel: HostedChannel, missing: Mapping[str, str], begun_s: float) -> None:
-        """Attach the server of a machine whose lifetime began at ``begun_s``. ``missing`` are the guards that the
+    async def join(self, channel: HostedChannel, missing: Mapping[str, str], start_s: float) -> None:
+        """Attach the server of a machine whose lifetime began at ``start_s``. ``missing`` are the guards that the
         driver lacks."""
         await self.attach(channel)
         self.missing = {**missing, **channel.lacks}
-        self._until_s = begun_s + self.spec.life_s
+        self._until_s = start_s + self.spec.life_s
 
     async def give_up(self, reason: str) -> None:
         """End the session at once because of ``reason``, to which the client's own message about the end is added."""
-        if not self.ended and self._channel is not None and (words := await self._channel.last_words()):
+        if not self.ended and self._channel is not None and (words := await self._channel.exit_reason()):
             reason = f"{reason} ({words})"
         await super().give_up(reason)
 
@@ -257,7 +257,7 @@ class HostedDriver(KeepingDriver):
         """Delete machines and snapshots of dead owners. Raises :class:`~headrace.base.errors.EnvError` if the service
         cannot be reached or refuses the key."""
 
-    async def opened(self) -> None:
+    async def connect(self) -> None:
         """Connect to the service, and delete what dead owners have left; the functions that open a driver call this."""
         await self._tasks.__aenter__()
         try:
@@ -299,7 +299,7 @@ class HostedDriver(KeepingDriver):
     async def begin(self, spec: SandboxSpec, origin: str, *, below: str) -> HostedSession:
         """Create a machine, and wait until its server is ready."""
         session = self.enter(HostedSession(self, spec, self.next_name(), below))
-        begun_s = RealClock().now()
+        start_s = RealClock().now()
         making = self._tasks.create_task(_outcome(self.create(session, origin)))
         try:
             async with asyncio.timeout(CALL_S):
@@ -314,7 +314,7 @@ class HostedDriver(KeepingDriver):
         if isinstance(channel, Exception):
             await session.give_up("its machine did not start")
             raise channel
-        await session.join(channel, self.missing, begun_s)
+        await session.join(channel, self.missing, start_s)
         return session
 
 

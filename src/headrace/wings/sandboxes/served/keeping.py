@@ -61,7 +61,7 @@ class KeptSession(ServedSession):
         """Store a snapshot of the files with the service."""
         return await self._driver.keep_files(self)
 
-    async def left(self) -> None:
+    async def forget(self) -> None:
         """Remove the session from the driver's records."""
         await self._driver.forget(self)
 

@@ -105,11 +105,11 @@ class KubernetesSession(RemoteSession):
         """Wait for the server's greeting. Variables that the cluster has set are removed from the variables of
         commands."""
         await super().attach(channel)
-        self.address = self.surroundings.get("KUBERNETES_SERVICE_HOST", "")
+        self.address = self.base_variables.get("KUBERNETES_SERVICE_HOST", "")
         if self.address:
-            self.address += f"/{self.surroundings.get('KUBERNETES_SERVICE_PORT', '443')}"
-        names = [name for name in self.surroundings if not name.startswith("KUBERNETES_")]
-        self.surroundings = {name: self.surroundings[name] for name in names}
+            self.address += f"/{self.base_variables.get('KUBERNETES_SERVICE_PORT', '443')}"
+        names = [name for name in self.base_variables if not name.startswith("KUBERNETES_")]
+        self.base_variables = {name: self.base_variables[name] for name in names}
         self.variables = self.first_variables()
 
 
@@ -243,7 +243,7 @@ class KubernetesDriver(RemoteDriver):
         """Delete the job of a session that did not start."""
         session.ended = "it could not start"
         await asyncio.shield(channel.kill())
-        await session.left()
+        await session.forget()
 
     async def _wait_for_pod(self, session: KubernetesSession) -> tuple[str, str]:
         """Wait until the pod of a session runs, and return its name and its image. Raises
@@ -381,9 +381,9 @@ class PodChannel(ServerChannel):
                     await self.streams.kill()
                 await self._gone()
 
-    async def last_words(self) -> str:
+    async def exit_reason(self) -> str:
         """Return the error output of the command that connects to the server."""
-        return "" if self.streams is None else await self.streams.last_words()
+        return "" if self.streams is None else await self.streams.exit_reason()
 
     async def _gone(self) -> None:
         """Wait until the job has no pod any more."""

@@ -108,7 +108,7 @@ class ModalChannel(HostedChannel):
             await quietly(self._output.aclose())
         await quietly(self._sandbox.detach.aio())  # type: ignore[no-untyped-call]
 
-    async def last_words(self) -> str:
+    async def exit_reason(self) -> str:
         """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
         none."""
         return self._ended
@@ -206,5 +206,5 @@ async def open_modal(readable: Sequence[str] = (), **options: Any) -> ModalDrive
     refuse_missing("modal")
     refuse_readable("modal", readable)
     driver = ModalDriver(settings)
-    await driver.opened()
+    await driver.connect()
     return driver

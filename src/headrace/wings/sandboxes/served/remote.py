@@ -45,24 +45,25 @@ class RemoteSession(ServedSession):
         super().__init__(spec)
         self.image = image
         """The image, by the most exact name that the service reports, such as a digest."""
-        self.begun: FileListing | None = None
+        self.initial_files: FileListing | None = None
         """The list of the files at the start of the session; ``None`` if the session cannot be copied."""
         self._driver = driver
 
     async def take_files(self) -> ChangedFiles:
         """Return a copy of the files that the session has changed. Raises :class:`~headrace.base.errors.EpisodeError`
         if the setting ``snapshots`` is false."""
-        if self.begun is None:
+        if self.initial_files is None:
             raise EpisodeError(
                 "a session of a driver with snapshots=false cannot be copied",
                 remedy="set snapshots = true in the settings of the driver",
                 reason="session_snapshot",
             )
-        files = await take_copy(self, self.begun, self.image, largest_bytes=self._driver.largest_bytes(self.spec))
+        largest_bytes = self._driver.largest_bytes(self.spec)
+        files = await take_copy(self, self.initial_files, self.image, largest_bytes=largest_bytes)
         self._driver.keep(files)
         return files
 
-    async def left(self) -> None:
+    async def forget(self) -> None:
         """Remove the session from its driver's records."""
         self._driver.forget(self)
 
@@ -155,7 +156,7 @@ class RemoteDriver(SandboxDriver):
         session.missing = dict(self.missing)
         if self.settings.snapshots:
             try:
-                session.begun = await list_files(session)
+                session.initial_files = await list_files(session)
             except BaseException:
                 await session.give_up("its files could not be listed")
                 raise

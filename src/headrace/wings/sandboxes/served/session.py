@@ -61,7 +61,7 @@ class ServerChannel(ABC):
     async def kill(self) -> None:
         """Kill the server at once, with all other processes of the session."""
 
-    async def last_words(self) -> str:
+    async def exit_reason(self) -> str:
         """Return in words why a server ended before its greeting; empty if the reason is unknown."""
         return ""
 
@@ -110,7 +110,7 @@ class ServedSession(SandboxSession):
             await self.give_up("its start was cut off")
             raise
         if len(greeting) != len(_PROGRAMS) + 2 or greeting[0] != "+":
-            words = await channel.last_words() or f"nothing has greeted within {STARTED_S:g} s"
+            words = await channel.exit_reason() or f"nothing has greeted within {STARTED_S:g} s"
             remedy = "look at what its service says, and name an image that is there"
             if greeting[:1] == ["-"]:
                 words = f"its image lacks {' '.join(greeting[1:])}"
@@ -120,7 +120,7 @@ class ServedSession(SandboxSession):
         self._until_s = RealClock().now() + self.spec.life_s
         entries = base64.b64decode(greeting[1]).decode("utf-8", "replace").split("\0")
         found = without_own(dict(entry.partition("=")[::2] for entry in entries if entry))
-        self.surroundings = {name: value for name, value in found.items() if name not in _NOT_OF_COMMANDS}
+        self.base_variables = {name: value for name, value in found.items() if name not in _NOT_OF_COMMANDS}
         self.programs = dict(zip(_PROGRAMS, greeting[2:], strict=True))
         self.variables = self.first_variables()
 
@@ -160,7 +160,7 @@ class ServedSession(SandboxSession):
                 if self._channel is not None:
                     await self._channel.close()
             finally:
-                await self.left()
+                await self.forget()
 
     async def give_up(self, reason: str) -> None:
         """Kill the session at once, because of ``reason``."""
@@ -168,9 +168,9 @@ class ServedSession(SandboxSession):
             self.ended = reason
             if self._channel is not None:
                 await asyncio.shield(self._channel.kill())
-            await self.left()
+            await self.forget()
 
-    async def left(self) -> None:
+    async def forget(self) -> None:
         """Remove the ended session from its driver's records. Subclasses override this; here it does nothing."""
 
     async def _call(

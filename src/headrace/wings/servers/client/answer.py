@@ -80,9 +80,9 @@ class StreamedAnswer:
     """The kept-set of each token; empty if not requested, and for tokens that another engine sampled."""
     experts_NLK: Experts | None = None
     """The experts of every token of prompt and answer but the last, once the server has reported them."""
-    begun: int = 0
+    num_continued: int = 0
     """Number of tokens that another engine sampled before this engine received the request."""
-    flushed: int = 0
+    num_sent: int = 0
     """Number of tokens that have been sent to the reader."""
     stream_start: int = 0
     """Number of tokens that the answer had when its current stream began."""
@@ -109,9 +109,9 @@ class StreamedAnswer:
     def restart(self) -> int:
         """Discard the whole answer, which will be sampled again from the prompt, and return the number of discarded
         tokens that this server had sampled."""
-        lost = len(self.ids) - self.begun
+        lost = len(self.ids) - self.num_continued
         self.ids, self.logprobs, self.versions, self.kept = [], [], [], []
-        self.begun = self.flushed = self.stream_start = 0
+        self.num_continued = self.num_sent = self.stream_start = 0
         self.restarted = True
         return lost
 
@@ -131,9 +131,9 @@ class StreamedAnswer:
             return
         first = self.stream_start + next(at for at, (a, b) in enumerate(zip(correct, stamped, strict=True)) if a != b)
         self.versions[self.stream_start :] = correct
-        if first < self.flushed and not self.begun:
-            self.flushed, self.restarted = 0, True
-        elif first < self.flushed:
+        if first < self.num_sent and not self.num_continued:
+            self.num_sent, self.restarted = 0, True
+        elif first < self.num_sent:
             raise ValueError(
                 "they contradict tokens that were sent, and an answer begun elsewhere cannot be sent again"
             )
@@ -141,7 +141,7 @@ class StreamedAnswer:
     def chunk(self, reason: StopReason | None = None, error: RequestError | None = None) -> TokenChunk:
         """Return the tokens that have not been sent to the reader as a chunk, and mark them as sent. The last chunk of
         an answer has the ``reason`` why the answer ended, or the ``error`` with which it failed."""
-        span = slice(self.flushed, None)
+        span = slice(self.num_sent, None)
         prompt_routing, routing = self._routing()
         chunk = TokenChunk(
             request_id=self.request.request_id,
@@ -156,8 +156,8 @@ class StreamedAnswer:
             stop_reason=reason,
             lost=RESTARTED if self.restarted else "",
         )
-        self.flushed, self.restarted = len(self.ids), False
-        return chunk if error is None else chunk.failed(error)
+        self.num_sent, self.restarted = len(self.ids), False
+        return chunk if error is None else chunk.with_error(error)
 
     def _routing(self) -> tuple[Routing | None, Routing | None]:
         """Return the experts of the prompt's tokens, which belong to the first chunk only (``None`` for later chunks),
@@ -166,7 +166,7 @@ class StreamedAnswer:
             return None, None
         prompt_NLK, answer_NLK = np.split(self.experts_NLK, [len(self.prompt)])
         # the last token of the answer was never an input of the model, so it has no experts
-        known_T = np.arange(self.flushed, len(self.ids)) < len(answer_NLK)
-        is_first = self.flushed <= self.begun
+        known_T = np.arange(self.num_sent, len(self.ids)) < len(answer_NLK)
+        is_first = self.num_sent <= self.num_continued
         prompt = None if not is_first else Routing(known_T=np.ones(len(prompt_NLK), bool), experts_RLK=prompt_NLK)
-        return prompt, Routing(known_T=known_T, experts_RLK=answer_NLK[self.flushed :])
+        return prompt, Routing(known_T=known_T, experts_RLK=answer_NLK[self.num_sent :])

@@ -87,8 +87,8 @@ class ServedLimits:
 
 class ServedEngine:
     """An engine that samples through a server. This class is the synchronous side, whose methods the step loop of the
-    engine's process calls. :func:`headrace.wings.servers.client.make.served` creates it. ``receiver`` receives new
-    weights from the learner; it is ``None`` if the weights never change."""
+    engine's process calls. :func:`headrace.wings.servers.client.make.open_served_engine` creates it. ``receiver``
+    receives new weights from the learner; it is ``None`` if the weights never change."""
 
     def __init__(
         self,
@@ -153,12 +153,12 @@ class ServedEngine:
                 f"exceed max_context={self._limits.max_context}",
                 remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
             )
-        begun = self._begun_answer_ids(request, name)
-        answer = StreamedAnswer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(begun))
-        answer.begun = answer.flushed = len(begun)
-        answer.logprobs, answer.versions = [0.0] * len(begun), [NOT_SAMPLED] * len(begun)
-        answer.kept = [()] * len(begun)
-        self._live[request.request_id] = _ServedForkSource(prompt=prompt, ids=begun)
+        continued_ids = self._continued_answer_ids(request, name)
+        answer = StreamedAnswer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(continued_ids))
+        answer.num_continued = answer.num_sent = len(continued_ids)
+        answer.logprobs, answer.versions = [0.0] * len(continued_ids), [NOT_SAMPLED] * len(continued_ids)
+        answer.kept = [()] * len(continued_ids)
+        self._live[request.request_id] = _ServedForkSource(prompt=prompt, ids=continued_ids)
         self._wire.post(self._streams.add, answer)
 
     def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
@@ -218,7 +218,7 @@ class ServedEngine:
                 f"version {update.version} is sent to {self._name} with fixed weights", remedy="start it for training"
             )
         self._receiver.stage(update)
-        self._server.handover.write(update.version, self._receiver.staged())
+        self._server.handover.write(update.version, self._receiver.staged_tensors())
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
         """Start the loading of the staged ``version`` in the server, without waiting for it; ``mode`` decides what
@@ -339,7 +339,7 @@ class ServedEngine:
             )
         return past
 
-    def _begun_answer_ids(self, request: GenerateRequest, name: str) -> list[int]:
+    def _continued_answer_ids(self, request: GenerateRequest, name: str) -> list[int]:
         """Return the tokens of an answer that another engine has begun and this engine continues; an empty list for a
         new answer. Raises :class:`~headrace.base.errors.RequestError` if the answer cannot be continued."""
         if request.answer_ids_T is None:

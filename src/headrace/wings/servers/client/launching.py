@@ -63,7 +63,7 @@ def interpreter(server: ServerConfig) -> str:
     return server.python or sys.executable
 
 
-def installed(server: ServerConfig, package: str) -> str:
+def installed_version(server: ServerConfig, package: str) -> str:
     """Return the version of ``package`` in the server's environment, without importing the package.
 
     Raises :class:`~headrace.base.errors.ConfigError` if it is not installed.

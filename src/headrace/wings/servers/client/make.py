@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.versions import INITIAL
 from headrace.engine.config import ENGINES, EngineConfig, EngineSetup, OpenedEngine
 from headrace.launch.leases import Lease
-from headrace.models.hub import called
+from headrace.models.hub import short_model_name
 from headrace.models.load import load_model, refuse_multimodal
 from headrace.models.settings import limit_of, read_config
 from headrace.models.weights import weight_tensors
@@ -25,14 +25,14 @@ from headrace.wings.servers.client.dialect import ServerDialect, ServerInfo
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
 from headrace.wings.servers.client.kind import ServerKind, settings_of
-from headrace.wings.servers.client.launching import ServeRequirements, installed, model_alone, refuse_untested
-from headrace.wings.servers.client.ownership import owned
+from headrace.wings.servers.client.launching import ServeRequirements, installed_version, model_alone, refuse_untested
+from headrace.wings.servers.client.ownership import own_server
 from headrace.wings.servers.client.server import Server, ServerParts
 from headrace.wings.servers.client.wire import Address, Wire
 
 
 @contextmanager
-def opened(setup: EngineSetup) -> Iterator[OpenedEngine]:
+def open_engine(setup: EngineSetup) -> Iterator[OpenedEngine]:
     """Open the engine of ``engine.kind`` in this process, as a context: start its server or connect to a running one,
     and yield the engine with its facts. If the weights never change, the server uses the weights of the model's
     directory from the beginning."""
@@ -56,7 +56,7 @@ def opened(setup: EngineSetup) -> Iterator[OpenedEngine]:
         directory = Lease.directory(Path(folder) if folder else shared_memory_root())
         kept.callback(directory.end)
         handover = Handover(directory.path, form, setup.deadline_s)
-        core = kept.enter_context(served(config, required, handover, receiver, RealClock()))
+        core = kept.enter_context(open_served_engine(config, required, handover, receiver, RealClock()))
         if setup.own_weights:
             if model.lora is not None:
                 handover.write(INITIAL, weight_tensors(load_model(model)))
@@ -66,7 +66,7 @@ def opened(setup: EngineSetup) -> Iterator[OpenedEngine]:
 
 
 @contextmanager
-def served(
+def open_served_engine(
     config: EngineConfig,
     required: ServeRequirements,
     handover: Handover,
@@ -86,9 +86,9 @@ def served(
     command = parts.command(config, replace(required, path=path), address)
     server = Server(dialect, address, handover, command)
     carrier_config = _carrier_config(config, handover)
-    claim = owned(address) if found and receiver is not None else nullcontext()
+    claim = own_server(address) if found and receiver is not None else nullcontext()
     if not found:
-        version = installed(settings, dialect.package)
+        version = installed_version(settings, dialect.package)
         refuse_untested(dialect.name, version, dialect.tested, any_version=settings.any_version)
         server.start()
     try:
@@ -162,7 +162,7 @@ def _refuse_other_model(
             f"{limit.reason}, and a server chooses once, by its context",
             remedy=f"start it with a context of at most {limit.length} tokens",
         )
-    if called(info.model) != called(required.path):
+    if short_model_name(info.model) != short_model_name(required.path):
         raise ConfigError(
             f"{dialect.name} at {address} serves {info.model!r}, and model.path={required.path!r} is trained",
             remedy="start it with the directory of model.path",

@@ -20,7 +20,7 @@ REMEDY = "give each run a server of its own (engine.server.urls)"
 
 
 @contextlib.contextmanager
-def owned(address: Address) -> Iterator[None]:
+def own_server(address: Address) -> Iterator[None]:
     """Return a context in which this process owns the server at ``address``, among the processes of this machine.
     Raises :class:`~headrace.base.errors.ConfigError` if another process owns the server and does not exit within
     :data:`EXIT_S`. Nothing is checked on systems other than Linux."""

@@ -66,13 +66,13 @@ def numbers(text: str) -> npt.NDArray[np.int32]:
     return np.frombuffer(base64.b64decode(text, validate=True), np.int32)
 
 
-def unpacked(text: str) -> npt.NDArray[Any]:
+def decode_array(text: str) -> npt.NDArray[Any]:
     """Decode ``text``, a numpy file of an integer array in base64. Raises ``ValueError`` for an invalid text. The
     memory used is bounded by the size of the file.
 
     >>> file = io.BytesIO()
     >>> np.save(file, np.arange(6, dtype=np.uint8).reshape(2, 3))
-    >>> unpacked(base64.b64encode(file.getvalue()).decode()).tolist()
+    >>> decode_array(base64.b64encode(file.getvalue()).decode()).tolist()
     [[0, 1, 2], [3, 4, 5]]
     """
     file = io.BytesIO(base64.b64decode(text, validate=True))

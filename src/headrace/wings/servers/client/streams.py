@@ -410,7 +410,7 @@ class AnswerStreams:
             prompt_tokens=self.stats.prompt_tokens + (len(answer.prompt) + answer.stream_start if first else 0),
             steps=self.stats.steps + 1,
         )
-        due = len(answer.ids) - answer.flushed >= self._config.flush_tokens
+        due = len(answer.ids) - answer.num_sent >= self._config.flush_tokens
         if due and not part.ended and not sampling.record_routing:  # experts are reported at the end only
             self._chunk_queue.put(answer.chunk())
 

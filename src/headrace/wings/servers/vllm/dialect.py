@@ -27,7 +27,7 @@ from headrace.base.types.teacher_scores import TopScores
 from headrace.wings.servers.client.answer import StreamPart, TokenId, VersionSpan
 from headrace.wings.servers.client.dialect import PauseMode, ServerInfo, StreamRequest, post
 from headrace.wings.servers.client.forms import FILE
-from headrace.wings.servers.client.records import unpacked
+from headrace.wings.servers.client.records import decode_array
 
 if TYPE_CHECKING:
     import httpx
@@ -136,7 +136,7 @@ class VllmDialect:
             ended=ended,
             spans=tuple(spans) if spans else None,
             kept=choice.sampling_mask,
-            experts=None if choice.routed_experts is None else unpacked(choice.routed_experts),
+            experts=None if choice.routed_experts is None else decode_array(choice.routed_experts),
         )
 
     async def identify(self, client: httpx.AsyncClient) -> ServerInfo:
