@@ -79,6 +79,22 @@ def test_every_added_engine_gets_a_gpu_of_its_own_which_a_removed_one_gives_back
     assert made.device("engine-1") == "cuda:2"
 
 
+@pytest.mark.parametrize(("devices", "num_gpus"), [(("cuda:0", "cuda:0"), 1), (("cuda:2", "cuda:1", "cuda:2"), 3)])
+def test_engines_that_share_a_gpu_are_removed_and_added_again_on_the_same_gpus(
+    gpus: Any, devices: tuple[str, ...], num_gpus: int
+) -> None:
+    gpus(num_gpus)
+    made = places_of(*devices, gpus=num_gpus)
+    for gone in (made.policy[:1], made.policy[1:]):
+        for name in gone:
+            made.remove(made.index(name))
+        assert made.add(len(gone)) == gone
+        assert sorted(map(made.device, made.policy)) == sorted(devices)
+        assert sorted(filter(None, made.devices.engines)) == sorted(devices), "a share of the memory for each"
+        with pytest.raises(ConfigError, match=f"no GPU is free; .* in use: {len(devices)} engines on"):
+            made.add(1)
+
+
 def test_engine_of_several_gpus_gets_as_many_or_is_refused_with_the_figure(gpus: Any) -> None:
     gpus(4)
     made = places_of("cuda:2,3", gpus=4, kind="vllm", tensor=2)

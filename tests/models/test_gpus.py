@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from headrace.base.errors import ConfigError
+from headrace.base.types.messages.controller import Failure
 from headrace.engine import EngineConfig
+from headrace.launch.hosts import EXIT_REPORTED
+from headrace.launch.hosts import main as hosts_main
+from headrace.launch.starts import EngineStart
 from headrace.models.devices import Devices, choose_devices
 from headrace.models.gpus import VARIABLE, VisibleGpus
 from headrace.run.session.config import as_recorded, load_config
@@ -133,3 +139,26 @@ def test_ray_gives_a_gang_all_of_its_gpus() -> None:
         with pytest.raises(ConfigError, match=words) as raised:
             load_config(base, [f"launch.ray.{role}.gpus={amount}"])
         assert f"launch.ray.{role}.gpus = " in raised.value.remedy
+
+
+def test_a_part_that_fails_names_its_gpu_as_the_driver_does_and_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Failure] = []
+
+    def fail(_: object) -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    start = EngineStart(model={}, engine={"device": "cuda:1"}, max_context=8, num_threads=1)
+    monkeypatch.setenv(VARIABLE, "4,5")
+    for name, value in {
+        "die_with_starter": lambda _: None,
+        "read_token": lambda _: None,
+        "read_briefing": lambda _: SimpleNamespace(start=start, addresses=()),
+        "PartChannel": lambda *_: SimpleNamespace(send=sent.append, close=lambda: None),
+        "_resolve_role": lambda _: (None, fail),
+        "signal": SimpleNamespace(signal=lambda *_: None, SIGINT=2, SIG_IGN=1),
+    }.items():
+        monkeypatch.setattr(hosts_main, name, value)
+    assert hosts_main.main(tmp_path, "engine-1", 0) == EXIT_REPORTED
+    assert sent[0].problem.startswith(f"engine-1 (GPU 5 of {platform.node()}) failed: RuntimeError: CUDA error: ")

@@ -49,7 +49,7 @@ T = TypeVar("T")
 RECOVERY = "recovery"
 """The kind of the ledger's notes about parts of the run that died and were restarted."""
 ENGINES = "engines"
-"""The kind of the ledger's notes about engines that were added or removed."""
+"""The kind of the ledger's notes about engines that were added, removed or lost."""
 
 
 class Controller:
@@ -304,11 +304,14 @@ class Controller:
         state.event(str(recovery))
         state.metrics.part_recovered(recovery)
 
-    def record_engine_change(self, text: str) -> None:
-        """Record that engines were added or removed while the run goes on; ``text`` says which."""
+    def record_engine_change(self, text: str, *, changed: bool = True, lost: bool = False) -> None:
+        """Record what became of an engine while the run goes on; ``text`` says which. An engine that was not added
+        (``changed`` is false) leaves no note, since the run is as it was, and can be replayed. An engine that was
+        ``lost`` is a warning."""
         self.state.board.progress()
-        self._note(ENGINES, text)
-        self.state.event(text)
+        if changed:
+            self._note(ENGINES, text)
+        (self.state.warn if lost else self.state.event)(text)
 
     def _note(self, kind: str, detail: str) -> None:
         """Write a note about an event of the run to the ledger. ``kind`` is one word, ``detail`` a description of the

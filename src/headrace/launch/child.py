@@ -218,9 +218,9 @@ class Child:
         return self._process.returncode == EXIT_RANK_LOST
 
     async def wait_for_death(self) -> str:
-        """Wait for the end of the process, kill all processes that it has started, and return the cause in words,
-        followed by the last lines of its log. A process that has reported an error and does not end within
-        :data:`LAST_REPORT_S` is killed."""
+        """Wait for the end of the process, kill all processes that it has started, and return the cause in words, with
+        its machine and its GPUs, followed by the last lines of its log. A process that has reported an error and does
+        not end within :data:`LAST_REPORT_S` is killed."""
         async with asyncio.TaskGroup() as group:
             end_task = group.create_task(self._process.wait())
             report_task = group.create_task(self.peer.reported.wait())
@@ -232,7 +232,8 @@ class Child:
         lines = self._process.last_lines(self._log)[-LOG_LINES:]
         self._retire_log()
         quotation = "".join(f"\n    {line[:300]}" for line in lines)
-        where = f" on {self.node}" if self.node else ""
+        place = self.peer.fact("place")
+        where = (f" on {self.node}" if self.node else "") + (f", {place}" if place else "")
         return f"{self.role} (pid {self.pid}{where}) {self._process.describe_end()}{quotation}"
 
     def _retire_log(self) -> None:

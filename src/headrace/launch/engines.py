@@ -14,8 +14,12 @@ after it has received a later version.
 
 Engines can be added and removed during the run (:mod:`headrace.launch.resizing` chooses them):
 
-    add ──▶ loading ──▶ joins the fleet ──the newest weights──▶ serves     if it ends before, it is removed again
+    add ──▶ loading ──▶ joins the fleet ──the newest weights──▶ serves     if it ends before, it is removed again, and
+                                                                           it is ended if it is late with either
     remove ──▶ gets no new sequences, and finishes its own ──▶ shuts down  after a time, others continue the rest
+
+An engine that cannot be started again, whether the run began with it or it was added, is lost: the run continues with
+the other engines if one of them is in the fleet to stay, and ends otherwise.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from headrace.base.clock import Clock
 from headrace.base.types.observation import Recovery
 from headrace.base.types.weights import Interrupt
 from headrace.engine.fleet import Fleet
+from headrace.engine.fleet.member import TICK_S
 from headrace.launch.child import Child
 from headrace.launch.clients import EngineClient
 from headrace.launch.supervision import Outage, SupervisionConfig, Supervisor
@@ -59,6 +64,9 @@ class Engines(Supervisor):
         super().__init__(start, names, config, clock)
         end = self.order_kill if config.restarts else None
         self.fleet = Fleet(clock, size=len(self.names), rolling=config.rolling, end=end)
+        self.work_signs: Callable[[], int] = lambda: 0
+        """Returns the number of signs of work of the learner so far. While it grows, an added engine waits for weights,
+        which the learner may not send before the end of its step."""
 
     async def watch(self) -> None:
         """Kill engines that have sequences and are silent for too long. This ends only by cancellation."""
@@ -100,6 +108,11 @@ class Engines(Supervisor):
         it serves again."""
         engine = self.client(child.role)
         self.fleet.join(child.role, engine, version=self._config.version, address=engine.weights_address)
+        if child.role in self._additions:
+            if problem := await self._missing_first_weights(child.role):
+                self.order_kill(child.role, f"{child.role} (pid {child.pid}) {problem}")
+                return
+            self._count_serving(child.role)
         while True:
             why, since_s = await self.fleet.wait_until_settled(child.role), self.clock.now()
             if why:
@@ -122,6 +135,16 @@ class Engines(Supervisor):
     def serving(self) -> tuple[str, ...]:
         """The names of the engines that receive new requests now."""
         return tuple(name for name in self.names if self.fleet.serves(name))
+
+    @property
+    def num_lasting(self) -> int:
+        """The number of engines that the run has, without those that were added and have not served yet."""
+        return len(self.names) - len(self._additions)
+
+    def can_spare(self, name: str) -> bool:
+        """Return whether another engine is in the fleet and stays in it, so that the run can go on without the engine
+        ``name``."""
+        return any(other != name and self.will_restart(other) for other in self.fleet.names)
 
     def will_restart(self, name: str) -> bool:
         """Return whether the engine ``name`` is started again if it dies: it has served, and is not being removed."""
@@ -154,6 +177,24 @@ class Engines(Supervisor):
             self.order_kill(name, f"{name} was removed")
         return await ended
 
+    async def _missing_first_weights(self, name: str) -> str:
+        """Wait until the added engine ``name``, which has loaded its model, serves. Return why it does not, in words
+        that follow its name: for ``start_timeout_s`` seconds versions did not reach it, or there was no sign that one
+        is on its way. Empty if it serves."""
+        limit_s, silent_s, missed_s, num_signs = self._config.start_timeout_s, 0.0, 0.0, self.work_signs()
+        while max(silent_s, missed_s) < limit_s:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self.fleet.wait_until_serving(name)
+                return ""
+            # the learner may send weights only after its step; an engine that stages has a deadline for its answer
+            num_before, num_signs = num_signs, self.work_signs()
+            is_on_its_way = num_signs != num_before or self.client(name).awaits_answer
+            silent_s = 0.0 if is_on_its_way else silent_s + TICK_S
+            missed_s += TICK_S if self.fleet.missed(name) else 0.0
+        why = self.fleet.missed(name)
+        return f"gets no new weights: {why}" if why else f"has loaded its model, and got no weights for {limit_s:g} s"
+
     async def _drain(self, name: str) -> None:
         """Wait until the engine ``name`` has no sequences, or has left the fleet."""
         while True:
@@ -173,7 +214,7 @@ class Engines(Supervisor):
 
     def _update_fleet_size(self) -> None:
         """Set the size of the fleet to the number of engines. Added engines count as soon as they serve."""
-        self.fleet.resize(len(self.names) - len(self._additions))
+        self.fleet.resize(self.num_lasting)
 
     def _record_missed_version(self, name: str, why: str, since_s: float, outage: Outage | None) -> Outage:
         """Report that the engine ``name`` has not received new weights since ``since_s``, for the reason ``why``.

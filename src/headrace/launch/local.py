@@ -68,6 +68,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         own_envs = envs if order.eval_tasks or not order.launch.rollouts else None  # shards have workers of their own
         engines, agents, teachers = processes.engines(), processes.agents(), processes.teachers()
         rollouts = processes.rollouts(engines)
+        changes = FleetResizer(processes, engines)
         serving = [engines, *agents.values(), *teachers.values()]
         supervised: list[Supervisor] = [*serving, *([] if rollouts is None else [rollouts])]
         for each in supervised:
@@ -77,6 +78,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         learner_client.engines_in_step = engines.engines_in_step
         learner_client.commit_when_staged = partial(engines.commit_when_staged, order.sync.interrupt)
         vitals = _make_vitals(processes)
+        engines.work_signs = lambda: vitals.num_work_signs
         async with _supervise(processes, supervised, pool, own_envs, join_server, vitals=vitals):
             parts = Components(
                 **_serving_parts(order, engines, agents, pool, envs),
@@ -99,7 +101,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
                 send_signs_to=vitals.send_messages_to,
                 send_recoveries_to=partial(_send_recoveries, supervised),
                 facts=processes.facts,
-                changes=FleetResizer(processes, engines),
+                changes=changes,
                 private=processes.site.directory,
             )
 

@@ -144,22 +144,37 @@ OnProgress = Callable[[str], None]
 """A function that is called with texts about the progress of a change."""
 
 
+class OnEngineChange(Protocol):
+    """A function that is called with one sentence about every change of the engines of a run."""
+
+    def __call__(self, text: str, *, changed: bool = True, lost: bool = False) -> None:
+        """Record what became of an engine, which ``text`` says. ``changed`` is false if the engine was to be added, and
+        never served. ``lost`` says that the engine has left the run without a request."""
+        ...
+
+
 class EngineChanges(Protocol):
     """The functions that change the engines of a run while it is in progress."""
 
-    def send_changes_to(self, on_change: OnProgress) -> None:
+    @property
+    def num_engines(self) -> int:
+        """The number of engines of the policy, without those that are being added."""
+        ...
+
+    def send_changes_to(self, on_change: OnEngineChange) -> None:
         """Set the callback ``on_change``. It receives one sentence about every later change, for the log of the run."""
         ...
 
     def status(self) -> tuple[EngineStatus, ...]:
-        """Return the status of every engine of the policy."""
+        """Return the status of every engine of the policy, and of the engines that were lost."""
         ...
 
     async def add(self, num: int, on_progress: OnProgress) -> tuple[str, ...]:
         """Add ``num`` engines, wait until all of them serve the newest version, and return their names.
 
         Raises :class:`~headrace.base.errors.ConfigError` if the run cannot have more engines, or if an added engine
-        ended before it served. In the latter case the other engines are added nevertheless.
+        ended before it served, or was ended because it did not serve in time. In these cases the other engines are
+        added nevertheless.
         """
         ...
 

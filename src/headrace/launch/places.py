@@ -9,6 +9,7 @@ from headrace.base.errors import ConfigError
 from headrace.launch.engines import engine_names
 from headrace.launch.order import LaunchOrder
 from headrace.models.devices import Devices, device_for_one_more, num_gpus
+from headrace.models.gpus import gpu_numbers
 
 MAX_ENGINES = 64
 """Greatest number of engines of the policy. It is also the greatest value of ``engine.count``."""
@@ -44,7 +45,8 @@ class EnginePlaces:
         self._index = {name: index for index, name in enumerate((*policy, *others))}
         self._policy = dict.fromkeys(policy)
         self._devices = list(order.devices.engines)
-        """The device of each engine, by its index; empty for an engine that was removed."""
+        """The device of each engine, by its index. The GPUs of a removed engine stay here until an engine that is added
+        takes them. Then the device is empty, as is that of a removed engine that computed on processors."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,14 +87,15 @@ class EnginePlaces:
             )
 
     def add(self, num: int) -> tuple[str, ...]:
-        """Add ``num`` engines of the policy, each on a device of its own, and return their names, which are the next
-        :meth:`free_names`. Raises :class:`~headrace.base.errors.ConfigError` if the run would have too many engines or
-        has too few devices; then no engine is added."""
+        """Add ``num`` engines of the policy, and return their names, which are the next :meth:`free_names`. On GPUs,
+        each takes those of a removed engine, or else GPUs that no part uses. Raises
+        :class:`~headrace.base.errors.ConfigError` if the run would have too many engines or has too few devices; then
+        no engine is added."""
         self.refuse_too_many(num)
-        before = self._devices.copy()
+        before, vacant = self._devices.copy(), self._vacant()
         try:
             for _ in range(num):
-                self._devices.append(self._another_device())
+                self._devices.append(self._another_device(vacant))
         except ConfigError:
             self._devices = before
             raise
@@ -105,14 +108,27 @@ class EnginePlaces:
         """Remove the engine with the index ``index``, whose process has ended, so that its name and its device are free
         again. Do nothing if the engine was removed before."""
         for name in [name for name, other in self._index.items() if other == index]:
-            self._devices[index] = ""
             del self._index[name], self._policy[name]
+            if not gpu_numbers(self._devices[index]):  # a GPU that several engines share keeps room for one more
+                self._devices[index] = ""
 
-    def _another_device(self) -> str:
-        """Return the device for one more engine."""
+    def _vacant(self) -> list[int]:
+        """Return the indices of the engines that were removed and whose GPUs no engine has taken since. The GPUs with
+        the fewest other engines come first."""
+        here = [self._devices[index] for index in self._index.values()]
+        gone = set(range(len(self._devices))).difference(self._index.values())
+        return sorted((index for index in gone if self._devices[index]), key=lambda one: here.count(self._devices[one]))
+
+    def _another_device(self, vacant: list[int]) -> str:
+        """Return the device for one more engine: that of the first engine in ``vacant``, which is taken from it, or
+        else GPUs that no part uses."""
         order = self._order
         if order.launch.remote:  # every engine sees only the devices that it has requested
             return order.devices.engines[0]
+        if vacant:
+            index = vacant.pop(0)
+            device, self._devices[index] = self._devices[index], ""
+            return device
         return device_for_one_more(
             order.engine.device,
             self.devices,

@@ -318,7 +318,7 @@ class Processes:
         was started again, by name."""
         parts = [ComponentStatus(role="controller", pid=os.getpid(), state="ready", version=None)]
         for child in self.children:
-            version, device = _version(child.peer), _device(child.peer)
+            version, device = _version(child.peer), child.peer.fact("device")
             parts.append(
                 ComponentStatus(
                     role=child.role,
@@ -396,14 +396,6 @@ def _version(peer: Peer) -> int | None:
         case LearnerClient():
             return peer.version
     return None
-
-
-def _device(peer: Peer) -> str:
-    """Return the device on which a part computes, as it reported when it became ready. The result is empty if the part
-    is not ready or reports no device."""
-    ready = peer.ready
-    is_ready = ready.done() and not ready.cancelled() and ready.exception() is None
-    return str(ready.result().facts.get("device", "")) if is_ready else ""
 
 
 def open_directories(order: LaunchOrder, leases: ExitStack) -> tuple[Rendezvous, Path]:

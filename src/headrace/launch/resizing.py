@@ -5,8 +5,9 @@
 
 A change chooses its engines and devices without a wait in between, so that two changes never choose the same engine or
 device; the chosen engines are then started or removed at the same time. An added engine is treated as every other
-engine as soon as it serves: it is started again if it dies. The new number is valid until the processes of the run end:
-a resumed run begins with ``engine.count`` engines.
+engine as soon as it serves: it is started again if it dies. An engine that cannot be started again is lost, whether the
+run began with it or it was added, as long as another engine stays. The new number is valid until the processes of the
+run end: a resumed run begins with ``engine.count`` engines.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from collections.abc import Sequence
 from headrace.base.environ import num_cores
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.types.messages.program import EngineStatus
+from headrace.base.types.observation import Event
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.launch.config import LAUNCHERS
 from headrace.launch.engines import Engines
-from headrace.launch.order import OnProgress
+from headrace.launch.order import OnEngineChange, OnProgress
 from headrace.launch.processes import Processes
 from headrace.models.devices import CPU
 
@@ -32,15 +35,25 @@ class FleetResizer:
         """Change ``engines``, the engines of the policy. Their processes are among ``processes``."""
         self._processes, self._engines = processes, engines
         self._clock = engines.clock
-        self._on_change: OnProgress = lambda _: None
+        self._on_change: OnEngineChange = self._report_during_start
+        self._lost: dict[str, None] = {}
+        """The names of the engines that were lost, in order."""
+        engines.send_losses_to(self._lose)
 
-    def send_changes_to(self, on_change: OnProgress) -> None:
+    def send_changes_to(self, on_change: OnEngineChange) -> None:
         """Call ``on_change`` with one sentence about every later change, for the log of the run."""
         self._on_change = on_change
 
+    @property
+    def num_engines(self) -> int:
+        """The number of engines of the policy, without those that are being added."""
+        return self._engines.num_lasting
+
     def status(self) -> tuple[EngineStatus, ...]:
-        """Return the status of every engine of the policy."""
-        return tuple(self._status_of(name) for name in self._processes.places.policy)
+        """Return the status of every engine of the policy, and of the engines that were lost."""
+        present = self._processes.places.policy
+        lost = [name for name in self._lost if name not in present]
+        return (*map(self._status_of, present), *map(self._lost_status, lost))
 
     async def add(self, num: int, on_progress: OnProgress) -> tuple[str, ...]:
         """Add ``num`` engines, and wait until all of them serve; see :meth:`EngineChanges.add
@@ -78,7 +91,7 @@ class FleetResizer:
             self._processes.forget_ended()
             if isinstance(error, HeadraceError):
                 brief = error.problem.partition("\n")[0]
-                self._tell(f"{name} was not added: {brief}", on_progress)
+                self._tell(f"{name} was not added: {brief}", on_progress, changed=False)
             raise
         seconds = self._clock.now() - start_s
         self._tell(f"{name} was added: it serves after {seconds:.1f} s; {self._number()}{self._cores()}", on_progress)
@@ -93,9 +106,23 @@ class FleetResizer:
         continued = f"; {carried_over} of its sequences continue on other engines" if carried_over else ""
         self._tell(f"{name} was removed{continued}; {self._number()}", on_progress)
 
-    def _tell(self, text: str, on_progress: OnProgress) -> None:
-        """Report the end of a change to the log of the run, and to the program that requested the change."""
-        self._on_change(text)
+    def _lose(self, name: str, error: HeadraceError) -> None:
+        """Free the place of the engine ``name``, which could not be started again because of ``error``."""
+        self._lost[name] = None
+        self._processes.places.remove(self._processes.places.index(name))
+        self._processes.forget_ended()
+        brief = error.problem.partition("\n")[0]
+        self._on_change(f"{name} is lost, since it could not be started again: {brief}; {self._number()}", lost=True)
+
+    def _report_during_start(self, text: str, *, changed: bool = True, lost: bool = False) -> None:
+        """Report a change before the run has a log, as an event without a time."""
+        del changed
+        self._processes.order.on_event(Event(wall_s=0.0, text=text, level="warning" if lost else "info"))
+
+    def _tell(self, text: str, on_progress: OnProgress, *, changed: bool = True) -> None:
+        """Report the end of a change to the log of the run, and to the program that requested the change. ``changed``
+        is false if the run has the engines that it had before."""
+        self._on_change(text, changed=changed)
         on_progress(text)
 
     # -- refusals ---------------------------------------------------------------------------------------------------
@@ -177,6 +204,20 @@ class FleetResizer:
             sequences=self._engines.fleet.load(name) if name in self._engines.fleet.names else 0,
             restarts=self._engines.restarts[name],
             node="" if child is None else child.node,
+        )
+
+    def _lost_status(self, name: str) -> EngineStatus:
+        """Return the status of the engine ``name``, which was lost."""
+        return EngineStatus(
+            name=name,
+            pid=0,
+            state="lost",
+            version=NOT_SAMPLED,
+            device="",
+            threads=None,
+            sequences=0,
+            restarts=0,
+            node="",
         )
 
     def _number(self) -> str:

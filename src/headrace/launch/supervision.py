@@ -10,6 +10,8 @@ signal killed the process before it was ready, it could not report an error, and
 
 Processes can be added and removed during the run. If an added process ends before it has served for the first time, it
 is removed again, and the run continues. A process that is being removed may end at any time, and is not started again.
+A process that cannot be started again, because its node is gone and no other has room, is forgotten if the other
+processes suffice (:meth:`Supervisor.can_spare`), and otherwise ends the run.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ class Supervisor(ABC):
         self.restarts = Counter[str]()
         """The number of times that each process was started again, by name."""
         self._on_recovery: Callable[[Recovery], None] = lambda _: None
+        self._on_loss: Callable[[str, HeadraceError], None] = lambda _, __: None
         self._tasks: asyncio.TaskGroup | None = None
         """The tasks that supervise one process each; ``None`` before :meth:`run`."""
         self._additions: dict[str, asyncio.Future[None]] = {}
@@ -108,6 +111,11 @@ class Supervisor(ABC):
     async def wait_until_complete(self) -> None:
         """Wait until every process is ready and in use."""
 
+    def can_spare(self, name: str) -> bool:
+        """Return whether the run can go on without the process ``name``, which cannot be started again. The default is
+        that it cannot."""
+        return False
+
     async def watch(self) -> None:
         """Watch for processes that are alive but do not work. This ends only by cancellation. The default watches
         nothing."""
@@ -117,6 +125,11 @@ class Supervisor(ABC):
         """Set the callback ``on_recovery``. It is called for every later death that does not end the run, for every
         engine that does not receive new weights, and again when such a process serves."""
         self._on_recovery = on_recovery
+
+    def send_losses_to(self, on_loss: Callable[[str, HeadraceError], None]) -> None:
+        """Set the callback ``on_loss``. It is called with the name of every later process that is forgotten because it
+        could not be started again, and with the error of the attempt."""
+        self._on_loss = on_loss
 
     async def start(self) -> None:
         """Start all processes. They have not loaded anything yet when this returns."""
@@ -211,10 +224,13 @@ class Supervisor(ABC):
             self._kill_events[name].clear()
             try:
                 await self._start_one(name)
-            except HeadraceError:
-                if name not in self._removals:
+            except HeadraceError as error:
+                is_removed = name in self._removals
+                if not is_removed and not self.can_spare(name):
                     raise
                 self._forget(name)
+                if not is_removed:
+                    self._on_loss(name, error)
                 return
 
     def _end_without_restart(self, child: Child, cause: str) -> None:
@@ -242,7 +258,8 @@ class Supervisor(ABC):
             await asyncio.sleep(LAST_MESSAGES_S)
             for task in tasks:
                 task.cancel()
-        return self._kill_reasons.pop(child.role, "") or cause
+        reason, place = self._kill_reasons.pop(child.role, ""), child.peer.fact("place")
+        return (f"{reason} ({place})" if place else reason) if reason else cause
 
     async def _serve_when_ready(self, child: Child, outage: Outage | None) -> None:
         """Use a new process when it is ready. ``outage`` is the outage that it will end; ``None`` at the first start.

@@ -12,6 +12,8 @@ that computes a value of ``CUDA_VISIBLE_DEVICES``.
 
 from __future__ import annotations
 
+import platform
+from contextlib import suppress
 from dataclasses import dataclass
 
 from headrace.base.environ import visible_gpus
@@ -80,6 +82,28 @@ class VisibleGpus:
             )
         return tuple(self.names[number] for number in numbers)
 
+    def place(self, device: str, machine: str) -> str:
+        """Return which GPUs of which ``machine`` the ``device`` of a part of this process is, for messages; empty for a
+        device that is no GPU, or none that this process can use.
+
+        >>> VisibleGpus(("4", "GPU-8932")).place("cuda:0", "node-7"), VisibleGpus(None).place("cuda:2,3", "node-7")
+        ('GPU 4 of node-7', 'GPUs 2, 3 of node-7')
+        >>> VisibleGpus(("4", "GPU-8932")).place("cuda:1", "node-7"), VisibleGpus(("4",)).place("cuda:1", "node-7")
+        ('GPU GPU-8932 of node-7', '')
+        """
+        if not device.startswith("cuda:"):
+            return ""
+        with suppress(ConfigError):
+            names = self.driver_names(device)
+            return f"GPU{'s' if len(names) > 1 else ''} {', '.join(names)} of {machine}"
+        return ""
+
     def variable(self, device: str) -> dict[str, str]:
         """Return the environment variable that lets a program use exactly the GPUs of ``device``, in this order."""
         return {VARIABLE: ",".join(self.driver_names(device))}
+
+
+def place_of(device: str) -> str:
+    """Return which GPUs of this machine the ``device`` of this process is, for messages, such as ``GPU 4 of node-7``;
+    empty for a processor."""
+    return VisibleGpus.of_this_process().place(device, platform.node())

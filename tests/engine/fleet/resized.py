@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace.base.clock import VirtualClock
+from headrace.base.errors import DeadlineError
 from headrace.base.types.episode import TokenChunk
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.sampling import Sampling
@@ -64,6 +65,7 @@ class MortalProcess(Process):
     """The process of such an engine. It loads for some time, and ends some time after it was ordered to."""
 
     node = ""
+    died_s: float | None = None
 
     def __init__(self, role: str, pid: int, pace: random.Random, *, fails: bool, length: Callable[[int], int]) -> None:
         super().__init__(role, pid)
@@ -86,6 +88,7 @@ class MortalProcess(Process):
 
     def die(self, how: str = "SIGKILL") -> None:
         if not self._ended.done():
+            self.died_s = asyncio.get_running_loop().time()
             self.peer.engine.die()
             super().die(how)
 
@@ -108,6 +111,12 @@ class ResizedEngines:
         self.pace, self.failing, self.length = pace, failing, length
         self.processes: list[MortalProcess] = []
         self.log: list[str] = []
+        self.notes: list[str] = []
+        """What the ledger of a run would keep."""
+        self.homeless: set[str] = set()
+        """The engines that nobody has room for."""
+        self.uprooting = 0.0
+        """How likely it is that an engine that dies finds no room again, where another engine is there."""
         self.order = order = SimpleNamespace(
             engine=FleetConfig(count=count),
             agents={},
@@ -124,10 +133,18 @@ class ResizedEngines:
             places=self.places, order=order, starter=None, facts=dict, forget_ended=lambda: None
         )
         self.resizer = FleetResizer(processes, self.engines)
-        self.resizer.send_changes_to(self.log.append)
+        self.resizer.send_changes_to(self._record)
+
+    def _record(self, text: str, *, changed: bool = True, lost: bool = False) -> None:
+        self.log.append(text)
+        self.notes += [text] if changed else []
+        assert lost == (" is lost, " in text)
 
     async def _start(self, name: str) -> MortalProcess:
         await asyncio.sleep(self.pace.uniform(0.0, 0.1))
+        uprooted = name in self.engines.children and self.pace.random() < self.uprooting
+        if name in self.homeless or (uprooted and self.engines.can_spare(name)):
+            raise DeadlineError(f"{name} needs 1 CPU, and found no free resources within 30 s", remedy="add nodes")
         fails = name in self.engines._additions and self.pace.random() < self.failing
         pid = 100 * len(self.processes) + 7
         self.processes.append(MortalProcess(name, pid, self.pace, fails=fails, length=self.length))
@@ -135,7 +152,13 @@ class ResizedEngines:
 
     def living(self) -> list[MortalProcess]:
         """The processes that have not ended."""
-        return [process for process in self.processes if not process._ended.done()]
+        return [process for process in self.processes if process.died_s is None]
+
+    def abandoned(self, now_s: float) -> list[str]:
+        """The engines of the run that have no process, and should have been started again."""
+        last = {process.role: process for process in self.processes}
+        died_s = {name: last[name].died_s for name in self.engines.names if name in last}
+        return [name for name, at_s in died_s.items() if at_s is not None and now_s - at_s > 1.0]
 
 
 def ignore(_: str) -> None:

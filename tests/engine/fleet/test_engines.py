@@ -11,6 +11,7 @@ from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.errors import ComponentDied, ConfigError, DeadlineError, EngineUnfit, HeadraceError
 from headrace.base.types.messages.controller import Ready
 from headrace.base.types.observation import Recovery
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient
@@ -89,7 +90,7 @@ class Stage:
         self.engines.send_recoveries_to(self.told.append)
 
     async def _start(self, name: str) -> Process:
-        life = len(self.lives[name])
+        life = len(self.lives.setdefault(name, []))
         self.lives[name].append(Process(name, 100 * life + len(name), f"at-{name}-{life}"))
         return self.lives[name][-1]
 
@@ -251,6 +252,44 @@ def test_engine_that_does_not_start_again_in_time_is_ended_and_counts_as_another
 
     cause = ends_with({"names": ("engine",), "restarts": 2}, play)
     assert "did not start within 30 s: it was ended" in cause.problem
+
+
+@pytest.mark.parametrize(
+    ("state", "problem", "from_s", "to_s"),
+    [
+        ("loads", "did not start within 30 s", 29.0, 32.0),
+        ("waits", "has loaded its model, and got no weights for 30 s", 129.0, 132.0),
+        ("missed", "gets no new weights: version 1 could not be uploaded to at-engine-1-0", 29.0, 32.0),
+    ],
+)
+def test_added_engine_that_does_not_serve_in_time_is_ended_and_the_request_is_told_why(
+    state: str, problem: str, from_s: float, to_s: float
+) -> None:
+    async def main() -> None:
+        stage, loop = Stage(("engine",), version=NOT_SAMPLED), asyncio.get_running_loop()
+        stage.engines.work_signs = lambda: min(100, int(loop.time()))  # the learner's step takes that long
+        await stage.engines.start()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(stage.engines.run())
+            await all_obey(stage)
+            await bring(stage.engines.fleet, 0)
+            adding = asyncio.gather(stage.engines.add("engine-1"), return_exceptions=True)
+            await settle()
+            if state != "loads":
+                stage.now("engine-1").ready()
+                await settle()
+            if state == "missed":
+                await bring(stage.engines.fleet, 1, missed="at-engine-1-0")
+            async with asyncio.timeout(300.0):
+                (error,) = await adding
+            assert isinstance(error, ComponentDied)
+            assert error.problem == f"engine-1 (pid 8) {problem}: it was ended"
+            assert from_s < loop.time() < to_s
+            assert stage.engines.names == ("engine",)
+            running.cancel()
+        assert not stage.told, "it never was a part of the run"
+
+    run_virtual(main())
 
 
 def test_engine_that_is_ended_for_its_silence_is_told_with_the_reason() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.run.session import load_config, train
+from headrace.run.session.directory import read_status
 from tests.run.session.killed_runs import FLOW, LONG, SLOW_REWARD, ended
 from tests.run.session.runs import Running, components, first_words, make_run, running, shared_buffers, verb, wait_gone
 from tests.run.session.serial import SerialLoop, same_learner
@@ -123,13 +124,16 @@ def test_run_gets_two_engines_and_loses_one_and_trains_what_a_plain_serial_loop_
         assert [(each["name"], each["state"]) for each in added["engines"]] == [
             ("engine", "serving"), ("engine-1", "serving"), ("engine-2", "serving"),
         ]  # fmt: skip
+        status = read_status(run_dir)
+        assert status is not None
+        assert status.engines == 3, "at once, so that it is known after a kill"
         pids = {each["name"]: each["pid"] for each in added["engines"]}
         life.until_step(life.until_step() + 3)
         removed = json.loads(verb("engines", run_dir, "remove", "engine-1", "--json"))
         assert [each["name"] for each in removed["engines"]] == ["engine", "engine-2"]
         assert not wait_gone([pids["engine-1"]], 1.0)
-        while "engine-1" in components(run_dir):  # the status is renewed once a second
-            life.until_step()
+        assert "engine-1" not in components(run_dir), "the status is renewed at once"
+        until_said(life, "engine-1 was removed")
         assert life.rest(120.0) == first_words(run_file)
     summary = ended(run_dir, steps)
     assert (summary["max_token_age"], summary["recoveries"]) == (0, [])

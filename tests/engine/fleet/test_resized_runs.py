@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 
 from headrace.base.clock import run_virtual
-from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.errors import ConfigError, DeadlineError, HeadraceError
 from headrace.base.types.weights import Interrupt
 from headrace.control import Components
+from headrace.control.controller import ENGINES
+from headrace.run.session.running import first_cause
 from headrace.wings.servers.client.config import ServerConfig
-from tests.control.lives import Plan, live
+from tests.control.lives import Plan, Seen, live
 from tests.engine.fleet.mortal import bring, sample
 from tests.engine.fleet.resized import ResizedEngines, ignore
 from tests.engine.fleet.test_runs_on_fakes import LENGTH, whole
@@ -100,7 +103,52 @@ def test_added_engine_that_ends_before_it_serves_is_forgotten_and_the_run_goes_o
 
     made = resized(1, play, failing=1.0)
     assert not made.engines.restarts, "it does not count as a death"
+    assert not made.notes, "the run can be replayed"
     assert sorted(text.split(":")[0] for text in made.log) == ["engine-1 was not added", "engine-2 was not added"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_engine_that_finds_no_room_again_is_lost_whether_it_was_added_or_not_and_can_be_added_again(count: int) -> None:
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            late = group.create_task(catching_up(made))
+            if count == 1:
+                await made.resizer.add(1, ignore)
+            answers = [group.create_task(sample(made.engines.fleet, seed)) for seed in range(20)]
+            await asyncio.sleep(0.1)
+            made.homeless.add("engine-1")
+            next(process for process in made.living() if process.role == "engine-1").die()
+            assert all([await answer for answer in answers])
+            first = made.engines.names[0]
+            assert made.engines.names == made.engines.fleet.names == made.places.policy == (first,)
+            why = "engine-1 needs 1 CPU, and found no free resources within 30 s"
+            assert made.log[-1] == f"engine-1 is lost, since it could not be started again: {why}; 1 engine serves"
+            assert made.notes == made.log
+            assert [(each.name, each.state) for each in made.resizer.status()] == [
+                (first, "serving"), ("engine-1", "lost"),
+            ]  # fmt: skip
+            made.homeless.clear()
+            assert await made.resizer.add(1, ignore) == ("engine-1",)
+            assert [each.state for each in made.resizer.status()] == ["serving"] * 2
+            late.cancel()
+
+    resized(count, play)
+
+
+def test_last_engine_that_finds_no_room_again_ends_the_run_with_the_reason() -> None:
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            adding = group.create_task(made.resizer.add(1, ignore))  # it never gets weights
+            await asyncio.sleep(0.3)
+            made.homeless.add("engine")
+            made.processes[0].die()
+            await adding
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        resized(1, play)
+    cause = first_cause(caught.value)
+    assert isinstance(cause, DeadlineError)
+    assert "engine needs 1 CPU, and found no free resources" in str(cause)
 
 
 def test_engine_that_is_started_again_can_be_removed_meanwhile_and_the_last_that_serves_cannot() -> None:
@@ -202,6 +250,29 @@ async def refusal(change: Coroutine[Any, Any, Any]) -> str:
     return str(refused.value)
 
 
+def test_change_of_the_engines_leaves_a_note_that_forbids_a_replay_and_an_engine_that_was_not_added_does_not(
+    tmp_path: Path,
+) -> None:
+    seen = Seen()
+
+    def change(parts: Components) -> Components:
+        def record() -> None:
+            seen.controller.record_engine_change("engine-1 was not added: no GPU", changed=False)
+            seen.controller.record_engine_change("engine-1 was added")
+            seen.controller.record_engine_change("engine-1 is lost", lost=True)
+
+        asyncio.get_running_loop().call_later(0.5, record)
+        return parts
+
+    plan = Plan(run_dir=tmp_path, steps=1, parts=change)
+    live(plan, seen=seen)
+    with closing(plan.open_ledger()) as ledger:
+        notes = [detail for kind, detail, _ in ledger.notes() if kind == ENGINES]
+    assert notes == ["engine-1 was added", "engine-1 is lost"]
+    assert "engine-1 was not added: no GPU" in seen.texts()
+    assert seen.texts("warning") == "engine-1 is lost"
+
+
 def test_servers_that_the_run_has_not_started_are_neither_added_nor_removed() -> None:
     async def play(made: ResizedEngines) -> None:
         urls = ("http://127.0.0.1:1", "http://127.0.0.1:2")
@@ -227,13 +298,15 @@ class Disturbed:
         self.pace = random.Random(seed)
         self.interrupt = interrupt
         self.changes: list[tuple[str, ...]] = []
-        self.tasks: list[asyncio.Task[None]] = []
+        self.under_way: list[float] = []
+        """When the changes that have not ended began."""
 
     def parts(self, parts: Components) -> Components:
         """The parts of the run, with engines that change from now on."""
         self.made = ResizedEngines(self.pace.choice([1, 2, 3]), self.pace, failing=0.2, length=LENGTH)
+        self.made.uprooting = 0.2
         loop = asyncio.get_running_loop()
-        self.tasks += [loop.create_task(self._run()), loop.create_task(self._disturb())]
+        self.running, self.disturbing = loop.create_task(self._run()), loop.create_task(self._disturb())
         fleet = self.made.engines.fleet
         return replace(parts, engine=fleet, engine_set=fleet, interrupt=self.interrupt)
 
@@ -250,6 +323,8 @@ class Disturbed:
 
     async def _change(self, kind: int) -> None:
         """One change; refusals are part of the game."""
+        began_s = asyncio.get_running_loop().time()
+        self.under_way.append(began_s)
         try:
             if kind <= 1 and len(self.made.places.policy) < 8:
                 self.changes.append(await self.made.resizer.add(self.pace.choice([1, 1, 2]), ignore))
@@ -261,6 +336,7 @@ class Disturbed:
                 self.pace.choice(living).die()
         except HeadraceError:
             pass
+        self.under_way.remove(began_s)
 
 
 @pytest.mark.parametrize("interrupt", [Interrupt.INFLIGHT, Interrupt.DRAIN])
@@ -271,11 +347,15 @@ def test_run_whose_engines_come_go_and_die_at_random_trains_everything_once(
     disturbed = Disturbed(seed, interrupt)
     max_age = seed % 3
     life = live(Plan(run_dir=tmp_path, steps=14, flow={"max_age": max_age}, parts=disturbed.parts))
-    assert not [error for task in disturbed.tasks if not task.cancelled() and (error := task.exception())]
     whole(life, 28)
     assert life.summary.max_token_age <= max_age
     assert life.summary.tokens_generated == life.summary.tokens_trained, "nothing is sampled twice"
     made = disturbed.made
     assert len(disturbed.changes) > 10, "it was disturbed"
+    assert disturbed.running.cancelled(), "the engines are supervised to the end"
+    assert disturbed.disturbing.cancelled() or disturbed.disturbing.exception() is None
+    longest_s = 30.0 + 30.0 + 5.0  # to load, to get weights, to end sequences
+    assert all(life.seconds - began_s < longest_s for began_s in disturbed.under_way), "no request waits for ever"
+    assert not made.abandoned(life.seconds)
     assert set(made.engines.fleet.names) <= set(made.engines.names)
     assert {process.role for process in made.living()} <= set(made.engines.names)

@@ -115,6 +115,7 @@ def whole(life: Life, groups: int) -> None:
     """Nothing was lost, nothing trained twice, and no token was too old."""
     books = life.summary.ledger
     assert (books.groups.submitted, books.groups.trained, books.groups.in_flight) == (groups, groups, 0)
+    assert (books.episodes.submitted, books.episodes.trained, books.episodes.in_flight) == (3 * groups, 3 * groups, 0)
     assert books.tokens.submitted == books.tokens.trained == life.summary.tokens_trained
     assert life.summary.versions == [0, groups // 2]
 

@@ -17,7 +17,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.messages.program import EngineStatus
 from headrace.flow.ledger.opening import LOCK_FILE
 from headrace.launch.leases import Lease
-from headrace.launch.order import ComponentStatus, OnProgress
+from headrace.launch.order import ComponentStatus, OnEngineChange, OnProgress
 from headrace.run.cli.app import main
 from headrace.run.session.directory import STATUS_FILE, Status, engines_when_ended, write_json, write_sealed
 from headrace.run.session.requests import MAX_LINE_BYTES, answering_requests
@@ -40,7 +40,11 @@ class Changes:
         self.may_end = asyncio.Event()
         self.may_end.set()
 
-    def send_changes_to(self, on_change: OnProgress) -> None:
+    @property
+    def num_engines(self) -> int:
+        return len(self.names)
+
+    def send_changes_to(self, on_change: OnEngineChange) -> None:
         pass
 
     def status(self) -> tuple[EngineStatus, ...]:
@@ -171,7 +175,12 @@ def test_path_that_is_too_long_for_a_socket_leaves_the_run_without_requests(tmp_
 
 
 def made_run(
-    run_dir: Path, *, requests: str = "", pid: int | None = None, roles: tuple[str, ...] = ("engine",)
+    run_dir: Path,
+    *,
+    requests: str = "",
+    pid: int | None = None,
+    roles: tuple[str, ...] = ("engine",),
+    num_engines: int | None = None,
 ) -> Path:
     """The directory of a run whose controller is this process."""
     run_dir.mkdir(exist_ok=True)
@@ -189,6 +198,7 @@ def made_run(
         components=parts,
         waits=[],
         requests=requests,
+        engines=num_engines,
     )
     write_json(run_dir / STATUS_FILE, status)
     return run_dir
@@ -288,3 +298,5 @@ def test_number_of_engines_that_a_run_had_is_known_when_it_is_resumed(tmp_path: 
     assert engines_when_ended(run_dir) is None
     write_sealed(run_dir / "config.json", {"engine": {"count": 1}})
     assert engines_when_ended(run_dir) == 2
+    made_run(run_dir, roles=("engine", "learner"), num_engines=3)
+    assert engines_when_ended(run_dir) == 3, "one was being started again, and one was not added yet"

@@ -20,7 +20,7 @@ import pytest
 from headrace.base.clock import run_virtual
 from headrace.base.errors import ConfigError, DeadlineError, RunError
 from headrace.base.types.messages.codec import Shutdown
-from headrace.base.types.messages.controller import Scored, Started
+from headrace.base.types.messages.controller import Ready, Scored, Started
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.base.types.trace import Span, shifted_back
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
@@ -271,12 +271,14 @@ def test_a_process_that_is_killed_on_its_node_is_told_of_with_the_node(tmp_path:
     asyncio.run(main())
 
 
-def test_a_process_whose_node_is_lost_has_ended_and_says_so(tmp_path: Path) -> None:
+def test_a_process_whose_node_is_lost_has_ended_and_says_so_with_node_and_gpu(tmp_path: Path) -> None:
     async def main() -> None:
         seats = Seats([Seat()])
         async with on_seats(tmp_path, seats, grader(tmp_path)) as child:
+            child.peer.ready.set_result(Ready(token=TOKEN, pid=child.pid, facts={"place": "GPU 5 of node-7"}))
             seats.taken[0].lost.set()
-            assert await child.wait_for_death() == f"scorer-0 (pid {child.pid} on {HERE}) was lost with its node"
+            where = f"scorer-0 (pid {child.pid} on {HERE}, GPU 5 of node-7)"
+            assert await child.wait_for_death() == f"{where} was lost with its node"
             assert child.state == "ended"
 
     asyncio.run(main())

@@ -154,12 +154,12 @@ class Fleet:
     async def wait_until_settled(self, name: str) -> str:
         """Wait until the engine ``name`` accepts requests, or has missed the newest version. Return the reason why it
         missed the version; empty if it serves."""
-        await self._wait_until(lambda: self.serves(name) or self._has_missed(name))
-        return self._members[name].missed_reason
+        await self._wait_until(lambda: self.serves(name) or bool(self.missed(name)))
+        return self.missed(name)
 
     async def wait_until_missed(self, name: str) -> None:
         """Wait until the engine ``name`` has missed a version, which could not reach it."""
-        await self._wait_until(lambda: self._has_missed(name))
+        await self._wait_until(lambda: bool(self.missed(name)))
 
     def load(self, name: str) -> int:
         """Return the number of sequences that the engine ``name`` serves now. With requests of other processes, it is
@@ -249,9 +249,9 @@ class Fleet:
         """Return whether the engine ``name`` is present and has weights, so that it accepts requests."""
         return self._router.takes_sequences(name)
 
-    def _has_missed(self, name: str) -> bool:
-        """Return whether the engine ``name`` is present and the newest version cannot reach it."""
-        return name in self._members and bool(self._members[name].missed_reason)
+    def missed(self, name: str) -> str:
+        """Return why the newest version cannot reach the engine ``name``; empty if it can or the engine is absent."""
+        return self._members[name].missed_reason if name in self._members else ""
 
     def _is_staged_anywhere(self, version: int) -> bool:
         """Return whether any engine has staged ``version``."""

@@ -57,6 +57,12 @@ class Peer:
         self.clock_ahead_s = 0.0
         """Seconds by which the monotonic clock of the process's machine is ahead of the clock of this machine."""
 
+    def fact(self, name: str) -> str:
+        """Return the fact ``name`` that the process has reported about itself when it became ready; empty if it is not
+        ready, or has not reported it."""
+        is_ready = self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
+        return str(self.ready.result().facts.get(name, "")) if is_ready else ""
+
     def next_call(self) -> int:
         """Return the number of a new order, which its answers repeat."""
         self._num_calls += 1

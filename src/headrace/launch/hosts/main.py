@@ -57,7 +57,9 @@ def main(directory: Path, part: str, lifeline: int) -> int:
         return EXIT_REPORTED
     except Exception as error:  # noqa: BLE001 - the edge of the process: the controller tells the user
         traceback.print_exc()
-        problem = f"{part} failed: {type(error).__name__}: {error}"
+        place = _place(briefing.start)
+        where = f" ({place})" if place else ""
+        problem = f"{part}{where} failed: {type(error).__name__}: {error}"
         channel.send(_failure("ComponentDied", problem, f"the traceback is in logs/{part}.log of the run directory"))
         return EXIT_REPORTED
     finally:
@@ -89,6 +91,16 @@ def _resolve_role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
             from headrace.launch.hosts.rollout import run_rollout
 
             return rollout.Message, lambda channel: run_rollout(start, channel)
+
+
+def _place(start: Start) -> str:
+    """Return the GPUs, with their machine, on which a part with the settings ``start`` computes; empty for others."""
+    match start:
+        case EngineStart(engine=settings) | LearnerStart(learner=settings):
+            from headrace.models.gpus import place_of  # workers need no models
+
+            return place_of(str(settings.get("device", "")))
+    return ""
 
 
 def _failure(kind: str, problem: str, remedy: str) -> Failure:

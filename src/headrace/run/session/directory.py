@@ -62,6 +62,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     requests: str = ""
     """The Unix socket at which the run receives requests of its user (``headrace engines``); empty: it receives
     none."""
+    engines: int | None = None
+    """The number of engines of the policy, without those that are being added; ``None`` for a run without engines, and
+    in files of older versions of Headrace."""
 
 
 def choose_directory(requested: str, clock: Clock, *, prefix: str = "") -> Path:
@@ -289,7 +292,9 @@ def engines_when_ended(run_dir: Path) -> int | None:
     last = read_status(run_dir)
     if last is None or not (run_dir / CONFIG_FILE).is_file():
         return None
-    had = sum(part.role.partition("-")[0] == "engine" for part in last.components)
+    had = last.engines
+    if had is None:
+        had = sum(part.role.partition("-")[0] == "engine" for part in last.components)
     began = leaves(read_sealed(run_dir / CONFIG_FILE)).get("engine.count", had)
     return None if had in (0, began) else had
 

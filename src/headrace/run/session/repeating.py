@@ -44,6 +44,8 @@ CHANGEABLE = (
     *("launch.start_timeout_s", "launch.engine_restarts", "launch.engine_silence_s"),
 )
 """The settings that a replay may change, because they affect no token."""
+UNCOMPARED_FACTS = frozenset({"weights_address", "place"})
+"""The facts of a part that may differ in a replay: where it takes weights, and which GPU of which machine it uses."""
 UNREPEATABLE_CAUSES = frozenset({"env_timeout", "reward_timeout", "reward_crashed"})
 """The causes of an episode's end that depend on the clock or on a crash. A run with such an episode cannot be
 repeated."""
@@ -249,7 +251,7 @@ class ReplayRecording:
         differ."""
         for role, known in self.facts.items():
             for name, value in facts[role].items():
-                if name != "weights_address" and known.get(name) != value:
+                if name not in UNCOMPARED_FACTS and known.get(name) != value:
                     raise _refusal(self.run_dir, f"its {role} had {name}={known.get(name)!r}, and has {value!r} here")
 
 

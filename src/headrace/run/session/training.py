@@ -433,16 +433,29 @@ def _write_summary(controller: Controller, summary: Summary, context: RunContext
 
 
 async def _renew_status(controller: Controller, world: LaunchedRun, context: RunContext, address: str) -> None:
-    """Update the terminal view and ``status.json`` every :data:`REDRAW_S` until the task is cancelled at the end of the
-    run. In the last status all parts have ended. The run receives requests at the socket ``address``."""
+    """Update the terminal view and ``status.json`` every :data:`REDRAW_S`, and at once when the engines change, since
+    their number must be known after a kill, until the task is cancelled at the end of the run. In the last status all
+    parts have ended. The run receives requests at the socket ``address``."""
+
+    def write() -> None:
+        """Write the present status."""
+        components = world.components()
+        context.locked_dir.refuse_lost()
+        live = context.watchers.update(controller, components)
+        _write_status(controller, live, world, components, requests=address)
+
+    def record(text: str, *, changed: bool = True, lost: bool = False) -> None:
+        """Record a change of the engines in the log of the run and in the status."""
+        controller.record_engine_change(text, changed=changed, lost=lost)
+        write()
+
+    world.changes.send_changes_to(record)
     try:
         while True:
-            components = world.components()
-            context.locked_dir.refuse_lost()
-            live = context.watchers.update(controller, components)
-            _write_status(controller, live, world, components, requests=address)
+            write()
             await asyncio.sleep(REDRAW_S)
     finally:
+        world.changes.send_changes_to(controller.record_engine_change)
         ended = [msgspec.structs.replace(part, state="ended") for part in world.components()]
         with suppress(HeadraceError):  # the disk may be the reason why the run ends
             context.locked_dir.refuse_lost()
@@ -470,6 +483,7 @@ def _write_status(
         waits=controller.state.board.in_words().splitlines(),
         warnings=controller.state.warnings,
         rewards=dict(controller.state.metrics.rewards.failing()),
+        engines=world.changes.num_engines,
         requests=requests,
     )
     write_json(world.parts.run_dir / STATUS_FILE, status)

@@ -40,8 +40,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     """The process id on the machine of the engine; 0 while it is being started."""
     state: str
-    """``starting``, ``serving``, ``waiting`` (for new weights), ``leaving``, or the reason why its process is
-    halted."""
+    """``starting``, ``serving``, ``waiting`` (for new weights), ``leaving``, the reason why its process is halted, or
+    ``lost``: it could not be started again, and the run continues without it."""
     version: int
     """The version of its weights; −1 if it has none."""
     device: str
@@ -68,7 +68,7 @@ class ChangeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     changed: tuple[str, ...] = ()
     """The names of the engines that were added or removed."""
     engines: tuple[EngineStatus, ...]
-    """All engines of the run after the change."""
+    """All engines of the run after the change, and the engines that it has lost."""
 
 
 class ChangeRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
