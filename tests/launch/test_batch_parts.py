@@ -227,7 +227,7 @@ def test_a_batch_that_arrives_is_never_more_than_twice_in_memory(monkeypatch: py
     monkeypatch.setattr(recorded, "CHECKED_TOKENS", 100)
     groups = heavy_groups(np.random.default_rng(0))
     outline = outline_of(1, groups, [0.5] * 16, oldest_version=0)
-    parts = list(divided(Train(call=0, outline=outline), 0))
+    parts = list(split_message(Train(call=0, outline=outline), 0))
     collector, alone = PartCollector(Train), SingleRank(torch.device("cpu"))
     tracemalloc.start()
     try:
