@@ -17,8 +17,10 @@ from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.outline import BatchOutline, GroupOutline
 from headrace.base.types.scored import ScoredGroup
 from headrace.control.loops import scoring
+from headrace.flow import Flow
 from headrace.flow import ready as ready_module
 from headrace.flow.layout import lay_out
+from headrace.flow.ledger import ResumeState
 from headrace.flow.ready import ReadyColumns
 from headrace.testing import FakeEngine, FakeLearner, lognormal_lengths
 from tests.control.lives import Plan, cause_of, live
@@ -35,8 +37,8 @@ class ReadingLearner(FakeLearner):
     async def step(self, outline: BatchOutline) -> StepReport:
         reader = StoreReader(self._directory)
 
-        def read(group: GroupOutline) -> bytes | memoryview:
-            if isinstance(group.columns, bytes):
+        def read(group: GroupOutline) -> memoryview:
+            if isinstance(group.columns, memoryview):
                 return group.columns
             self.num_read += 1
             return reader.part(group.columns)
@@ -167,3 +169,30 @@ def test_short_groups_that_need_no_store_do_not_hide_that_it_stays_full(
     error = cause_of(plan_of(tmp_path, flow={"max_failed_groups": 4}))
     assert isinstance(error, StoreError)
     assert "4 groups in a row were dropped (store_full)" in error.problem
+
+
+@pytest.mark.usefixtures("store_all")
+def test_a_resumed_run_for_whose_ready_groups_the_store_has_no_room_trains_them_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, with_room = (plan_of(tmp_path / name, flow={"max_age": 3}) for name in ("full", "with_room"))
+    restoring = [False]
+    for each in (plan, with_room):
+        assert not live(each, crash_at=5.0).ended  # one group is ready, and two are taken
+    whole = live(with_room)
+    restore: Callable[..., str] = Flow.restore
+
+    def restored(flow: Flow, step: int, resumed: ResumeState) -> str:
+        restoring[0] = True
+        why = restore(flow, step, resumed)
+        restoring[0] = False
+        return why
+
+    monkeypatch.setattr(Flow, "restore", restored)
+    full_at(monkeypatch, lambda _: restoring[0])
+    life = live(plan)
+    assert life.ended
+    assert life.summary.ledger.groups.dropped == {}
+    assert life.learner.weights == whole.learner.weights
+    (warning,) = [words for words in life.summary.warnings if "the store is full; make room" in words]
+    assert "ready groups stay in memory until they are trained" in warning

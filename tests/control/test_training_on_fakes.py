@@ -80,7 +80,7 @@ def serial_loop(steps: int, groups: int, size: int) -> FakeLearner:
                     tokens = Tokens.observed([group]) + answer
                     advantage = rewards[place] - sum(rewards) / size
                     key = EpisodeKey(group, place)
-                    samples.append(TrainSample(key=key, tokens=tokens, mask_T=tokens.sampled_T, advantage=advantage))
+                    samples.append(TrainSample(key=key, spans=(tokens,), mask_T=tokens.sampled_T, advantage=advantage))
             await learner.train(Batch.collate(step, samples))
 
     run_virtual(main())

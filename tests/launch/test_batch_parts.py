@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 from headrace.base.errors import RunError
+from headrace.base.types import recorded
 from headrace.base.types.batch import Batch
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
 from headrace.base.types.messages import controller
 from headrace.base.types.messages import parts as parts_module
 from headrace.base.types.messages.codec import MessageCodec
@@ -24,9 +27,13 @@ from headrace.base.types.messages.learner import Logprobs, Message, Train
 from headrace.base.types.messages.parts import MessagePart, PartCollector, split_message
 from headrace.base.types.outline import BatchOutline
 from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.teacher_scores import TeacherScores
+from headrace.base.types.tokens import Tokens
+from headrace.flow.layout import inline, lay_out, outline_of
 from headrace.launch.channel import ControllerChannel, PartChannel
 from headrace.launch.clients import LearnerClient
+from headrace.launch.hosts.batches import read_outline
 from headrace.launch.hosts.learner import OrderStream
 from headrace.learner.parallel.mesh import SingleRank
 from tests.flow.outlines import outline_with
@@ -189,3 +196,50 @@ def test_parts_that_are_no_message_are_named() -> None:
     part = MessagePart(of=3, number=0, num_parts=1, data=memoryview(b"\xc1"))
     with pytest.raises(RunError, match="the parts of order 3 are not a message"):
         PartCollector(Train | Logprobs).add(part)
+
+
+def heavy_groups(rng: np.random.Generator) -> list[ScoredGroup]:
+    """Groups of answers with the experts of 24 layers and kept-sets of 20 entries."""
+    groups = []
+    for number in range(4):
+        episodes = []
+        for place in range(4):
+            ids_T = rng.integers(0, 20, 600).astype(np.int32)
+            answer = Tokens(
+                ids_T=ids_T,
+                logprobs_T=np.zeros(600, np.float32),
+                versions_T=np.ones(600, np.int32),
+                kept=KeptSets(ids_E=np.tile(np.arange(20, dtype=np.int32), 600), sizes_T=np.full(600, 20, np.int32)),
+                routing=Routing(known_T=np.ones(600, bool), experts_RLK=np.zeros((600, 24, 8), np.uint8)),
+            )
+            turns = [
+                Turn(author="task", tokens=Tokens.observed(ids_T[:9])),
+                Turn(author="policy", tokens=answer, parent=0),
+            ]
+            status = EpisodeStatus.SCORED
+            episodes.append(EpisodeGraph(key=EpisodeKey(number, place), turns=turns, status=status, reward=1.0))
+        groups.append(ScoredGroup(number=number, episodes=tuple(episodes)))
+    return groups
+
+
+def test_a_batch_that_arrives_is_never_more_than_twice_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_module, "PART_BYTES", 100_000)
+    monkeypatch.setattr(recorded, "CHECKED_TOKENS", 100)
+    groups = heavy_groups(np.random.default_rng(0))
+    outline = outline_of(1, groups, [0.5] * 16, oldest_version=0)
+    parts = list(split_message(Train(call=0, outline=outline), 0))
+    collector, alone = PartCollector(Train), SingleRank(torch.device("cpu"))
+    tracemalloc.start()
+    try:
+        (order,) = filter(None, map(collector.add, parts))
+        batch = read_outline(order.outline, None, alone).batch
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        order.outline.release()
+        left_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    size = len(as_bytes(batch))
+    assert size > 2_500_000
+    assert peak_bytes < 2.2 * size, "a growing buffer has room for an eighth more than it holds"
+    assert left_bytes < 1.1 * size
+    assert as_bytes(batch) == as_bytes(lay_out(outline, inline).batch)

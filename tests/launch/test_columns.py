@@ -104,9 +104,11 @@ def test_tokens_of_a_lost_part_are_counted_and_the_user_is_told(tmp_path: Path) 
     assert "carried no loss" in problem
 
 
-def test_a_learner_without_a_store_refuses_a_batch_that_lies_in_one(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="step 3 refers to columns in a store"):
-        read(stored(batch_of(3), tmp_path), None, ALONE)
+def test_a_learner_on_another_machine_than_the_store_counts_what_lies_in_it_as_lost(tmp_path: Path) -> None:
+    batch = stored(batch_of(3), tmp_path)
+    found = read(batch, None, ALONE)
+    assert found.lost_tokens == batch.num_loss_tokens
+    assert "is on another machine" in found.lost[0].why
     plain = batch_of(3)
     assert read(plain, None, ALONE).batch is plain
 
@@ -135,7 +137,7 @@ def test_all_ranks_leave_out_what_the_first_could_not_read(tmp_path: Path) -> No
     groups = np.unique(batch.groups_S[np.isin(batch.groups_S, leader.batch.groups_S)])
     owners_N = np.repeat(batch.groups_S, batch.lengths_S)
     lost = [group for group in groups.tolist() if not leader.batch.mask_N[owners_N == group].any()]
-    leaders = {group: leader.why for group in lost if batch.mask_N[owners_N == group].any()}
+    leaders = {group: leader.lost[0].why for group in lost if batch.mask_N[owners_N == group].any()}
     for present in (False, True):  # whether the other rank can read the file
         if present:
             (tmp_path / "engine-0.000001").write_bytes(whole)
@@ -329,6 +331,7 @@ def test_a_group_whose_tokens_are_lost_is_left_out_and_counted(
     log_pi_N = np.zeros(found.batch.num_tokens, np.float32)
     told = found.complete_report(msgspec.structs.replace(report(0), log_pi_N=log_pi_N))
     assert told.dropped_tokens["columns_lost"] == lost.num_loss_tokens
+    assert [(each.number, each.left_out) for each in told.lost] == [(lost.number, True)]
     (problem,) = told.problems
     assert "ready.000001" in problem
     assert "carried no loss" in problem
@@ -354,9 +357,9 @@ def test_all_ranks_leave_out_the_groups_that_the_first_could_not_read(tmp_path: 
     with pytest.raises(ComponentDied, match=r"ready\.000001"):
         read_outline(outline, store, OneOfTwo(1, {}))
     (tmp_path / "away").rename(tmp_path / "ready.000001")
-    other = read_outline(outline, store, RankWithLeader(1, [{outline.groups[1].number: leader.why}, {}]))
+    other = read_outline(outline, store, RankWithLeader(1, [{outline.groups[1].number: leader.lost[0].why}, {}]))
     assert as_bytes(other.batch) == as_bytes(leader.batch)
-    assert (other.lost_tokens, other.why) == (leader.lost_tokens, leader.why)
+    assert (other.lost_tokens, other.lost) == (leader.lost_tokens, leader.lost)
 
 
 class RankWithLeader(OneOfTwo):

@@ -139,10 +139,12 @@ def mixed(step: int) -> Batch:
         samples.append(
             TrainSample(
                 key=EpisodeKey(place // 2, place % 2),
-                tokens=Tokens(
-                    ids_T=rng.integers(0, VOCAB_SIZE, count).astype(np.int32),
-                    logprobs_T=np.where(asked, 0, -rng.uniform(0.5, 2, count)).astype(np.float32),
-                    versions_T=np.where(asked, -1, step).astype(np.int32),
+                spans=(
+                    Tokens(
+                        ids_T=rng.integers(0, VOCAB_SIZE, count).astype(np.int32),
+                        logprobs_T=np.where(asked, 0, -rng.uniform(0.5, 2, count)).astype(np.float32),
+                        versions_T=np.where(asked, -1, step).astype(np.int32),
+                    ),
                 ),
                 mask_T=~asked,
                 advantage=float(rng.normal()),

@@ -97,7 +97,7 @@ def batch_of(sequences: list[tuple[list[int], Tokens]]) -> Batch:
     samples = [
         TrainSample(
             key=EpisodeKey(0, place),
-            tokens=Tokens.observed(prompt) + answer,
+            spans=(Tokens.observed(prompt) + answer,),
             mask_T=np.arange(len(prompt) + len(answer)) >= len(prompt),
             advantage=1.0,
         )

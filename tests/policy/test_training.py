@@ -47,7 +47,7 @@ def test_one_step_is_the_learners_own_bit_for_bit(model_dir):
         0,
         [
             TrainSample(
-                key=EpisodeKey(place, member), tokens=sample.full, mask_T=sample.full.sampled_T, advantage=credit
+                key=EpisodeKey(place, member), spans=(sample.full,), mask_T=sample.full.sampled_T, advantage=credit
             )
             for place, (group, credits) in enumerate(zip(groups, advantages, strict=True))
             for member, (sample, credit) in enumerate(zip(group, credits, strict=True))

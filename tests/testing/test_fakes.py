@@ -30,7 +30,7 @@ async def bring(learner: FakeLearner, engine: FakeEngine, version: int) -> Weigh
 
 def batch(step: int) -> Batch:
     tokens = Tokens(ids_T=[step, 2], logprobs_T=[-1.0, -1.0], versions_T=[step, step])
-    sample = TrainSample(key=EpisodeKey(0, 0), tokens=tokens, mask_T=tokens.sampled_T, advantage=1.0)
+    sample = TrainSample(key=EpisodeKey(0, 0), spans=(tokens,), mask_T=tokens.sampled_T, advantage=1.0)
     return Batch.collate(step, [sample])
 
 

@@ -203,8 +203,9 @@ class StoreReader:
     """The reading side of a store, which maps files into memory. Create a reader for each batch, so that the memory of
     files that were removed is freed."""
 
-    def __init__(self, directory: Path) -> None:
-        """Read the files in ``directory``, which need not exist if nothing is stored."""
+    def __init__(self, directory: Path | None) -> None:
+        """Read the files in ``directory``, which need not exist if nothing is stored. ``None``: this machine has no
+        directory of the run, so no part can be read."""
         self._directory = directory
         self._maps: dict[str, memoryview] = {}
 
@@ -276,6 +277,8 @@ class StoreReader:
         """Return the content of the file that contains ``piece``, mapped into memory."""
         if Path(piece.file).name != piece.file or writer_of(piece.file)[1] < 0:
             raise _part_error(piece, "is not a file of a store")
+        if self._directory is None:
+            raise _part_error(piece, "is on another machine, with which this one shares no directory")
         try:
             descriptor = os.open(self._directory / piece.file, os.O_RDONLY | os.O_NOFOLLOW)
             try:

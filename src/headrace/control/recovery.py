@@ -72,7 +72,8 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
             remedy="restore ledger and checkpoints from the same moment, or start a new run directory",
         )
     config = state.flow_config
-    state.flow.restore(start.step, resumed)
+    if why := state.flow.restore(start.step, resumed):
+        state.warn(f"ready groups stay in memory until they are trained: {why}")
     if state.curriculum is not None:
         curriculum_state = start.memory.curriculum or CurriculumState()
         state.curriculum.restore(curriculum_state, ledger.attempts(curriculum_state.first_unknown))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.base.clock import Clock
+from headrace.base.errors import StoreError
 from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
@@ -273,6 +274,7 @@ class Flow:
                 at_s=self._clock.wall(),
                 learned=learned,
                 updates=report.updates,
+                lost=report.lost,
             )
         )
         for number in numbers:
@@ -349,9 +351,10 @@ class Flow:
         failure."""
         await self._writer.flush(durable=durable)
 
-    def restore(self, step: int, resumed: ResumeState) -> None:
+    def restore(self, step: int, resumed: ResumeState) -> str:
         """Restore the state at the checkpoint of ``step``. ``resumed`` contains the groups and counts from the ledger.
-        Call this once, before any group is admitted."""
+        Call this once, before any group is admitted. A ready group for which the store has no room stays in memory
+        until it is trained; return the reason in words, empty if all of them are stored."""
         self.state.version = self.state.next_step = step
         self.state.num_submitted = resumed.num_submitted
         self.state.counts[GroupState.RELEASED] = resumed.num_released
@@ -362,19 +365,24 @@ class Flow:
             self._ready.clear()
         if self.columns is not None:
             self.columns.record_resumed_groups(resumed.groups)
+        why = ""
         for group in resumed.groups:
             episodes = ScoredGroup(number=group.number, episodes=group.episodes)
             newest = None
             if group.state is GroupState.READY:
                 _, newest = episodes.versions() or (None, None)
                 oldest: int | None = group.oldest_version
-                self._buffer[group.number] = episodes if self._ready is None else self._ready.put(episodes)
+                try:
+                    self._buffer[group.number] = episodes if self._ready is None else self._ready.put(episodes)
+                except StoreError as error:
+                    self._buffer[group.number], why = episodes, f"{error.problem}; {error.remedy}"
             else:
                 oldest = group.kept_version()  # tokens from before the crash keep their age
                 self._resumed[group.number] = group
             entry = GroupEntry(state=group.state, oldest_version=oldest, newest_version=newest, step=group.step)
             self.state.restore(group.number, entry)
         assert self.state.conserved(), f"the ledger does not add up: {self.state.counts}, {resumed.dropped}"
+        return why
 
     def close(self) -> None:
         """Remove the files of ready groups, at the end of a life of the run. The next life restores these groups from

@@ -11,7 +11,8 @@ tokens. Each rank reads the tokens and concatenates them. The numbers that only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -29,6 +30,8 @@ from headrace.flow.policies import STALE
 UNTAUGHT = "untaught"
 """The reason under which a token is counted that carries no loss because no teacher has scored it, although teachers
 have scored other tokens of the batch."""
+PART_TOKENS = 1 << 18
+"""The number of tokens of a batch whose versions are looked at in one go."""
 _NO_FLOATS = np.zeros(0, np.float32)
 
 
@@ -64,7 +67,7 @@ def _group_outline(group: ScoredGroup, credited: Mapping[EpisodeKey, Credit]) ->
         places=tuple([episode.key.place for episode in trained]),
         entries=tuple(entries),
         credits=tuple([_plain(credited[episode.key]) for episode in trained]),
-        columns=encode_group(trained) if group.columns is None else group.columns,
+        columns=memoryview(encode_group(trained)) if group.columns is None else group.columns,
         num_tokens=sum([len(turn.tokens.ids_T) for turn in turns]),
         num_loss_tokens=sum([turn.tokens.num_sampled for turn in turns if not turn.untrained]),
     )
@@ -89,6 +92,11 @@ class LaidOutBatch:
     """The number of tokens that carry loss, by age in versions."""
     masked: dict[str, int]
     """The number of tokens that were masked, by reason."""
+
+    @property
+    def groups(self) -> list[int]:
+        """Return the number of each group in the run, in the order in which the batch numbers the groups."""
+        return list(dict.fromkeys(key.group for key in self.keys))
 
     def complete_report(self, report: StepReport) -> StepReport:
         """Return a copy of ``report``, the report of the step on this batch, for the controller, which does not have
@@ -120,12 +128,11 @@ def lay_out(outline: BatchOutline, read: Callable[[GroupOutline], bytes | memory
     unmasked = Batch.collate(outline.step, samples, outline.agents)
     batch, untaught = without_untaught(unmasked)
     batch, stale = without_stale(batch, outline.oldest_version)
-    ages, counts = np.unique(batch.ages(), return_counts=True)
     return LaidOutBatch(
         batch=batch,
         unmasked=unmasked,
         keys=keys,
-        ages={int(age): int(count) for age, count in zip(ages, counts, strict=True)},
+        ages=_ages(batch),
         masked={**untaught, **stale},
     )
 
@@ -140,7 +147,7 @@ def _samples(bundle: GroupBundle, entry: int, key: EpisodeKey, credit: Credit) -
     return [
         TrainSample(
             key=key,
-            tokens=tokens,
+            spans=(tokens,),
             mask_T=tokens.sampled_T,
             advantage=credit if isinstance(credit, float) else np.repeat(np.array(credit, np.float32), lengths),
             roles=tuple(zip(map(role_of, bundle.authors(entry)), lengths, strict=True)),
@@ -148,10 +155,10 @@ def _samples(bundle: GroupBundle, entry: int, key: EpisodeKey, credit: Credit) -
     ]
 
 
-def inline(group: GroupOutline) -> bytes:
+def inline(group: GroupOutline) -> memoryview:
     """Return the bundle of ``group``, which the outline itself contains. Use this function for learners that have no
     store."""
-    assert isinstance(group.columns, bytes), f"group {group.number} lies in a store"
+    assert isinstance(group.columns, memoryview), f"group {group.number} lies in a store"
     return group.columns
 
 
@@ -169,11 +176,26 @@ def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict
     tokens), and the number of masked tokens by reason, empty if there are none."""
     if oldest_version is None:
         return batch, {}
-    stale_N = batch.mask_N & (oldest(batch.versions_N) < oldest_version)
-    count = int(stale_N.sum())
-    if not count:
-        return batch, {}
-    return msgspec.structs.replace(batch, mask_N=batch.mask_N & ~stale_N), {STALE: count}
+    mask_N = batch.mask_N.copy()
+    for at in _parts(batch):
+        mask_N[at] &= oldest(batch.versions_N[at]) >= oldest_version
+    count = batch.num_loss_tokens - int(mask_N.sum())
+    return (msgspec.structs.replace(batch, mask_N=mask_N), {STALE: count}) if count else (batch, {})
+
+
+def _ages(batch: Batch) -> dict[int, int]:
+    """Return the number of tokens that carry loss, by age in versions."""
+    total: Counter[int] = Counter()
+    for at in _parts(batch):
+        ages, counts = np.unique(batch.ages(at), return_counts=True)
+        total.update(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
+    return dict(sorted(total.items()))
+
+
+def _parts(batch: Batch) -> Iterator[slice]:
+    """Yield the tokens of the batch in parts, for computations that need several times the memory of their columns."""
+    for begin in range(0, batch.num_tokens, PART_TOKENS):
+        yield slice(begin, begin + PART_TOKENS)
 
 
 def without_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:

@@ -36,7 +36,7 @@ from headrace.launch.config import INVITATION_FILE, LAUNCHERS
 from headrace.launch.engines import Engines
 from headrace.launch.environments import JOINING, JoinServer, environment_pool, environment_start, episode_limits
 from headrace.launch.order import LaunchedRun, LaunchOrder
-from headrace.launch.processes import Processes, open_directories
+from headrace.launch.processes import Processes, open_directories, shard_workers
 from headrace.launch.resizing import FleetResizer
 from headrace.launch.supervision import REMEDY, Supervisor
 from headrace.launch.vitals import Vitals
@@ -96,7 +96,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
             )
             yield LaunchedRun(
                 parts=parts,
-                components=lambda: processes.components(_count_restarts(supervised)),
+                components=lambda: processes.components(_count_restarts(supervised), vitals.stopped()),
                 send_warnings_to=partial(_send_warnings, pool, envs),
                 send_signs_to=vitals.send_messages_to,
                 send_recoveries_to=partial(_send_recoveries, supervised),
@@ -224,6 +224,11 @@ def _make_vitals(processes: Processes) -> Vitals:
         del kind  # all warnings during the start are shown, also repeated ones
         order.on_event(Event(wall_s=0.0, text=text, level="info" if over else "warning"))
 
+    def others() -> dict[str, int]:
+        """Return the pids of the fork server and of the workers of rollout shards, by name."""
+        found = {each.name: each.pid for child in processes.children for each in shard_workers(child)}
+        return found if order.forks is None or order.forks.lost else {"fork server": order.forks.pid, **found}
+
     return Vitals(
         children=lambda: processes.children,
         timeout_s=order.stall_timeout_s,
@@ -231,7 +236,7 @@ def _make_vitals(processes: Processes) -> Vitals:
         clock=RealClock(),
         warn=warn,
         on_span=lambda span: order.on_spans([span]),
-        others=lambda: {} if order.forks is None or order.forks.lost else {"fork server": order.forks.pid},
+        others=others,
     )
 
 

@@ -138,6 +138,8 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The number of times that it has died and was started again."""
     node: str = ""
     """The address of its machine; empty for the controller's machine."""
+    parent: str = ""
+    """The name of the rollout shard that has started it; empty for a process that the controller has started."""
 
 
 OnProgress = Callable[[str], None]

@@ -21,6 +21,7 @@ from headrace.base.environ import num_cores, shared_memory_root
 from headrace.base.errors import RunError
 from headrace.base.store import COLUMNS
 from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.messages.controller import WorkerSeen
 from headrace.base.types.trace import in_lane
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt
@@ -313,9 +314,10 @@ class Processes:
         """Return the files and directories through which the learner and the engines can exchange weights."""
         return RunPlaces(run_dir=self.order.run_dir, memory=self.weights, private=self.site.directory)
 
-    def components(self, restarts: Mapping[str, int]) -> list[ComponentStatus]:
-        """Return the status of every process, the controller first. ``restarts`` contains how many times each process
-        was started again, by name."""
+    def components(self, restarts: Mapping[str, int], stopped: Mapping[int, str]) -> list[ComponentStatus]:
+        """Return the status of every process, the controller first, and behind each rollout shard its workers.
+        ``restarts`` contains how many times each process was started again, by name. ``stopped`` contains what has
+        stopped a process that is not a child of the controller, by its pid."""
         parts = [ComponentStatus(role="controller", pid=os.getpid(), state="ready", version=None)]
         for child in self.children:
             version, device = _version(child.peer), child.peer.fact("device")
@@ -330,6 +332,16 @@ class Processes:
                     node=child.node,
                 )
             )
+            parts += [
+                ComponentStatus(
+                    role=worker.name,
+                    pid=worker.pid,
+                    state="ended" if child.state == "ended" else stopped.get(worker.pid, worker.state),
+                    version=None,
+                    parent=child.role,
+                )
+                for worker in shard_workers(child)
+            ]
         return parts
 
     def facts(self) -> Facts:
@@ -385,6 +397,11 @@ class Processes:
         return LearnerClient(
             "learner", channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s
         )
+
+
+def shard_workers(child: Child) -> tuple[WorkerSeen, ...]:
+    """Return the environment workers of the process ``child``, if it is a rollout shard; otherwise empty."""
+    return child.peer.workers if isinstance(child.peer, RolloutClient) else ()
 
 
 def _version(peer: Peer) -> int | None:

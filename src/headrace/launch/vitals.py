@@ -138,6 +138,10 @@ class Vitals:
             Standstill(words=work.standstill, stopped=False) for work in self._works.values() if work.standstill
         ]
 
+    def stopped(self) -> dict[int, str]:
+        """Return what has stopped each process that is stopped now, in words such as ``stopped (SIGSTOP)``, by pid."""
+        return {pid: stop.words.removeprefix("is ") for (_, pid), stop in self._stops.items()}
+
     def send_messages_to(self, warn: SendWarning) -> None:
         """Send all later warnings to ``warn``."""
         self.warn = warn

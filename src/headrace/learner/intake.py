@@ -114,9 +114,14 @@ def _invalid_kept(batch: Batch, vocab_size: int) -> str:
     outside = np.flatnonzero((ids_E < 0) | (ids_E >= vocab_size))
     if len(outside):
         return f"a kept-set holds id {ids_E[outside[0]]}, the model knows 0 to {vocab_size - 1}"
-    owners_E = np.repeat(np.arange(len(batch.kept)), batch.kept.sizes_T)
-    unordered = np.flatnonzero((np.diff(ids_E) <= 0) & (np.diff(owners_E) == 0))
-    return f"the kept-set of token {owners_E[unordered[0]]} is not ascending" if len(unordered) else ""
+    sizes_N = batch.kept.sizes_T
+    ends = np.cumsum(sizes_N, dtype=np.int64)
+    descends_E = ids_E[1:] <= ids_E[:-1]
+    starts = (ends - sizes_N)[sizes_N > 0]
+    descends_E[starts[1:] - 1] = False  # from one kept-set to the next
+    unordered = np.flatnonzero(descends_E)
+    owner = np.searchsorted(ends, unordered[:1], side="right")
+    return f"the kept-set of token {owner[0]} is not ascending" if len(unordered) else ""
 
 
 def _invalid_routing(batch: Batch, routed: RoutedModel | None) -> str:

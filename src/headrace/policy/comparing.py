@@ -36,7 +36,7 @@ def probe_batch(step: int, sequences: list[Tokens]) -> Batch:
     """Return the batch with which the learner computes the logprobs of ``sequences``. The mask selects all tokens
     except the first of each sequence, which has no logprob. ``step`` is the version of the learner's weights."""
     samples = [
-        TrainSample(key=EpisodeKey(0, place), tokens=tokens, mask_T=np.arange(len(tokens)) > 0, advantage=0.0)
+        TrainSample(key=EpisodeKey(0, place), spans=(tokens,), mask_T=np.arange(len(tokens)) > 0, advantage=0.0)
         for place, tokens in enumerate(sequences)
     ]
     return Batch.collate(step, samples)

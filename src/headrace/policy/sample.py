@@ -115,7 +115,7 @@ def make_batch(samples: Samples, advantages: Any, required: SampleRequirements) 
     credit = [0.0] * len(flat) if advantages is None else _flat_advantages(samples, advantages)
     columns = [_advantage_column(place, *pair) for place, pair in enumerate(zip(flat, credit, strict=True))]
     train_samples = [
-        TrainSample(key=EpisodeKey(sample.group, place), tokens=full, mask_T=sample.mask_F, advantage=0.0)
+        TrainSample(key=EpisodeKey(sample.group, place), spans=(full,), mask_T=sample.mask_F, advantage=0.0)
         for place, (sample, full) in enumerate(zip(flat, fulls, strict=True))
     ]
     return msgspec.structs.replace(Batch.collate(required.step, train_samples), advantages_N=np.concatenate(columns))

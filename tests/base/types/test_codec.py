@@ -53,7 +53,7 @@ OUTLINE = BatchOutline(
             num_tokens=9,
             num_loss_tokens=4,
         )
-        for number, columns in enumerate((b"turns", StoredRows("ready.000000", 8, 16, 2**64 - 1, 0, 16)))
+        for number, columns in enumerate((memoryview(b"turns"), StoredRows("ready.000000", 8, 16, 2**64 - 1, 0, 16)))
     ),
     agents=("critic",),
 )

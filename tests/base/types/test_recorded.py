@@ -117,9 +117,9 @@ def test_turn_that_recorded_nothing_leaves_the_tokens_as_they_are() -> None:
 
 def test_batch_carries_records_of_every_token_and_travels_with_them() -> None:
     tokens = Tokens.observed([1]) + sampled(7, kept=KeptSets.of([[7, 9]]), routes=routing(300 % 256))
-    sample = TrainSample(key=EpisodeKey(0, 0), tokens=tokens, mask_T=tokens.sampled_T, advantage=1.0)
+    sample = TrainSample(key=EpisodeKey(0, 0), spans=(tokens,), mask_T=tokens.sampled_T, advantage=1.0)
     plain = TrainSample(
-        key=EpisodeKey(0, 1), tokens=Tokens.observed([2]), mask_T=np.zeros(1, bool), advantage=0.0
+        key=EpisodeKey(0, 1), spans=(Tokens.observed([2]),), mask_T=np.zeros(1, bool), advantage=0.0
     )  # fmt: skip
     batch = Batch.collate(3, [sample, plain])
     codec = MessageCodec(Batch)
@@ -130,5 +130,6 @@ def test_batch_carries_records_of_every_token_and_travels_with_them() -> None:
 
 def test_age_of_a_token_of_mixed_weights_counts_from_the_older_ones() -> None:
     tokens = Tokens(ids_T=[1, 2], logprobs_T=[-1.0, -1.0], versions_T=[4, mixed_version(3)])
-    batch = Batch.collate(5, [TrainSample(key=EpisodeKey(0, 0), tokens=tokens, mask_T=tokens.sampled_T, advantage=0.0)])
+    sample = TrainSample(key=EpisodeKey(0, 0), spans=(tokens,), mask_T=tokens.sampled_T, advantage=0.0)
+    batch = Batch.collate(5, [sample])
     assert batch.ages().tolist() == [1, 2]

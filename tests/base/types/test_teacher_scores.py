@@ -76,7 +76,7 @@ def test_what_a_teacher_said_lies_in_the_ledger_and_goes_into_the_batch() -> Non
     assert back[0].tokens.teacher_scores is None
     assert fits(back[1].tokens)
     tokens = back[0].tokens + back[1].tokens
-    sample = TrainSample(key=EpisodeKey(0, 0), tokens=tokens, mask_T=tokens.sampled_T, advantage=1.0)
+    sample = TrainSample(key=EpisodeKey(0, 0), spans=(tokens,), mask_T=tokens.sampled_T, advantage=1.0)
     batch = Batch.collate(0, [sample, sample])
     assert batch.teacher_scores is not None
     assert batch.teacher_scores.known_T.tolist() == [False, False, True, True, True] * 2
@@ -90,7 +90,7 @@ def test_lessons_of_another_length_are_refused() -> None:
 def test_tokens_that_were_scored_before_there_was_a_teacher_lose_their_loss_and_are_counted() -> None:
     taught, before = said(3, 3), Tokens(ids_T=[7, 8], logprobs_T=[-1, -1], versions_T=[3, 3])
     samples = [
-        TrainSample(key=EpisodeKey(0, place), tokens=tokens, mask_T=tokens.sampled_T, advantage=1.0)
+        TrainSample(key=EpisodeKey(0, place), spans=(tokens,), mask_T=tokens.sampled_T, advantage=1.0)
         for place, tokens in enumerate((taught, before))
     ]
     batch, counted = without_untaught(Batch.collate(0, samples))

@@ -109,7 +109,7 @@ def test_group_is_as_old_as_its_oldest_scored_token() -> None:
 
 def sample(group: int, place: int, *ids: int, advantage: float = 1.0) -> TrainSample:
     tokens = Tokens.observed([9]) + sampled(*ids, version=group)
-    return TrainSample(key=EpisodeKey(group, place), tokens=tokens, mask_T=tokens.sampled_T, advantage=advantage)
+    return TrainSample(key=EpisodeKey(group, place), spans=(tokens,), mask_T=tokens.sampled_T, advantage=advantage)
 
 
 def test_batch_lays_its_samples_out_one_after_the_other() -> None:

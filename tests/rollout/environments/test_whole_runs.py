@@ -17,7 +17,7 @@ from headrace.base.types.scored import paths
 from headrace.control.metrics.summary import Summary
 from headrace.run.session import evaluate, train
 from tests.rollout.environments.tasks import episodes, make_env_run
-from tests.run.session.runs import components, headrace, make_run, running
+from tests.run.session.runs import components, headrace, make_run, running, verb
 
 WAYS = """
     import headrace
@@ -143,6 +143,9 @@ def test_two_turns_are_the_same_in_shards_also_if_one_is_killed_with_its_workers
     assert life.process.returncode == 0, said
     assert ("was killed by SIGKILL" in said) == killed
     assert same(plain, episodes(run_dir, 12))
+    status = json.loads(verb("status", run_dir, "--json"))
+    workers = {part["parent"] for part in status["components"] if part["role"].startswith("environment-")}
+    assert killed or workers == {"rollout-0", "rollout-1"}, status
 
 
 def test_an_environment_that_cannot_be_imported_in_a_shard_ends_the_run_with_its_own_error(

@@ -104,7 +104,7 @@ class SerialLoop:
         samples = [
             TrainSample(
                 key=key,
-                tokens=Tokens.concat([Tokens.observed(prompt), tokens]),
+                spans=(Tokens.concat([Tokens.observed(prompt), tokens]),),
                 mask_T=np.arange(len(prompt) + len(tokens)) >= len(prompt),
                 advantage=float(advantage),
             )

@@ -5,18 +5,34 @@ from __future__ import annotations
 import json
 import os
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
-from headrace.base.errors import ConfigError, StoreError
-from headrace.base.store import COLUMNS
+from headrace.base.errors import ConfigError, LedgerError, StoreError
+from headrace.base.store import COLUMNS, ColumnStore
+from headrace.base.types.episode import TokenChunk
+from headrace.base.types.group import GroupState
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.control.credit import credit
 from headrace.flow.columns import files_of
+from headrace.flow.layout import outline_of
+from headrace.flow.ledger.base import EndEpisode, EndStep, Move, Submit
 from headrace.flow.ledger.opening import open_ledger
+from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
+from headrace.flow.ready import ReadyColumns
+from headrace.launch.hosts.batches import read_outline
 from headrace.launch.processes import Processes
+from headrace.launch.starts import StoreStart
+from headrace.learner.parallel.mesh import SingleRank
 from headrace.run.session import load_config, train
 from headrace.run.session.prepare import Inputs, prepare
+from headrace.run.session.replaying import RecordedBatches
+from tests.flow.outlines import groups_with
 from tests.run.session.runs import make_run, running, tiny_model, verb
 from tests.run.session.serial import same_learner
 
@@ -28,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 pytestmark = pytest.mark.timeout(300)
+CODEC = MessageCodec(Any)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +84,10 @@ def test_a_run_with_a_store_makes_the_weights_of_one_without(
     assert books["columns_bytes"] == (tmp_path / "stored/run" / COLUMNS / "engine.000000").stat().st_size > 0
     assert "agree bit for bit" in verb("ledger", tmp_path / "stored/run", "--replay")
     (tmp_path / "stored/run" / COLUMNS / "engine.000000").unlink()
-    with pytest.raises(StoreError, match=r"step 0 cannot be trained again: .*engine\.000000") as refused:
+    with pytest.raises(
+        StoreError,
+        match=r"step 0 cannot be trained again, because columns of groups 0, 1 cannot be read: .*engine\.000000",
+    ) as refused:
         verb("ledger", tmp_path / "stored/run", "--replay")
     assert "flow.columns.keep = 'always'" in refused.value.remedy
 
@@ -83,6 +103,40 @@ def test_a_run_with_shards_trains_what_the_engine_has_stored(tmp_path: Path, mix
         assert ledger.conservation().holds
         assert files_of([turn for episode in ledger.episodes(0) for turn in episode.turns]) == {"engine.000000"}
     assert "agree bit for bit" in verb("ledger", tmp_path / "shards/run", "--replay")
+
+
+def test_a_replay_leaves_out_the_groups_that_the_run_could_not_read(tmp_path: Path) -> None:
+    config = load_config({"model": {"path": "m"}, "flow": {"group_size": 4, "groups_per_step": 4}})
+    engines, groups = ColumnStore(tmp_path, "engine-0", file_bytes=8000), groups_with(1, num_groups=5, longest=200)[:4]
+    for turns in (episode.turns for group in groups for episode in group.episodes):
+        turns[:] = [
+            msgspec.structs.replace(turn, tokens=engines.chunk(TokenChunk(tokens=turn.tokens)).tokens) for turn in turns
+        ]
+    ready = ReadyColumns(tmp_path, file_bytes=1)
+    outline = outline_of(0, [ready.put(group) for group in groups], credit(config.algo, groups))
+    (tmp_path / "ready.000001").unlink()
+    (tmp_path / "engine-0.000000").unlink()
+    found = read_outline(outline, StoreStart(directory=str(tmp_path)), SingleRank(torch.device("cpu")))
+    assert [(each.number, each.left_out) for each in found.lost] == [(11, True), (10, False)]
+    with closing(SqliteLedger(IN_MEMORY, group_size=4, groups_per_step=4)) as ledger:
+        numbers = tuple(group.number for group in groups)
+        ledger.apply(Submit(numbers=numbers, rows=numbers, at_s=0.0))
+        ledger.apply(*(EndEpisode(episode=episode, at_s=0.0) for group in groups for episode in group.episodes))
+        ledger.apply(Move(numbers=numbers, state=GroupState.TAKEN, step=0, at_s=0.0))
+        step = EndStep(step=0, numbers=numbers, trained_tokens=1, dropped_tokens={"columns_lost": 1}, ages={}, at_s=0.0)
+        ledger.apply(step)
+        with pytest.raises(LedgerError, match="an older version of Headrace has not recorded which"):
+            RecordedBatches(config, ledger, tmp_path)
+        ledger.apply(replace(step, lost=found.lost))
+        lines: list[str] = []
+        batch = RecordedBatches(config, ledger, tmp_path).assemble(0, lines.append)
+        assert CODEC.encode(batch) == CODEC.encode(found.batch)
+        assert lines[0].startswith(
+            "step 0: groups 11, 10 carried no loss in the run, nor here: the part of the store at"
+        )
+        ledger.apply(replace(step, lost=found.lost[:1]))
+        with pytest.raises(StoreError, match=r"step 0 cannot be trained again, because columns of group 10 cannot"):
+            RecordedBatches(config, ledger, tmp_path).assemble(0, lines.append)
 
 
 def killed_run(directory: Path, model: Path) -> Path:
@@ -126,6 +180,9 @@ def test_groups_whose_columns_are_damaged_are_counted_and_the_run_goes_on(tmp_pa
     assert "differs from what was written" in printed
     with closing(open_ledger(tmp_path / "run")) as ledger:
         assert ledger.conservation().holds
+    replayed = verb("ledger", tmp_path / "run", "--replay")
+    assert "step 0: group 0 carried no loss in the run, nor here" in replayed
+    assert "agree bit for bit" in replayed
 
 
 @pytest.mark.parametrize("setting", ["engine.top_k=0", "learner.keep_sampling_mask=false"])

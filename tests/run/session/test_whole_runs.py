@@ -95,7 +95,7 @@ def test_a_synchronous_run_gives_the_weights_of_a_serial_loop_and_leaves_everyth
     assert (status["state"], status["version"]) == ("finished", 5)
     assert [part["role"] for part in status["components"]] == ["controller", "engine", "learner", "scorer-0"]
     assert {part["state"] for part in status["components"]} == {"ended"}
-    assert set(status["components"][0]) == {"role", "pid", "state", "version", "device", "restarts", "node"}
+    assert set(status["components"][0]) == {"role", "pid", "state", "version", "device", "restarts", "node", "parent"}
     books = json.loads(verb("ledger", run_dir, "--json"))
     assert books["holds"] is True
     assert books["conservation"] == summary["ledger"]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.teacher_scores import TeacherScores
-from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.base.types.tokens import NO_TOKENS, FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import oldest
 
 
@@ -25,8 +25,8 @@ class TrainSample:
 
     key: EpisodeKey
     """The identifier of the episode."""
-    tokens: Tokens
-    """All T tokens of the path, prompts included."""
+    spans: Sequence[Tokens]
+    """All T tokens of the path, prompts included: consecutive spans, whose columns only the batch copies."""
     mask_T: npt.NDArray[np.bool_]
     """Whether each token carries loss: the policy sampled it, and no other path of the episode trains it."""
     advantage: float | FloatColumn
@@ -35,6 +35,16 @@ class TrainSample:
     roles: tuple[tuple[str, int], ...] = ()
     """The authors of the turns, in order: the role of each author and the number of tokens of its turn. It may be empty
     unless agents with their own adapters are trained."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """Return the T tokens as one span."""
+        return Tokens.concat(self.spans)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens T."""
+        return sum([len(span.ids_T) for span in self.spans])
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,10 +87,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     def collate(cls, step: int, samples: list[TrainSample], agents: Sequence[str] = ()) -> Batch:
         """Return the batch of optimizer step ``step``: the columns of ``samples``, concatenated in the given order.
         ``agents`` are the roles that train their own adapters instead of the policy's adapter."""
-        tokens = Tokens.concat([sample.tokens for sample in samples])
+        # begins with an empty span, so that the columns of a single span are copied, too
+        tokens = Tokens.concat([NO_TOKENS, *(span for sample in samples for span in sample.spans)])
         groups: dict[int, int] = {}
         episodes: dict[EpisodeKey, int] = {}
-        lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
+        lengths = np.array([sample.num_tokens for sample in samples], np.int32)
         return cls(
             step=step,
             lengths_S=lengths,
@@ -90,9 +101,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             mask_N=np.concatenate([sample.mask_T for sample in samples]) if samples else np.zeros(0, bool),
             logprobs_N=tokens.logprobs_T,
             versions_N=tokens.versions_T,
-            advantages_N=np.concatenate(
-                [np.zeros(0, np.float32), *(np.full(len(s.tokens), s.advantage, np.float32) for s in samples)]
-            ),
+            advantages_N=_advantages(samples, lengths),
             kept=tokens.kept,
             routing=tokens.routing,
             teacher_scores=tokens.teacher_scores,
@@ -118,10 +127,20 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         parts = [(agent, mask_N & (self.agents_N == index)) for index, agent in enumerate(self.agents)]
         return [(agent, own_N) for agent, own_N in parts if own_N.any()]
 
-    def ages(self) -> npt.NDArray[np.int32]:
+    def ages(self, at: slice = slice(None)) -> npt.NDArray[np.int32]:
         """Return the age of every token that carries loss, in the order of the batch: the learner's version (``step``)
-        minus the version that sampled the token. For a token of mixed versions the older version counts."""
-        return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)
+        minus the version that sampled the token. For a token of mixed versions the older version counts. ``at`` selects
+        the tokens."""
+        return (self.step - oldest(self.versions_N[at][self.mask_N[at]])).astype(np.int32)
+
+
+def _advantages(samples: Sequence[TrainSample], lengths_S: IntColumn) -> FloatColumn:
+    """Return the advantage of each token of ``samples``, whose numbers of tokens are ``lengths_S``."""
+    ends = np.cumsum(lengths_S, dtype=np.int64)
+    advantages_N = np.empty(int(ends[-1]) if len(ends) else 0, np.float32)
+    for sample, end in zip(samples, ends.tolist(), strict=True):
+        advantages_N[end - sample.num_tokens : end] = sample.advantage
+    return advantages_N
 
 
 def _adapter_indices(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -284,31 +285,28 @@ class EpisodeGraph:
             at = self.turns[at].parent
         return indices[::-1]
 
-    def path_tokens(self, path: Sequence[int]) -> Tokens:
-        """Return the concatenated tokens of the turns with the indices ``path``, which begins at the root.
+    def path_spans(self, path: Sequence[int]) -> list[Tokens]:
+        """Return the tokens of each of the turns with the indices ``path``, which begins at the root. No column is
+        copied.
 
         The routing (the experts of a mixture-of-experts model) is completed from the record of the last sampled turn,
         which also contains the experts of its context. Without it, the experts are missing for given tokens, and for
         the last token of each turn, which becomes known only after another turn continues it.
         """
-        tokens = Tokens.concat([self.turns[index].tokens for index in path])
-        before = 0
-        context: Routing | None = None
-        for index in path:
-            turn = self.turns[index]
-            if turn.context_routing is not None and len(turn.context_routing) == before:
-                context = turn.context_routing
-            before += len(turn.tokens)
-        if context is None:
-            return tokens
-        routing = context if tokens.routing is None else context + tokens.routing[len(context) :]
-        missing = len(tokens) - len(routing)
-        if missing:
-            _, num_layers, top_k = routing.experts_RLK.shape
-            routing += Routing.unknown(
-                missing, num_layers=num_layers, top_k=top_k, dtype=routing.experts_RLK.dtype
-            )  # fmt: skip
-        return msgspec.structs.replace(tokens, routing=routing)
+        spans = [self.turns[index].tokens for index in path]
+        ends = list(accumulate(map(len, spans), initial=0))
+        for place in reversed(range(len(path))):
+            context = self.turns[path[place]].context_routing
+            if context is not None and len(context) == ends[place]:
+                return [
+                    *(msgspec.structs.replace(spans[i], routing=context[ends[i] : ends[i + 1]]) for i in range(place)),
+                    *spans[place:],
+                ]
+        return spans
+
+    def path_tokens(self, path: Sequence[int]) -> Tokens:
+        """Return the tokens of :meth:`path_spans` as one span."""
+        return Tokens.concat(self.path_spans(path))
 
     def versions(self) -> tuple[int, int] | None:
         """Return the oldest and newest version that sampled a token of the episode; ``None`` if nothing was sampled."""

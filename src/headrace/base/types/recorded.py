@@ -18,6 +18,8 @@ import numpy.typing as npt
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.stored import Stored, concat_rows, num_rows, slice_rows
 
+CHECKED_TOKENS = 1 << 12
+"""The number of tokens whose kept-sets are checked at once."""
 Experts = npt.NDArray[np.unsignedinteger[Any]]
 """Indices of experts, as unsigned integers of any size."""
 
@@ -86,15 +88,22 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
             return f"the sizes of the kept-sets sum to {int(self.sizes_T.sum())}, but {num_ids} ids are there"
         if self.stored:
             return ""
+        # in parts, since a check of all tokens at once needs several times the memory of the kept-sets
+        for begin in range(0, len(self), CHECKED_TOKENS):
+            at = slice(begin, begin + CHECKED_TOKENS)
+            if missing := self[at]._first_missing(ids_T[at]):
+                place = begin + missing[0]
+                return f"the kept-set of token {place} does not hold the sampled id {ids_T[place]}"
+        return ""
+
+    def _first_missing(self, ids_T: IntColumn) -> list[int]:
+        """Return the index of the first of the tokens ``ids_T`` whose kept-set has entries, but not the token; empty if
+        there is none."""
         owner_E = np.repeat(np.arange(len(self)), self.sizes_T)
         found = np.zeros(len(self), bool)
         found[owner_E[self.ids_E == ids_T[owner_E]]] = True  # tokens whose kept-set contains their sampled id
-        missing = np.flatnonzero((self.sizes_T > 0) & ~found)
-        return (
-            f"the kept-set of token {missing[0]} does not hold the sampled id {ids_T[missing[0]]}"
-            if len(missing)
-            else ""
-        )
+        missing: list[int] = np.flatnonzero((self.sizes_T > 0) & ~found)[:1].tolist()
+        return missing
 
     def __len__(self) -> int:
         """Return the number of tokens T."""

@@ -71,7 +71,7 @@ def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
     return [
         TrainSample(
             key=episode.key,
-            tokens=episode.path_tokens(path),
+            spans=tuple(episode.path_spans(path)),
             mask_T=np.concatenate(masks),
             advantage=advantage if isinstance(advantage, float) else _advantages_by_token(episode, path, advantage),
             roles=tuple((role_of(episode.turns[index].author), len(episode.turns[index].tokens)) for index in path),
@@ -83,17 +83,13 @@ def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
 def _single_path_sample(episode: EpisodeGraph, advantage: Credit) -> TrainSample:
     """Return the only train sample of :func:`paths` for an episode whose turns form one path, as in most episodes."""
     path = range(len(episode.turns))
-    tokens = episode.path_tokens(path)
-    mask_T = tokens.sampled_T
-    end = 0
-    for turn in episode.turns:
-        begin, end = end, end + len(turn.tokens.ids_T)
-        if turn.untrained:
-            mask_T[begin:end] = False
+    masks = [
+        np.zeros(len(turn.tokens), bool) if turn.untrained else turn.tokens.sampled_T for turn in episode.turns
+    ]  # fmt: skip
     return TrainSample(
         key=episode.key,
-        tokens=tokens,
-        mask_T=mask_T,
+        spans=tuple(episode.path_spans(path)),
+        mask_T=np.concatenate(masks),
         advantage=advantage if isinstance(advantage, float) else _advantages_by_token(episode, path, advantage),
         roles=tuple([(role_of(turn.author), len(turn.tokens.ids_T)) for turn in episode.turns]),
     )

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
+from headrace.base.types.outline import LostGroup
 from headrace.base.types.scored import TokenResults
 from headrace.base.types.stored import Stored
 from headrace.base.types.tokens import versions_of
@@ -101,6 +102,8 @@ class EndStep:
     ``None`` if they are not recorded."""
     updates: int = 1
     """Number of updates of the weights that the learner made with the step's batch."""
+    lost: tuple[LostGroup, ...] = ()
+    """The groups among ``numbers`` that carried no loss because columns of them could not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +291,11 @@ class Ledger(Protocol):
 
     def updates(self) -> dict[int, int]:
         """Return the number of updates of the weights that each step made with its batch, by step."""
+        ...
+
+    def lost(self) -> dict[int, tuple[LostGroup, ...]]:
+        """Return the groups that carried no loss in their step because columns could not be read, by step. Steps
+        without such groups are left out."""
         ...
 
     def checksums(self) -> dict[int, str]:

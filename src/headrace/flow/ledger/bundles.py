@@ -79,6 +79,8 @@ class _Bundle(msgspec.Struct, frozen=True, array_like=True):
 
 
 _CODEC = MessageCodec(_Bundle)
+_VIEWS = MessageCodec(_Bundle, views=True)
+"""The codec of the bundles of groups: what is laid out from them is copied once, into the batch."""
 _NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
@@ -129,8 +131,8 @@ def encode_group(episodes: Sequence[EpisodeGraph]) -> bytes:
 
 
 class GroupBundle:
-    """The decoded bundle of a group. Its columns of ids, logprobs and versions are views of its bytes. Its methods
-    except :meth:`turns` raise ``IndexError`` for the index of an episode that the bundle does not contain."""
+    """The decoded bundle of a group. Its columns are views of its bytes. Its methods except :meth:`turns` raise
+    ``IndexError`` for the index of an episode that the bundle does not contain."""
 
     def __init__(self, data: memoryview) -> None:
         """Decode ``data``, the bytes that :func:`encode_group` returned. Raises ``msgspec.MsgspecError`` for other
@@ -140,7 +142,7 @@ class GroupBundle:
             if min(num_tokens, rest_bytes) < 0:
                 raise ValueError("the bundle of a group with a negative size")
             end = _SIZES.size + _TOKEN_BYTES * num_tokens
-            rest: _Bundle = _CODEC.decode(data[end : end + rest_bytes])
+            rest: _Bundle = _VIEWS.decode(data[end : end + rest_bytes])
             ids_N, logprobs_N, versions_N = _columns(data)
             self._bundle = msgspec.structs.replace(rest, ids_N=ids_N, logprobs_N=logprobs_N, versions_N=versions_N)
             _refuse_negative(rest, 0)

@@ -26,6 +26,7 @@ from headrace.base.environ import secret
 from headrace.base.errors import ConfigError, LedgerError
 from headrace.base.types.episode import EpisodeGraph
 from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.outline import LostGroup
 from headrace.flow.ledger.base import (
     CommitVersion,
     Conservation,
@@ -206,6 +207,10 @@ class RedisLedger:
     def updates(self) -> dict[int, int]:
         """Return the number of updates of the weights that each step made with its batch, by step."""
         return self._index.updates()
+
+    def lost(self) -> dict[int, tuple[LostGroup, ...]]:
+        """Return the groups that carried no loss in their step because columns of them could not be read, by step."""
+        return self._index.lost()
 
     def checksums(self) -> dict[int, str]:
         """Return the checksum of the weights of every committed version, by version."""

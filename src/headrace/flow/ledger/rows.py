@@ -25,7 +25,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "bundles": ("id", "turns"),
     "parts": ("id", "group_number", "position", "turn", "prompt", "sampled_tokens", "tokens"),
     "lost_tokens": ("reason", "tokens"),
-    "steps": ("step", "trained_tokens", "dropped_tokens", "ages", "trained_s", "updates"),
+    "steps": ("step", "trained_tokens", "dropped_tokens", "ages", "trained_s", "updates", "lost"),
     "learned": ("step", "tokens"),
     "versions": ("version", "checksum", "committed_s"),
     "notes": ("id", "kind", "detail", "at_s"),

@@ -21,6 +21,7 @@ import msgspec
 from headrace.base.errors import LedgerError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
+from headrace.base.types.outline import LostGroup
 from headrace.flow.ledger.base import Conservation, GroupAttempt, Lengths, Operation, ResumedGroup, ResumeState
 from headrace.flow.ledger.books import UNFINISHED, Books
 from headrace.flow.ledger.rows import checksum_rows, damage, insert, next_id, seal_all, seal_rows
@@ -204,6 +205,11 @@ class SqliteLedger:
     def updates(self) -> dict[int, int]:
         """Return the number of updates of the weights that each step made with its batch, by step."""
         return dict(self._fetch_all("SELECT step, updates FROM steps ORDER BY step"))
+
+    def lost(self) -> dict[int, tuple[LostGroup, ...]]:
+        """Return the groups that carried no loss in their step because columns of them could not be read, by step."""
+        found = self._fetch_all("SELECT step, lost FROM steps WHERE lost != '[]' ORDER BY step")
+        return {step: msgspec.json.decode(lost, type=tuple[LostGroup, ...]) for step, lost in found}
 
     def checksums(self) -> dict[int, str]:
         """Return the checksum of the weights of every committed version, by version."""

@@ -12,6 +12,8 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import msgspec
+
 from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.group import GroupState
 from headrace.flow.ledger.base import (
@@ -168,6 +170,7 @@ class Writing:
                 json.dumps(op.ages),
                 float(op.at_s),
                 op.updates,
+                msgspec.json.encode(op.lost).decode(),
             ),
         )
         if op.learned is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.base.types.episode import EpisodeGraph, TokenChunk
-from headrace.base.types.messages.controller import EpisodesEnded, Noted, TurnsGrown
+from headrace.base.types.messages.controller import EpisodesEnded, Noted, TurnsGrown, WorkerSeen, WorkersSeen
 from headrace.base.types.messages.rollout import EndCall, StartEpisodes
 from headrace.launch.channel import ControllerChannel, answers_address
 from headrace.launch.clients.peer import Peer
@@ -30,6 +30,8 @@ class RolloutClient(Peer):
         """Called with the tokens of running turns that have to be recorded."""
         self.on_note: Callable[[str], None] = lambda _: None
         """Called with short texts about unusual events."""
+        self.workers: tuple[WorkerSeen, ...] = ()
+        """The environment workers of the shard."""
         self._calls: dict[int, asyncio.Queue[Ended]] = {}
         self._lost = False
 
@@ -76,5 +78,7 @@ class RolloutClient(Peer):
                 self.on_parts(parts)
             case Noted(text=text):
                 self.on_note(text)
+            case WorkersSeen(workers=workers):
+                self.workers = workers
             case _:
                 super().handle(message)

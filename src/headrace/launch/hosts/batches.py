@@ -23,7 +23,7 @@ from headrace.base.store import (
 )
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.controller import StepReport
-from headrace.base.types.outline import BatchOutline, GroupOutline
+from headrace.base.types.outline import BatchOutline, LostGroup, groups_in_words
 from headrace.base.types.scored import TokenResults
 from headrace.flow.layout import LaidOutBatch, lay_out
 from headrace.flow.ledger.turns import encode_token_results
@@ -47,19 +47,21 @@ class ReadBatch:
     from an outline."""
     lost_tokens: int = 0
     """The number of tokens that carry no loss because columns of their groups could not be read."""
-    why: str = ""
-    """The reason for the first of these groups; empty if there are none."""
+    lost: tuple[LostGroup, ...] = ()
+    """The groups of these tokens. Without a layout, their numbers are those that they have in the batch."""
 
     def complete_report(self, report: StepReport) -> StepReport:
         """Return a copy of ``report``, the report of the step on this batch, for the controller. The copy also contains
-        the results of the layout, and the tokens that carried no loss because columns could not be read."""
+        the results of the layout, and the groups that carried no loss because columns could not be read."""
         if self.laid_out is not None:
             report = self.laid_out.complete_report(report)
-        if not self.why:
+        if not self.lost:
             return report
         dropped = {**report.dropped_tokens, COLUMNS_LOST: self.lost_tokens}
-        words = f"columns of tokens could not be read, so that the tokens of their groups carried no loss: {self.why}"
-        return msgspec.structs.replace(report, dropped_tokens=dropped, problems=(*report.problems, words))
+        groups = groups_in_words([each.number for each in self.lost])
+        words = f"columns of {groups} could not be read, so that their tokens carried no loss: {self.lost[0].why}"
+        problems = (*report.problems, words)
+        return msgspec.structs.replace(report, dropped_tokens=dropped, problems=problems, lost=self.lost)
 
 
 class ResultsStore:
@@ -97,59 +99,63 @@ def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRank
 
     Raises :class:`~headrace.base.errors.StoreError` if the tokens of no group can be read,
     :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read, and
-    :class:`~headrace.base.errors.RunError` if a column is in a store and this learner has none.
+    :class:`~headrace.base.errors.RunError` if tokens are in a store and this learner has none.
     """
-    stored = [group for group in outline.groups if not isinstance(group.columns, bytes)]
-    if not stored:
-        return _read_rest(lay_out(outline, _inline), start, ranks)
-    reader = StoreReader(Path(_required(start, outline.step).directory))
-    bundles: dict[int, bytes | memoryview] = {}
-    failures: dict[int, str] = {}
-    for group in outline.groups:
-        try:
-            bundles[group.number] = group.columns if isinstance(group.columns, bytes) else reader.part(group.columns)
-        except StoreError as error:
-            failures[group.number] = error.problem
-    lost = _agreed(failures, ranks)
-    if len(lost) == len(outline.groups):
+    bundles = {group.number: group.columns for group in outline.groups if isinstance(group.columns, memoryview)}
+    left_out: Mapping[int, str] = {}
+    if len(bundles) < len(outline.groups):
+        stored, failures = _read_bundles(outline, Path(_required(start, outline.step).directory))
+        bundles |= stored
+        left_out = _agreed(failures, ranks)
+    if left_out and len(left_out) == len(outline.groups):
         raise StoreError(
-            f"no tokens of step {outline.step} could be read: {next(iter(lost.values()))}",
+            f"no tokens of step {outline.step} could be read: {next(iter(left_out.values()))}",
             remedy="keep the folder 'columns' of the run's directory whole while the run goes on, then --resume",
         )
-    whole = lay_out(outline, lambda group: None if group.number in lost else bundles[group.number])
-    found = _read_rest(whole, start, ranks)
-    if not lost:
-        return found
-    lost_tokens = found.lost_tokens + sum(group.num_loss_tokens for group in stored if group.number in lost)
+    whole = lay_out(outline, lambda group: None if group.number in left_out else bundles[group.number])
+    found = read(whole.batch, start, ranks)
+    lost = [LostGroup(number=number, left_out=True, why=why) for number, why in left_out.items()]
+    lost += [msgspec.structs.replace(each, number=whole.groups[each.number]) for each in found.lost]
+    num_left_out = sum(group.num_loss_tokens for group in outline.groups if group.number in left_out)
     return ReadBatch(
-        batch=found.batch, laid_out=whole, lost_tokens=lost_tokens, why=next(iter(lost.values()))
+        batch=found.batch, laid_out=whole, lost_tokens=found.lost_tokens + num_left_out, lost=tuple(lost)
     )  # fmt: skip
 
 
-def _read_rest(whole: LaidOutBatch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
-    """Return the batch ``whole``, which was laid out from an outline, with its kept-sets and experts in memory."""
-    found = read(whole.batch, start, ranks)
-    return ReadBatch(batch=found.batch, laid_out=whole, lost_tokens=found.lost_tokens, why=found.why)
+def _read_bundles(outline: BatchOutline, directory: Path) -> tuple[dict[int, memoryview], dict[int, str]]:
+    """Return the bundles of ``outline`` that are in the store ``directory``, by the number of the group, and the groups
+    whose bundles cannot be read, with the reason of each."""
+    reader = StoreReader(directory)
+    bundles: dict[int, memoryview] = {}
+    failures: dict[int, str] = {}
+    for group in outline.groups:
+        if isinstance(group.columns, memoryview):
+            continue
+        try:
+            bundles[group.number] = reader.part(group.columns)
+        except StoreError as error:
+            failures[group.number] = error.problem
+    return bundles, failures
 
 
 def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
     """Return a copy of ``batch`` with all columns in memory; columns in the store that ``start`` describes are read.
     All ranks must call this with the same batch. If rank 0 cannot read a column of a group, the tokens of the group
-    carry no loss, on every rank. Raises the errors of :func:`read_outline`."""
+    carry no loss, on every rank. If ``start`` is ``None``, no column in a store can be read: the learner of a resumed
+    run is on another machine than the store that an earlier life of the run has written. Raises
+    :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read."""
     if not lies_in_store(batch):
         return ReadBatch(batch=batch)
-    loaded, lost = read_batch(batch, StoreReader(Path(_required(start, batch.step).directory)))
+    loaded, lost = read_batch(batch, StoreReader(None if start is None else Path(start.directory)))
     reasons = _agreed({group: error.problem for group, error in lost.items()}, ranks)
     if not reasons:
         return ReadBatch(batch=loaded)
     loaded, lost_tokens = without_groups(loaded, reasons)
-    return ReadBatch(batch=loaded, lost_tokens=lost_tokens, why=next(iter(reasons.values())))
-
-
-def _inline(group: GroupOutline) -> bytes:
-    """Return the bundle of ``group``, which arrived with the outline."""
-    assert isinstance(group.columns, bytes)
-    return group.columns
+    return ReadBatch(
+        batch=loaded,
+        lost_tokens=lost_tokens,
+        lost=tuple([LostGroup(number=number, left_out=False, why=why) for number, why in reasons.items()]),
+    )
 
 
 def _required(start: StoreStart | None, step: int) -> StoreStart:

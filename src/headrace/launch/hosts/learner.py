@@ -329,12 +329,13 @@ class LearnerHost:
         match message:
             case Train(call=call, outline=outline):
                 found = self._orders.read_outline(outline)
+                outline.release()  # the batch has copies of its columns
                 report = self._orders.with_stored_results(found.complete_report(self._core.train(found.batch)))
                 self._orders.answer_divided(Trained(call=call, report=report, spans=self._core.take_spans()))
             case Logprobs(call=call, batch=batch):
                 found = self._orders.read(batch)
-                if found.why:
-                    raise StoreError(found.why, remedy="look at the folder 'columns' of the run's directory")
+                if found.lost:
+                    raise StoreError(found.lost[0].why, remedy="look at the folder 'columns' of the run's directory")
                 self._orders.answer_divided(LogprobsReply(call=call, logprobs_N=self._core.logprobs(found.batch)))
             case Publish():
                 self._publish(message)

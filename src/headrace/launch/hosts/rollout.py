@@ -73,7 +73,14 @@ async def _run_shard(
         shard = RolloutShard(start, channel, answers, workers)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(shard.listen())
-            await serve(channel, shard.handle, on_ready=on_ready)
+
+            def ready() -> None:
+                """Begin to report the workers, after the report that the shard is ready."""
+                on_ready()
+                if workers is not None:
+                    tasks.create_task(workers.report(channel.send))
+
+            await serve(channel, shard.handle, on_ready=ready)
 
 
 def _agents(environment: ShardEnvironment | None) -> Agents:

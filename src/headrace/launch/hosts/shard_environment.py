@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.base.environ import run_token
 from headrace.base.errors import DeadlineError
+from headrace.base.types.messages.controller import WorkerSeen, WorkersSeen
 from headrace.base.types.sampling import Sampling
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
@@ -25,6 +26,9 @@ from headrace.models.endings import stop_ids
 from headrace.rollout import Chat
 from headrace.rollout.environments import EnvConfig
 
+LOOK_S = 1.0
+"""Seconds between two looks at the states of the workers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardWorkers:
@@ -34,6 +38,19 @@ class ShardWorkers:
     """The pool of the workers."""
     chat: Chat
     """The converter between messages and tokens of the model."""
+    children: Sequence[Child]
+    """The processes of the workers, ended ones included until another worker is started."""
+
+    async def report(self, send: Callable[[WorkersSeen], None]) -> None:
+        """Call ``send`` with all workers now, and again whenever the state of one has changed. This ends only by
+        cancellation."""
+        reported: tuple[WorkerSeen, ...] = ()
+        while True:
+            seen = tuple(WorkerSeen(name=each.role, pid=each.pid, state=each.state) for each in self.children)
+            if seen != reported:
+                send(WorkersSeen(workers=seen))
+                reported = seen
+            await asyncio.sleep(LOOK_S)
 
 
 class _WorkerStarter:
@@ -44,6 +61,8 @@ class _WorkerStarter:
         self._site = site
         self._starter = LocalStarter()
         self._numbers = itertools.count()
+        self.children: list[Child] = []
+        """The workers, ended ones included until another worker is started."""
 
     async def start(self, start: EnvironmentStart) -> Child:
         """Start a worker with the settings ``start``."""
@@ -55,7 +74,9 @@ class _WorkerStarter:
             return EnvPeer(name, channel, token=self._site.token, on_spans=self._site.on_spans)
 
         spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
-        return await Child.start(self._site, spec, self._starter)
+        child = await Child.start(self._site, spec, self._starter)
+        self.children[:] = [*(each for each in self.children if not each.closed), child]
+        return child
 
 
 @asynccontextmanager
@@ -73,9 +94,10 @@ async def workers_of(
     tokenizer = load_tokenizer(start.model)
     endings = stop_ids(start.model, tokenizer.eos_token_id)
     site = Rendezvous(directory=directory, logs=Path(start.logs), token=run_token(), on_spans=lambda _: None)
+    starter = _WorkerStarter(site)
     pool = make_pool(
         env,
-        _WorkerStarter(site).start,
+        starter.start,
         start_timeout_s=start.start_timeout_s,
         warn=warn,
         listening=endpoint_of(env, sampling, frozenset(start.agents), LocalStarter.host_address),
@@ -90,5 +112,5 @@ async def workers_of(
                 f"the environment workers did not start within {start.start_timeout_s:g} s",
                 remedy="look at their logs in the run directory; raise launch.start_timeout_s",
             ) from None
-        yield ShardWorkers(pool=pool, chat=Chat.of(tokenizer, endings, env.tool_parser))
+        yield ShardWorkers(pool=pool, chat=Chat.of(tokenizer, endings, env.tool_parser), children=starter.children)
         keeping.cancel()

@@ -36,7 +36,8 @@ def status(
         version = "" if part["version"] is None else str(part["version"])
         restarts = str(part["restarts"] or "")
         where = " on ".join(filter(None, [part["device"], part["node"]]))
-        rows.add_row(readable(part["role"]), str(part["pid"]), readable(part["state"]), version, where, restarts)
+        role = f"{part['parent']}: {part['role']}" if part["parent"] else part["role"]
+        rows.add_row(readable(role), str(part["pid"]), readable(part["state"]), version, where, restarts)
     out.print(rows)
     if state["state"] == "running":
         out.print(f"phase: {readable(state['phase'])}" + ("; loops:" if state["waits"] else ""))
@@ -103,6 +104,7 @@ def read_run_state(run_dir: Path) -> dict[str, Any]:
             "device": part.device,
             "restarts": part.restarts,
             "node": part.node,
+            "parent": part.parent,
         }
         for part in last.components
     ]

@@ -23,6 +23,7 @@ import numpy as np
 
 from headrace.base.errors import ConfigError, LedgerError, ReplayDiffers
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
+from headrace.base.types.outline import groups_in_words
 from headrace.control import ControlSettings, Summary
 from headrace.control.controller import ENGINES, RECOVERY
 from headrace.control.recovery import starting_point
@@ -130,10 +131,7 @@ class ReplayRecording:
             raise _refusal(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
         if config.engine.count > 1:
             raise _refusal(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
-        conservation = ledger.conservation()
-        by_clock = UNREPEATABLE_CAUSES & (conservation.groups.dropped.keys() | conservation.episodes.dropped.keys())
-        if by_clock:
-            raise _refusal(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
+        _refuse_accidents(run_dir, ledger)
         path = run_dir / interleaving_file("engine")
         if not path.exists() or not (run_dir / FACTS_FILE).exists():
             raise _refusal(
@@ -430,6 +428,21 @@ def _flatten(config: RunConfig) -> dict[str, Any]:
 
     walk("", as_recorded(config))
     return found
+
+
+def _refuse_accidents(run_dir: Path, ledger: Ledger) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if episodes of the run were ended by a clock or a crash, or if
+    groups carried no loss because their columns could not be read. A replay would repeat neither."""
+    conservation = ledger.conservation()
+    by_clock = UNREPEATABLE_CAUSES & (conservation.groups.dropped.keys() | conservation.episodes.dropped.keys())
+    if by_clock:
+        raise _refusal(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
+    lost = ledger.lost()
+    if lost:
+        step = min(lost)
+        groups = lost[step]
+        names = groups_in_words([each.number for each in groups])
+        raise _refusal(run_dir, f"columns of {names} could not be read when step {step} was trained: {groups[0].why}")
 
 
 def _refuse_other_processes(run_dir: Path, config: RunConfig) -> None:

@@ -19,8 +19,9 @@ from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores
 from headrace.base.errors import ConfigError, LedgerError, StoreError
-from headrace.base.store import COLUMNS, StoreReader, read_batch
+from headrace.base.store import COLUMNS, COLUMNS_LOST, StoreReader, read_batch, without_groups
 from headrace.base.types.batch import Batch
+from headrace.base.types.outline import BatchOutline, groups_in_words
 from headrace.base.types.scored import ScoredGroup
 from headrace.control.credit import credit
 from headrace.control.loops.syncing import version_checksum
@@ -60,13 +61,10 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     after each step with the hash of the committed version.
 
     ``on_progress`` is called with a line about each version. Raises :class:`~headrace.base.errors.ConfigError` where
-    the learner of the run in ``run_dir`` has several ranks, and :class:`~headrace.base.errors.LedgerError` where steps
-    are missing.
+    the learner of the run in ``run_dir`` has several ranks, and the errors of :class:`RecordedBatches`.
     """
     config = with_local_models(_load_settings(run_dir))
-    steps, recorded = ledger.steps(), ledger.checksums()
-    if sorted(steps) != list(range(len(steps))):
-        raise LedgerError("its steps have gaps", remedy="restore the ledger from a copy")
+    batches, recorded = RecordedBatches(config, ledger, run_dir / COLUMNS), ledger.checksums()
     torch.set_num_threads(threads(config.launch.learner_threads, num_cores()))
     device = use_device("learner.device", config.learner.device, only_cpu=config.model.deterministic)
     model = load_model(config.model, str(device))
@@ -83,30 +81,16 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
         tempfile.TemporaryDirectory(prefix="headrace-replay-") as scratch,
         closing(make_publisher(_route(config, Path(scratch)), weight_tensors(model))) as publisher,
     ):
-        for version in range(len(steps) + 1):
+        for version in range(batches.num_steps + 1):
             if version:
-                learner.train(
-                    _load_columns(_assemble_batch(config, ledger, version - 1, steps[version - 1]), run_dir / COLUMNS)
-                )
+                learner.train(batches.assemble(version - 1, on_progress))
             publisher.copy(version % 2)
             checksum = version_checksum(publisher.announce(version, version % 2))
             if version in recorded:
                 same = checksum == recorded[version]
                 (agree if same else differ).append(version)
                 on_progress(f"version {version}: {'agrees' if same else 'DIFFERS'}")
-    return Replay(steps=len(steps), agree=agree, differ=differ)
-
-
-def _load_columns(batch: Batch, directory: Path) -> Batch:
-    """Return a copy of ``batch`` that contains the kept-sets and experts from the store in ``directory``, to which it
-    has references. Raises :class:`~headrace.base.errors.StoreError` if they cannot be read."""
-    complete, lost = read_batch(batch, StoreReader(directory))
-    if lost:
-        raise StoreError(
-            f"step {batch.step} cannot be trained again: {next(iter(lost.values())).problem}",
-            remedy="a replay needs the folder 'columns' of the run's directory whole: flow.columns.keep = 'always'",
-        )
-    return complete
+    return Replay(steps=batches.num_steps, agree=agree, differ=differ)
 
 
 def _route(config: RunConfig, scratch: Path) -> Route:
@@ -127,13 +111,67 @@ def _load_settings(run_dir: Path) -> RunConfig:
     return config
 
 
-def _assemble_batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...]) -> Batch:
-    """Return the batch that the run trained in ``step``, assembled again from the groups ``numbers`` in the ledger. The
-    credit is computed again; tokens that were too old, or had no scores of a teacher, carry no loss, as in the run."""
-    groups = [ScoredGroup(number=number, episodes=tuple(ledger.episodes(number))) for number in numbers]
-    flow = config.flow
-    weight = 1.0 if flow.pivots is None else flow.pivots.weight
-    agents = config.model.adapter_agents
-    oldest = step - flow.greatest_age if flow.policy.masks_stale else None
-    credits = credit(config.algo, groups, branch_weight=weight)
-    return lay_out(outline_of(step, groups, credits, agents=agents, oldest_version=oldest), inline).batch
+class RecordedBatches:
+    """The batches that a run has trained, assembled again from its ledger and from the columns in its store.
+
+    Raises :class:`~headrace.base.errors.LedgerError` where steps are missing, and where groups carried no loss because
+    their columns could not be read, but are not recorded, as by older versions of Headrace.
+    """
+
+    def __init__(self, config: RunConfig, ledger: Ledger, directory: Path) -> None:
+        """Use the settings ``config`` of the run, its ``ledger``, and the ``directory`` of its store."""
+        self._config = config
+        self._ledger = ledger
+        self._directory = directory
+        self._steps, self._lost = ledger.steps(), ledger.lost()
+        if sorted(self._steps) != list(range(len(self._steps))):
+            raise LedgerError("its steps have gaps", remedy="restore the ledger from a copy")
+        if not self._lost and ledger.conservation().tokens.dropped.get(COLUMNS_LOST):
+            raise LedgerError(
+                f"columns of groups could not be read in its steps ({COLUMNS_LOST}), and an older version of Headrace "
+                "has not recorded which groups carried no loss",
+                remedy="replay a run that has lost no columns",
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of steps of the run."""
+        return len(self._steps)
+
+    def assemble(self, step: int, on_progress: Callable[[str], None]) -> Batch:
+        """Return the batch that the run trained in ``step``, with its kept-sets and experts. Groups that carried no
+        loss in the run because their columns could not be read carry none here, and ``on_progress`` is called with a
+        line about them. Raises :class:`~headrace.base.errors.StoreError` if columns of other groups cannot be read."""
+        lost = self._lost.get(step, ())
+        if lost:
+            names = groups_in_words([each.number for each in lost])
+            on_progress(f"step {step}: {names} carried no loss in the run, nor here: {lost[0].why}")
+        left_out = {each.number for each in lost if each.left_out}
+        laid_out = lay_out(self._outline(step), lambda group: None if group.number in left_out else inline(group))
+        complete, unreadable = read_batch(laid_out.batch, StoreReader(self._directory))
+        lost_numbers = {each.number for each in lost}
+        masked = [index for index, number in enumerate(laid_out.groups) if number in lost_numbers]
+        missing = sorted(unreadable.keys() - set(masked))
+        if missing:
+            names = groups_in_words([laid_out.groups[index] for index in missing])
+            raise StoreError(
+                f"step {step} cannot be trained again, because columns of {names} cannot be read: "
+                f"{unreadable[missing[0]].problem}",
+                remedy="a replay needs the folder 'columns' of the run's directory whole: flow.columns.keep = 'always'",
+            )
+        return without_groups(complete, masked)[0] if masked else complete
+
+    def _outline(self, step: int) -> BatchOutline:
+        """Return the outline of the batch of ``step``. The credit is computed again, from all groups of the step;
+        tokens that were too old carry no loss, as in the run."""
+        config, flow = self._config, self._config.flow
+        groups = [
+            ScoredGroup(number=number, episodes=tuple(self._ledger.episodes(number))) for number in self._steps[step]
+        ]
+        return outline_of(
+            step,
+            groups,
+            credit(config.algo, groups, branch_weight=1.0 if flow.pivots is None else flow.pivots.weight),
+            agents=config.model.adapter_agents,
+            oldest_version=step - flow.greatest_age if flow.policy.masks_stale else None,
+        )

@@ -59,6 +59,8 @@ CASES: dict[str, tuple[Spec, str, float]] = {
 ENGINES, FLUSH = 1000, 64
 """The number of engines, and the number of tokens in a chunk, where a case does not define them."""
 ROUNDS = 3
+"""The number of runs of each case in turns with an earlier version. Without one, each case runs once: a run averages
+over thousands of episodes, and all cases then take some minutes on two cores."""
 QUICK_SHARE = 20
 """The divisor of the numbers of episodes and engines in a quick run."""
 MOST_MB = 600.0
@@ -68,8 +70,8 @@ TIMEOUT_S = 600.0
 
 
 def measure(on_progress: Callable[[str], None], quick: bool = False, before: str = "") -> Report:
-    """Run every case :data:`ROUNDS` times, alternating with the interpreter ``before`` if that is not empty, and return
-    a report with a row for each run and the targets. With ``quick``, every case is small and runs once."""
+    """Run every case and return a report with a row for each run and the targets. With the interpreter ``before``, each
+    case runs :data:`ROUNDS` times in turns with it. With ``quick``, every case is small and runs once."""
     pythons = {"now": sys.executable, **({"before": before} if before else {})}
     rows: list[Row] = []
     targets: list[Target] = []
@@ -78,10 +80,11 @@ def measure(on_progress: Callable[[str], None], quick: bool = False, before: str
         if quick:
             whole |= {"engines": whole["engines"] // QUICK_SHARE, "episodes": spec["episodes"] // QUICK_SHARE}
         found: dict[str, list[Row]] = {side: [] for side in pythons}
-        for round_ in range(1 if quick else ROUNDS):
+        for round_ in range(ROUNDS if before and not quick else 1):
             for side, python in pythons.items():
                 on_progress(f"{name}, {side}, round {round_ + 1}")
                 found[side].append({"case": name, "side": side, "engines": whole["engines"], **_run(python, whole)})
+                on_progress(f"    {found[side][-1][figure]:,.0f} {figure}, {found[side][-1]['peak_mb']:.0f} MiB")
         rows += [row for side in found.values() for row in side]
         now = statistics.median(row[figure] for row in found["now"])
         targets.append(at_least(f"{name}: {figure}", now, aim, "1/s"))

@@ -92,7 +92,7 @@ def train(directory: Path, on_progress: Callable[[str], None], *, kind: str = SM
     for step in range(steps):
         texts = demonstrations(rng, BATCH)
         samples = [
-            TrainSample(key=EpisodeKey(place, 0), tokens=Tokens.observed(ids), mask_T=masks_T, advantage=1.0)
+            TrainSample(key=EpisodeKey(place, 0), spans=(Tokens.observed(ids),), mask_T=masks_T, advantage=1.0)
             for place, ids in enumerate(texts)
         ]
         trained = core.train(Batch.collate(step, samples))

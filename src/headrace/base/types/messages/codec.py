@@ -10,6 +10,10 @@ import numpy as np
 
 _ARRAY = 1
 """The code of arrays among the extension types of MessagePack."""
+_BAR = b"|"
+"""The end of the header of an array. The search for it starts at index 1, since some dtypes begin with it: |b1."""
+_HEADER_BYTES = 256
+"""Greatest number of bytes of the header of an array."""
 _DTYPES = frozenset({"|b1", "|u1", "<u2", "<i4", "<i8", "<f4", "<f8"})
 """The element types of arrays that may be decoded, in NumPy's notation."""
 
@@ -29,23 +33,30 @@ def _encode_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return f"{dtype.str}:{','.join(map(str, shape))}|".encode()
 
 
-def _decode_array(code: int, data: memoryview) -> Any:
+def _decode_copy(code: int, data: memoryview) -> Any:
     """Return the array in a MessagePack extension; msgspec calls this function with the extension's ``code`` and bytes.
     Raises ``msgspec.ValidationError`` for any other extension."""
+    copied = bytes(data)
+    end = copied.find(_BAR, 1)
+    return _read_array(code, end, copied[:end], copied[end + 1 :])  # a second copy, which is aligned
+
+
+def _decode_view(code: int, data: memoryview) -> Any:
+    """Return the array in a MessagePack extension as :func:`_decode_copy` does, but as a view of ``data``."""
+    end = bytes(data[:_HEADER_BYTES]).find(_BAR, 1)
+    return _read_array(code, end, bytes(data[:end]), data[end + 1 :])
+
+
+def _read_array(code: int, end: int, head: bytes, data: bytes | memoryview) -> Any:
+    """Return the array whose header is ``head`` and whose raw bytes are ``data``. ``end`` is the index of the bar
+    between the two; −1 if there is none. Raises ``msgspec.ValidationError`` for invalid data."""
     if code != _ARRAY:
         _refuse(f"unknown extension code {code}")
-    return _read_array(bytes(data))
-
-
-def _read_array(data: bytes) -> Any:
-    """Return the array that ``data`` encodes: a header with dtype and shape, then the raw bytes. Raises
-    ``msgspec.ValidationError`` for invalid data."""
-    end = data.find(b"|", 1)  # the search starts at 1, since some dtypes begin with this character: |b1
     if end < 0:
         _refuse("an array with an unknown header")
-    dtype, sizes = _parse_header(data[:end])
+    dtype, sizes = _parse_header(head)
     try:
-        array = np.frombuffer(data[end + 1 :], dtype)  # a copy, which is aligned
+        array = np.frombuffer(data, dtype)
         return array if sizes == array.shape else array.reshape(sizes)
     except (ValueError, OverflowError) as error:
         _refuse(str(error))
@@ -86,10 +97,11 @@ class MessageCodec:
     Abort(request_ids=(1, 2))
     """
 
-    def __init__(self, receives: Any) -> None:
-        """Create the codec of one receiver. ``receives`` is the union of the message types that it may decode."""
+    def __init__(self, receives: Any, *, views: bool = False) -> None:
+        """Create the codec of one receiver. ``receives`` is the union of the message types that it may decode. With
+        ``views``, decoded arrays are views of the data, which may be unaligned; otherwise they are copies."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-        self._decoder = msgspec.msgpack.Decoder(receives, ext_hook=_decode_array)
+        self._decoder = msgspec.msgpack.Decoder(receives, ext_hook=_decode_view if views else _decode_copy)
 
     def encode(self, message: Any) -> bytes:
         """Return ``message``, a record of any type, as bytes (MessagePack)."""

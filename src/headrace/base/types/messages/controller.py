@@ -17,6 +17,7 @@ import numpy.typing as npt
 from headrace.base.types import chat
 from headrace.base.types.episode import EpisodeGraph, TokenChunk
 from headrace.base.types.messages.parts import MessagePart
+from headrace.base.types.outline import LostGroup
 from headrace.base.types.scored import TokenResults
 from headrace.base.types.stored import Stored
 from headrace.base.types.teacher_scores import TeacherScores
@@ -193,6 +194,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     learned: TokenResults | Stored | None = None
     """The results of the tokens that carried loss, or where they lie in the store of the run; ``None`` unless the
     learner has laid the batch out."""
+    lost: tuple[LostGroup, ...] = ()
+    """The groups of the batch that carried no loss because columns of them could not be read."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -345,6 +348,23 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     text: str
 
 
+class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One environment worker of a rollout shard."""
+
+    name: str
+    """The name of the process, which is also the name of its log file."""
+    pid: int
+    """The process id."""
+    state: str
+    """``starting``, ``ready`` or ``ended``."""
+
+
+class WorkersSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The environment workers of a rollout shard, after one of them has started, become ready or ended."""
+
+    workers: tuple[WorkerSeen, ...]
+
+
 Answer = (
     Staged
     | Committed
@@ -378,6 +398,7 @@ Message = (
     | EpisodesEnded
     | TurnsGrown
     | Noted
+    | WorkersSeen
     | MessagePart
     | Answer
 )

@@ -45,23 +45,29 @@ class PartCollector:
     def __init__(self, receives: Any) -> None:
         """Start without parts. ``receives`` is the union of the message types that may arrive in parts."""
         self._codec = MessageCodec(receives)
-        self._parts: list[MessagePart] = []
+        self._of = 0
+        self._number = 0
+        """The number of parts of the current message that have arrived."""
+        self._data = bytearray()
+        """The data of these parts."""
 
     def add(self, part: MessagePart) -> Any | None:
         """Return the complete message if ``part`` is its last part; ``None`` while parts are missing. Raises
         :class:`~headrace.base.errors.RunError` if the part is not the next part of its message, or if the parts do not
         form a message."""
-        if (part.of, part.number) != (self._parts[0].of if self._parts else part.of, len(self._parts)):
+        if (part.of, part.number) != (self._of if self._number else part.of, self._number):
             raise RunError(
-                f"part {part.number + 1} of {part.num_parts} of order {part.of} came after {len(self._parts)} parts",
+                f"part {part.number + 1} of {part.num_parts} of order {part.of} came after {self._number} parts",
                 remedy="resume the run; controller and learner must have the same version of headrace",
             )
-        self._parts.append(part)
-        if len(self._parts) < part.num_parts:
+        self._of, self._number = part.of, self._number + 1
+        # one buffer that grows: the parts and the whole message are never in memory at the same time
+        self._data += part.data
+        if self._number < part.num_parts:
             return None
-        parts, self._parts = self._parts, []
+        data, self._data, self._number = self._data, bytearray(), 0
         try:
-            return self._codec.decode(parts[0].data if len(parts) == 1 else b"".join([each.data for each in parts]))
+            return self._codec.decode(memoryview(data))
         except msgspec.DecodeError as error:
             raise RunError(
                 f"the parts of order {part.of} are not a message: {error}",

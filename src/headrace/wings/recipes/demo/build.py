@@ -198,7 +198,7 @@ def _demonstration(index: int, prompt_ids: list[int], answer_ids: list[int]) -> 
     sample's index in the batch."""
     return TrainSample(
         key=EpisodeKey(index, 0),
-        tokens=Tokens.observed([*prompt_ids, *answer_ids]),
+        spans=(Tokens.observed([*prompt_ids, *answer_ids]),),
         mask_T=np.array([False] * len(prompt_ids) + [True] * len(answer_ids)),
         advantage=1.0,
     )

@@ -32,7 +32,7 @@ export async function open(root, { ask }) {
       card("Processes", now.components.length ? table(
         [["part", true], ["state", true], ["process", false], ["version", false], ["device", true], ["restarts", false],
           ...(living ? [["memory", false], ["processor", false], ["threads", false]] : [])],
-        now.components.map((part) => [visible(part.role), h("span", { class: "tag" }, visible(part.state)), String(part.pid),
+        now.components.map((part) => [visible(part.parent ? `${part.parent}: ${part.role}` : part.role), h("span", { class: "tag" }, visible(part.state)), String(part.pid),
           part.version ?? "–", visible(part.device || "–"), count(part.restarts ?? 0),
           ...(living ? [bytes(part.memory_bytes), load(part), count(part.threads)] : [])]), "processes")
         : empty("No process has reported yet.")));
