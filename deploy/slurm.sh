@@ -15,7 +15,7 @@
 #
 #   machine  GPU  part                   memory
 #   -        -    controller
-#   0        0-7  learner, ranks 0 to 7  18.8 GB on each: weights 2.0 GB, gradients 2.0 GB, optimizer 12.3 GB, activations up to 2.4 GB
+#   0        0-7  learner, ranks 0 to 7  29.1 GB on each: weights 2.0 GB, gradients 6.1 GB, optimizer 12.3 GB, gathered 6.2 GB, activations 2.4 GB
 #   1        0    engine-0               44.8 GB: weights 32.8 GB, cache up to 12.1 GB
 #   1        1    engine-1               44.8 GB: weights 32.8 GB, cache up to 12.1 GB
 #   1        2    engine-2               44.8 GB: weights 32.8 GB, cache up to 12.1 GB

@@ -25,6 +25,7 @@ from headrace.models.packed.flex import Compute, FlexMask, FlexPlan, fused, writ
 from headrace.models.packed.kinds import AttentionKind
 from headrace.models.packed.reach import BlockTables, Queries, Reach
 from headrace.models.packed.trial import LENGTHS, failure_of
+from headrace.models.shape import pair_bytes
 from tests.models.held import layer_bytes
 
 CPU = torch.device("cpu")
@@ -290,8 +291,9 @@ def test_what_padded_rows_keep_is_foreseen() -> None:
         kind = replace(KIND, heads=64, kv_heads=8, dtype=torch.bfloat16, softcap=softcap, has_sinks=sinks)
         kept = layer_bytes(PackedPlan, [2048], softcap=softcap, sinks=sinks)[0]
         assert kind.writes_scores(on_host=True, shares=False)
-        assert kept == pytest.approx(kind.pair_bytes * 2048**2, rel=0.1)
-    assert replace(KIND, has_sinks=True).pair_bytes == 4 * 4  # in float32 the weights are kept once
+        scores = kind.heads * pair_bytes(kind.dtype.itemsize, softcapped=kind.softcap is not None)
+        assert kept == pytest.approx(scores * 2048**2, rel=0.1)
+    assert pair_bytes(4, softcapped=False) == 4  # in float32 the weights are kept once
     assert layer_bytes(PackedPlan, [2048])[0] < 2048**2 * 64
     assert not KIND.writes_scores(on_host=False, shares=False)
     assert KIND.writes_scores(on_host=False, shares=True)

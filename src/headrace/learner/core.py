@@ -45,7 +45,7 @@ from headrace.learner.base import LearnerContext
 from headrace.learner.config import LearnerConfig
 from headrace.learner.forward import Forward
 from headrace.learner.intake import Mask, layout, refuse_unknown_agents
-from headrace.learner.memory import HALF_UPDATED, MemoryPlan, explained_out_of_memory
+from headrace.learner.memory import HALF_UPDATED, explained_out_of_memory, sizes_of
 from headrace.learner.optim import learning_rate
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.files import Snapshot
@@ -126,7 +126,7 @@ class LearnerCore:
         self._auxiliary = auxiliary_models(LearnerParts(config=config, objective=objective, context=context, **own))
         refuse_unserved(self._objective, self._auxiliary)
         self._files = Snapshot(model, self._optimizer, self._ranks, self._auxiliary)
-        self._memory = MemoryPlan.of(model, config, self._forward.attention)
+        self._memory = sizes_of(model, config, self._forward.attention)
         self._parts: StepSums | None = None
         self._damping = 1.0
         """The factor of the learning rate of the next update: the smallest factor of the batches in its gradient."""

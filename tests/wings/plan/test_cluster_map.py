@@ -140,10 +140,13 @@ def test_part_that_its_accelerators_cannot_hold_is_named_with_a_way_out_that_wor
     ranks = re.search(r"each rank of the learner keeps .* at least (\d+) ranks", sentence)
     assert ranks
     assert mapped(**small, learner={"parallel": {"data": int(ranks[1])}, "memory": {"recompute": True}}).misfits == ()
-    (sentence,) = mapped(model={"path": "qwen3-32b"}, engine={"count": 1, "tensor": 1}).misfits
+    assert "learner.memory.offload_optimizer = true: " in sentence
+    spread = {"parallel": {"data": 16}, "memory": {"recompute": True}}
+    large: dict[str, Any] = {"model": {"path": "qwen3-32b"}, "learner": spread}
+    (sentence,) = mapped({"count": 24}, **large, engine={"count": 1, "tensor": 1}).misfits
     ways = re.search(r"engine keeps .* at least (\d+) accelerators", sentence)
     assert ways
-    assert mapped(model={"path": "qwen3-32b"}, engine={"count": 1, "tensor": int(ways[1])}).misfits == ()
+    assert mapped({"count": 24}, **large, engine={"count": 1, "tensor": int(ways[1])}).misfits == ()
 
 
 @pytest.mark.parametrize(("per_node", "offered"), [(16, {"shm", "group"}), (8, {"group"})])

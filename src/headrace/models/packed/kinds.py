@@ -48,15 +48,6 @@ class AttentionKind:
         plain = self.softcap is None and not self.has_sinks
         return not plain or (masked and not on_host and self.heads != self.kv_heads)
 
-    @property
-    def pair_bytes(self) -> int:
-        """Return the number of bytes that stored scores use until the backward pass, for each pair of tokens that
-        padded attention computes: the weights in float32, the weights in the model's dtype unless it is float32, and
-        the capped scores before the softmax."""
-        itemsize = self.dtype.itemsize
-        weights = itemsize if self.dtype.is_floating_point and itemsize == 4 else 4 + itemsize
-        return self.heads * (weights + (itemsize if self.softcap is not None else 0))
-
 
 class KindRecorder(PackedPlan):
     """A plan for one short sequence that records the kind of attention that each layer computes."""

@@ -23,11 +23,11 @@ from headrace.models.gpus import gpu_numbers
 from headrace.run.session.engine_fit import refuse_uneven_heads
 from headrace.run.session.own_engines import frozen_agents, teacher_model
 from headrace.wings.plan.cluster import Cluster
-from headrace.wings.plan.parts import MappedPart, engine_part_bytes, rank_bytes
+from headrace.wings.plan.parts import MappedPart, engine_part_bytes
 from headrace.wings.plan.placement import MachineResources, PartDemand, PartPlace, place
 from headrace.wings.plan.planning import asked_of, longest_sequence
 from headrace.wings.plan.publication import PublicationEstimate
-from headrace.wings.plan.sizing import GB, USABLE
+from headrace.wings.plan.sizing import GB, learner_sizes, lever_words, usable_bytes
 from headrace.wings.plan.system import PlanContext
 from headrace.wings.plan.words import time_words
 
@@ -132,7 +132,7 @@ def map_of(config: RunConfig, site: PlanContext) -> ClusterMap:
     demands = _part_demands(config)
     places = _places(config, cluster, demands)
     longest, models = longest_sequence(request), _engine_models(config)
-    bytes_of_rank, parts = rank_bytes(request, longest), []
+    bytes_of_rank, parts = learner_sizes(request, longest).footprint().by_use(), []
     for demand in demands:
         placed, model = places[demand.name], models.get(demand.name)
         needed_bytes = bytes_of_rank
@@ -297,18 +297,20 @@ def refuse_misplaced(config: RunConfig, cluster: Cluster) -> None:
 def _misfits(site: PlanContext, parts: Sequence[MappedPart]) -> Iterator[str]:
     """Yield a sentence for each kind of part that needs more memory, an engine's cache not counted, than its
     accelerators have."""
-    usable, reported_kinds = USABLE * site.cluster.device.memory_gb * GB, set()
+    usable, reported_kinds = usable_bytes(site.cluster), set()
     for part in parts:
         kind = "each rank of the learner" if part.rank is not None else part.name
         needed = sum(size for use, size in part.bytes_by_use.items() if not use.startswith("cache")) / part.num_devices
         if needed <= usable or kind in reported_kinds:
             continue
         reported_kinds.add(kind)
-        remedy = (
-            f"spread the learner over at least {site.fit.least_learner} ranks (learner.parallel.data)"
-            if part.rank is not None and site.fit.least_learner
-            else f"give an engine at least {site.fit.ways} accelerators (engine.tensor)"
-        )
+        remedy = f"give an engine at least {site.fit.ways} accelerators (engine.tensor)"
+        if part.rank is not None:
+            sizes = learner_sizes(site.request, longest_sequence(site.request))
+            remedy = (
+                f"spread the learner over at least {site.fit.least_learner} ranks (learner.parallel.data)"
+                f"{lever_words(sizes)}"
+            )
         yield (
             f"Does not fit: {kind} keeps {needed / GB:,.1f} GB, and of one {site.cluster.device.name} "
             f"{usable / GB:,.1f} GB can be used; {remedy}."

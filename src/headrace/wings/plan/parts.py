@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,15 +18,17 @@ from headrace.base.environ import num_cores, shared_memory_root
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.launch.engines import engine_names
 from headrace.launch.places import teacher_role
+from headrace.learner.footprint import LearnerSizes
 from headrace.models.config import ModelConfig
 from headrace.models.devices import CPU
 from headrace.models.gpus import VisibleGpus, gpu_numbers
 from headrace.run.session.prepare import Prepared
 from headrace.sync.config import RunPlaces
 from headrace.sync.estimate import estimate_version, room_for
+from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.planning import asked_of
-from headrace.wings.plan.preview import site_here
-from headrace.wings.plan.sizing import GB, SizingRequest, activation_bytes, engine_bytes, learner_parts
+from headrace.wings.plan.preview import known_gpu, site_here
+from headrace.wings.plan.sizing import GB, SizingRequest, engine_bytes, learner_sizes, memory_advice, usable_bytes
 from headrace.wings.plan.words import time_words
 
 MB = 1e6
@@ -70,7 +72,24 @@ def parts_table(prepared: Prepared) -> str:
     rows = [("part", "where", "memory"), *((part.name, part.where, part.memory()) for part in mapped_parts(prepared))]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
-    return "\n".join([*lines, *_update_line(prepared), *_version_line(prepared)])
+    return "\n".join([*lines, *_memory_line(prepared), *_update_line(prepared), *_version_line(prepared)])
+
+
+def _memory_line(prepared: Prepared) -> list[str]:
+    """Return a list with the line about the memory of a rank of the learner on a GPU of this machine: what it leaves or
+    lacks, and the settings that would free memory. The list is empty on a CPU and on a cluster, and if the sizes of the
+    model or the memory of the GPU are not known."""
+    learner = prepared.devices.learner
+    if prepared.config.launch.remote or not learner or CPU in learner:
+        return []
+    sizes = _learner_sizes(prepared, learner[0])
+    if sizes is None:
+        return []
+    try:
+        usable = usable_bytes(Cluster(accelerator=known_gpu(), count=1))
+    except ConfigError:  # the catalogue lacks this GPU
+        return []
+    return [f"  {memory_advice(sizes, usable)}."]
 
 
 def _update_line(prepared: Prepared) -> list[str]:
@@ -111,9 +130,10 @@ def mapped_parts(prepared: Prepared) -> Iterator[MappedPart]:
     config, devices = prepared.config, prepared.devices
     yield MappedPart(name="controller", where="this machine")
     ranks = [f"learner-{rank}" if rank else "learner" for rank in range(len(devices.learner))]
-    bytes_of_rank = _learner_bytes(prepared) if ranks else {}
+    sizes = _learner_sizes(prepared, devices.learner[0]) if ranks else None
     for name, device in zip(ranks, devices.learner, strict=True):
         where = _device_words(prepared, device, "learner", len(ranks))
+        bytes_of_rank = {} if sizes is None else sizes.footprint().by_use()
         yield MappedPart(name=name, where=where, bytes_by_use=bytes_of_rank)
     models = _engine_models(prepared)
     for (name, model), device in zip(models.items(), devices.engines, strict=True):
@@ -139,23 +159,13 @@ def _engine_models(prepared: Prepared) -> dict[str, ModelConfig]:
     return {**own, **agents, **{teacher_role(name): order.model for name, order in prepared.teachers.items()}}
 
 
-def _learner_bytes(prepared: Prepared) -> dict[str, float]:
-    """Return the bytes that one rank of the learner needs, by use; empty if the model's sizes are not known."""
+def _learner_sizes(prepared: Prepared, device: str) -> LearnerSizes | None:
+    """Return the sizes and settings that determine the memory of a rank of the learner on ``device``; ``None`` if the
+    model's sizes are not known."""
     request = _sizing_request(prepared, prepared.config.model)
-    return {} if request is None else rank_bytes(request, float(prepared.max_context))
-
-
-def rank_bytes(request: SizingRequest, longest: float) -> dict[str, float]:
-    """Return the bytes that one rank of the learner needs, by use (weights, gradients, optimizer, activations), for
-    samples of up to ``longest`` tokens."""
-    parallel = request.learner.parallel
-    kept, shards = learner_parts(request), parallel.world / parallel.replicate
-    if request.model.lora is None:
-        kept = {use: size / shards for use, size in kept.items()}
-    else:  # every rank has the whole adapters, and a part of the base
-        kept["weights"] -= request.weight_bytes * (1 - 1 / shards)
-    passes = activation_bytes(request, longest) / (parallel.context * parallel.tensor)
-    return {**kept, "activations up to": passes}
+    if request is None:
+        return None
+    return replace(learner_sizes(request, float(prepared.max_context)), on_host=device == CPU)
 
 
 def _engine_bytes(prepared: Prepared, model: ModelConfig, *, trained: bool) -> dict[str, float]:

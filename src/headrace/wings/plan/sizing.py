@@ -12,11 +12,13 @@ from headrace.base.errors import ConfigError
 from headrace.engine.config import FleetConfig
 from headrace.flow import FlowConfig
 from headrace.learner import LearnerConfig
+from headrace.learner.footprint import Footprint, LearnerSizes, levers
+from headrace.learner.parallel.config import ParallelConfig
 from headrace.models.config import LoraConfig, ModelConfig
+from headrace.models.shape import ModelShape
 from headrace.sync import SyncConfig
 from headrace.sync.estimate import NUMBER_BYTES
 from headrace.wings.plan.catalogue import models
-from headrace.wings.plan.catalogue.shape import ModelShape
 from headrace.wings.plan.cluster import Cluster
 
 USABLE = 0.9
@@ -27,10 +29,10 @@ COPIES = 2
 SEQUENCES = 4
 """Number of full-length sequences that an engine's cache should have room for; an engine gets more accelerators to
 reach this number."""
-ACTIVATION_BYTES = 34
-"""Bytes of activations per token, layer and hidden element in 16 bits (Korthikanti et al. 2022)."""
 GB = 1e9
 """Number of bytes in the unit in which memory is given."""
+MOST_RANKS = 1 << 16
+"""The largest number of ranks of a learner that is considered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +63,12 @@ class SizingRequest:
 
     @property
     def adapter_params(self) -> float:
-        """Return the approximate number of parameters of all low-rank adapters: the policy's adapter, and one for each
-        agent in ``model.lora.agents``; 0 without adapters. An adapter has two matrices of ``hidden`` times ``rank``
-        numbers for each of the seven weight matrices of a layer."""
+        """Return the number of parameters of all low-rank adapters: the policy's adapter, and one for each agent in
+        ``model.lora.agents``; 0 without adapters."""
         lora = self.model.lora
         if lora is None:
             return 0.0
-        return float(14 * lora.rank * self.shape.layers * self.shape.hidden) * (1 + len(lora.agents))
+        return self.shape.adapter_params(lora.rank, experts=lora.experts) * (1 + len(lora.agents))
 
     @property
     def version_bytes(self) -> float:
@@ -134,6 +135,46 @@ def fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
     return division
 
 
+def learner_sizes(request: SizingRequest, longest: float) -> LearnerSizes:
+    """Return the sizes and settings that determine the memory of a learner's ranks, for samples of up to ``longest``
+    tokens."""
+    return LearnerSizes(
+        shape=request.shape,
+        config=request.learner,
+        itemsize=request.bytes_per_number,
+        longest=longest,
+        adapter_params=request.adapter_params,
+    )
+
+
+def spread_footprint(request: SizingRequest, longest: float, ranks: int) -> Footprint:
+    """Return the memory of each of ``ranks`` data-parallel ranks of the learner, at its peak."""
+    return spread_sizes(request, longest, ranks).footprint()
+
+
+def memory_advice(sizes: LearnerSizes, usable: float) -> str:
+    """Return in words what a rank of the learner needs at its peak, what it leaves of ``usable`` bytes, and how much
+    each setting would free."""
+    needed = sizes.footprint().total_bytes
+    left = usable - needed
+    room = f"{left / GB:,.1f} GB are left" if left >= 0 else f"{-left / GB:,.1f} GB too little"
+    return (
+        f"A rank of the learner needs {needed / GB:,.1f} GB at its peak, and {usable / GB:,.1f} GB of its "
+        f"accelerator can be used: {room}{lever_words(sizes)}"
+    )
+
+
+def lever_words(sizes: LearnerSizes) -> str:
+    """Return in words how much each setting would free on a rank of the learner; empty if no setting frees a tenth of a
+    GB."""
+    named = [
+        f"{name}: {freed / GB:,.1f} GB"
+        for name, freed in sorted(levers(sizes).items(), key=lambda each: -each[1])
+        if freed >= 0.05 * GB
+    ]
+    return f". What would free memory on each rank: {'; '.join(named)}" if named else ""
+
+
 def _find_fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit | None:
     """Return a division of the cluster in which engines and learner fit, for episodes of up to ``longest`` tokens: on
     separate accelerators if possible, otherwise alternating on the same accelerators. ``None`` if neither fits."""
@@ -152,18 +193,49 @@ def _find_fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit |
 def _separate_division(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
     """Return the division in which engines and learner have separate accelerators. It may be incomplete: ``ways`` is 0
     if no engine fits beside the learner, and ``least_learner`` is 0 if no learner fits."""
-    learner, activations = learner_bytes(request), activation_bytes(request, longest)
-    free_bytes = _usable_bytes(cluster) - activations
-    least = max(1, -(-int(learner) // int(free_bytes))) if free_bytes >= 1 else 0
+    least = _least_ranks(request, cluster, longest)
     ways, cache_tokens = _smallest_engine(request, cluster, cluster.count - least, longest)
     return Fit(
         ways=ways,
         cache_tokens=cache_tokens,
         engine_bytes=engine_bytes(request),
-        learner_bytes=learner,
-        activation_bytes=activations,
+        learner_bytes=learner_bytes(request),
+        activation_bytes=_passing_bytes(spread_footprint(request, longest, least or MOST_RANKS)),
         least_learner=least,
     )
+
+
+def _least_ranks(request: SizingRequest, cluster: Cluster, longest: float) -> int:
+    """Return the smallest number of data-parallel ranks of the learner that fit into the accelerators' memory; 0 if no
+    number fits."""
+    usable, fewest, most = usable_bytes(cluster), 2, MOST_RANKS
+    if spread_footprint(request, longest, 1).total_bytes <= usable:
+        return 1
+    if spread_footprint(request, longest, most).total_bytes > usable:
+        return 0
+    while fewest < most:  # more ranks never need more memory each, from two on
+        middle = (fewest + most) // 2
+        if spread_footprint(request, longest, middle).total_bytes <= usable:
+            most = middle
+        else:
+            fewest = middle + 1
+    return most
+
+
+def spread_sizes(request: SizingRequest, longest: float, ranks: int) -> LearnerSizes:
+    """Return the sizes of a learner on ``ranks`` data-parallel ranks, with its other settings."""
+    sizes = learner_sizes(request, longest)
+    parallel = ParallelConfig(data=ranks)
+    optimizer = sizes.config.optimizer
+    if ranks > 1 and optimizer.kind == "adamw8bit":  # moments of 8 bits are for one rank
+        optimizer = optimizer.model_copy(update={"kind": "adamw"})
+    return replace(sizes, config=sizes.config.model_copy(update={"parallel": parallel, "optimizer": optimizer}))
+
+
+def _passing_bytes(footprint: Footprint) -> float:
+    """Return the bytes of a footprint that a rank needs only during a pass: activations, the head, and gathered
+    layers."""
+    return footprint.activations_bytes + footprint.head_bytes + footprint.gathered_bytes
 
 
 def _is_complete(division: Fit, cluster: Cluster) -> bool:
@@ -175,12 +247,14 @@ def _shared_tokens(request: SizingRequest, cluster: Cluster, ways: int, longest:
     """Return the capacity in tokens of the cache of an engine on ``ways`` accelerators, each of which also stores its
     share of the learner. Return 0 if the capacity is below ``longest`` tokens, or if the memory does not suffice for a
     pass of the learner while the engine sleeps."""
-    free_bytes = (_usable_bytes(cluster) - learner_bytes(request) / cluster.count) * ways - engine_bytes(request)
+    rank = spread_footprint(request, longest, cluster.count)
+    passing = _passing_bytes(rank)
+    free_bytes = (usable_bytes(cluster) - (rank.total_bytes - passing)) * ways - engine_bytes(request)
     tokens = free_bytes / (request.shape.kv_numbers * request.bytes_per_number)
-    return tokens if tokens >= longest and free_bytes >= activation_bytes(request, longest) * ways else 0.0
+    return tokens if tokens >= longest and free_bytes >= passing * ways else 0.0
 
 
-def _usable_bytes(cluster: Cluster) -> float:
+def usable_bytes(cluster: Cluster) -> float:
     """Return the bytes of one accelerator that can be used for weights, caches and activations."""
     return USABLE * cluster.device.memory_gb * GB
 
@@ -200,7 +274,7 @@ def _smallest_engine(request: SizingRequest, cluster: Cluster, most: int, longes
     smallest = (0, 0.0)
     ways = 1
     while ways <= min(cluster.per_node, most):
-        tokens = (_usable_bytes(cluster) * ways - engine_bytes(request)) / token_bytes
+        tokens = (usable_bytes(cluster) * ways - engine_bytes(request)) / token_bytes
         if tokens >= longest and not smallest[0]:
             smallest = (ways, tokens)
         if tokens >= SEQUENCES * longest:
@@ -210,47 +284,9 @@ def _smallest_engine(request: SizingRequest, cluster: Cluster, most: int, longes
 
 
 def learner_bytes(request: SizingRequest) -> float:
-    """Return the bytes of weights, gradients and AdamW's state over all ranks of the learner."""
-    return sum(learner_parts(request).values())
-
-
-def learner_parts(request: SizingRequest) -> dict[str, float]:
-    """Return the bytes that the learner stores over all ranks, by kind: weights, gradients and optimizer. Each
-    parameter has 4 bytes for the weight, 4 for the gradient and 8 for AdamW's moments in float32; 2, 2 and 8 in
-    bfloat16, and 4 more for master weights. With adapters, the adapters have all three kinds in float32, and the base
-    model has only weights."""
-    weight = request.bytes_per_number
-    if request.model.lora is not None:
-        trained = request.adapter_params
-        return {"weights": request.weight_bytes + 4 * trained, "gradients": 4 * trained, "optimizer": 8 * trained}
-    params = request.shape.params
-    masters = 4.0 if weight < 4 and request.learner.memory.masters else 0.0
-    return {"weights": params * float(weight), "gradients": params * float(weight), "optimizer": params * (8 + masters)}
-
-
-def activation_bytes(request: SizingRequest, longest: float) -> float:
-    """Return the bytes of activations that each rank of the learner stores for the backward pass of one micro-batch:
-    ``learner.tokens_per_microbatch`` tokens of samples of up to ``longest`` tokens."""
-    shape, memory = request.shape, request.learner.memory
-    # recomputation stores only the input of each layer; ACTIVATION_BYTES is for numbers of two bytes
-    kept = request.bytes_per_number if memory.recompute else ACTIVATION_BYTES * request.bytes_per_number / 2
-    layers = 1 if memory.offload_activations else shape.layers
-    linear = request.learner.tokens_per_microbatch * shape.hidden * layers * kept
-    return float(linear) + score_bytes(request, longest)
-
-
-def score_bytes(request: SizingRequest, longest: float) -> float:
-    """Return the bytes of attention scores that each rank of the learner stores in one pass over samples of up to
-    ``longest`` tokens. Only ``learner.attention = "padded"`` stores scores; return 0 for flex attention."""
-    learner, shape = request.learner, request.shape
-    if learner.attention != "padded":
-        return 0.0
-    layers = shape.layers if shape.grouped and learner.share_prefixes is not False else shape.score_layers
-    if learner.memory.recompute or learner.memory.offload_activations:
-        layers = min(layers, 1)
-    weight_bytes = 4 if request.bytes_per_number == 4 else 4 + request.bytes_per_number
-    tokens = learner.tokens_per_microbatch
-    return float(layers * shape.heads * weight_bytes * tokens * min(longest, tokens))
+    """Return the bytes of weights, gradients and optimizer state over all ranks of the learner, without those of a
+    micro-batch."""
+    return spread_sizes(request, 0.0, 1).resident().total_bytes
 
 
 def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:
@@ -259,7 +295,7 @@ def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> Conf
     division = _separate_division(request, cluster, longest)
     if not division.least_learner:
         recomputing = _with_recompute(request)
-        if request.learner.memory.recompute or activation_bytes(recomputing, longest) >= _usable_bytes(cluster):
+        if request.learner.memory.recompute or not _least_ranks(recomputing, cluster, longest):
             return _pass_too_large(request, cluster, longest)
         if _find_fit(recomputing, cluster, longest) is not None:
             return _pass_too_large(request, cluster, longest, "set learner.memory.recompute = true, or ")
@@ -283,20 +319,40 @@ def _with_recompute(request: SizingRequest) -> SizingRequest:
 
 
 def _pass_too_large(request: SizingRequest, cluster: Cluster, longest: float, instead: str = "") -> ConfigError:
-    """Return the error for a micro-batch whose activations, with samples of up to ``longest`` tokens, do not fit into
-    one accelerator. ``instead`` is a preferred remedy, which precedes the remedy of a smaller micro-batch."""
-    if score_bytes(request, longest):
+    """Return the error for a micro-batch that does not fit into one accelerator, with samples of up to ``longest``
+    tokens, on any number of ranks. ``instead`` is a preferred remedy, which precedes the remedy of a smaller
+    micro-batch."""
+    rank = spread_sizes(request, longest, MOST_RANKS)
+    if rank.score_bytes():
         instead = "leave learner.attention = 'padded' out, " + (instead or "or ")
-    usable, kept, tokens = (
-        _usable_bytes(cluster),
-        activation_bytes(request, longest),
+    usable, needed, tokens = (
+        usable_bytes(cluster),
+        rank.footprint().total_bytes,
         request.learner.tokens_per_microbatch,
     )
+    fitting = _most_tokens(rank, usable)
+    smaller = f"lower learner.tokens_per_microbatch to {fitting:,} or less" if fitting else (
+        "take accelerators with more memory"
+    )  # fmt: skip
     return ConfigError(
-        f"one pass of {tokens} tokens of {request.shape.name} keeps {kept / GB:,.1f} GB of activations, and of one "
-        f"{cluster.device.name} {usable / GB:,.1f} GB can be used: {(kept - usable) / GB:,.1f} GB too little",
-        remedy=f"{instead}lower learner.tokens_per_microbatch below {max(1, int(tokens * usable / kept)):,}",
+        f"one pass of {tokens} tokens of {request.shape.name} needs {needed / GB:,.1f} GB on each rank for "
+        f"activations, the head and gathered layers, and of one {cluster.device.name} {usable / GB:,.1f} GB can be "
+        f"used: {(needed - usable) / GB:,.1f} GB too little",
+        remedy=f"{instead}{smaller}{lever_words(rank)}",
     )
+
+
+def _most_tokens(rank: LearnerSizes, usable: float) -> int:
+    """Return the largest micro-batch, in tokens, with which a rank fits into ``usable`` bytes; 0 if none fits."""
+    fitting, beyond = 0, rank.config.tokens_per_microbatch
+    while beyond - fitting > 1:
+        middle = (fitting + beyond) // 2
+        config = rank.config.model_copy(update={"tokens_per_microbatch": middle})
+        if replace(rank, config=config).footprint().total_bytes <= usable:
+            fitting = middle
+        else:
+            beyond = middle
+    return fitting
 
 
 def _cluster_too_small(
@@ -305,7 +361,7 @@ def _cluster_too_small(
     """Return the error for a cluster whose memory is too small for the model. Its remedies are the smallest cluster
     that would fit, the largest model of the catalogue that would fit, and adapters if they would fit. ``also`` is added
     to the description of the problem."""
-    name, usable = cluster.device.name, _usable_bytes(cluster)
+    name, usable = cluster.device.name, usable_bytes(cluster)
     engine = division.engine_bytes + request.shape.kv_numbers * request.bytes_per_number * longest
     ways = 1
     while usable * ways < engine:
@@ -322,7 +378,9 @@ def _cluster_too_small(
     if ways > cluster.per_node:
         missing.append(f"{(engine - usable * cluster.per_node) / GB:,.0f} GB too little in one machine")
     machines = f" in machines of {ways} (cluster.per_node)" if ways > cluster.per_node else ""
-    remedies = [f"take {max(total, cluster.count)} × {name}{machines}"]
+    recomputes = request.learner.memory.recompute or not _fits(_with_recompute(request), cluster, longest)
+    remedies = [] if recomputes else ["set learner.memory.recompute = true"]
+    remedies.append(f"{'or ' * bool(remedies)}take {max(total, cluster.count)} × {name}{machines}")
     others = [each for each in models().values() if _fits(replace(request, shape=each), cluster, longest)]
     if others:
         largest = max(others, key=lambda each: each.params)

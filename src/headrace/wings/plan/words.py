@@ -8,7 +8,9 @@ from collections.abc import Callable
 from headrace.base.types.observation import Account
 from headrace.base.types.weights import Interrupt
 from headrace.run.observe.words import plural
+from headrace.wings.plan.planning import longest_sequence
 from headrace.wings.plan.search import EQUAL_WITHIN, Candidate, SearchResult
+from headrace.wings.plan.sizing import memory_advice, spread_sizes, usable_bytes
 from headrace.wings.plan.spread import ConstantSpread
 from headrace.wings.plan.system import PlanContext
 
@@ -27,6 +29,7 @@ def describe(found: SearchResult, bound: Bound) -> list[str]:
     return [
         f"{site.request.shape.name} on {site.cluster}. View: {site.view}. {_workload_source(site)}",
         f"Memory: {site.fit}.",
+        *_learner_memory(found),
         f"{'As asked' if site.fit.beside else 'In turn'}: {_describe_candidate(site, found.requested, bound)}",
         f"Best of {len(found.tried)} simulated runs ({found.seconds:.0f} s): "
         f"{_describe_candidate(site, found.best, bound)}",
@@ -34,6 +37,16 @@ def describe(found: SearchResult, bound: Bound) -> list[str]:
         *_proposed_changes(found),
         *_controller_load(found),
     ]
+
+
+def _learner_memory(found: SearchResult) -> list[str]:
+    """Return a list with the sentence on the memory of a rank of the learner under the run file's settings, where every
+    accelerator that trains is a rank. The list is empty if engines and learner take turns."""
+    site = found.site
+    if found.requested.choice.shared:
+        return []
+    sizes = spread_sizes(site.request, longest_sequence(site.request), site.trainers(found.requested.choice))
+    return [f"{memory_advice(sizes, usable_bytes(site.cluster))}."]
 
 
 def verdict_line(found: SearchResult, bound: Bound) -> str:

@@ -17,8 +17,8 @@ from headrace.engine.native import NativeEngine, WeightReceiver
 from headrace.engine.native.swaps import LoadedWeights
 from headrace.models import ModelConfig, load_model
 from headrace.models.devices import use_device
+from headrace.models.shape import ModelShape
 from headrace.wings.bench.gpu.base import StageContext
-from headrace.wings.plan.catalogue.shape import ModelShape
 from headrace.wings.plan.costs import Roofline
 
 STEP_TOKENS = 8192

@@ -16,13 +16,15 @@ import numpy as np
 import torch
 
 from headrace.base.types.batch import Batch
+from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerCore
+from headrace.learner.footprint import LearnerSizes
+from headrace.models.shape import ModelShape
 from headrace.wings.bench.base import at_least, at_most
 from headrace.wings.bench.engine import lognormal
 from headrace.wings.bench.gpu.base import GIB, StageContext
 from headrace.wings.bench.gpu.learners import open_learner, random_batch
 from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, MIDDLE, MIXTURE, SINKS, SMALL, model_of, write_model
-from headrace.wings.plan.catalogue.shape import ModelShape
 from headrace.wings.plan.costs import TrainingFlops
 
 MFU = 0.4
@@ -168,9 +170,15 @@ def _cost_model(sizes: ModelShape, rate: float, *, adapter: bool) -> TrainingFlo
 
 
 def _planned_bytes(sizes: ModelShape, case: LearnerCase) -> float:
-    """Return the estimated memory of weights, gradients and optimizer state on the device in bytes, without
-    activations. For each parameter in bfloat16 with master weights these are 2, 2 and 12 bytes, of which the 12 are in
-    host memory with ``offload_optimizer``. With an adapter, only the weights of its base count."""
-    if case.rank:
-        return 2.0 * sizes.params
-    return (4.0 if case.settings.get("memory", {}).get("offload_optimizer") else 16.0) * sizes.params
+    """Return the estimated peak of the memory on the device in bytes, by the planner."""
+    return (
+        LearnerSizes(
+            shape=sizes,
+            config=LearnerConfig.model_validate(dict(case.settings)),
+            itemsize=getattr(torch, DTYPE).itemsize,
+            longest=float(max(case.answers) + case.prompt),
+            adapter_params=sizes.adapter_params(case.rank),
+        )
+        .footprint()
+        .total_bytes
+    )

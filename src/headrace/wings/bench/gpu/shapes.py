@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.wings.plan.catalogue.shape import ModelShape, shape_of
+from headrace.models.shape import ModelShape, shape_of
 
 _QWEN: Mapping[str, Any] = {"vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-*/=.,:;!? "

@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.base.errors import ConfigError, nearest
 from headrace.models.hub import is_hub_name, local_directory, short_model_name
-from headrace.wings.plan.catalogue.shape import ModelShape, shape_of
+from headrace.models.shape import ModelShape, shape_of
 
 DEFAULT_HOST = "DGX-H100"
 """Name of the machine in the catalogue whose figures are used for an accelerator without a ``host``."""

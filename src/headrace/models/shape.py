@@ -1,5 +1,8 @@
 """The sizes of a model, such as its numbers of parameters and of key-value numbers, computed from its ``config.json``
-alone. A plan computes memory and operations from them."""
+alone. A plan computes memory and operations from them, and a learner the memory that its settings would free.
+
+Importing this module imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+
+NORMED_HEADS = frozenset(
+    {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "glm4_moe", "olmo2", "olmo3", "hunyuan_v1_dense"}
+)
+"""The types of models that normalise queries and keys."""
+FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
+"""The types of models whose layers normalise the input and the output of attention and of the feed-forward part."""
+INTERLEAVED_GATES = frozenset({"gpt_oss"})
+"""The types of models whose experts have gate and input in alternate columns, and limit both."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,12 +51,67 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     score_layers: int = 0
     """Number of layers for which padded attention on an accelerator stores the scores in memory for any batch: layers
     with sinks or a soft cap, and layers with a window or chunks and grouped heads."""
+    plain_score_layers: int = 0
+    """Number of these layers that store the scores on every device, because of sinks or a soft cap."""
+    vocabulary: int = 0
+    """Number of entries of the vocabulary."""
+    tied: bool = False
+    """Whether embeddings and head are the same weight."""
+    inner: int = 0
+    """Size of the feed-forward part of a layer; in a mixture, of one expert."""
+    num_experts: int = 0
+    """Number of experts of a layer; 0 for a dense model."""
+    chosen: int = 0
+    """Number of experts that process one token; 0 for a dense model."""
+    num_norms: int = 2
+    """Number of norms of a layer over the hidden size."""
+    normed_heads: bool = False
+    """Whether queries and keys are normalised."""
+    interleaved: bool = False
+    """Whether experts have gate and input in alternate columns."""
+    softcapped: bool = False
+    """Whether attention scores are limited by a soft cap."""
+    has_sinks: bool = False
+    """Whether a learned score without a value takes part in the softmax of each head."""
 
     @property
     def flop_per_square(self) -> float:
         """Return the operations of attention in a training step per squared token of a sample. Scores and values are
         two products over n² / 2 pairs, computed once in the forward pass and twice in the backward pass."""
         return 6.0 * self.layers * self.attention_width
+
+    @property
+    def kv_width(self) -> int:
+        """Return the number of key-value heads times head size."""
+        return self.attention_width // max(1, self.heads) * self.kv_heads
+
+    @property
+    def table_params(self) -> int:
+        """Return the number of parameters of the head, and of the embeddings."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def layer_params(self) -> float:
+        """Return the number of parameters of one layer."""
+        return (self.params - (1 if self.tied else 2) * self.table_params - self.hidden) / self.layers
+
+    def adapter_params(self, rank: int, *, experts: bool = False) -> float:
+        """Return the number of parameters of one low-rank adapter of all linear layers: for each matrix, ``rank`` times
+        its inputs and outputs. Experts are adapted only with ``experts``."""
+        hidden, width, inner = self.hidden, self.attention_width, self.inner
+        numbers = 2 * (hidden + width) + 2 * (hidden + self.kv_width)
+        if not self.num_experts:
+            numbers += 3 * (hidden + inner)
+        elif experts:
+            numbers += self.num_experts * 3 * (hidden + inner)
+        return float(rank * self.layers * numbers)
+
+
+def pair_bytes(itemsize: int, *, softcapped: bool) -> int:
+    """Return the number of bytes that the scores of one head in padded attention use until the backward pass, for each
+    pair of tokens: the weights in float32, the weights in the model's dtype of ``itemsize`` bytes unless it is float32,
+    and capped scores before the softmax."""
+    return (4 if itemsize == 4 else 4 + itemsize) + (itemsize if softcapped else 0)
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
@@ -57,27 +124,30 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     824
     """
     config = config.get("text_config") or config
+    kind = config.get("model_type")
     hidden, layers, heads = (
         _positive_int(config, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )  # fmt: skip
     head = int(config.get("head_dim") or hidden // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    vocabulary = _positive_int(config, "vocab_size") * hidden
+    vocabulary = _positive_int(config, "vocab_size")
     attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head
     experts = int(config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0)
-    chosen = int(config.get("num_experts_per_tok") or 0)
+    chosen = int(config.get("num_experts_per_tok") or 0) if experts else 0
     width = config.get("moe_intermediate_size") if experts else None
-    expert = 3 * hidden * int(width or _positive_int(config, "intermediate_size"))
+    inner = int(width or _positive_int(config, "intermediate_size"))
+    expert = 3 * hidden * inner
     feed_forward = experts * expert + experts * hidden if experts else expert
     active_feed_forward = chosen * expert + experts * hidden if experts else expert
-    tables = 1 if config.get("tie_word_embeddings") else 2
+    tied = bool(config.get("tie_word_embeddings"))
     # multi-head latent attention caches one latent vector and the rotary part of the keys instead of keys and values
     latent = config.get("kv_lora_rank")
     cached = int(latent) + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head
+    has_sinks = kind == "gpt_oss"
     return ModelShape(
         name=name,
-        params=layers * (attention + feed_forward + 2 * hidden) + tables * vocabulary + hidden,
-        active=layers * (attention + active_feed_forward) + vocabulary,
+        params=layers * (attention + feed_forward + 2 * hidden) + (1 if tied else 2) * vocabulary * hidden + hidden,
+        active=layers * (attention + active_feed_forward) + vocabulary * hidden,
         expert_params=layers * experts * expert,
         expert_share=chosen / experts if experts else 1.0,
         layers=layers,
@@ -88,6 +158,17 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         kv_heads=kv_heads,
         grouped=heads != kv_heads,
         score_layers=_score_layers(config, layers, grouped=heads != kv_heads),
+        plain_score_layers=layers if has_sinks or config.get("attn_logit_softcapping") else 0,
+        vocabulary=vocabulary,
+        tied=tied,
+        inner=inner,
+        num_experts=experts,
+        chosen=chosen,
+        num_norms=4 if kind in FOUR_NORMS else 2,
+        normed_heads=kind in NORMED_HEADS,
+        interleaved=kind in INTERLEAVED_GATES,
+        softcapped=bool(config.get("attn_logit_softcapping")),
+        has_sinks=has_sinks,
     )
 
 

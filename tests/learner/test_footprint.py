@@ -1,0 +1,125 @@
+"""The estimated memory of a learner's rank is what torch's memory tracker counts in the learner's own passes, and what
+a real learner allocates."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from headrace.base.config import validate
+from headrace.learner import head
+from headrace.learner.config import LearnerConfig
+from headrace.learner.footprint import HOST_TILE, TILE, LearnerSizes, levers
+from headrace.models.config import LoraConfig
+from headrace.models.shape import shape_of
+from tests.learner.builders import Setup, tiny
+from tests.learner.tracked import Case, allocated_bytes, batch_of, peak_bytes
+
+CATALOGUE = tomllib.loads((files("headrace.wings.plan.catalogue") / "models.toml").read_text(encoding="utf-8"))
+RANK = 16
+"""The rank of adapters."""
+LEAST, MOST = 0.9, 1.15
+"""The bounds of the estimate, as a share of what is counted."""
+
+
+def case_of(model: str, *, layers: int = 2, dtype: Any = "bfloat16", lora: bool = False, **settings: Any) -> Case:
+    """A learner of a model of the catalogue that is cut to some layers; its samples have 1,024 tokens."""
+    sized = {
+        name: settings.pop(name) for name in ("hidden_size", "intermediate_size", "vocab_size") if name in settings
+    }
+    row = {**CATALOGUE[model], **sized, "num_hidden_layers": layers}
+    row["intermediate_size"] = row.get("intermediate_size", row.get("moe_intermediate_size"))
+    named = {"num_local_experts": row["num_experts"]} if row["model_type"] == "gpt_oss" else {}
+    return Case(
+        model=AutoConfig.for_model(tie_word_embeddings=row.pop("tie_word_embeddings", False), **row, **named),
+        learner=validate(LearnerConfig, {"tokens_per_microbatch": 4096, "share_prefixes": False, **settings}),
+        longest=min(1024, settings.get("tokens_per_microbatch", 4096)),
+        dtype=dtype,
+        lora=LoraConfig(rank=RANK) if lora else None,
+    )
+
+
+def sizes_of_case(case: Case) -> LearnerSizes:
+    """What a plan knows of a learner."""
+    shape = shape_of(case.model.model_type, case.model.to_dict())
+    return LearnerSizes(
+        shape=shape,
+        config=case.learner,
+        itemsize=4 if case.dtype == "float32" else 2,
+        longest=case.longest,
+        adapter_params=0.0 if case.lora is None else shape.adapter_params(RANK),
+    )
+
+
+def share(case: Case) -> float:
+    """The estimate, as a share of what is counted."""
+    return sizes_of_case(case).footprint().total_bytes / peak_bytes(case)
+
+
+@pytest.mark.slow
+def test_a_small_learner_needs_what_is_estimated() -> None:
+    case = case_of("qwen3-0.6b", hidden_size=128, intermediate_size=256, vocab_size=512, tokens_per_microbatch=1024)
+    assert LEAST < share(case) < MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3-8b", {}),
+        ("qwen3-8b", {"dtype": "float32"}),
+        ("llama-3.1-8b", {"layers": 4, "memory": {"recompute": True}}),
+        ("llama-3.1-8b", {"lora": True}),
+        ("qwen3-30b-a3b", {}),
+        ("gpt-oss-20b", {}),
+        ("gpt-oss-20b", {"layers": 3, "tokens_per_microbatch": 16384, "memory": {"recompute": True}}),
+        ("llama-3.1-8b", {"layers": 4, "parallel": {"data": 8}}),
+        ("llama-3.1-8b", {"parallel": {"context": 2}}),
+        ("llama-3.1-70b", {"parallel": {"data": 16}, "memory": {"recompute": True}}),
+        ("llama-3.1-70b", {"parallel": {"data": 16}, "lora": True}),
+    ],
+)
+def test_a_rank_needs_what_is_estimated(name: str, settings: dict[str, Any]) -> None:
+    assert LEAST < share(case_of(name, **settings)) < MOST
+
+
+@pytest.mark.slow
+def test_an_adapter_of_70b_on_sixteen_ranks_fits_into_80_gb() -> None:
+    """Two and three layers are counted: every further layer needs as much as the third."""
+    settings: dict[str, Any] = {"parallel": {"data": 16}, "lora": True, "memory": {"recompute": True}}
+    two, three = (peak_bytes(case_of("llama-3.1-70b", layers=layers, **settings)) for layers in (2, 3))
+    counted = two + 78 * (three - two)
+    estimated = sizes_of_case(case_of("llama-3.1-70b", layers=80, **settings)).footprint().total_bytes
+    assert LEAST < estimated / counted < MOST
+    assert max(estimated, counted) < 0.9 * 80e9
+
+
+def test_a_real_learner_allocates_what_is_estimated(tmp_path: Path) -> None:
+    directory = tiny(tmp_path / "model", hidden_size=256, intermediate_size=512)
+    learner = Setup(model_dir=directory, config={"tokens_per_microbatch": 1024, "share_prefixes": False}).learner()
+    counted = allocated_bytes(learner, [batch_of(8, 256, step) for step in range(2)])
+    assert LEAST < replace(learner._memory, longest=256.0).footprint().total_bytes / counted < MOST
+
+
+def test_tiles_are_those_of_the_head() -> None:
+    assert (head.LARGE_TILE, head.TILES["cpu"]) == (TILE, HOST_TILE)
+
+
+def test_settings_that_free_memory_free_what_is_estimated() -> None:
+    """Every lever is the difference of two estimates, and the largest settings are named with their bytes."""
+    sizes = sizes_of_case(case_of("llama-3.1-8b", layers=32, tokens_per_microbatch=16384))
+    freed = levers(sizes)
+    assert freed["learner.memory.recompute = true"] > 40e9
+    assert freed["learner.memory.offload_optimizer = true"] > 0
+    recomputing = replace(
+        sizes, config=validate(LearnerConfig, {**sizes.config.model_dump(), "memory": {"recompute": True}})
+    )
+    saved = sizes.footprint().total_bytes - recomputing.footprint().total_bytes
+    assert freed["learner.memory.recompute = true"] == pytest.approx(saved)
+    assert "learner.memory.recompute = true" not in levers(recomputing)
