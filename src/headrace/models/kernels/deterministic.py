@@ -32,10 +32,16 @@ from headrace.models.paged.compiled import CompiledAttention
 from headrace.models.paged.plan import PagedPlan
 from headrace.models.recurrent import recurrent_layers
 from headrace.models.routing import find_routing
+from headrace.models.routing.find import is_router
 
 _CPU = torch.device("cpu")
 _PROBE = (19, 2, 33)
 """The lengths of the sequences that are computed in both ways before a model is called deterministic."""
+
+_VECTOR = 64
+"""A multiple of the numbers that torch computes with one instruction or two, on any processor."""
+_CALL = 1 << 14
+"""A number of elements, in whole vectors, of which torch computes an elementwise function in one thread."""
 
 Tensors = tuple[Tensor, ...]
 
@@ -206,15 +212,32 @@ class _AttentionForward:
         return rotate_halves(query, turn), rotate_halves(key, turn), value
 
 
-class _InvariantProducts(TorchFunctionMode):
-    """A context in which ``F.linear`` is batch-invariant, including calls in a module's own code."""
+class _InvariantSigmoid(TorchFunctionMode):
+    """A context in which ``sigmoid`` is batch-invariant, including calls in a module's own code."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute ``F.linear`` with the compiled kernel, and every other function of torch as usual. Torch calls this
-        method for each function inside the context."""
-        if func is not nn.functional.linear:
+        """Compute ``sigmoid`` in whole vectors, and every other function of torch as usual. Torch calls this method for
+        each function inside the context."""
+        if func not in (torch.sigmoid, Tensor.sigmoid):
             return func(*args, **(kwargs or {}))
+        return _recomputed(lambda x: (_sigmoid(x),), lambda x: (x.sigmoid(),), args, ())[0]
+
+
+class _InvariantProducts(_InvariantSigmoid):
+    """A context in which ``F.linear`` and ``sigmoid`` are batch-invariant, including calls in a module's own code."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute ``F.linear`` with the compiled kernel, and ``sigmoid`` in whole vectors."""
+        if func is not nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs)
         return _linear(*args, **(kwargs or {}))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid of each number, with bits that depend on that number alone. Torch computes the numbers behind
+    the last whole vector of a call, or of a thread's part of it, by another formula."""
+    padded = nn.functional.pad(x.reshape(-1), (0, -x.numel() % _VECTOR))
+    return torch.cat([part.sigmoid() for part in padded.split(_CALL)])[: x.numel()].view(x.shape)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -232,15 +255,16 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class _InvariantForward:
-    """The original forward method of a router, or of experts, with batch-invariant matrix products."""
+    """The original forward method of a part of a mixture of experts, in a context with batch-invariant functions."""
 
-    def __init__(self, module: nn.Module) -> None:
-        """Replace the forward method of ``module``. The caller assigns this object to it."""
-        self.original = module.forward
+    def __init__(self, module: nn.Module, context: Callable[[], TorchFunctionMode]) -> None:
+        """Replace the forward method of ``module``; it is called in ``context``. The caller assigns this object to
+        it."""
+        self.original, self.context = module.forward, context
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original forward method with batch-invariant matrix products."""
-        with _InvariantProducts():
+        """Call the original forward method with batch-invariant functions."""
+        with self.context():
             return self.original(*args, **kwargs)
 
 
@@ -288,16 +312,20 @@ def make_deterministic(model: nn.Module) -> FuseReport:
 
 
 def _make_mixtures_invariant(model: nn.Module) -> None:
-    """Make the matrix products batch-invariant in the parts of a mixture of experts that no kernel covers and that have
-    their own parameters."""
+    """Make the functions batch-invariant in the parts of a mixture of experts that no kernel covers: matrix products in
+    parts with parameters of their own, and the sigmoid also in the modules around them, which gate shared experts."""
     routed = find_routing(model)
     if routed is None:
         return
     model.set_experts_implementation("eager")  # type: ignore[operator]
     for module in model.modules():
         own = next(module.parameters(recurse=False), None)
-        if own is not None and own.dim() > 1 and "forward" not in module.__dict__ and type(module) is not nn.Embedding:
-            module.forward = _InvariantForward(module)
+        if "forward" in module.__dict__ or type(module) is nn.Embedding:
+            continue
+        if own is not None and own.dim() > 1:
+            module.forward = _InvariantForward(module, _InvariantProducts)
+        elif any(is_router(child) for child in module.children()):
+            module.forward = _InvariantForward(module, _InvariantSigmoid)
 
 
 def is_deterministic(model: nn.Module) -> bool:
