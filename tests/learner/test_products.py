@@ -23,7 +23,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product counts as large, on any processor, and every pass is filled up."""
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "LARGE", 1)
-    monkeypatch.setattr(products, "repeated", lambda rows: rows + 3)
+    monkeypatch.setattr(products, "padded_rows", lambda rows: rows + 3)
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(70, 33, 17), (5, 16, 130), (300, 1024, 64)])
@@ -71,7 +71,7 @@ def test_a_learner_computes_the_same(kind: Any, config: Any, batch: Any, tmp_pat
     expected = usual.forward_backward(batch())
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "LARGE", 1)
-    monkeypatch.setattr(products, "repeated", lambda rows: rows + 3)
+    monkeypatch.setattr(products, "padded_rows", lambda rows: rows + 3)
     counted: list[torch.Size] = []
     product = products._product
     monkeypatch.setattr(products, "_product", lambda *given: counted.append(given[0].shape) or product(*given))
@@ -86,7 +86,7 @@ def test_a_learner_computes_the_same(kind: Any, config: Any, batch: Any, tmp_pat
 def test_unused_tokens_change_nothing_where_layers_keep_a_state(always: None, tmp_path: Path, monkeypatch) -> None:
     setup = Setup(model_dir=family(tmp_path / "model", "qwen3_5_text"))
     filled = setup.learner()
-    monkeypatch.setattr(products, "repeated", int)
+    monkeypatch.setattr(products, "padded_rows", int)
     usual = setup.learner()
     for learner in (filled, usual):
         learner.forward_backward(alike())
