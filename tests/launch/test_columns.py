@@ -41,6 +41,7 @@ from headrace.wings.view.columns import with_columns
 from tests.base.test_store import flip
 from tests.flow.outlines import credit_of, groups_with
 from tests.launch.test_batch_parts import as_bytes, batch_of, both_ends
+from tests.learner.builders import Setup, tiny
 
 ALONE = SingleRank(torch.device("cpu"))
 
@@ -335,6 +336,26 @@ def test_a_group_whose_tokens_are_lost_is_left_out_and_counted(
     (problem,) = told.problems
     assert "ready.000001" in problem
     assert "carried no loss" in problem
+
+
+def test_a_step_whose_kept_sets_and_experts_are_all_lost_is_counted_as_an_empty_step(tmp_path: Path) -> None:
+    (outline, plain), sent = outline_in(tmp_path / "store"), Sent()
+    for path in (tmp_path / "store").glob("engine-0.*"):
+        path.unlink()
+    core = Setup(model_dir=tiny(tmp_path / "model")).learner()
+    orders = OrderStream(sent, ALONE, StoreStart(directory=str(tmp_path / "store")))  # type: ignore[arg-type]
+    LearnerHost(core, None, orders, None, OwnCores())._handle(Train(call=1, outline=outline))  # type: ignore[arg-type]
+    answer = PartCollector(Divided).add(sent.messages[0])
+    assert isinstance(answer, Trained)
+    assert core.version == 1
+    num_lost = plain.batch.num_loss_tokens
+    assert answer.report.trained_tokens == 0
+    assert answer.report.dropped_tokens == {**plain.masked, "columns_lost": num_lost}
+    assert num_lost + sum(plain.masked.values()) == sum(group.num_loss_tokens for group in outline.groups)
+    assert {(each.number, each.left_out) for each in answer.report.lost} == {
+        (each.number, True) for each in outline.groups
+    }
+    assert "engine-0.000000" in answer.report.problems[0]
 
 
 def test_a_step_of_which_no_group_can_be_read_is_no_step(tmp_path: Path) -> None:

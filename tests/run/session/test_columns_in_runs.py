@@ -137,6 +137,13 @@ def test_a_replay_leaves_out_the_groups_that_the_run_could_not_read(tmp_path: Pa
         ledger.apply(replace(step, lost=found.lost[:1]))
         with pytest.raises(StoreError, match=r"step 0 cannot be trained again, because columns of group 10 cannot"):
             RecordedBatches(config, ledger, tmp_path).assemble(0, lines.append)
+        for path in tmp_path.glob("engine-0.*"):
+            path.unlink()
+        found = read_outline(outline, StoreStart(directory=str(tmp_path)), SingleRank(torch.device("cpu")))
+        ledger.apply(replace(step, lost=found.lost))
+        batch = RecordedBatches(config, ledger, tmp_path).assemble(0, lines.append)
+        assert CODEC.encode(batch) == CODEC.encode(found.batch)
+        assert not len(batch.lengths_S)
 
 
 def killed_run(directory: Path, model: Path) -> Path:

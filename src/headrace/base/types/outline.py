@@ -63,8 +63,9 @@ class LostGroup(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     """The number of the group in the run."""
     left_out: bool
-    """Whether the group was left out of the batch, because its tokens could not be read. Otherwise only kept-sets or
-    experts could not be read, and the batch contained its tokens without loss, kept-sets and experts."""
+    """Whether the group was left out of the batch, because its tokens could not be read, or because no token of the
+    batch could carry loss. Otherwise only kept-sets or experts could not be read, and the batch contained its tokens
+    without loss, kept-sets and experts."""
     why: str
     """The reason why the columns could not be read, in words."""
 

@@ -5,7 +5,7 @@ them itself."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -95,7 +95,7 @@ def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRank
     """Return the batch of ``outline`` with all columns in memory; columns in the store that ``start`` describes are
     read. All ranks must call this with the same outline. If rank 0 cannot read the tokens of a group, every rank leaves
     out this group. If rank 0 cannot read another column of a group, the tokens of this group carry no loss, on every
-    rank.
+    rank. If no token is left that carries loss, every rank leaves out all groups, and the batch has no samples.
 
     Raises :class:`~headrace.base.errors.StoreError` if the tokens of no group can be read,
     :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read, and
@@ -117,9 +117,24 @@ def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRank
     lost = [LostGroup(number=number, left_out=True, why=why) for number, why in left_out.items()]
     lost += [msgspec.structs.replace(each, number=whole.groups[each.number]) for each in found.lost]
     num_left_out = sum(group.num_loss_tokens for group in outline.groups if group.number in left_out)
-    return ReadBatch(
+    complete = ReadBatch(
         batch=found.batch, laid_out=whole, lost_tokens=found.lost_tokens + num_left_out, lost=tuple(lost)
     )  # fmt: skip
+    return _without_samples(outline, complete) if found.lost and not found.batch.num_loss_tokens else complete
+
+
+def _without_samples(outline: BatchOutline, found: ReadBatch) -> ReadBatch:
+    """Return ``found``, the batch of ``outline`` in which no token carries loss, because columns of groups could not be
+    read, without its samples. The learner counts such a batch as a step, and a replay of the step has the same batch,
+    because every group is recorded as left out."""
+    assert found.laid_out is not None, "it was laid out from an outline"
+    why = found.lost[0].why
+    others = {group.number for group in outline.groups} - {each.number for each in found.lost}
+    # the tokens of the other groups carry no loss by another rule: they are too old, for example
+    lost = [msgspec.structs.replace(each, left_out=True) for each in found.lost]
+    lost += [LostGroup(number=number, left_out=True, why=why) for number in sorted(others)]
+    laid_out = replace(lay_out(outline, lambda _: None), masked=found.laid_out.masked)
+    return replace(found, batch=laid_out.batch, laid_out=laid_out, lost=tuple(lost))
 
 
 def _read_bundles(outline: BatchOutline, directory: Path) -> tuple[dict[int, memoryview], dict[int, str]]:
