@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 import shutil
 import sqlite3
@@ -14,7 +15,7 @@ from headrace.base.errors import LedgerError
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import EndEpisode, Note
 from headrace.flow.ledger.log import refuse_damaged_log
-from headrace.flow.ledger.opening import open_ledger
+from headrace.flow.ledger.opening import LOCK_FILE, open_ledger
 from headrace.flow.ledger.rows import COLUMNS
 from headrace.flow.ledger.sqlite import ADOPTED
 from headrace.testing.ledgers import commit, part, ready, running, sampled, stream, trained
@@ -145,3 +146,15 @@ def test_a_ledger_of_an_older_program_is_read_and_says_once_that_it_had_no_check
         with closing(open_ledger(tmp_path)) as ledger:
             assert ledger.conservation().holds
             assert sum(ADOPTED in detail for _, detail, _ in ledger.notes()) == 1
+
+
+def test_a_ledger_that_an_older_program_still_writes_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / LEDGER
+    shutil.copy(Path(__file__).with_name("ledger_v5.sqlite"), path)
+    before = path.read_bytes()
+    with (tmp_path / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(LedgerError, match=r"has ledger format 5, .* is in progress"):
+            open_ledger(tmp_path)
+    assert path.read_bytes() == before
+    open_ledger(tmp_path).close()

@@ -250,7 +250,7 @@ class Browser:
         if version == 0:
             raise LedgerError(f"{self._path} is not a ledger", remedy="restore it from a copy")
         if version != newest:
-            older = f"'headrace ledger {self._path.parent}' brings it up to date"
+            older = f"'headrace ledger {self._path.parent}' brings it up to date when the run has ended"
             raise LedgerError(
                 f"{self._path} has ledger format {version}, this program reads {newest}",
                 remedy=older if version < newest else "use the version of headrace that wrote it",

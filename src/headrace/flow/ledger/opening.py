@@ -89,7 +89,8 @@ def open_ledger(run_dir: Path) -> Ledger:
     """Open the existing ledger of the run in ``run_dir`` for reading, check every row against its checksum, and return
     the ledger.
 
-    Raises :class:`~headrace.base.errors.LedgerError` if the run has no ledger, or the ledger is damaged.
+    Raises :class:`~headrace.base.errors.LedgerError` if the run has no ledger, if the ledger is damaged, or if a run of
+    an older version of Headrace is in progress.
     """
     if (run_dir / REDIS_FILE).exists():
         from headrace.flow.ledger.redis import RedisLedger
@@ -97,9 +98,10 @@ def open_ledger(run_dir: Path) -> Ledger:
         url, name, *variable = (run_dir / REDIS_FILE).read_text(encoding="utf-8").splitlines()
         return RedisLedger.open(url, name, *variable)
     path = run_dir / SQLITE_FILE
-    if not is_locked(run_dir):
+    in_use = is_locked(run_dir)
+    if not in_use:
         refuse_damaged_log(path)  # opening the file alone copies the log into it
-    return SqliteLedger.open(path, checked=True)
+    return SqliteLedger.open(path, checked=True, in_use=in_use)
 
 
 def is_locked(run_dir: Path) -> bool:

@@ -80,20 +80,30 @@ class SqliteLedger:
         self._books = Books(self._db, group_size)
 
     @classmethod
-    def open(cls, path: Path, *, checked: bool = False) -> SqliteLedger:
-        """Open the existing ledger at ``path`` with the sizes with which it was created, and return it. ``checked``
-        compares every row with its checksum. Raises :class:`~headrace.base.errors.LedgerError` if there is no
-        ledger."""
+    def open(cls, path: Path, *, checked: bool = False, in_use: bool = False) -> SqliteLedger:
+        """Open the existing ledger at ``path`` with the sizes with which it was created, and return it.
+
+        ``checked`` compares every row with its checksum. ``in_use`` says that a run in progress writes the ledger. Its
+        schema is then not migrated, because a program of an older version would go on to write rows of its own format.
+        Raises :class:`~headrace.base.errors.LedgerError` if there is no ledger, and if a ledger in use would have to be
+        migrated."""
         if not path.is_file():
             raise LedgerError(f"no ledger at {path}", remedy="give the directory of a run")
         try:
             with closing(sqlite3.connect(path)) as db:
                 meta = dict(db.execute("SELECT key, value FROM meta"))
+                version = schema_version(db)
             group_size, groups_per_step = int(meta["group_size"]), int(meta["groups_per_step"])
         except (sqlite3.Error, KeyError, ValueError) as error:  # text that is not UTF-8 raises ValueError
             raise LedgerError(
                 f"{path} is not a ledger: {error}", remedy="restore the file, or start a new run directory"
             ) from None
+        if in_use and version < len(steps()):
+            raise LedgerError(
+                f"{path} has ledger format {version}, this program reads {len(steps())}, and a run of an older version "
+                "of headrace that writes it is in progress",
+                remedy="use the version of headrace that runs it, or wait until the run has ended",
+            )
         return cls(path, group_size=group_size, groups_per_step=groups_per_step, checked=checked)
 
     def apply(self, *operations: Operation) -> None:
