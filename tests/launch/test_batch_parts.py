@@ -33,7 +33,6 @@ from headrace.base.types.tokens import Tokens
 from headrace.flow.layout import inline, lay_out, outline_of
 from headrace.launch.channel import ControllerChannel, PartChannel
 from headrace.launch.clients import LearnerClient
-from headrace.launch.hosts.batches import read_outline
 from headrace.launch.hosts.learner import OrderStream
 from headrace.learner.parallel.mesh import SingleRank
 from tests.flow.outlines import outline_with
@@ -222,17 +221,31 @@ def heavy_groups(rng: np.random.Generator) -> list[ScoredGroup]:
     return groups
 
 
+class Arrived:
+    """A channel from which all parts of one order have arrived, each a message of its own. The peak of the memory is
+    counted from then on."""
+
+    def __init__(self, order: Train) -> None:
+        self._order = order
+
+    def receive(self, _timeout_s: float) -> list[Any]:
+        parts = [CODEC.decode(CODEC.encode(part)) for part in split_message(self._order, 0)]
+        tracemalloc.reset_peak()
+        return parts
+
+
 def test_a_batch_that_arrives_is_never_more_than_twice_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_module, "PART_BYTES", 100_000)
     monkeypatch.setattr(recorded, "CHECKED_TOKENS", 100)
     groups = heavy_groups(np.random.default_rng(0))
     outline = outline_of(1, groups, [0.5] * 16, oldest_version=0)
-    parts = list(split_message(Train(call=0, outline=outline), 0))
-    collector, alone = PartCollector(Train), SingleRank(torch.device("cpu"))
+    stream = OrderStream(Arrived(Train(call=0, outline=outline)), SingleRank(torch.device("cpu")))  # type: ignore[arg-type]
+    orders = stream.receive()
     tracemalloc.start()
     try:
-        (order,) = filter(None, map(collector.add, parts))
-        batch = read_outline(order.outline, None, alone).batch
+        order = next(orders)
+        assert isinstance(order, Train)
+        batch = stream.read_outline(order.outline).batch
         _, peak_bytes = tracemalloc.get_traced_memory()
         order.outline.release()
         left_bytes, _ = tracemalloc.get_traced_memory()

@@ -187,20 +187,36 @@ class OrderStream:
         order is missing."""
         parts = PartCollector(Divided)
         for message in self._messages():
-            if not isinstance(message, MessagePart):
-                yield message
-            elif (order := parts.add(message)) is not None:
+            order = parts.add(message) if isinstance(message, MessagePart) else message
+            del message  # the last part must not stay in memory while the order is executed
+            if order is not None:
                 yield order
+            del order
 
     def _messages(self) -> Iterator[Message]:
-        """Yield the controller's messages one after the other. All ranks receive the same messages. This never ends."""
+        """Yield the controller's messages one after the other. All ranks receive the same messages. This never ends.
+        A message is not kept here after it was yielded: it may be a large part of a batch."""
         while True:
-            if isinstance(self.ranks, SingleRank):
-                yield from self.channel.receive(WAIT_S)
-            elif self.ranks.is_leader:
-                yield from self._forward(self.ranks)
-            elif data := self.ranks.broadcast(None):
-                yield self._codec.decode(data)
+            arrived = self._wait_for_messages()
+            while arrived:
+                if isinstance(self.ranks, Ranks) and self.ranks.is_leader:
+                    self.ranks.broadcast(self._codec.encode(arrived[0]))
+                yield arrived.popleft()
+
+    def _wait_for_messages(self) -> deque[Message]:
+        """Wait for messages and return them: on rank 0 all messages from the channel that have arrived, which it has to
+        send to the other ranks one by one, and on another rank the next message from rank 0. Return none if no message
+        arrives for a while; rank 0 then sends an empty message to the other ranks, so that they do not reach their time
+        limit."""
+        if isinstance(self.ranks, SingleRank):
+            return deque(self.channel.receive(WAIT_S))
+        if not self.ranks.is_leader:
+            data = self.ranks.broadcast(None)
+            return deque([self._codec.decode(data)] if data else [])
+        arrived = deque(self.channel.receive(min(WAIT_S, self.ranks.config.timeout_s / 2)))
+        if not arrived:
+            self.ranks.broadcast(b"")
+        return arrived
 
     def read(self, batch: Batch) -> ReadBatch:
         """Return the batch of an order with all columns from the store in memory. All ranks must call this at the same
@@ -228,16 +244,6 @@ class OrderStream:
         nothing."""
         for part in split_message(message, message.call) if self.ranks.is_leader else ():
             self.channel.send(part)
-
-    def _forward(self, ranks: Ranks) -> Iterator[Message]:
-        """Wait for orders on rank 0, forward each order to the other ranks, and yield it. If no order arrives for a
-        while, send an empty message to the other ranks, so that they do not reach their time limit."""
-        messages = self.channel.receive(min(WAIT_S, ranks.config.timeout_s / 2))
-        for message in messages:
-            ranks.broadcast(self._codec.encode(message))
-            yield message
-        if not messages:
-            ranks.broadcast(b"")
 
 
 class PublishedBuffers:
@@ -321,6 +327,7 @@ class LearnerHost:
             unit = progress.at(type(message).__name__, _describe(message))
             with unit, self._cores.unit(message.outline.num_tokens if isinstance(message, Train) else None):
                 self._answer(message.call, partial(self._handle, message))
+            del message  # it may hold a batch, and the parts of the next order arrive while this loop waits
             self._cores.rest()
 
     def _handle(self, message: Order) -> None:
