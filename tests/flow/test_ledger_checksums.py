@@ -16,7 +16,7 @@ from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import EndEpisode, Note
 from headrace.flow.ledger.log import refuse_damaged_log
 from headrace.flow.ledger.opening import LOCK_FILE, open_ledger
-from headrace.flow.ledger.rows import COLUMNS
+from headrace.flow.ledger.rows import COLUMNS, _schema, checksum_rows, insert
 from headrace.flow.ledger.sqlite import ADOPTED
 from headrace.testing.ledgers import commit, part, ready, running, sampled, stream, trained
 from headrace.testing.ledgers import episode as made
@@ -146,6 +146,24 @@ def test_a_ledger_of_an_older_program_is_read_and_says_once_that_it_had_no_check
         with closing(open_ledger(tmp_path)) as ledger:
             assert ledger.conservation().holds
             assert sum(ADOPTED in detail for _, detail, _ in ledger.notes()) == 1
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_damage_is_found_before_a_migration_gives_the_rows_new_checksums(killed: Path, damaged: bool) -> None:
+    with closing(sqlite3.connect(killed / LEDGER)) as db, db:  # as the version before wrote it
+        checksum_rows(db)
+        db.execute("ALTER TABLE steps DROP COLUMN lost")
+        db.execute(f"UPDATE steps SET row_checksum = row_checksum({', '.join(COLUMNS['steps'][:-1])})")
+        db.execute(insert("meta", otherwise="OR REPLACE"), ("schema", _schema(db)))
+        db.execute("PRAGMA user_version = 8")
+        if damaged:
+            db.execute("UPDATE steps SET ages = '{}'")
+    if damaged:
+        with pytest.raises(LedgerError, match=r"damaged \(1 row of its table steps has changed"):
+            SqliteLedger.open(killed / LEDGER)
+        return
+    with closing(SqliteLedger.open(killed / LEDGER, checked=True)) as ledger:
+        assert not any(ADOPTED in detail for _, detail, _ in ledger.notes()), "they had checksums"
 
 
 def test_a_ledger_that_an_older_program_still_writes_is_left_as_it_is(tmp_path: Path) -> None:

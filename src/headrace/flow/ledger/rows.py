@@ -95,7 +95,7 @@ def seal_all(db: sqlite3.Connection) -> None:
 
 def damage(db: sqlite3.Connection) -> str:
     """Return a text for an error message that describes the damage of the ledger: which rows, or the schema, do not
-    match their checksums. Empty if all match."""
+    match their checksums. Empty if all match. The ledger may have an older schema, if its rows have checksums."""
     problems = [_changed_rows(db, table) for table in COLUMNS]
     stored = db.execute("SELECT value FROM meta WHERE key = ?", (_SCHEMA,)).fetchone()
     if stored is None or stored[0] != _schema(db):
@@ -106,9 +106,10 @@ def damage(db: sqlite3.Connection) -> str:
 def _changed_rows(db: sqlite3.Connection, table: str) -> str:
     """Return a text that says how many rows of ``table`` do not match their checksums, and which is the first; empty if
     all match."""
-    columns = COLUMNS[table]
-    changed = f"FROM {table} WHERE row_checksum IS NOT row_checksum({', '.join(columns)})"
     try:
+        # the columns that the file has: a schema before a migration has fewer than COLUMNS
+        columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")][:-1] or COLUMNS[table]
+        changed = f"FROM {table} WHERE row_checksum IS NOT row_checksum({', '.join(columns)})"
         (count,) = db.execute(f"SELECT count(*) {changed}").fetchone()
         if not count:
             return ""

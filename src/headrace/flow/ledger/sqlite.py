@@ -40,7 +40,9 @@ CLOSE_S = 1.0
 COPY_BYTES = 4 << 20
 """The write-ahead log is copied into the database each time it has grown by about this many bytes."""
 ADOPTED = "the rows of this ledger were given checksums as they were found"
-"""The beginning of the note that is recorded when the rows of a ledger from an older program get their checksums."""
+"""The beginning of the note that is recorded when the rows of a ledger without checksums get their checksums."""
+CHECKSUMS_SINCE = 7
+"""The first version of the schema whose rows have checksums."""
 _TRANSACTION_BYTES = 16 << 10
 """Approximate number of bytes that a transaction adds to the log beside its data."""
 
@@ -70,6 +72,8 @@ class SqliteLedger:
                 self._db.execute("PRAGMA synchronous=OFF")  # the setup of a new file need not survive a power failure
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=NORMAL")
+                if CHECKSUMS_SINCE <= schema_version(self._db) < len(steps()):
+                    self._check_rows()  # the migration gives all rows new checksums, which would hide damage
                 migrate(self._db, str(self._path), self._seal)
                 if checked:
                     self._check_rows()
@@ -302,9 +306,9 @@ class SqliteLedger:
 
     def _seal(self, before: int) -> None:
         """Write the checksums of all existing rows, as the last part of a migration. ``before`` is the version of the
-        schema before the migration; 0 for a new ledger. Existing rows of an older ledger cannot be verified; a note
-        records that."""
-        if before:
+        schema before the migration; 0 for a new ledger. Existing rows of a ledger without checksums cannot be verified;
+        a note records that."""
+        if 0 < before < CHECKSUMS_SINCE:
             detail = f"{ADOPTED}: an older program wrote them, in format {before}"
             self._db.execute(insert("notes"), (next_id(self._db, "notes"), "checksums", detail, 0.0))
         seal_all(self._db)
