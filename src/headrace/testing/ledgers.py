@@ -10,12 +10,15 @@ turn that is still being sampled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from headrace.base.errors import LedgerError
+from headrace.base.store import COLUMNS_LOST
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk, Turn
 from headrace.base.types.group import GroupState
+from headrace.base.types.outline import LostGroup
 from headrace.base.types.tokens import Tokens
 from headrace.flow.ledger import GroupAttempt, Ledger, Lengths, UnitCounts
 from headrace.flow.ledger.base import (
@@ -221,6 +224,28 @@ def steps_after_the_checkpoint_are_made_again(open_ledger: OpenLedger) -> None:
     ledger.close()
 
 
+def groups_that_carried_no_loss_are_known_by_step(open_ledger: OpenLedger) -> None:
+    """Check that the groups of a step that carried no loss, because columns of them could not be read, are known over a
+    restart until their step is made again; and that a step that has dropped tokens for this reason without naming the
+    groups is known, too."""
+    lost = (LostGroup(number=0, left_out=False, why="the file is gone"),)
+    *before, named = trained(0, tokens=5)
+    *others, unnamed = trained(1, tokens=5)
+    assert isinstance(named, EndStep)
+    assert isinstance(unnamed, EndStep)
+    dropped = {COLUMNS_LOST: GROUP_SIZE * NUM_TOKENS - 5}
+    ends = (replace(named, dropped_tokens=dropped, lost=lost), replace(unnamed, dropped_tokens=dropped))
+    operations = (*before, ends[0], commit(1, 0), *others, ends[1], commit(2, 1), *trained(2))
+    ledger = _reopen(_open_and_apply(open_ledger, *operations), open_ledger)
+    assert ledger.lost() == {0: lost, 1: ()}
+    ledger.roll_back(1)
+    assert ledger.lost() == {0: lost}
+    ledger = _reopen(ledger, open_ledger)
+    ledger.roll_back(0)
+    assert ledger.lost() == {}
+    ledger.close()
+
+
 def an_operation_that_is_refused_leaves_no_trace(open_ledger: OpenLedger) -> None:
     """Check that an operation that the ledger refuses with an error changes nothing, neither in the open ledger nor
     after it is opened again."""
@@ -262,6 +287,7 @@ LEDGER_CHECKS: tuple[Callable[[OpenLedger], None], ...] = (
     parts_of_a_dropped_group_are_dropped_with_it,
     episodes_taken_out_of_their_group_are_dropped_for_their_reason,
     steps_after_the_checkpoint_are_made_again,
+    groups_that_carried_no_loss_are_known_by_step,
     an_operation_that_is_refused_leaves_no_trace,
     a_failed_episode_is_dropped_by_the_reason_of_its_cause,
 )

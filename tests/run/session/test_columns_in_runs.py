@@ -125,7 +125,11 @@ def test_a_replay_leaves_out_the_groups_that_the_run_could_not_read(tmp_path: Pa
         ledger.apply(Move(numbers=numbers, state=GroupState.TAKEN, step=0, at_s=0.0))
         step = EndStep(step=0, numbers=numbers, trained_tokens=1, dropped_tokens={"columns_lost": 1}, ages={}, at_s=0.0)
         ledger.apply(step)
-        with pytest.raises(LedgerError, match="an older version of Headrace has not recorded which"):
+        later = replace(step, step=1, numbers=(), lost=found.lost)  # by a newer version, which resumed the run
+        ledger.apply(later)
+        with pytest.raises(
+            LedgerError, match=r"in its step 0 \(columns_lost\), and an older version of Headrace has not"
+        ):
             RecordedBatches(config, ledger, tmp_path)
         ledger.apply(replace(step, lost=found.lost))
         lines: list[str] = []

@@ -133,6 +133,10 @@ def cut_the_interleaving(run_dir: Path) -> None:
         (forget_the_interleaving, "the messages to its engine are not recorded"),
         (cut_the_interleaving, f"lacks the commit of version {STEPS}"),
         (edit_ledger("INSERT INTO notes (kind, detail, at_s) VALUES ('start', 'step 3', 0)"), "it has 2 lives"),
+        (
+            edit_ledger("UPDATE steps SET dropped_tokens = '{\"columns_lost\": 1}' WHERE step = 3"),
+            "columns of groups could not be read when step 3 was trained",
+        ),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_with_the_reason(

@@ -295,7 +295,8 @@ class Ledger(Protocol):
 
     def lost(self) -> dict[int, tuple[LostGroup, ...]]:
         """Return the groups that carried no loss in their step because columns could not be read, by step. Steps
-        without such groups are left out."""
+        without such groups are left out. A step that has dropped tokens for this reason, and of which the groups are
+        not recorded, is present without groups: an older version of Headrace made it."""
         ...
 
     def checksums(self) -> dict[int, str]:

@@ -209,7 +209,8 @@ class RedisLedger:
         return self._index.updates()
 
     def lost(self) -> dict[int, tuple[LostGroup, ...]]:
-        """Return the groups that carried no loss in their step because columns of them could not be read, by step."""
+        """Return the groups that carried no loss in their step because columns of them could not be read, by step;
+        none for a step of an older version of Headrace, which recorded only that there were such groups."""
         return self._index.lost()
 
     def checksums(self) -> dict[int, str]:

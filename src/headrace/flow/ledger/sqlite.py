@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.base.errors import LedgerError
+from headrace.base.store import COLUMNS_LOST
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.outline import LostGroup
@@ -221,9 +222,15 @@ class SqliteLedger:
         return dict(self._fetch_all("SELECT step, updates FROM steps ORDER BY step"))
 
     def lost(self) -> dict[int, tuple[LostGroup, ...]]:
-        """Return the groups that carried no loss in their step because columns of them could not be read, by step."""
-        found = self._fetch_all("SELECT step, lost FROM steps WHERE lost != '[]' ORDER BY step")
-        return {step: msgspec.json.decode(lost, type=tuple[LostGroup, ...]) for step, lost in found}
+        """Return the groups that carried no loss in their step because columns of them could not be read, by step;
+        none for a step of an older version of Headrace, which recorded only that there were such groups."""
+        with self._translated_errors("read"):
+            rows = self._db.execute("SELECT step, dropped_tokens, lost FROM steps ORDER BY step")
+            found = {
+                step: (json.loads(dropped), msgspec.json.decode(lost, type=tuple[LostGroup, ...]))
+                for step, dropped, lost in rows
+            }
+        return {step: lost for step, (dropped, lost) in found.items() if lost or COLUMNS_LOST in dropped}
 
     def checksums(self) -> dict[int, str]:
         """Return the checksum of the weights of every committed version, by version."""

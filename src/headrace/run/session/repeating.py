@@ -440,9 +440,10 @@ def _refuse_accidents(run_dir: Path, ledger: Ledger) -> None:
     lost = ledger.lost()
     if lost:
         step = min(lost)
-        groups = lost[step]
-        names = groups_in_words([each.number for each in groups])
-        raise _refusal(run_dir, f"columns of {names} could not be read when step {step} was trained: {groups[0].why}")
+        groups = lost[step]  # empty if an older version of Headrace has not recorded them
+        names = groups_in_words([each.number for each in groups]) if groups else "groups"
+        why = groups[0].why if groups else "their numbers are not recorded"
+        raise _refusal(run_dir, f"columns of {names} could not be read when step {step} was trained: {why}")
 
 
 def _refuse_other_processes(run_dir: Path, config: RunConfig) -> None:

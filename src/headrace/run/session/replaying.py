@@ -126,10 +126,11 @@ class RecordedBatches:
         self._steps, self._lost = ledger.steps(), ledger.lost()
         if sorted(self._steps) != list(range(len(self._steps))):
             raise LedgerError("its steps have gaps", remedy="restore the ledger from a copy")
-        if not self._lost and ledger.conservation().tokens.dropped.get(COLUMNS_LOST):
+        unrecorded = [step for step, groups in self._lost.items() if not groups]
+        if unrecorded:
             raise LedgerError(
-                f"columns of groups could not be read in its steps ({COLUMNS_LOST}), and an older version of Headrace "
-                "has not recorded which groups carried no loss",
+                f"columns of groups could not be read in its step {unrecorded[0]} ({COLUMNS_LOST}), and an older "
+                "version of Headrace has not recorded which groups carried no loss",
                 remedy="replay a run that has lost no columns",
             )
 
