@@ -9,16 +9,19 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from headrace.base.clock import VirtualClock, run_virtual
-from headrace.base.types.messages.controller import Working
+from headrace.base.types.messages.controller import WorkerSeen, Working
 from headrace.base.types.trace import Span
-from headrace.launch.channel import ControllerChannel
+from headrace.launch.channel import ChannelAddresses, ControllerChannel
 from headrace.launch.clients import RankClient
+from headrace.launch.clients.rollout import RolloutClient
+from headrace.launch.local import _make_vitals
 from headrace.launch.local_process import halted_below
 from headrace.launch.vitals import FIRST_UNIT_FACTOR, Vitals
 
@@ -29,6 +32,7 @@ class Quiet(ControllerChannel):
     """A channel to nobody."""
 
     local_orders = ""
+    addresses = ChannelAddresses(orders="ipc://orders", reports="ipc://reports")
 
     def __init__(self) -> None:
         pass
@@ -265,6 +269,23 @@ def test_a_process_that_ends_while_it_is_looked_at_is_left_out(monkeypatch: pyte
         while not found:  # the system takes its time
             found = halted_below([gone, stopped])
         assert list(found) == [stopped]
+
+
+def test_workers_of_shards_are_looked_at_until_they_or_their_shard_have_ended() -> None:
+    async def main() -> dict[str, int]:
+        shards = [Rank("rollout-0"), Rank("rollout-1")]
+        for number, shard in enumerate(shards):
+            peer = RolloutClient(shard.role, Quiet(), token="t")
+            peer.workers = tuple(
+                WorkerSeen(name=f"environment-{number}-{place}", pid=10 * number + place, state=state)
+                for place, state in enumerate(("starting", "ready", "ended"))
+            )
+            shard.peer = peer  # type: ignore[assignment]
+        shards[1].state = "ended"
+        order = SimpleNamespace(forks=None, stall_timeout_s=1.0, launch=SimpleNamespace(start_timeout_s=1.0))
+        return _make_vitals(SimpleNamespace(children=shards, order=order)).others()  # type: ignore[arg-type]
+
+    assert run_virtual(main()) == {"environment-0-0": 0, "environment-0-1": 1}
 
 
 def test_a_stopped_process_is_found_and_so_is_one_that_it_has_started() -> None:

@@ -87,7 +87,7 @@ async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: 
         agent_runner = replace(runner, agents=Agents(stand_in=agent))
         episode = await agent_runner.run(EpisodeKey(index, 0), task)
         if episode.num_sampled:
-            samples += [replace(sample, roles=((agent, len(sample.tokens)),)) for sample in paths(episode, 0.0)]
+            samples += [replace(sample, roles=((agent, sample.num_tokens),)) for sample in paths(episode, 0.0)]
     if not samples:
         return None
     batch = Batch.collate(version, samples, agents)

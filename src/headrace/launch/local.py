@@ -225,8 +225,10 @@ def _make_vitals(processes: Processes) -> Vitals:
         order.on_event(Event(wall_s=0.0, text=text, level="info" if over else "warning"))
 
     def others() -> dict[str, int]:
-        """Return the pids of the fork server and of the workers of rollout shards, by name."""
-        found = {each.name: each.pid for child in processes.children for each in shard_workers(child)}
+        """Return the pids of the fork server and of the workers of rollout shards that have not ended, by name."""
+        shards = [child for child in processes.children if child.state != "ended"]
+        workers = [worker for shard in shards for worker in shard_workers(shard)]
+        found = {worker.name: worker.pid for worker in workers if worker.state != "ended"}
         return found if order.forks is None or order.forks.lost else {"fork server": order.forks.pid, **found}
 
     return Vitals(
