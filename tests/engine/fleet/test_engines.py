@@ -9,7 +9,7 @@ import pytest
 
 from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.errors import ComponentDied, ConfigError, DeadlineError, EngineUnfit, HeadraceError
-from headrace.base.types.messages.controller import Ready
+from headrace.base.types.messages.controller import Committed, Ready
 from headrace.base.types.observation import Recovery
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
@@ -254,20 +254,27 @@ def test_engine_that_does_not_start_again_in_time_is_ended_and_counts_as_another
     assert "did not start within 30 s: it was ended" in cause.problem
 
 
+NO_SIGN = "has loaded its model, and got no weights: for 30 s nothing showed that any were on their way"
+
+
 @pytest.mark.parametrize(
-    ("state", "problem", "from_s", "to_s"),
+    ("state", "owes", "problem", "from_s", "to_s"),
     [
-        ("loads", "did not start within 30 s", 29.0, 32.0),
-        ("waits", "has loaded its model, and got no weights for 30 s", 129.0, 132.0),
-        ("missed", "gets no new weights: version 1 could not be uploaded to at-engine-1-0", 29.0, 32.0),
+        ("loads", "learner", "did not start within 30 s", 29.0, 32.0),
+        ("waits", "nobody", NO_SIGN, 29.0, 32.0),
+        ("waits", "learner", NO_SIGN, 129.0, 132.0),
+        ("waits", "engine", NO_SIGN, 129.0, 132.0),
+        ("waits", "engine-1", NO_SIGN, 129.0, 132.0),
+        ("missed", "learner", "gets no weights: version 1 could not be uploaded to at-engine-1-0", 29.0, 32.0),
     ],
 )
-def test_added_engine_that_does_not_serve_in_time_is_ended_and_the_request_is_told_why(
-    state: str, problem: str, from_s: float, to_s: float
+def test_added_engine_that_does_not_serve_in_time_is_ended_unless_an_answer_is_due_and_the_request_is_told_why(
+    state: str, owes: str, problem: str, from_s: float, to_s: float
 ) -> None:
     async def main() -> None:
         stage, loop = Stage(("engine",), version=NOT_SAMPLED), asyncio.get_running_loop()
-        stage.engines.work_signs = lambda: min(100, int(loop.time()))  # the learner's step takes that long
+        # a step, or an upload of weights, takes that long
+        stage.engines.learner_owes = lambda: owes == "learner" and loop.time() < 100.0
         await stage.engines.start()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(stage.engines.run())
@@ -280,6 +287,8 @@ def test_added_engine_that_does_not_serve_in_time_is_ended_and_the_request_is_to
                 await settle()
             if state == "missed":
                 await bring(stage.engines.fleet, 1, missed="at-engine-1-0")
+            if owes in stage.lives:  # it stages, or commits
+                loop.call_at(100.0, stage.now(owes).peer.expect(0, Committed).cancel)
             async with asyncio.timeout(300.0):
                 (error,) = await adding
             assert isinstance(error, ComponentDied)
