@@ -3,7 +3,8 @@ number of restarts allows it.
 
     start ──▶ loading ──ready──▶ joins the fleet ──the newest weights──▶ serves
       ▲                                                                     │ it dies; or it is silent and is killed
-      └─────────── within launch.engine_restarts ───────────────────────────┘ beyond: the run ends, resumable
+      ├─────────── within launch.engine_restarts ───────────────────────────┘ beyond: the run ends, resumable
+      └──▶ cannot be started again ──▶ lost, or the run ends
 
 An engine is *silent* if it has sequences and sends nothing, or if it is stopped (SIGSTOP, a debugger) and has not
 answered an order. It is killed after ``launch.engine_silence_s`` seconds of silence.
@@ -18,8 +19,9 @@ Engines can be added and removed during the run (:mod:`headrace.launch.resizing`
                                                                            it is ended if it is late with either
     remove ──▶ gets no new sequences, and finishes its own ──▶ shuts down  after a time, others continue the rest
 
-An engine that cannot be started again, whether the run began with it or it was added, is lost: the run continues with
-the other engines if one of them is in the fleet to stay, and ends otherwise.
+An engine that cannot be started again, whether the run began with it or it was added, is lost: the run continues as
+long as it has another engine that is not being removed and has served, even if that one is being started again, and
+ends otherwise.
 """
 
 from __future__ import annotations
@@ -142,9 +144,10 @@ class Engines(Supervisor):
         return len(self.names) - len(self._additions)
 
     def can_spare(self, name: str) -> bool:
-        """Return whether another engine is in the fleet and stays in it, so that the run can go on without the engine
-        ``name``."""
-        return any(other != name and self.will_restart(other) for other in self.fleet.names)
+        """Return whether the run has another engine that has served and is not being removed, so that it can go on
+        without the engine ``name``."""
+        # an engine that is being started again counts, too: if it finds no place either, it asks here itself
+        return any(other != name and self.will_restart(other) for other in self.names)
 
     def will_restart(self, name: str) -> bool:
         """Return whether the engine ``name`` is started again if it dies: it has served, and is not being removed."""

@@ -6,8 +6,8 @@
 A change chooses its engines and devices without a wait in between, so that two changes never choose the same engine or
 device; the chosen engines are then started or removed at the same time. An added engine is treated as every other
 engine as soon as it serves: it is started again if it dies. An engine that cannot be started again is lost, whether the
-run began with it or it was added, as long as another engine stays. The new number is valid until the processes of the
-run end: a resumed run begins with ``engine.count`` engines.
+run began with it or it was added, as long as the run has another engine that is not being removed and has served. The
+new number is valid until the processes of the run end: a resumed run begins with ``engine.count`` engines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FleetResizer:
         self._clock = engines.clock
         self._on_change: OnEngineChange = self._report_during_start
         self._lost: dict[str, None] = {}
-        """The names of the engines that were lost, in order."""
+        """The names of the engines that were lost and have not been added again, in order."""
         engines.send_losses_to(self._lose)
 
     def send_changes_to(self, on_change: OnEngineChange) -> None:
@@ -93,6 +93,7 @@ class FleetResizer:
                 brief = error.problem.partition("\n")[0]
                 self._tell(f"{name} was not added: {brief}", on_progress, changed=False)
             raise
+        self._lost.pop(name, None)
         seconds = self._clock.now() - start_s
         self._tell(f"{name} was added: it serves after {seconds:.1f} s; {self._number()}{self._cores()}", on_progress)
 

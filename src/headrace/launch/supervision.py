@@ -3,7 +3,8 @@ and restarts a process that dies, as long as the number of restarts allows it.
 
     start ──▶ loading ──ready──▶ serves ──▶ it dies; or it is stopped or silent for too long, and is killed
       ▲                                        │
-      └──── within launch.engine_restarts ─────┘ beyond: the run ends, resumable
+      ├──── within launch.engine_restarts ─────┘ beyond: the run ends, resumable
+      └──▶ cannot be started again ──▶ lost, or the run ends
 
 If a process reports an error during its first start, the settings are wrong, and the run ends with that error. If a
 signal killed the process before it was ready, it could not report an error, and it is started again.

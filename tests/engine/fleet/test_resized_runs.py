@@ -129,10 +129,26 @@ def test_engine_that_finds_no_room_again_is_lost_whether_it_was_added_or_not_and
             ]  # fmt: skip
             made.homeless.clear()
             assert await made.resizer.add(1, ignore) == ("engine-1",)
-            assert [each.state for each in made.resizer.status()] == ["serving"] * 2
+            await made.resizer.remove("engine-1", 1, 0.0, ignore)
+            assert [each.state for each in made.resizer.status()] == ["serving"], "it is not lost for ever"
             late.cancel()
 
     resized(count, play)
+
+
+def test_engine_that_finds_no_room_again_is_lost_while_another_one_is_being_started_again() -> None:
+    async def play(made: ResizedEngines) -> None:
+        made.homeless.add("engine-1")
+        made.processes[1].die()
+        await asyncio.sleep(0.03)
+        made.processes[0].die()  # it still waits for its place when engine-1 has found none
+        await asyncio.sleep(0.2)
+        assert made.engines.names == ("engine-0",)
+        assert made.log[-1].endswith("found no free resources within 30 s; 0 engines serve")
+        await asyncio.sleep(3.0)
+        assert made.engines.fleet.names == ("engine-0",), "it has loaded its model again"
+
+    resized(2, play)
 
 
 def test_last_engine_that_finds_no_room_again_ends_the_run_with_the_reason() -> None:
