@@ -64,8 +64,8 @@ class Engines(Supervisor):
         """Create the supervisor without starting a process. :class:`~headrace.launch.supervision.Supervisor` describes
         the arguments."""
         super().__init__(start, names, config, clock)
-        end = self.order_kill if config.restarts else None
-        self.fleet = Fleet(clock, size=len(self.names), rolling=config.rolling, end=end)
+        # also without restarts, where the end of an engine ends the run: an added engine may end before it serves
+        self.fleet = Fleet(clock, size=len(self.names), rolling=config.rolling, end=self.order_kill)
         self.learner_owes: Callable[[], bool] = lambda: False
         """Returns whether the learner has orders that it has not answered yet: it makes a step, or sends weights. An
         added engine waits for its weights meanwhile."""

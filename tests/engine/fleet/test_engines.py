@@ -189,6 +189,35 @@ def test_without_restarts_the_first_death_ends_the_run() -> None:
     assert cause.problem == "engine (pid 6) was killed by SIGKILL\n    its last line"
 
 
+@pytest.mark.parametrize("added", [True, False])
+def test_without_restarts_the_hang_of_an_engine_ends_the_run_unless_it_is_an_added_one_that_never_served(
+    *, added: bool
+) -> None:
+    problem = "has not answered for 60 s: stage version 0: it was ended"
+
+    async def play(stage: Stage) -> None:
+        async with asyncio.TaskGroup() as group:
+            if added:
+                await all_obey(stage)
+                await bring(stage.engines.fleet, 0)
+                adding = asyncio.gather(stage.engines.add("engine-1"), return_exceptions=True)
+                await settle()
+            stage.now("engine-1" if added else "engine").ready()  # it obeys nothing
+            await settle()
+            group.create_task(bring(stage.engines.fleet, 0))
+            if added:
+                (error,) = await adding
+                assert isinstance(error, ComponentDied)
+                assert error.problem == f"engine-1 {problem}"
+                assert stage.engines.fleet.names == ("engine",)
+                stage.now("engine").die()
+            await asyncio.sleep(100.0)
+
+    cause = ends_with({"names": ("engine",), "restarts": 0, "version": NOT_SAMPLED}, play)
+    assert isinstance(cause, ComponentDied)
+    assert cause.problem.startswith("engine (pid 6) was killed by SIGKILL" if added else f"engine {problem}")
+
+
 def test_first_start_that_fails_is_told_in_the_words_of_the_engine() -> None:
     async def play(stage: Stage) -> None:
         stage.now("engine").peer.reported_error = ConfigError("the cache does not fit", remedy="lower it")
