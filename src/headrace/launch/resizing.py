@@ -24,6 +24,7 @@ from headrace.launch.config import LAUNCHERS
 from headrace.launch.engines import Engines
 from headrace.launch.order import OnEngineChange, OnProgress
 from headrace.launch.processes import Processes
+from headrace.launch.supervision import describe_loss
 from headrace.models.devices import CPU
 
 
@@ -112,8 +113,7 @@ class FleetResizer:
         self._lost[name] = None
         self._processes.places.remove(self._processes.places.index(name))
         self._processes.forget_ended()
-        brief = error.problem.partition("\n")[0]
-        self._on_change(f"{name} is lost, since it could not be started again: {brief}; {self._number()}", lost=True)
+        self._on_change(f"{describe_loss(name, error)}; {self._number()}", lost=True)
 
     def _report_during_start(self, text: str, *, changed: bool = True, lost: bool = False) -> None:
         """Report a change before the run has a log, as an event without a time."""

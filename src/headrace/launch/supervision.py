@@ -70,6 +70,13 @@ class Outage:
     """Number of the process's sequences or episodes that continue elsewhere."""
 
 
+def describe_loss(name: str, error: HeadraceError) -> str:
+    """Return the sentence that the process ``name`` is lost because of ``error``, with which it could not be started
+    again."""
+    brief = error.problem.partition("\n")[0]
+    return f"{name} is lost, since it could not be started again: {brief}"
+
+
 class Supervisor(ABC):
     """The supervisor of the processes ``names``, which are all of one kind. ``start`` starts the process with a given
     name. A subclass defines how a ready process is used, and what happens to the work of a dead process."""
