@@ -70,6 +70,7 @@ def test_a_snapshot_may_wait_for_a_step_that_takes_hours_but_its_announcement_ma
             await asyncio.sleep(2 * 3600.0)
             client._route(SnapshotTaken(call=0, seconds=0.1))
             publication = await taking
+        assert client.awaits_answer, "it is hashing and sending the version"
         with pytest.raises(DeadlineError, match="publish version 1"):
             await client.wait_until_published(publication)
 

@@ -306,12 +306,15 @@ class Controller:
 
     def record_engine_change(self, text: str, *, changed: bool = True, lost: bool = False) -> None:
         """Record what became of an engine while the run goes on; ``text`` says which. An engine that was not added
-        (``changed`` is false) leaves no note, since the run is as it was, and can be replayed. An engine that was
-        ``lost`` is a warning."""
+        (``changed`` is false) leaves no note, since the run is as it was, and can be replayed. Each loss of an engine
+        (``lost``) is a warning, whose kind is the text before the comma, such as ``engine-1 is lost``."""
         self.state.board.progress()
         if changed:
             self._note(ENGINES, text)
-        (self.state.warn if lost else self.state.event)(text)
+        if lost:
+            self.state.warn(text, kind=text.partition(",")[0], always=True)
+        else:
+            self.state.event(text)
 
     def _note(self, kind: str, detail: str) -> None:
         """Write a note about an event of the run to the ledger. ``kind`` is one word, ``detail`` a description of the

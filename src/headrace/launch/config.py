@@ -178,7 +178,8 @@ class LaunchConfig(Section):
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds that a part may take to load its model and report that it is ready. On a cluster, also the seconds that a
     part may wait for free resources before it starts. An engine that is added while the run goes on has as many seconds
-    again until it gets weights."""
+    again until it gets weights. Time in which the learner or an engine owes an answer (a step, an upload, a commit)
+    does not count then; time in which a version cannot reach the new engine counts in any case."""
     engine_restarts: int = Field(default=3, ge=0)
     """Number of times within ten minutes that engines which died are started again; the same number applies to rollout
     shards. The next death ends the run; with 0, every death does."""

@@ -3,7 +3,8 @@ number of restarts allows it.
 
     start ──▶ loading ──ready──▶ joins the fleet ──the newest weights──▶ serves
       ▲                                                                     │ it dies; or it is silent and is killed
-      └─────────── within launch.engine_restarts ───────────────────────────┘ beyond: the run ends, resumable
+      ├─────────── within launch.engine_restarts ───────────────────────────┘ beyond: the run ends, resumable
+      └──▶ cannot be started again ──▶ lost, or the run ends
 
 An engine is *silent* if it has sequences and sends nothing, or if it is stopped (SIGSTOP, a debugger) and has not
 answered an order. It is killed after ``launch.engine_silence_s`` seconds of silence.
@@ -18,8 +19,9 @@ Engines can be added and removed during the run (:mod:`headrace.launch.resizing`
                                                                            it is ended if it is late with either
     remove ──▶ gets no new sequences, and finishes its own ──▶ shuts down  after a time, others continue the rest
 
-An engine that cannot be started again, whether the run began with it or it was added, is lost: the run continues with
-the other engines if one of them is in the fleet to stay, and ends otherwise.
+An engine that cannot be started again, whether the run began with it or it was added, is lost: the run continues as
+long as it has another engine that is not being removed and has served, even if that one is being started again, and
+ends otherwise.
 """
 
 from __future__ import annotations
@@ -62,11 +64,11 @@ class Engines(Supervisor):
         """Create the supervisor without starting a process. :class:`~headrace.launch.supervision.Supervisor` describes
         the arguments."""
         super().__init__(start, names, config, clock)
-        end = self.order_kill if config.restarts else None
-        self.fleet = Fleet(clock, size=len(self.names), rolling=config.rolling, end=end)
-        self.work_signs: Callable[[], int] = lambda: 0
-        """Returns the number of signs of work of the learner so far. While it grows, an added engine waits for weights,
-        which the learner may not send before the end of its step."""
+        # also without restarts, where the end of an engine ends the run: an added engine may end before it serves
+        self.fleet = Fleet(clock, size=len(self.names), rolling=config.rolling, end=self.order_kill)
+        self.learner_owes: Callable[[], bool] = lambda: False
+        """Returns whether the learner has orders that it has not answered yet: it makes a step, or sends weights. An
+        added engine waits for its weights meanwhile."""
 
     async def watch(self) -> None:
         """Kill engines that have sequences and are silent for too long. This ends only by cancellation."""
@@ -142,9 +144,10 @@ class Engines(Supervisor):
         return len(self.names) - len(self._additions)
 
     def can_spare(self, name: str) -> bool:
-        """Return whether another engine is in the fleet and stays in it, so that the run can go on without the engine
-        ``name``."""
-        return any(other != name and self.will_restart(other) for other in self.fleet.names)
+        """Return whether the run has another engine that has served and is not being removed, so that it can go on
+        without the engine ``name``."""
+        # an engine that is being started again counts, too: if it finds no place either, it asks here itself
+        return any(other != name and self.will_restart(other) for other in self.names)
 
     def will_restart(self, name: str) -> bool:
         """Return whether the engine ``name`` is started again if it dies: it has served, and is not being removed."""
@@ -179,21 +182,26 @@ class Engines(Supervisor):
 
     async def _missing_first_weights(self, name: str) -> str:
         """Wait until the added engine ``name``, which has loaded its model, serves. Return why it does not, in words
-        that follow its name: for ``start_timeout_s`` seconds versions did not reach it, or there was no sign that one
-        is on its way. Empty if it serves."""
-        limit_s, silent_s, missed_s, num_signs = self._config.start_timeout_s, 0.0, 0.0, self.work_signs()
+        that follow its name: for ``start_timeout_s`` seconds versions did not reach it, or neither the learner nor an
+        engine owed an answer. Empty if it serves."""
+        limit_s, silent_s, missed_s = self._config.start_timeout_s, 0.0, 0.0
         while max(silent_s, missed_s) < limit_s:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self.fleet.wait_until_serving(name)
                 return ""
-            # the learner may send weights only after its step; an engine that stages has a deadline for its answer
-            num_before, num_signs = num_signs, self.work_signs()
-            is_on_its_way = num_signs != num_before or self.client(name).awaits_answer
-            silent_s = 0.0 if is_on_its_way else silent_s + TICK_S
+            silent_s = 0.0 if self._is_answer_due() else silent_s + TICK_S
             missed_s += TICK_S if self.fleet.missed(name) else 0.0
-        why = self.fleet.missed(name)
-        return f"gets no new weights: {why}" if why else f"has loaded its model, and got no weights for {limit_s:g} s"
+        if why := self.fleet.missed(name):
+            return f"gets no weights: {why}"
+        silence = f"for {limit_s:g} s nothing showed that any were on their way"
+        return f"has loaded its model, and got no weights: {silence}"
+
+    def _is_answer_due(self) -> bool:
+        """Return whether the learner or an engine of the fleet owes an answer. Each of these waits has a deadline of
+        its own, and a new engine may have to wait for the end of any of them."""
+        # the learner sends weights after its step; a version is used by all engines before the next engine gets it
+        return self.learner_owes() or any(self.client(name).awaits_answer for name in self.fleet.names)
 
     async def _drain(self, name: str) -> None:
         """Wait until the engine ``name`` has no sequences, or has left the fleet."""

@@ -78,7 +78,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         learner_client.engines_in_step = engines.engines_in_step
         learner_client.commit_when_staged = partial(engines.commit_when_staged, order.sync.interrupt)
         vitals = _make_vitals(processes)
-        engines.work_signs = lambda: vitals.num_work_signs
+        engines.learner_owes = lambda: learner_client.awaits_answer
         async with _supervise(processes, supervised, pool, own_envs, join_server, vitals=vitals):
             parts = Components(
                 **_serving_parts(order, engines, agents, pool, envs),

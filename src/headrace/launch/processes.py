@@ -18,10 +18,11 @@ import msgspec
 
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores, shared_memory_root
-from headrace.base.errors import RunError
+from headrace.base.errors import HeadraceError, RunError
 from headrace.base.store import COLUMNS
 from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.messages.controller import WorkerSeen
+from headrace.base.types.observation import Event
 from headrace.base.types.trace import in_lane
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt
@@ -49,7 +50,7 @@ from headrace.launch.starts import (
     Start,
     StoreStart,
 )
-from headrace.launch.supervision import SupervisionConfig
+from headrace.launch.supervision import SupervisionConfig, describe_loss
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
 from headrace.rollout.scoring import AnyReward
@@ -184,7 +185,13 @@ class Processes:
         the learner sends."""
         config = self._supervision_config(0 if own_weights else NOT_SAMPLED)
         start = partial(self._start_engine, model=model, own_weights=own_weights)
-        return Engines(start, names, config, RealClock())
+        engines = Engines(start, names, config, RealClock())
+        engines.send_losses_to(self._warn_of_loss)  # an evaluation has nothing else that reports it
+        return engines
+
+    def _warn_of_loss(self, name: str, error: HeadraceError) -> None:
+        """Report to the user that the engine ``name`` is lost because of ``error``."""
+        self.order.on_event(Event(wall_s=0.0, text=describe_loss(name, error), level="warning"))
 
     async def _start_engine(self, name: str, *, model: ModelConfig, own_weights: bool) -> Child:
         """Start the process of the engine ``name``, which is an engine of the policy, of a teacher or of another agent.

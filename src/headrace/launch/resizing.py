@@ -6,8 +6,8 @@
 A change chooses its engines and devices without a wait in between, so that two changes never choose the same engine or
 device; the chosen engines are then started or removed at the same time. An added engine is treated as every other
 engine as soon as it serves: it is started again if it dies. An engine that cannot be started again is lost, whether the
-run began with it or it was added, as long as another engine stays. The new number is valid until the processes of the
-run end: a resumed run begins with ``engine.count`` engines.
+run began with it or it was added, as long as the run has another engine that is not being removed and has served. The
+new number is valid until the processes of the run end: a resumed run begins with ``engine.count`` engines.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from headrace.launch.config import LAUNCHERS
 from headrace.launch.engines import Engines
 from headrace.launch.order import OnEngineChange, OnProgress
 from headrace.launch.processes import Processes
+from headrace.launch.supervision import describe_loss
 from headrace.models.devices import CPU
 
 
@@ -37,7 +38,7 @@ class FleetResizer:
         self._clock = engines.clock
         self._on_change: OnEngineChange = self._report_during_start
         self._lost: dict[str, None] = {}
-        """The names of the engines that were lost, in order."""
+        """The names of the engines that were lost and have not been added again, in order."""
         engines.send_losses_to(self._lose)
 
     def send_changes_to(self, on_change: OnEngineChange) -> None:
@@ -93,6 +94,7 @@ class FleetResizer:
                 brief = error.problem.partition("\n")[0]
                 self._tell(f"{name} was not added: {brief}", on_progress, changed=False)
             raise
+        self._lost.pop(name, None)
         seconds = self._clock.now() - start_s
         self._tell(f"{name} was added: it serves after {seconds:.1f} s; {self._number()}{self._cores()}", on_progress)
 
@@ -111,8 +113,7 @@ class FleetResizer:
         self._lost[name] = None
         self._processes.places.remove(self._processes.places.index(name))
         self._processes.forget_ended()
-        brief = error.problem.partition("\n")[0]
-        self._on_change(f"{name} is lost, since it could not be started again: {brief}; {self._number()}", lost=True)
+        self._on_change(f"{describe_loss(name, error)}; {self._number()}", lost=True)
 
     def _report_during_start(self, text: str, *, changed: bool = True, lost: bool = False) -> None:
         """Report a change before the run has a log, as an event without a time."""

@@ -3,7 +3,8 @@ and restarts a process that dies, as long as the number of restarts allows it.
 
     start ──▶ loading ──ready──▶ serves ──▶ it dies; or it is stopped or silent for too long, and is killed
       ▲                                        │
-      └──── within launch.engine_restarts ─────┘ beyond: the run ends, resumable
+      ├──── within launch.engine_restarts ─────┘ beyond: the run ends, resumable
+      └──▶ cannot be started again ──▶ lost, or the run ends
 
 If a process reports an error during its first start, the settings are wrong, and the run ends with that error. If a
 signal killed the process before it was ready, it could not report an error, and it is started again.
@@ -67,6 +68,13 @@ class Outage:
     """The time at which the outage began, on the clock of the supervisor."""
     carried_over: int
     """Number of the process's sequences or episodes that continue elsewhere."""
+
+
+def describe_loss(name: str, error: HeadraceError) -> str:
+    """Return the sentence that the process ``name`` is lost because of ``error``, with which it could not be started
+    again."""
+    brief = error.problem.partition("\n")[0]
+    return f"{name} is lost, since it could not be started again: {brief}"
 
 
 class Supervisor(ABC):

@@ -127,7 +127,8 @@ class ResizedEngines:
             recorded=None,
         )
         self.places = EnginePlaces(order)  # type: ignore[arg-type]
-        config = SupervisionConfig(restarts=10_000, start_timeout_s=30.0, silence_s=30.0)
+        self.start_timeout_s = 2.5
+        config = SupervisionConfig(restarts=10_000, start_timeout_s=self.start_timeout_s, silence_s=30.0)
         self.engines = Engines(self._start, self.places.policy, config, VirtualClock())  # type: ignore[arg-type]
         processes: Any = SimpleNamespace(
             places=self.places, order=order, starter=None, facts=dict, forget_ended=lambda: None
@@ -143,7 +144,8 @@ class ResizedEngines:
     async def _start(self, name: str) -> MortalProcess:
         await asyncio.sleep(self.pace.uniform(0.0, 0.1))
         uprooted = name in self.engines.children and self.pace.random() < self.uprooting
-        if name in self.homeless or (uprooted and self.engines.can_spare(name)):
+        stay = [each for each in self.living() if each.role != name and self.engines.will_restart(each.role)]
+        if name in self.homeless or (uprooted and stay):
             raise DeadlineError(f"{name} needs 1 CPU, and found no free resources within 30 s", remedy="add nodes")
         fails = name in self.engines._additions and self.pace.random() < self.failing
         pid = 100 * len(self.processes) + 7

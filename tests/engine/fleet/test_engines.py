@@ -9,7 +9,7 @@ import pytest
 
 from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.errors import ComponentDied, ConfigError, DeadlineError, EngineUnfit, HeadraceError
-from headrace.base.types.messages.controller import Ready
+from headrace.base.types.messages.controller import Committed, Ready
 from headrace.base.types.observation import Recovery
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
@@ -189,6 +189,35 @@ def test_without_restarts_the_first_death_ends_the_run() -> None:
     assert cause.problem == "engine (pid 6) was killed by SIGKILL\n    its last line"
 
 
+@pytest.mark.parametrize("added", [True, False])
+def test_without_restarts_the_hang_of_an_engine_ends_the_run_unless_it_is_an_added_one_that_never_served(
+    *, added: bool
+) -> None:
+    problem = "has not answered for 60 s: stage version 0: it was ended"
+
+    async def play(stage: Stage) -> None:
+        async with asyncio.TaskGroup() as group:
+            if added:
+                await all_obey(stage)
+                await bring(stage.engines.fleet, 0)
+                adding = asyncio.gather(stage.engines.add("engine-1"), return_exceptions=True)
+                await settle()
+            stage.now("engine-1" if added else "engine").ready()  # it obeys nothing
+            await settle()
+            group.create_task(bring(stage.engines.fleet, 0))
+            if added:
+                (error,) = await adding
+                assert isinstance(error, ComponentDied)
+                assert error.problem == f"engine-1 {problem}"
+                assert stage.engines.fleet.names == ("engine",)
+                stage.now("engine").die()
+            await asyncio.sleep(100.0)
+
+    cause = ends_with({"names": ("engine",), "restarts": 0, "version": NOT_SAMPLED}, play)
+    assert isinstance(cause, ComponentDied)
+    assert cause.problem.startswith("engine (pid 6) was killed by SIGKILL" if added else f"engine {problem}")
+
+
 def test_first_start_that_fails_is_told_in_the_words_of_the_engine() -> None:
     async def play(stage: Stage) -> None:
         stage.now("engine").peer.reported_error = ConfigError("the cache does not fit", remedy="lower it")
@@ -254,20 +283,27 @@ def test_engine_that_does_not_start_again_in_time_is_ended_and_counts_as_another
     assert "did not start within 30 s: it was ended" in cause.problem
 
 
+NO_SIGN = "has loaded its model, and got no weights: for 30 s nothing showed that any were on their way"
+
+
 @pytest.mark.parametrize(
-    ("state", "problem", "from_s", "to_s"),
+    ("state", "owes", "problem", "from_s", "to_s"),
     [
-        ("loads", "did not start within 30 s", 29.0, 32.0),
-        ("waits", "has loaded its model, and got no weights for 30 s", 129.0, 132.0),
-        ("missed", "gets no new weights: version 1 could not be uploaded to at-engine-1-0", 29.0, 32.0),
+        ("loads", "learner", "did not start within 30 s", 29.0, 32.0),
+        ("waits", "nobody", NO_SIGN, 29.0, 32.0),
+        ("waits", "learner", NO_SIGN, 129.0, 132.0),
+        ("waits", "engine", NO_SIGN, 129.0, 132.0),
+        ("waits", "engine-1", NO_SIGN, 129.0, 132.0),
+        ("missed", "learner", "gets no weights: version 1 could not be uploaded to at-engine-1-0", 29.0, 32.0),
     ],
 )
-def test_added_engine_that_does_not_serve_in_time_is_ended_and_the_request_is_told_why(
-    state: str, problem: str, from_s: float, to_s: float
+def test_added_engine_that_does_not_serve_in_time_is_ended_unless_an_answer_is_due_and_the_request_is_told_why(
+    state: str, owes: str, problem: str, from_s: float, to_s: float
 ) -> None:
     async def main() -> None:
         stage, loop = Stage(("engine",), version=NOT_SAMPLED), asyncio.get_running_loop()
-        stage.engines.work_signs = lambda: min(100, int(loop.time()))  # the learner's step takes that long
+        # a step, or an upload of weights, takes that long
+        stage.engines.learner_owes = lambda: owes == "learner" and loop.time() < 100.0
         await stage.engines.start()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(stage.engines.run())
@@ -280,6 +316,8 @@ def test_added_engine_that_does_not_serve_in_time_is_ended_and_the_request_is_to
                 await settle()
             if state == "missed":
                 await bring(stage.engines.fleet, 1, missed="at-engine-1-0")
+            if owes in stage.lives:  # it stages, or commits
+                loop.call_at(100.0, stage.now(owes).peer.expect(0, Committed).cancel)
             async with asyncio.timeout(300.0):
                 (error,) = await adding
             assert isinstance(error, ComponentDied)

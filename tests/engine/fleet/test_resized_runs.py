@@ -19,6 +19,7 @@ from headrace.base.errors import ConfigError, DeadlineError, HeadraceError
 from headrace.base.types.weights import Interrupt
 from headrace.control import Components
 from headrace.control.controller import ENGINES
+from headrace.run.session.repeating import ReplayRecording
 from headrace.run.session.running import first_cause
 from headrace.wings.servers.client.config import ServerConfig
 from tests.control.lives import Plan, Seen, live
@@ -129,10 +130,26 @@ def test_engine_that_finds_no_room_again_is_lost_whether_it_was_added_or_not_and
             ]  # fmt: skip
             made.homeless.clear()
             assert await made.resizer.add(1, ignore) == ("engine-1",)
-            assert [each.state for each in made.resizer.status()] == ["serving"] * 2
+            await made.resizer.remove("engine-1", 1, 0.0, ignore)
+            assert [each.state for each in made.resizer.status()] == ["serving"], "it is not lost for ever"
             late.cancel()
 
     resized(count, play)
+
+
+def test_engine_that_finds_no_room_again_is_lost_while_another_one_is_being_started_again() -> None:
+    async def play(made: ResizedEngines) -> None:
+        made.homeless.add("engine-1")
+        made.processes[1].die()
+        await asyncio.sleep(0.03)
+        made.processes[0].die()  # it still waits for its place when engine-1 has found none
+        await asyncio.sleep(0.2)
+        assert made.engines.names == ("engine-0",)
+        assert made.log[-1].endswith("found no free resources within 30 s; 0 engines serve")
+        await asyncio.sleep(3.0)
+        assert made.engines.fleet.names == ("engine-0",), "it has loaded its model again"
+
+    resized(2, play)
 
 
 def test_last_engine_that_finds_no_room_again_ends_the_run_with_the_reason() -> None:
@@ -250,7 +267,7 @@ async def refusal(change: Coroutine[Any, Any, Any]) -> str:
     return str(refused.value)
 
 
-def test_change_of_the_engines_leaves_a_note_that_forbids_a_replay_and_an_engine_that_was_not_added_does_not(
+def test_change_of_the_engines_forbids_a_replay_and_an_engine_that_was_not_added_does_not_and_each_loss_is_a_warning(
     tmp_path: Path,
 ) -> None:
     seen = Seen()
@@ -259,7 +276,8 @@ def test_change_of_the_engines_leaves_a_note_that_forbids_a_replay_and_an_engine
         def record() -> None:
             seen.controller.record_engine_change("engine-1 was not added: no GPU", changed=False)
             seen.controller.record_engine_change("engine-1 was added")
-            seen.controller.record_engine_change("engine-1 is lost", lost=True)
+            for _ in range(2):
+                seen.controller.record_engine_change("engine-1 is lost, since it is gone", lost=True)
 
         asyncio.get_running_loop().call_later(0.5, record)
         return parts
@@ -267,10 +285,12 @@ def test_change_of_the_engines_leaves_a_note_that_forbids_a_replay_and_an_engine
     plan = Plan(run_dir=tmp_path, steps=1, parts=change)
     live(plan, seen=seen)
     with closing(plan.open_ledger()) as ledger:
-        notes = [detail for kind, detail, _ in ledger.notes() if kind == ENGINES]
-    assert notes == ["engine-1 was added", "engine-1 is lost"]
+        with pytest.raises(ConfigError, match=r"its engines were changed while it ran \(engine-1 was added\)"):
+            ReplayRecording._read(tmp_path, None, ledger)  # type: ignore[arg-type]
+        assert [kind for kind, _, _ in ledger.notes()].count(ENGINES) == 3
     assert "engine-1 was not added: no GPU" in seen.texts()
-    assert seen.texts("warning") == "engine-1 is lost"
+    assert seen.texts("warning") == "\n".join(["engine-1 is lost, since it is gone"] * 2)
+    assert seen.controller.state.warnings == ["engine-1 is lost, since it is gone (the latest of 2 times)"]
 
 
 def test_servers_that_the_run_has_not_started_are_neither_added_nor_removed() -> None:
@@ -354,7 +374,8 @@ def test_run_whose_engines_come_go_and_die_at_random_trains_everything_once(
     assert len(disturbed.changes) > 10, "it was disturbed"
     assert disturbed.running.cancelled(), "the engines are supervised to the end"
     assert disturbed.disturbing.cancelled() or disturbed.disturbing.exception() is None
-    longest_s = 30.0 + 30.0 + 5.0  # to load, to get weights, to end sequences
+    longest_s = 2 * made.start_timeout_s + 5.0 + 1.0  # to load, to get weights, to end sequences; and to end
+    assert longest_s < life.seconds, "the run is long enough to notice a request that waits for ever"
     assert all(life.seconds - began_s < longest_s for began_s in disturbed.under_way), "no request waits for ever"
     assert not made.abandoned(life.seconds)
     assert set(made.engines.fleet.names) <= set(made.engines.names)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, DeadlineError
 from headrace.engine.remote import RemoteEndpoint
+from headrace.launch.processes import Processes
 from headrace.run.session import Measures, evaluate
 from tests.rollout.environments.tasks import chat_model, make_env_run
 from tests.run.session.runs import verb
@@ -85,6 +89,28 @@ def test_attempts_are_others_each_time_and_the_same_in_a_repetition(tmp_path: Pa
     assert first.directory == str(tmp_path / "first")
     assert again.directory == ""
     assert len(list((tmp_path / "first" / "episodes").iterdir())) == 5
+
+
+def test_an_engine_that_an_evaluation_loses_is_a_warning(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def losing(order: Any, _: None) -> AsyncIterator[Any]:
+        processes = Processes(site=None, starter=None, order=order, weights=tmp_path)  # type: ignore[arg-type]
+        gone = DeadlineError("engine-1 found no free resources within 30 s\nthe cluster has 1 CPU", remedy="add nodes")
+        processes.engines(own_weights=True)._on_loss("engine-1", gone)
+        raise ConfigError("it ends", remedy="nothing")
+        yield
+
+    run_file = make_env_run(
+        tmp_path, model_dir, ENVIRONMENT, "Twice", data={"path": "rows.jsonl", "eval_path": "rows.jsonl"}
+    )
+    monkeypatch.setattr("headrace.run.session.evaluating.local_serving", losing)
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="it ends"):
+        evaluate(run_file, on_progress=lines.append)
+    lost = "engine-1 is lost, since it could not be started again: engine-1 found no free resources within 30 s"
+    assert f"warning: {lost}" in lines
 
 
 def test_a_k_that_the_attempts_cannot_tell_is_refused(tmp_path: Path, model_dir: Path) -> None:

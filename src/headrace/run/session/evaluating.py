@@ -10,7 +10,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import msgspec
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError
+from headrace.base.types.observation import Event
 from headrace.control import RunSection, Serving
 from headrace.control.board import ActivityBoard, LoopContract
 from headrace.control.evaluation import (
@@ -168,7 +169,10 @@ async def _evaluate(
             on_progress(f"{tokens:,} tokens sampled so far")
 
     book = _page_writer(prepared, measures, where)
-    order = make_order(prepared, run_dir=where, snapshot=None, observers=Observers(()))
+    order = replace(
+        make_order(prepared, run_dir=where, snapshot=None, observers=Observers(())),
+        on_event=partial(_keep_warning, warnings, on_progress),
+    )
     listener = EvaluationListener(on_tokens=count, warn=warnings.append, keep=None if book is None else book.keep)
     on_progress(
         f"starting scoring workers, {order.devices if measures.running_engine is None else measures.running_engine.url}"
@@ -188,6 +192,14 @@ async def _evaluate(
         book.finish(evaluation.model, _figures(evaluation), warnings)
         write_json(where / RESULT, evaluation)
     return evaluation
+
+
+def _keep_warning(warnings: list[str], on_progress: Callable[[str], None], event: Event) -> None:
+    """Pass a warning about the processes of the evaluation to ``on_progress``, and append it to ``warnings``. Other
+    events are not shown."""
+    if event.level == "warning":
+        on_progress(f"warning: {event.text}")
+        warnings.append(event.text)
 
 
 @asynccontextmanager
