@@ -129,6 +129,8 @@ def test_scores_are_part_of_what_settings_free(model_dir: Path) -> None:
     assert (plain.score_bytes(), sinks.score_bytes()) == (0, 2 * heads * 4 * 1000**2)
     one_layer = sinks.score_bytes(1)  # kept by both layers, and once more in the backward pass of a layer
     assert levers(sinks)[flex] == pytest.approx(3 * one_layer, rel=0.02)
+    tokens = "learner.tokens_per_microbatch = 500 (every sample must fit)"
+    assert levers(sinks)[tokens] == pytest.approx(levers(plain)[tokens] + 3 / 4 * 3 * one_layer, rel=0.02)
     assert flex not in levers(plain)
     assert flex not in levers(sizes_with(model_dir, with_sinks))  # auto has failed
     recomputing = sizes_with(model_dir, with_sinks, attention="padded", memory={"recompute": True})

@@ -3,19 +3,21 @@ a real learner allocates."""
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from transformers import AutoConfig
 
 from headrace.base.config import validate
 from headrace.learner import head
 from headrace.learner.config import LearnerConfig
-from headrace.learner.footprint import HOST_TILE, TILE, LearnerSizes, levers
+from headrace.learner.footprint import CACHED_NUMBERS, HOST_TILE, TILE, LearnerSizes, levers
 from headrace.models.config import LoraConfig
 from headrace.models.shape import shape_of
 from tests.learner.builders import Setup, tiny
@@ -123,3 +125,46 @@ def test_settings_that_free_memory_free_what_is_estimated() -> None:
     saved = sizes.footprint().total_bytes - recomputing.footprint().total_bytes
     assert freed["learner.memory.recompute = true"] == pytest.approx(saved)
     assert "learner.memory.recompute = true" not in levers(recomputing)
+
+
+def named(name: str, **settings: Any) -> dict[str, float]:
+    """The levers of a learner of a whole model of the catalogue, by the names of the settings."""
+    case = case_of(name, layers=CATALOGUE[name]["num_hidden_layers"], **settings)
+    return {setting.partition(" (")[0]: freed for setting, freed in levers(sizes_of_case(case)).items()}
+
+
+def test_more_ranks_are_named_where_they_help() -> None:
+    params = {name: shape_of(name, CATALOGUE[name]).params for name in ("llama-3.1-8b", "llama-3.1-70b")}
+    recompute = {"memory": {"recompute": True}}
+    freed = named("llama-3.1-8b", **recompute)["learner.parallel.data = 2"]
+    assert freed == pytest.approx(18 * params["llama-3.1-8b"] / 2, rel=0.15)
+    adapter = named("llama-3.1-70b", lora=True, **recompute)["learner.parallel.data = 2"]
+    assert adapter == pytest.approx(2 * params["llama-3.1-70b"] / 2, rel=0.15)  # every rank has the whole adapter
+    ranks = {"parallel": {"data": 48}}
+    assert named("qwen3-30b-a3b", **ranks)["learner.parallel.expert = 16"] > 1e9
+    assert not [each for each in named("llama-3.1-8b", **ranks) if "expert" in each]
+
+
+def test_a_pass_is_made_shorter_as_far_as_samples_allow() -> None:
+    tokens, context = "learner.tokens_per_microbatch", "learner.parallel.context = 2"
+    sizes = sizes_of_case(case_of("llama-3.1-8b", layers=32))
+
+    def offered(**changes: Any) -> list[str]:
+        settings = [setting.partition(" (")[0] for setting in levers(replace(sizes, **changes))]
+        return [each for each in settings if each.startswith((tokens, context, "learner.parallel.tensor"))]
+
+    tensor = "learner.parallel.tensor = 2"
+    assert offered(longest=1024.0) == offered(longest=math.inf) == [f"{tokens} = 2048"]
+    assert offered(longest=3000.5) == [f"{tokens} = 3001", context, tensor]
+    assert offered(longest=4096.0) == [context, tensor]
+    recurrent = msgspec.structs.replace(sizes.shape, whole_sequences=True)
+    assert offered(longest=4096.0, shape=recurrent) == []
+    passes = CACHED_NUMBERS // sizes.shape.inner  # a CPU computes shorter passes than the setting allows
+    assert offered(on_host=True, adapter_params=1e7, longest=math.inf) == [f"{tokens} = {passes // 2}"]
+
+
+def test_muon_keeps_two_moments_of_tables_and_of_experts() -> None:
+    sizes = sizes_of_case(case_of("qwen3-30b-a3b", optimizer={"kind": "muon"}, parallel={"data": 4}))
+    shape = sizes.shape
+    matrices = shape.params - 2 * shape.table_params - shape.expert_params
+    assert sizes.resident().optimizer_bytes == pytest.approx(4 * (3 * shape.params - matrices) / 4)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
@@ -179,12 +180,15 @@ def test_without_the_package_the_kind_is_refused_with_the_command_that_installs_
 def test_a_learner_without_memory_is_told_what_the_kind_would_free(large_dir):
     model = load_model(ModelConfig(path=str(large_dir)))
     of_kind = {
-        kind: levers(sizes_of(model, LearnerConfig.model_validate({"optimizer": {"kind": kind}})))
-        for kind in ("adamw", "adamw8bit")
+        kind: sizes_of(model, validate(LearnerConfig, {"optimizer": {"kind": kind}})) for kind in ("adamw", "adamw8bit")
     }
-    freed = of_kind["adamw"]["learner.optimizer.kind = 'adamw8bit' (headrace[low-bit])"]
+    low_bit, ranks = "learner.optimizer.kind = 'adamw8bit' (headrace[low-bit])", "learner.parallel.data = 2"
+    freed = levers(of_kind["adamw"])[low_bit]
     assert freed == pytest.approx(6 * sum(weight.numel() for weight in model.parameters()), rel=0.02)
-    assert not [setting for setting in of_kind["adamw8bit"] if "adamw8bit" in setting or "parallel" in setting]
+    for kind, sizes in of_kind.items():
+        deep = msgspec.structs.replace(sizes.shape, params=10**9, layers=100)
+        named = levers(replace(sizes, shape=deep))
+        assert any(setting.startswith(ranks) for setting in named) == (low_bit in named) == (kind == "adamw")
 
 
 def test_several_ranks_are_refused():

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from headrace.learner.auxiliary.config import KeptSection
 from headrace.learner.config import LearnerConfig
@@ -76,6 +75,8 @@ class LearnerSizes:
     """Tokens of the longest sample; a sample is never longer than a micro-batch."""
     adapter_params: float = 0.0
     """Number of parameters of all adapters, which are float32; 0 if the model is trained as a whole."""
+    adapts_experts: bool = False
+    """Whether adapters change the experts of a mixture: every pass merges them into a copy of the experts' weights."""
     on_host: bool = False
     """Whether the device is the CPU."""
     score_layers: int | None = None
@@ -184,13 +185,14 @@ class LearnerSizes:
         return float(sum(each.num_bytes(int(params), itemsize) for each in kept if each.device == "model"))
 
     def _moment_bytes(self, params: float) -> float:
-        """Return the bytes of the moments of ``params`` parameters: two for each with AdamW, one with Muon for the
-        matrices of layers."""
+        """Return the bytes of the moments of ``params`` parameters: two for each with AdamW; with Muon one for matrices
+        of layers, and two for tables and for the experts of a mixture, which are stacked and use AdamW."""
         if self.config.optimizer.kind == "adamw8bit":
             return LOW_BIT_BYTES * params
         if self.config.optimizer.kind == "muon":
-            tables = (1 if self.shape.tied else 2) * self.shape.table_params / self.num_shards
-            return self._master_bytes * (params + min(tables, params))
+            tables = (1 if self.shape.tied else 2) * self.shape.table_params
+            by_adamw = 0.0 if self.adapted else (tables + self.shape.expert_params) / self.num_shards
+            return self._master_bytes * (params + min(by_adamw, params))
         return 2 * self._master_bytes * params
 
     def _pass_gradient_bytes(self) -> float:
@@ -264,12 +266,18 @@ class LearnerSizes:
             return 0.0
         if memory.recompute:
             return self.tokens * self.shape.hidden * self.itemsize
-        return self.tokens * self._token_bytes() + self.score_bytes(1) * self._score_share
+        return self.tokens * self._token_bytes() + self.score_bytes(1) * self._score_share + self._merged_bytes()
 
     def _layer_bytes(self) -> float:
         """Return the bytes that one layer needs in its backward pass: what it keeps, or computes again, and the
         gradients of its largest tensors."""
-        return self.tokens * (self._token_bytes() + self._passing_bytes()) + 2 * self.score_bytes(1)
+        passing = self.tokens * (self._token_bytes() + self._passing_bytes())
+        return passing + 2 * self.score_bytes(1) + 2 * self._merged_bytes()
+
+    def _merged_bytes(self) -> float:
+        """Return the bytes of the experts' weights of one layer after adapters are merged into them, which autograd
+        keeps."""
+        return self.itemsize * self.shape.expert_params / self.shape.layers if self.adapts_experts else 0.0
 
     def _token_bytes(self) -> float:
         """Return the bytes that autograd keeps of one layer for one token, without attention scores.
@@ -317,7 +325,7 @@ class LearnerSizes:
 
     @property
     def _score_share(self) -> float:
-        """Return the fraction of the layers that keep attention scores."""
+        """Return how many layers keep attention scores, as a fraction of all layers."""
         return self._num_score_layers / self.shape.layers
 
     @property
@@ -374,12 +382,7 @@ def _changed_configs(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]
     """Yield settings that may need less memory and that the learner would accept, each with the learner's settings
     after the change."""
     config, memory, ways = sizes.config, sizes.config.memory, sizes.config.parallel
-    half = max(1, config.tokens_per_microbatch // 2)
-    if math.isinf(sizes.longest) or half >= sizes.longest:
-        fits = " (every sample must fit)" if math.isinf(sizes.longest) else ""
-        yield f"learner.tokens_per_microbatch = {half}{fits}", config.model_copy(update={"tokens_per_microbatch": half})
-    elif config.share_prefixes is not True:
-        yield f"learner.parallel.context = {2 * ways.context} (on as many devices)", _ways(config, "context")
+    yield from _smaller_passes(sizes)
     if config.attention == "padded" and not sizes.on_host:
         yield "learner.attention = 'flex'", config.model_copy(update={"attention": "flex"})
     if not memory.recompute:
@@ -396,7 +399,11 @@ def _changed_configs(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]
         name = "learner.optimizer.kind = 'adamw8bit' (headrace[low-bit])"
         yield name, config.model_copy(update={"optimizer": optimizer})
     if config.optimizer.kind != "adamw8bit":
-        yield f"learner.parallel.data = {2 * ways.data} (on as many devices)", _ways(config, "data")
+        yield f"learner.parallel.data = {2 * ways.data} (on as many devices)", _ways(config, data=2 * ways.data)
+    experts = math.gcd(sizes.num_shards, sizes.shape.num_experts)
+    can_spread = sizes.shape.num_experts > 0 and not sizes.adapts_experts and experts % ways.tensor == 0
+    if can_spread and experts > ways.expert:
+        yield f"learner.parallel.expert = {experts} (on at least as many devices)", _ways(config, expert=experts)
     for name, policy in config.policies.items():
         if isinstance(policy, KeptSection) and policy.device == "model" and not sizes.on_host:
             on_cpu = policy.model_copy(update={"device": "cpu"})
@@ -404,13 +411,38 @@ def _changed_configs(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]
             yield f"learner.{name}.device = 'cpu'", config.model_copy(update=found)
 
 
+def _smaller_passes(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]:
+    """Yield settings with which a rank computes fewer tokens at a time, or a part of every matrix, each with the
+    learner's settings after the change. A micro-batch is halved, but not below the longest sample; ranks that share the
+    tokens or the matrices of a sample are added where it cannot be halved."""
+    config, shape, ways = sizes.config, sizes.shape, sizes.config.parallel
+    tokens = round(sizes.tokens * ways.context)
+    half, unknown = max(1, tokens // 2), math.isinf(sizes.longest)
+    fewer = half if unknown else max(half, math.ceil(sizes.longest))
+    if fewer < tokens:
+        fits = " (every sample must fit)" if unknown else ""
+        yield (
+            f"learner.tokens_per_microbatch = {fewer}{fits}",
+            config.model_copy(update={"tokens_per_microbatch": fewer}),
+        )
+    if fewer == half or shape.whole_sequences:
+        return
+    if config.share_prefixes is not True:
+        yield (
+            f"learner.parallel.context = {2 * ways.context} (on as many devices)",
+            _ways(config, context=2 * ways.context),
+        )
+    twice = 2 * ways.tensor
+    even = shape.heads % twice == shape.kv_heads % twice == 0 and (ways.expert == 1 or ways.expert % twice == 0)
+    if even and not (sizes.adapted or config.memory.whole_gradients):
+        yield f"learner.parallel.tensor = {twice} (on as many devices of a machine)", _ways(config, tensor=twice)
+
+
 def _memory(config: LearnerConfig, **changes: bool) -> LearnerConfig:
     """Return the settings with other settings of ``learner.memory``."""
     return config.model_copy(update={"memory": config.memory.model_copy(update=changes)})
 
 
-def _ways(config: LearnerConfig, dimension: str) -> LearnerConfig:
-    """Return the settings with twice as many ranks in one dimension of parallelism."""
-    ways = config.parallel
-    twice: dict[str, Any] = {dimension: 2 * getattr(ways, dimension)}
-    return config.model_copy(update={"parallel": ways.model_copy(update=twice)})
+def _ways(config: LearnerConfig, **changes: int) -> LearnerConfig:
+    """Return the settings with other numbers of ranks in some dimensions of parallelism."""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from headrace.base.errors import RunError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.footprint import LearnerSizes, levers
+from headrace.models.indexed import is_indexer
 from headrace.models.packed import PADDED, ChosenAttention
+from headrace.models.recurrent import recurrent_layers
 from headrace.models.settings import by_layer
 from headrace.models.shape import ModelShape, shape_of
 from headrace.models.weights import is_adapted, vocabulary_of
@@ -38,10 +40,15 @@ def sizes_of(model: PreTrainedModel, config: LearnerConfig, attention: ChosenAtt
     adapted, on_host = is_adapted(model), model.device.type == "cpu"
     kinds = () if attention.name == "flex" and not on_host else attention.layers
     return LearnerSizes(
-        shape=msgspec.structs.replace(_shape_of_loaded(model), params=frozen if adapted else trained + frozen),
+        shape=msgspec.structs.replace(
+            _shape_of_loaded(model),
+            params=frozen if adapted else trained + frozen,
+            whole_sequences=bool(recurrent_layers(model)) or any(map(is_indexer, model.modules())),
+        ),
         config=config,
         itemsize=model.dtype.itemsize,
         adapter_params=float(trained) if adapted else 0.0,
+        adapts_experts=adapted and any(".experts." in name for name, p in model.named_parameters() if p.requires_grad),
         on_host=on_host,
         score_layers=sum(
             kind.writes_scores(on_host=on_host, shares=config.share_prefixes is not False) for kind in kinds

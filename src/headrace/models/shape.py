@@ -19,6 +19,8 @@ FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
 """The types of models whose layers normalise the input and the output of attention and of the feed-forward part."""
 INTERLEAVED_GATES = frozenset({"gpt_oss"})
 """The types of models whose experts have gate and input in alternate columns, and limit both."""
+RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "mamba"})
+"""The types of layers that pass a state from token to token."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +73,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Whether experts have gate and input in alternate columns."""
     softcapped: bool = False
     """Whether attention scores are limited by a soft cap."""
+    whole_sequences: bool = False
+    """Whether ranks cannot divide the tokens of a sample: the model has recurrent layers or an indexer."""
     has_sinks: bool = False
     """Whether a learned score without a value takes part in the softmax of each head."""
 
@@ -168,6 +172,8 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         normed_heads=kind in NORMED_HEADS,
         interleaved=kind in INTERLEAVED_GATES,
         softcapped=bool(config.get("attn_logit_softcapping")),
+        whole_sequences=bool(config.get("index_topk"))
+        or not RECURRENT_LAYERS.isdisjoint(config.get("layer_types") or ()),
         has_sinks=has_sinks,
     )
 

@@ -31,14 +31,15 @@ def bound(account: Account) -> str:
 def asked_of(config: RunConfig) -> SizingRequest:
     """Return the settings of a run file that a plan needs, with the sizes of its model. Raises
     :class:`~headrace.base.errors.ConfigError` if the model's sizes are not known."""
+    learner = config.learner.serving(config.algo.columns)
     return SizingRequest(
         shape=model(config.model.path),
         model=config.model,
         engine=config.engine,
         flow=config.flow,
         sync=config.sync,
-        learner=config.learner,
-        passes=len(config.learner.serving(config.algo.columns).policies),
+        learner=learner,
+        passes=len(learner.policies),
     )
 
 

@@ -6,6 +6,7 @@ Engines and learner either have separate accelerators, or alternate on the same 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from headrace.base.errors import ConfigError
@@ -94,8 +95,8 @@ class Fit:
     """Bytes of weights in one engine."""
     learner_bytes: float
     """Bytes of weights, gradients and optimizer state over all ranks of the learner."""
-    activation_bytes: float
-    """Bytes of activations on each rank of the learner."""
+    pass_bytes: float
+    """Bytes that each rank of the learner needs during a pass in addition to its part of ``learner_bytes``."""
     least_learner: int
     """Smallest number of accelerators for the learner."""
     shared_tokens: float = 0.0
@@ -118,7 +119,7 @@ class Fit:
         return (
             f"an engine takes {self.ways} accelerator{'s' if self.ways > 1 else ''} ({self.engine_bytes / GB:,.1f} GB "
             f"of weights, a cache of {self.cache_tokens:,.0f} tokens), the learner at least {self.least_learner} "
-            f"({self.learner_bytes / GB:,.1f} GB, and {self.activation_bytes / GB:,.1f} GB of activations on each)"
+            f"({self.learner_bytes / GB:,.1f} GB, and {self.pass_bytes / GB:,.1f} GB for a pass on each)"
         )
 
 
@@ -144,11 +145,12 @@ def learner_sizes(request: SizingRequest, longest: float) -> LearnerSizes:
         itemsize=request.bytes_per_number,
         longest=longest,
         adapter_params=request.adapter_params,
+        adapts_experts=request.model.lora is not None and request.model.lora.experts,
     )
 
 
 def spread_footprint(request: SizingRequest, longest: float, ranks: int) -> Footprint:
-    """Return the memory of each of ``ranks`` data-parallel ranks of the learner, at its peak."""
+    """Return the memory of each of ``ranks`` ranks of the learner, at its peak (:func:`spread_sizes`)."""
     return spread_sizes(request, longest, ranks).footprint()
 
 
@@ -200,42 +202,53 @@ def _separate_division(request: SizingRequest, cluster: Cluster, longest: float)
         cache_tokens=cache_tokens,
         engine_bytes=engine_bytes(request),
         learner_bytes=learner_bytes(request),
-        activation_bytes=_passing_bytes(spread_footprint(request, longest, least or MOST_RANKS)),
+        pass_bytes=_pass_bytes(spread_sizes(request, longest, least or MOST_RANKS)),
         least_learner=least,
     )
 
 
 def _least_ranks(request: SizingRequest, cluster: Cluster, longest: float) -> int:
-    """Return the smallest number of data-parallel ranks of the learner that fit into the accelerators' memory; 0 if no
-    number fits."""
-    usable, fewest, most = usable_bytes(cluster), 2, MOST_RANKS
-    if spread_footprint(request, longest, 1).total_bytes <= usable:
-        return 1
-    if spread_footprint(request, longest, most).total_bytes > usable:
+    """Return the smallest number of ranks of the learner that fit into the accelerators' memory; 0 if no number fits.
+    Only the number of data-parallel ranks is chosen."""
+    usable, step = usable_bytes(cluster), _rank_step(request)
+    fewest, most = 2, max(2, MOST_RANKS // step)
+    if spread_footprint(request, longest, step).total_bytes <= usable:
+        return step
+    if spread_footprint(request, longest, most * step).total_bytes > usable:
         return 0
     while fewest < most:  # more ranks never need more memory each, from two on
         middle = (fewest + most) // 2
-        if spread_footprint(request, longest, middle).total_bytes <= usable:
+        if spread_footprint(request, longest, middle * step).total_bytes <= usable:
             most = middle
         else:
             fewest = middle + 1
-    return most
+    return most * step
+
+
+def _rank_step(request: SizingRequest) -> int:
+    """Return the number whose multiples are the possible numbers of ranks of the learner: with the run's replicas, its
+    context and tensor ranks, and its expert ranks, which divide the ranks of a replica."""
+    ways = request.learner.parallel
+    return ways.replicate * math.lcm(ways.context * ways.tensor, ways.expert)
 
 
 def spread_sizes(request: SizingRequest, longest: float, ranks: int) -> LearnerSizes:
-    """Return the sizes of a learner on ``ranks`` data-parallel ranks, with its other settings."""
-    sizes = learner_sizes(request, longest)
-    parallel = ParallelConfig(data=ranks)
+    """Return the sizes of a learner on ``ranks`` ranks, or on as many of them as its other dimensions of parallelism
+    divide. Only the number of data-parallel ranks is changed."""
+    sizes, step = learner_sizes(request, longest), _rank_step(request)
+    ways = sizes.config.parallel
+    num_ranks = max(1, ranks // step) * step
+    parallel = ways.model_copy(update={"data": num_ranks // (ways.replicate * ways.context * ways.tensor)})
     optimizer = sizes.config.optimizer
-    if ranks > 1 and optimizer.kind == "adamw8bit":  # moments of 8 bits are for one rank
+    if num_ranks > 1 and optimizer.kind == "adamw8bit":  # moments of 8 bits are for one rank
         optimizer = optimizer.model_copy(update={"kind": "adamw"})
     return replace(sizes, config=sizes.config.model_copy(update={"parallel": parallel, "optimizer": optimizer}))
 
 
-def _passing_bytes(footprint: Footprint) -> float:
-    """Return the bytes of a footprint that a rank needs only during a pass: activations, the head, and gathered
-    layers."""
-    return footprint.activations_bytes + footprint.head_bytes + footprint.gathered_bytes
+def _pass_bytes(sizes: LearnerSizes) -> float:
+    """Return the bytes that a rank needs only during a pass: activations, the head, gathered layers, and the gradients
+    of a micro-batch."""
+    return sizes.footprint().total_bytes - sizes.resident().total_bytes
 
 
 def _is_complete(division: Fit, cluster: Cluster) -> bool:
@@ -246,12 +259,13 @@ def _is_complete(division: Fit, cluster: Cluster) -> bool:
 def _shared_tokens(request: SizingRequest, cluster: Cluster, ways: int, longest: float) -> float:
     """Return the capacity in tokens of the cache of an engine on ``ways`` accelerators, each of which also stores its
     share of the learner. Return 0 if the capacity is below ``longest`` tokens, or if the memory does not suffice for a
-    pass of the learner while the engine sleeps."""
-    rank = spread_footprint(request, longest, cluster.count)
-    passing = _passing_bytes(rank)
-    free_bytes = (usable_bytes(cluster) - (rank.total_bytes - passing)) * ways - engine_bytes(request)
+    pass of the learner while the engine sleeps, or if the learner needs more ranks."""
+    if cluster.count < _rank_step(request):
+        return 0.0
+    rank = spread_sizes(request, longest, cluster.count)
+    free_bytes = (usable_bytes(cluster) - rank.resident().total_bytes) * ways - engine_bytes(request)
     tokens = free_bytes / (request.shape.kv_numbers * request.bytes_per_number)
-    return tokens if tokens >= longest and free_bytes >= passing * ways else 0.0
+    return tokens if tokens >= longest and free_bytes >= _pass_bytes(rank) * ways else 0.0
 
 
 def usable_bytes(cluster: Cluster) -> float:
@@ -286,7 +300,23 @@ def _smallest_engine(request: SizingRequest, cluster: Cluster, most: int, longes
 def learner_bytes(request: SizingRequest) -> float:
     """Return the bytes of weights, gradients and optimizer state over all ranks of the learner, without those of a
     micro-batch."""
-    return spread_sizes(request, 0.0, 1).resident().total_bytes
+    return _on_one_rank(request).resident().total_bytes
+
+
+def update_bytes(request: SizingRequest) -> float:
+    """Return the bytes of weights, gradients and optimizer state over all ranks of the learner that an update reads and
+    writes, wherever they are kept."""
+    sizes = _on_one_rank(request)
+    memory = sizes.config.memory.model_copy(update={"offload_optimizer": False})
+    policies = {"reference": None, "old": None, "teachers": ()}
+    config = sizes.config.model_copy(update={"memory": memory, **policies})
+    return replace(sizes, config=config).resident().total_bytes
+
+
+def _on_one_rank(request: SizingRequest) -> LearnerSizes:
+    """Return the sizes of the learner on a single rank, which has the parts of all ranks."""
+    config = request.learner.model_copy(update={"parallel": ParallelConfig()})
+    return learner_sizes(replace(request, learner=config), 0.0)
 
 
 def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:
@@ -335,9 +365,9 @@ def _pass_too_large(request: SizingRequest, cluster: Cluster, longest: float, in
         "take accelerators with more memory"
     )  # fmt: skip
     return ConfigError(
-        f"one pass of {tokens} tokens of {request.shape.name} needs {needed / GB:,.1f} GB on each rank for "
-        f"activations, the head and gathered layers, and of one {cluster.device.name} {usable / GB:,.1f} GB can be "
-        f"used: {(needed - usable) / GB:,.1f} GB too little",
+        f"one pass of {tokens} tokens of {request.shape.name} needs {needed / GB:,.1f} GB on each of any number of "
+        f"ranks, the rank's part of weights, gradients and optimizer included, and of one {cluster.device.name} "
+        f"{usable / GB:,.1f} GB can be used: {(needed - usable) / GB:,.1f} GB too little",
         remedy=f"{instead}{smaller}{lever_words(rank)}",
     )
 
@@ -392,7 +422,7 @@ def _cluster_too_small(
         f"{cluster} cannot hold {request.shape.name}{also}: of each {usable / GB:,.0f} GB can be used; "
         f"one engine needs {engine / GB:,.0f} GB (with a sequence of {longest:,.0f} tokens) on {ways} of them, "
         f"the learner "
-        f"{division.learner_bytes / GB:,.0f} GB, and {division.activation_bytes / GB:,.1f} GB of activations on each, "
+        f"{division.learner_bytes / GB:,.0f} GB, and {division.pass_bytes / GB:,.1f} GB for a pass on each, "
         f"on {division.least_learner}: {' and '.join(missing)}",
         remedy="; ".join(remedies),
     )

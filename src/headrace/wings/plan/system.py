@@ -25,7 +25,7 @@ from headrace.wings.plan.costs import (
 )
 from headrace.wings.plan.placement import machines_of
 from headrace.wings.plan.publication import EngineUptake, PublicationEstimate, PublicationRequest, publish
-from headrace.wings.plan.sizing import GB, Fit, SizingRequest, learner_bytes
+from headrace.wings.plan.sizing import GB, Fit, SizingRequest, update_bytes
 from headrace.wings.plan.workload import Workload
 from headrace.wings.plan.world import World
 
@@ -184,7 +184,7 @@ class PlanContext:
             flop_per_token=(flop_per_param + recompute_flop + 2.0 * request.passes) * request.shape.active,
             flop_per_square=request.shape.flop_per_square,
             flops=device.peak_tflops * 1e12 * trainers * cluster.train_share,
-            fixed_s=2.0 * learner_bytes(request) / (device.bandwidth_gb_s * GB * trainers),
+            fixed_s=2.0 * update_bytes(request) / (device.bandwidth_gb_s * GB * trainers),
         )
 
     def _sync_cost(self, choice: Choice, trainers: int) -> SyncCost:
