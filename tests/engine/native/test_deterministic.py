@@ -287,13 +287,19 @@ def test_in_a_whole_run_engine_and_learner_do_not_differ_at_all(tmp_path: Path) 
     assert set(fresh) == {0.0}  # the ledger says it of every token
 
 
-def test_a_sigmoid_has_the_same_bits_in_every_batch() -> None:
-    """Routers of four experts: of a few numbers torch computes a sigmoid by another formula than of many."""
-    logits_NE = torch.randn(5001, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    with deterministic._InvariantSigmoid():
-        together_NE = logits_NE.sigmoid()
-        alone_NE = torch.stack([torch.sigmoid(row_E) for row_E in logits_NE[:500]])
-    assert torch.equal(alone_NE, together_NE[:500])
+def test_a_sigmoid_has_the_same_bits_in_every_batch_and_with_several_threads() -> None:
+    """Routers of four experts: of a few numbers torch computes a sigmoid by another formula than of many, and it
+    divides more than 32,768 numbers among threads, each with a last incomplete vector."""
+    logits_NE = torch.randn(32_801, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(5)  # a fifth of the numbers is not whole vectors
+    try:
+        with deterministic._InvariantSigmoid():
+            together_NE = logits_NE.sigmoid()
+            alone_NE = torch.cat([torch.sigmoid(rows_NE) for rows_NE in logits_NE.split(7)])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone_NE, together_NE)
     torch.testing.assert_close(together_NE, logits_NE.double().sigmoid().float())
     together_NE.sum().backward()
     assert logits_NE.grad is not None
