@@ -18,10 +18,13 @@ from headrace.base.config import validate
 from headrace.learner import head
 from headrace.learner.config import LearnerConfig
 from headrace.learner.footprint import CACHED_NUMBERS, HOST_TILE, TILE, LearnerSizes, levers
+from headrace.learner.memory import sizes_of
+from headrace.models import ModelConfig, load_model
 from headrace.models.config import LoraConfig
 from headrace.models.shape import shape_of
 from tests.learner.builders import Setup, tiny
-from tests.learner.tracked import Case, allocated_bytes, batch_of, peak_bytes
+from tests.learner.tracked import Case, allocated_bytes, batch_of, measure, peak_bytes
+from tests.models.kinds import tiny as tiny_kind
 
 CATALOGUE = tomllib.loads((files("headrace.wings.plan.catalogue") / "models.toml").read_text(encoding="utf-8"))
 RANK = 16
@@ -30,7 +33,9 @@ LEAST, MOST = 0.9, 1.15
 """The bounds of the estimate, as a share of what is counted."""
 
 
-def case_of(model: str, *, layers: int = 2, dtype: Any = "bfloat16", lora: bool = False, **settings: Any) -> Case:
+def case_of(
+    model: str, *, layers: int = 2, dtype: Any = "bfloat16", lora: bool = False, experts: bool = False, **settings: Any
+) -> Case:
     """A learner of a model of the catalogue that is cut to some layers; its samples have 1,024 tokens."""
     sized = {
         name: settings.pop(name) for name in ("hidden_size", "intermediate_size", "vocab_size") if name in settings
@@ -43,7 +48,7 @@ def case_of(model: str, *, layers: int = 2, dtype: Any = "bfloat16", lora: bool 
         learner=validate(LearnerConfig, {"tokens_per_microbatch": 4096, "share_prefixes": False, **settings}),
         longest=min(1024, settings.get("tokens_per_microbatch", 4096)),
         dtype=dtype,
-        lora=LoraConfig(rank=RANK) if lora else None,
+        lora=LoraConfig(rank=RANK, experts=experts) if lora or experts else None,
     )
 
 
@@ -55,7 +60,8 @@ def sizes_of_case(case: Case) -> LearnerSizes:
         config=case.learner,
         itemsize=4 if case.dtype == "float32" else 2,
         longest=case.longest,
-        adapter_params=0.0 if case.lora is None else shape.adapter_params(RANK),
+        adapter_params=0.0 if case.lora is None else shape.adapter_params(RANK, experts=case.lora.experts),
+        adapts_experts=case.lora is not None and case.lora.experts,
     )
 
 
@@ -79,6 +85,8 @@ def test_a_small_learner_needs_what_is_estimated() -> None:
         ("llama-3.1-8b", {"layers": 4, "memory": {"recompute": True}}),
         ("llama-3.1-8b", {"lora": True}),
         ("qwen3-30b-a3b", {}),
+        ("qwen3-30b-a3b", {"optimizer": {"kind": "muon"}}),
+        ("qwen3-8b", {"reference": {"kind": "frozen"}}),
         ("gpt-oss-20b", {}),
         ("gpt-oss-20b", {"layers": 3, "tokens_per_microbatch": 16384, "memory": {"recompute": True}}),
         ("llama-3.1-8b", {"layers": 4, "parallel": {"data": 8}}),
@@ -89,6 +97,25 @@ def test_a_small_learner_needs_what_is_estimated() -> None:
 )
 def test_a_rank_needs_what_is_estimated(name: str, settings: dict[str, Any]) -> None:
     assert LEAST < share(case_of(name, **settings)) < MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_adapters_of_experts_keep_a_copy_of_the_experts_of_each_layer(*, recompute: bool) -> None:
+    case = case_of("qwen3-30b-a3b", layers=4, experts=True, memory={"recompute": recompute})
+    estimated = sizes_of_case(case).footprint()
+    first_step = estimated.total_bytes - estimated.optimizer_bytes
+    assert LEAST < first_step / measure(case)["first"] < MOST
+
+
+def test_adapters_of_experts_are_found_in_a_loaded_model(tmp_path: Path) -> None:
+    directory = str(tiny_kind(tmp_path / "model", "qwen3_moe"))
+    for experts in (False, True):
+        model = load_model(ModelConfig(path=directory, lora=LoraConfig(rank=2, experts=experts)))
+        sizes = sizes_of(model, LearnerConfig())
+        assert sizes.adapts_experts == experts
+        merged = replace(sizes, adapts_experts=False)
+        assert (sizes.footprint().total_bytes > merged.footprint().total_bytes) == experts
 
 
 @pytest.mark.slow

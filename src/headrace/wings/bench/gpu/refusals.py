@@ -17,7 +17,10 @@ import msgspec
 
 from headrace.base.environ import program_environment, secret, shared_memory_root
 from headrace.base.errors import ConfigError
+from headrace.learner.config import LearnerConfig
+from headrace.learner.footprint import LearnerSizes, levers
 from headrace.models.devices import has_gpu_driver
+from headrace.models.shape import ModelShape
 from headrace.wings.bench.gpu.base import GIB
 from headrace.wings.bench.gpu.probe import CardFacts
 from headrace.wings.bench.gpu.shapes import MEASURED, MODELS
@@ -33,16 +36,15 @@ MODELS_BYTES = 50 * GIB
 """The disk space that the random models of all stages need."""
 WITH_TRITON = frozenset({"kernels", "engine", "exact"})
 """The stages that need Triton."""
-ACTIVATION_BYTES = 6 * GIB
-"""The memory that a stage needs for activations and the cache, in addition to :data:`BYTES_A_PARAMETER`."""
-BYTES_A_PARAMETER = {"engine": 2.0, "vllm": 2.0, "learner": 16.0, "sync": 20.0}
-"""The memory that these stages need for each parameter of the largest model with targets, in bytes: in engines the
-weights; in ``learner`` weights, gradients and AdamW with master weights; in ``sync`` also two copies in an engine."""
-LEVER = {
-    "learner": "in a run of your own learner.memory.offload_optimizer = true keeps 12 of 16 bytes in host memory",
-    "sync": "in a run of your own a card for the engine alone, or learner.memory.offload_optimizer = true",
-}
-"""The advice, for the remedy, with which a run would fit on a smaller GPU, by stage."""
+CACHE_BYTES = 6 * GIB
+"""The memory that an engine of a stage needs for its cache and its activations, in addition to the weights."""
+ENGINE_COPIES = {"engine": 1, "vllm": 1, "sync": 2}
+"""The number of copies of the weights in the engine of a stage."""
+LEARNER_TOKENS = {"learner": 4096, "sync": 64}
+"""The number of tokens in a pass of the learner of a stage that trains the largest model with targets."""
+ITEMSIZE = 2
+"""The number of bytes of a weight in bfloat16."""
+OFFLOAD = "learner.memory.offload_optimizer = true"
 
 
 def refuse_options(*, budget: float, vllm: str, out: Path) -> None:
@@ -145,17 +147,36 @@ def _refuse_taken(card: CardFacts) -> None:
 def _refuse_little_memory(card: CardFacts, stage: str, stages: Sequence[str]) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` where the largest model with targets does not fit on the GPU in
     ``stage``. The remedy names the other stages of ``stages`` that need less memory."""
-    if stage not in BYTES_A_PARAMETER:
-        return
     largest = max((MODELS[name].sizes for name in MEASURED), key=lambda sizes: sizes.params)
-    needs = BYTES_A_PARAMETER[stage] * largest.params + ACTIVATION_BYTES
-    if needs > card.total:
-        others = ",".join(name for name in stages if BYTES_A_PARAMETER.get(name, 0) < BYTES_A_PARAMETER[stage])
-        more = f"; {LEVER[stage]}" if stage in LEVER else ""
-        raise ConfigError(
-            f"stage {stage} needs {needs / GIB:.0f} GiB for {largest.name}, and {card.name} has {card.total / GIB:.0f}",
-            remedy=f"--stages {others or 'facts'} leaves it out{more}",
-        )
+    needs = _needed_bytes(stage, largest)
+    if needs <= card.total:
+        return
+    others = ",".join(name for name in stages if _needed_bytes(name, largest) < needs)
+    more = ""
+    if stage in LEARNER_TOKENS:
+        freed = levers(_learner_sizes(stage, largest))[OFFLOAD]
+        more = f"; in a run of your own {OFFLOAD} frees {freed / GIB:.0f} GiB"
+    if stage == "sync":
+        more += ", or give the engine a GPU of its own"
+    raise ConfigError(
+        f"stage {stage} needs {needs / GIB:.0f} GiB for {largest.name}, and {card.name} has {card.total / GIB:.0f}",
+        remedy=f"--stages {others or 'facts'} leaves it out{more}",
+    )
+
+
+def _needed_bytes(stage: str, model: ModelShape) -> float:
+    """Return the memory that ``stage`` needs on the GPU for ``model``: that of an engine, of a learner, or of both; 0
+    for a stage that is not known to need much."""
+    copies = ENGINE_COPIES.get(stage, 0)
+    engine = copies * ITEMSIZE * model.params + CACHE_BYTES if copies else 0.0
+    learner = _learner_sizes(stage, model).footprint().total_bytes if stage in LEARNER_TOKENS else 0.0
+    return engine + learner
+
+
+def _learner_sizes(stage: str, model: ModelShape) -> LearnerSizes:
+    """Return the sizes and settings that determine the memory of the learner of ``stage``, which trains ``model``."""
+    config = LearnerConfig(tokens_per_microbatch=LEARNER_TOKENS[stage])
+    return LearnerSizes(shape=model, config=config, itemsize=ITEMSIZE)
 
 
 def _refuse_without_triton(card: CardFacts) -> None:
