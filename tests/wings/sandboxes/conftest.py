@@ -55,6 +55,10 @@ class Sandboxes:
     def __call__(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(coroutine)
 
+    def another(self) -> Sandboxes:
+        """Another driver with the same settings."""
+        return Sandboxes(self.kind, self._runner, self.options)
+
     def start(self, limits: SandboxLimits = LIMITS, **spec: Any) -> SandboxSession:
         return self(self.driver.start(SandboxSpec(limits=limits, **spec)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from dataclasses import replace
 
 import pytest
@@ -291,6 +292,21 @@ def test_traps_of_a_command_cost_it_neither_directory_nor_variables(
     done = sandboxes(session.run(command))
     assert (done.stdout, done.exit_code, done.detail) == (said, code, "")
     assert sandboxes(session.run("pwd; echo $A")).stdout == "/tmp\n1\n"
+
+
+def test_signals_that_the_run_ignores_are_not_ignored_in_a_session(sandboxes: Sandboxes) -> None:
+    ignored = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # as in a run that a script or nohup has started
+    earlier = [signal.signal(number, signal.SIG_IGN) for number in ignored]
+    try:
+        fresh = sandboxes.another()
+        session = fresh.start()
+    finally:
+        for number, handler in zip(ignored, earlier, strict=True):
+            signal.signal(number, handler)
+    done = fresh(session.run("for name in INT QUIT HUP; do trap \"echo $name\" $name; kill -$name $$; done"))
+    fresh(session.stop())
+    fresh(fresh.driver.close())
+    assert done.stdout == "INT\nQUIT\nHUP\n"
 
 
 def test_names_with_line_ends_functions_and_other_bytes_are_carried(

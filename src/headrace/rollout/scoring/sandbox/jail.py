@@ -23,6 +23,9 @@ else:  # the launcher is a program without packages: its modules are in one fold
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 """The device files that exist in the sandbox."""
+_DEFAULT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGPIPE", "SIGXFSZ")
+"""The signals that have their default effect in a command. Python ignores some of them, and a run that a script or
+``nohup`` has started in the background ignores others; a shell cannot trap signals that it inherits as ignored."""
 Order = dict[str, Any]
 
 
@@ -116,8 +119,8 @@ class Jail:
             limits_by_resource[resource.RLIMIT_NPROC] = (limits["processes"] + 1,) * 2
         for resource_id, values in limits_by_resource.items():
             resource.setrlimit(resource_id, values)
-        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores some of them
-            signal.signal(number, signal.SIG_DFL)
+        for name in _DEFAULT_SIGNALS:
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
         guard(self.missing, "privileges", kernel.forbid_new_privileges)
         guard(self.missing, "system calls", partial(kernel.filter_calls, loopback=self.order.get("loopback", False)))
 

@@ -19,6 +19,8 @@ declare -a present=() command=()
 declare -A spared=() before=()
 number=0 memory=0 reason='' nonce='' partial=''
 trap : PIPE TERM HUP INT QUIT
+defaults=--default-signal # no command inherits a signal that the starter of the server ignores; since coreutils 8.31
+env "$defaults" true 2> /dev/null || defaults=''
 
 now() { # the time in microseconds, in $now
   now=${EPOCHREALTIME/[.,]/}
@@ -91,7 +93,7 @@ keep() { # run the command to its end, and tell how it ended
       directory=${directory%/*}
       directory=${directory:-/}
     done
-    exec setsid env -i -- "${command[@]}"
+    exec setsid env -i $defaults -- "${command[@]}"
   ) &
   wait $!
   local status=$? times ended signalled=0
