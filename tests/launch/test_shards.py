@@ -27,7 +27,7 @@ from headrace.base.types.messages import controller, engine
 from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.messages.controller import Chunks, EngineStats, Noted, Ready
 from headrace.base.types.messages.engine import GenerateRequest
-from headrace.base.types.messages.rollout import EngineUpdates, StartEpisodes, WithdrawEpisode
+from headrace.base.types.messages.rollout import EngineStateChanges, StartEpisodes, WithdrawEpisode
 from headrace.base.types.observation import Recovery
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
@@ -428,7 +428,7 @@ def test_shards_do_not_all_begin_with_the_same_engine() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def send(self, message: EngineUpdates) -> None:
+        def send(self, message: EngineStateChanges) -> None:
             told.setdefault(self.name, []).extend(each.name for each in message.engines)
 
     async def body() -> None:

@@ -20,7 +20,7 @@ from headrace.learner.head import HeadMatrix, TopRequest, linear_logprobs, linea
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import Ranks, explained_rank_loss
-from headrace.learner.parallel.shards import gather_each, gather_whole, local, shard_like
+from headrace.learner.parallel.shards import gather_each, gather_whole, local, wrap_shard
 from headrace.learner.vocabulary import VocabularyPart
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
@@ -61,7 +61,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def gradients(learner: ShardedLearner) -> dict[str, torch.Tensor]:
-    return {one.name: gather_whole(shard_like(one.master.grad, one.weight)) for one in learner.optimizer.trained}
+    return {one.name: gather_whole(wrap_shard(one.master.grad, one.weight)) for one in learner.optimizer.trained}
 
 
 def exact(directory: Path, layout: str) -> Found:

@@ -84,8 +84,8 @@ def add(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, Ratio]:
 
 
 def means(metrics: Mapping[str, Ratio]) -> dict[str, float]:
-    """Return every metric as a number, its total divided by its count, together with the :func:`derived` metrics. A
-    metric with a count of 0 is left out."""
+    """Return every metric as a number, its total divided by its count, together with the metrics of
+    :func:`derived_metrics`. A metric with a count of 0 is left out."""
     totals = _as_floats([ratio.total for ratio in metrics.values()] + [ratio.count for ratio in metrics.values()])
     pairs = zip(metrics, totals[: len(metrics)], totals[len(metrics) :], strict=True)
     out = {name: total / count for name, total, count in pairs if count > 0}

@@ -24,7 +24,7 @@ import msgspec
 from headrace.base.clock import Clock
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.messages.engine import AbortAllOf
-from headrace.base.types.messages.rollout import EngineUpdate, EngineUpdates, StartEpisodes, WithdrawEpisode
+from headrace.base.types.messages.rollout import EngineStateChange, EngineStateChanges, StartEpisodes, WithdrawEpisode
 from headrace.base.types.task import Task
 from headrace.engine.fleet import Fleet
 from headrace.launch.child import Child
@@ -152,15 +152,15 @@ class RolloutShards(Supervisor):
         """Send the states of the engines ``names`` to the shard ``shard``. Their order differs between shards: among
         engines with the same load a shard chooses the first, and different shards must not choose the same engine."""
         first = self.names.index(shard) * len(names) // len(self.names)
-        client.send(EngineUpdates(engines=tuple(map(self._engine_state, (*names[first:], *names[:first])))))
+        client.send(EngineStateChanges(engines=tuple(map(self._engine_state, (*names[first:], *names[:first])))))
 
-    def _engine_state(self, name: str) -> EngineUpdate:
+    def _engine_state(self, name: str) -> EngineStateChange:
         """Return the state of the engine ``name``, as it is sent to one shard."""
         found = self._fleet.state_of(name)
         if found is None:
-            return EngineUpdate(name=name)
+            return EngineStateChange(name=name)
         state, version, paused = found
-        return EngineUpdate(
+        return EngineStateChange(
             name=name,
             orders=self._engine(name).orders_address,
             first_request=next(self._request_ranges) << REQUESTS_BITS,

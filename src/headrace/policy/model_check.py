@@ -152,7 +152,7 @@ class _Check:
         self._add_finding(
             "load", f"{type(model).__name__}, {sum(each.numel() for each in model.parameters()):,} weights"
         )
-        with open_reference(self._config) as reference:
+        with open_plain_model(self._config) as reference:
             expected = [reference.logprobs(ids_T) for ids_T in self._sequences]
             self._check_learner(model, expected)
             del model
@@ -235,7 +235,7 @@ class _Check:
         try:
             policy.save(place / "saved")
             export(place / "saved", place / "exported")
-            with open_reference(self._config.model_copy(update={"path": str(place / "exported")})) as exported_model:
+            with open_plain_model(self._config.model_copy(update={"path": str(place / "exported")})) as exported_model:
                 wanted = [exported_model.logprobs(ids_T) for ids_T in self._sequences]
             self._compare("export", [column_T[1:] for column_T in scored], wanted)
         finally:
@@ -325,8 +325,8 @@ class PlainModel:
 
 
 @contextmanager
-def open_reference(config: ModelConfig) -> Iterator[PlainModel]:
-    """Load the model with transformers and its eager attention, and yield it as the reference. For a multimodal
+def open_plain_model(config: ModelConfig) -> Iterator[PlainModel]:
+    """Load the model with transformers and its eager attention, and yield it. For a multimodal
     checkpoint, this is the whole model. Raises :class:`~headrace.base.errors.ModelError` for a model that is not a
     causal language model."""
     whole_config, text_config = read_whole_config(config.path), read_config(config.path)

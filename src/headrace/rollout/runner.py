@@ -283,8 +283,9 @@ class EpisodeRunner:
         partial_turns: Sequence[TokenChunk] = (),
     ) -> EpisodeGraph:
         """Run one episode of ``task``. Return it with its turns, its status and, if the environment computes the
-        reward, its reward. ``partial_turns`` are turns that were recorded before a crash; sampling continues after
-        their tokens. The caller can end the episode early through ``withdrawal``.
+        reward, its reward. ``partial_turns`` are turns, complete or not, that were recorded before a crash or
+        sampled before a pivot; each continues after its tokens. The caller can end the episode early through
+        ``withdrawal``.
 
         If the engine refuses a request, an attempt takes too long, or the environment raises an exception, only this
         episode fails. An error of the run itself, such as the death of a component, is raised to the caller.

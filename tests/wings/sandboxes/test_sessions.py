@@ -303,7 +303,7 @@ def test_signals_that_the_run_ignores_are_not_ignored_in_a_session(sandboxes: Sa
     finally:
         for number, handler in zip(ignored, earlier, strict=True):
             signal.signal(number, handler)
-    done = fresh(session.run("for name in INT QUIT HUP; do trap \"echo $name\" $name; kill -$name $$; done"))
+    done = fresh(session.run('for name in INT QUIT HUP; do trap "echo $name" $name; kill -$name $$; done'))
     fresh(session.stop())
     fresh(fresh.driver.close())
     assert done.stdout == "INT\nQUIT\nHUP\n"

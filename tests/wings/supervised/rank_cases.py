@@ -14,7 +14,7 @@ from headrace.base.types.batch import Batch
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.mesh import Ranks
-from headrace.learner.parallel.shards import gather_each, gather_whole, shard_like
+from headrace.learner.parallel.shards import gather_each, gather_whole, wrap_shard
 from headrace.models.weights import weight_tensors
 from headrace.wings.supervised.config import load_tuning
 from headrace.wings.supervised.learner import VERBS, open_learner
@@ -63,7 +63,7 @@ def _on(tree: dict[str, Any], layout: dict[str, int]) -> dict[str, Any]:
 def _trained(core: LearnerCore, batches: list[Batch], expected: Path) -> dict[str, Any]:
     losses = [core.forward_backward(batches[0]).metrics["loss"]]
     core._optimizer.norm()  # sums the gradients of adapters
-    found = {one.name: gather_whole(shard_like(one.master.grad, one.weight)) for one in core._optimizer.trained}
+    found = {one.name: gather_whole(wrap_shard(one.master.grad, one.weight)) for one in core._optimizer.trained}
     gradients = load_file(f"{expected}.gradients")
     assert found.keys() == gradients.keys()
     scaled = [_most(found[key] - gradients[key]) / max(_most(gradients[key]), TINY) for key in gradients]

@@ -38,7 +38,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     not sampled. A value that is not finite is kept; the loss drops and counts such a token."""
     versions_T: IntColumn
     """The version of the weights that sampled each token: ``NOT_SAMPLED`` if no policy did, ``FROZEN`` for weights that
-    are not trained, a number below ``NOT_SAMPLED`` for :func:`~headrace.base.types.versions.mixed` versions."""
+    are not trained, a number below ``NOT_SAMPLED`` for a :func:`~headrace.base.types.versions.mixed_version`."""
     kept: KeptSets | None = None
     """The kept-set that each token was drawn from; ``None`` if none was recorded."""
     routing: Routing | None = None

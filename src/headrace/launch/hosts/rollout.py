@@ -14,8 +14,8 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.messages.controller import Chunks, EpisodesEnded, Noted, TurnsGrown
 from headrace.base.types.messages.rollout import (
     EndCall,
-    EngineUpdate,
-    EngineUpdates,
+    EngineStateChange,
+    EngineStateChanges,
     Message,
     StartEpisodes,
     WithdrawEpisode,
@@ -174,7 +174,7 @@ class RolloutShard:
     def handle(self, order: Message, calls: asyncio.TaskGroup) -> None:
         """Execute an order of the controller. Episodes run as tasks of ``calls``."""
         match order:
-            case EngineUpdates(engines=engines):
+            case EngineStateChanges(engines=engines):
                 for update in engines:
                     self._update_engine(update)
             case StartEpisodes():
@@ -196,7 +196,7 @@ class RolloutShard:
             self._running.pop(EpisodeKey(order.group, place), None)
             self._turns.forget(EpisodeKey(order.group, place))
 
-    def _update_engine(self, update: EngineUpdate) -> None:
+    def _update_engine(self, update: EngineStateChange) -> None:
         """Set the state of an engine to the state that the controller has sent: connect to a new engine, and disconnect
         from one that has left."""
         known_address = self._addresses.get(update.name)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headrace.learner.auxiliary.config import Ema, Frozen, KeptConfig, Lagged, Refreshed
 from headrace.learner.parallel.optim import TrainedWeight
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import local, part_of, shard_like
+from headrace.learner.parallel.shards import local, part_of, wrap_shard
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import CORRECTION_BIAS, correction_biases
 
@@ -102,7 +102,7 @@ class Copy:
     def state(self) -> Named:
         """Yield the tensors of the copy by parameter name, sharded over the ranks like the parameters."""
         for one, part in zip(self._sources, self._parts, strict=True):
-            yield one.name, shard_like(part.to(local(one.weight).device), one.weight)
+            yield one.name, wrap_shard(part.to(local(one.weight).device), one.weight)
 
     @torch.no_grad()
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:

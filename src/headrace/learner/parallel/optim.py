@@ -30,7 +30,7 @@ from headrace.learner.parallel.adapt import parted
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import gather_whole, local, num_replicas, part_of, reshard_like, shard_like
+from headrace.learner.parallel.shards import gather_whole, local, num_replicas, part_of, reshard_like, wrap_shard
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import DEFAULT, adapter_of, is_adapted, of_adapter
 
@@ -259,7 +259,7 @@ class ShardOptimizer:
         """Return the optimizer's state of the weight ``one`` for a snapshot, sharded like the weight, with the same
         keys on every rank; empty before the first update."""
         device = local(one.weight).device
-        return {key: shard_like(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
+        return {key: wrap_shard(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
 
     def parts(self, one: TrainedWeight) -> dict[str, Tensor]:
         """Return this rank's parts of the tensors of :meth:`state`, with the same keys, on the device on which the
@@ -337,7 +337,7 @@ class ShardOptimizer:
         momentum = self._state_of(one).setdefault(MUON[0], torch.zeros_like(one.master))
         momentum.lerp_(gradient, 1 - self._momentum)
         nesterov = gradient.lerp(momentum, self._momentum).to(local(one.weight).device)
-        full = gather_whole(shard_like(nesterov, one.weight))
+        full = gather_whole(wrap_shard(nesterov, one.weight))
         update = Parameter(torch.zeros_like(full))
         update.grad = full
         torch.optim.Muon(

@@ -22,7 +22,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_like(part: Tensor, tensor: Tensor) -> Tensor:
+def wrap_shard(part: Tensor, tensor: Tensor) -> Tensor:
     """Return a distributed tensor that is sharded like ``tensor`` and of which ``part`` is this rank's part; ``part``
     itself if ``tensor`` is not sharded."""
     if not isinstance(tensor, DTensor):

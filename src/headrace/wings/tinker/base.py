@@ -49,8 +49,8 @@ memory of a whole model."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedBase:
-    """One base model of a server, ready to train and to sample. :meth:`LoadedBase.served` creates it, and the service
-    looks it up by the name in a client's request."""
+    """One base model of a server, ready to train and to sample. :meth:`LoadedBase.start_engine` creates it, and the
+    service looks it up by the name in a client's request."""
 
     names: tuple[str, ...]
     """The names under which clients ask for this base."""
@@ -78,7 +78,7 @@ class ServedBase:
 
 class LoadedBase:
     """The loaded model and the engine of one base. The constructor takes long, so it runs in a thread while the server
-    already listens; :meth:`served` then starts the engine in the event loop."""
+    already listens; :meth:`start_engine` then starts it in the event loop."""
 
     def __init__(self, base: BaseConfig, config: TinkerConfig, clock: Clock) -> None:
         """Load the model that ``base`` names, and create its training computation and its engine, which is not started

@@ -21,7 +21,7 @@ class QuietSettings(EngineSettings):
 
 
 @contextmanager
-def opened(setup: EngineSetup) -> Iterator[OpenedEngine]:
+def open_engine(setup: EngineSetup) -> Iterator[OpenedEngine]:
     """Open the embedded engine, and record in its facts how loud it is."""
     with ENGINES.load("native").open(setup) as engine:
         yield replace(engine, facts={**engine.facts, "volume": setup.config.server.model_dump()["volume"]})
@@ -29,7 +29,7 @@ def opened(setup: EngineSetup) -> Iterator[OpenedEngine]:
 
 QUIET = EngineKind(
     capabilities=replace(ENGINES.load("native").capabilities, pins=False, entropies=False),
-    open=opened,
+    open=open_engine,
     settings=QuietSettings,
     unread=frozenset({"max_pinned_versions"}),
 )

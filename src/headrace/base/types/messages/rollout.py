@@ -10,7 +10,7 @@ from headrace.base.types.task import Task
 from headrace.base.types.versions import NOT_SAMPLED
 
 
-class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStateChange(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine of the run in the controller's fleet. The first record with a name announces a new engine,
     to which the shard may send requests."""
 
@@ -28,10 +28,10 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the engine is paused, so that it may send nothing for a while."""
 
 
-class EngineUpdates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EngineStateChanges(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The message that the state of some engines has changed."""
 
-    engines: tuple[EngineUpdate, ...]
+    engines: tuple[EngineStateChange, ...]
 
 
 class StartEpisodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -66,4 +66,4 @@ class EndCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The number of the order ``StartEpisodes``."""
 
 
-Message = EngineUpdates | StartEpisodes | WithdrawEpisode | EndCall | Shutdown
+Message = EngineStateChanges | StartEpisodes | WithdrawEpisode | EndCall | Shutdown

@@ -99,7 +99,7 @@ class ServedSession(SandboxSession):
     async def attach(self, channel: ServerChannel) -> None:
         """Wait for the greeting of the server at the other end of ``channel``, and read the programs and variables of
         the image from it. The lifetime of the session begins now. Raises :class:`~headrace.base.errors.EpisodeError`
-        with the server's last words if it does not start."""
+        with the reason why the server ended if it does not start."""
         self._channel = channel
         try:
             async with asyncio.timeout(STARTED_S):

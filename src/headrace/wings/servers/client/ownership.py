@@ -1,5 +1,5 @@
-"""The ownership of a server by one run. Only the owner may load weights into the server: :func:`owned` refuses a second
-run on this machine, and :class:`Labels` detects a run on another machine in the server's answers."""
+"""The ownership of a server by one run. Only the owner may load weights into the server: :func:`own_server` refuses a
+second run on this machine, and :class:`Labels` detects a run on another machine in the server's answers."""
 
 from __future__ import annotations
 
