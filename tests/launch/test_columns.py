@@ -358,6 +358,16 @@ def test_a_step_whose_kept_sets_and_experts_are_all_lost_is_counted_as_an_empty_
     assert "engine-0.000000" in answer.report.problems[0]
 
 
+def test_a_step_whose_other_tokens_carry_no_loss_is_empty_without_the_lost_group(tmp_path: Path) -> None:
+    outline, _ = outline_in(tmp_path)
+    outline = msgspec.structs.replace(outline, oldest_version=99)
+    (tmp_path / "ready.000001").unlink()
+    found = read_outline(outline, StoreStart(directory=str(tmp_path)), ALONE)
+    assert found.batch.num_tokens == 0
+    assert found.lost_tokens == outline.groups[1].num_loss_tokens > 0
+    assert {(each.number, each.left_out) for each in found.lost} == {(each.number, True) for each in outline.groups}
+
+
 def test_a_step_of_which_no_group_can_be_read_is_no_step(tmp_path: Path) -> None:
     outline, _ = outline_in(tmp_path)
     for path in tmp_path.glob("ready.*"):

@@ -66,9 +66,9 @@ class Engines(Supervisor):
         super().__init__(start, names, config, clock)
         # also without restarts, where the end of an engine ends the run: an added engine may end before it serves
         self.fleet = Fleet(clock, size=len(self.names), rolling=config.rolling, end=self.order_kill)
-        self.learner_owes: Callable[[], bool] = lambda: False
+        self.learner_owes: Callable[[], bool] | None = None
         """Returns whether the learner has orders that it has not answered yet: it makes a step, or sends weights. An
-        added engine waits for its weights meanwhile."""
+        added engine waits for its weights meanwhile. It must be set before engines are added."""
 
     async def watch(self) -> None:
         """Kill engines that have sequences and are silent for too long. This ends only by cancellation."""
@@ -183,25 +183,22 @@ class Engines(Supervisor):
     async def _missing_first_weights(self, name: str) -> str:
         """Wait until the added engine ``name``, which has loaded its model, serves. Return why it does not, in words
         that follow its name: for ``start_timeout_s`` seconds versions did not reach it, or neither the learner nor an
-        engine owed an answer. Empty if it serves."""
+        engine owed an answer. Waiting for an answer has a deadline of its own. Empty if it serves."""
+        assert self.learner_owes is not None, "engines are added where there is a learner"
         limit_s, silent_s, missed_s = self._config.start_timeout_s, 0.0, 0.0
         while max(silent_s, missed_s) < limit_s:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self.fleet.wait_until_serving(name)
                 return ""
-            silent_s = 0.0 if self._is_answer_due() else silent_s + TICK_S
+            # the learner sends weights after its step; a version is used by all engines before the next engine gets it
+            is_due = self.learner_owes() or any(self.client(each).awaits_answer for each in self.fleet.names)
+            silent_s = 0.0 if is_due else silent_s + TICK_S
             missed_s += TICK_S if self.fleet.missed(name) else 0.0
         if why := self.fleet.missed(name):
             return f"gets no weights: {why}"
         silence = f"for {limit_s:g} s nothing showed that any were on their way"
         return f"has loaded its model, and got no weights: {silence}"
-
-    def _is_answer_due(self) -> bool:
-        """Return whether the learner or an engine of the fleet owes an answer. Each of these waits has a deadline of
-        its own, and a new engine may have to wait for the end of any of them."""
-        # the learner sends weights after its step; a version is used by all engines before the next engine gets it
-        return self.learner_owes() or any(self.client(name).awaits_answer for name in self.fleet.names)
 
     async def _drain(self, name: str) -> None:
         """Wait until the engine ``name`` has no sequences, or has left the fleet."""

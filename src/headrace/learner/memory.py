@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from headrace.base.errors import RunError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.footprint import LearnerSizes, levers
-from headrace.models.indexed import is_indexer
+from headrace.models.indexed import is_indexed
 from headrace.models.packed import PADDED, ChosenAttention
 from headrace.models.recurrent import recurrent_layers
 from headrace.models.settings import by_layer
@@ -43,7 +43,7 @@ def sizes_of(model: PreTrainedModel, config: LearnerConfig, attention: ChosenAtt
         shape=msgspec.structs.replace(
             _shape_of_loaded(model),
             params=frozen if adapted else trained + frozen,
-            whole_sequences=bool(recurrent_layers(model)) or any(map(is_indexer, model.modules())),
+            whole_sequences=bool(recurrent_layers(model)) or is_indexed(model),
         ),
         config=config,
         itemsize=model.dtype.itemsize,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.base.errors import ModelError
 from headrace.models.config import SUPPORTED
 from headrace.models.rope import ContextLimit, context_limit
+from headrace.models.shape import RECURRENT_LAYERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,7 +33,7 @@ REMEDY = (
 LAYER_TYPES = frozenset(
     {
         *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
-        *("linear_attention", "conv", "hybrid"),
+        *RECURRENT_LAYERS,
         *("mlp", "moe"),
     }
 )

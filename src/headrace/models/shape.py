@@ -19,7 +19,7 @@ FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
 """The types of models whose layers normalise the input and the output of attention and of the feed-forward part."""
 INTERLEAVED_GATES = frozenset({"gpt_oss"})
 """The types of models whose experts have gate and input in alternate columns, and limit both."""
-RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "mamba"})
+RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid"})
 """The types of layers that pass a state from token to token."""
 
 

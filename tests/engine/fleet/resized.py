@@ -130,6 +130,7 @@ class ResizedEngines:
         self.start_timeout_s = 2.5
         config = SupervisionConfig(restarts=10_000, start_timeout_s=self.start_timeout_s, silence_s=30.0)
         self.engines = Engines(self._start, self.places.policy, config, VirtualClock())  # type: ignore[arg-type]
+        self.engines.learner_owes = lambda: False
         processes: Any = SimpleNamespace(
             places=self.places, order=order, starter=None, facts=dict, forget_ended=lambda: None
         )

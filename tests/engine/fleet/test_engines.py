@@ -87,6 +87,7 @@ class Stage:
         self.told: list[Recovery] = []
         settings = {"rolling": None, "start_timeout_s": 30.0, "silence_s": 5.0, "version": 0, **terms}
         self.engines = Engines(self._start, names, SupervisionConfig(restarts=restarts, **settings), VirtualClock())  # type: ignore[arg-type]
+        self.engines.learner_owes = lambda: False
         self.engines.send_recoveries_to(self.told.append)
 
     async def _start(self, name: str) -> Process:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError, DeadlineError
+from headrace.base.types.observation import Event
 from headrace.engine.remote import RemoteEndpoint
+from headrace.launch.local import local_serving
 from headrace.launch.processes import Processes
 from headrace.run.session import Measures, evaluate
 from tests.rollout.environments.tasks import chat_model, make_env_run
@@ -74,7 +76,16 @@ def test_an_environment_of_several_turns_is_measured_with_intervals_and_pages(tm
 
 
 @pytest.mark.slow
-def test_attempts_are_others_each_time_and_the_same_in_a_repetition(tmp_path: Path, model_dir: Path) -> None:
+def test_attempts_are_others_each_time_and_the_same_in_a_repetition(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def warning(order: Any, remote: Any) -> AsyncIterator[Any]:
+        order.on_event(Event(wall_s=0.0, text="engine-1 is lost", level="warning"))
+        async with local_serving(order, remote) as serving:
+            yield serving
+
+    monkeypatch.setattr("headrace.run.session.evaluating.local_serving", warning)
     run_file = make_env_run(
         tmp_path, model_dir, ENVIRONMENT, "branches", data={"path": "rows.jsonl", "eval_path": "rows.jsonl"}
     )
@@ -83,6 +94,7 @@ def test_attempts_are_others_each_time_and_the_same_in_a_repetition(tmp_path: Pa
     first = evaluate(run_file, overrides=overrides, measures=measures)
     again = evaluate(run_file, overrides=overrides, measures=Measures(pass_reward=0.5))
     assert (first.avg, first.pass_at, first.pass_hat) == (again.avg, again.pass_at, again.pass_hat)
+    assert "engine-1 is lost" in first.warnings
     assert list(first.pass_at) == [1, 2, 4]
     assert first.pass_at[1] == first.pass_hat[1]
     assert first.pass_hat[4].value < first.pass_hat[1].value < first.pass_at[4].value

@@ -98,7 +98,7 @@ def test_on_one_machine_without_a_cluster_parts_lie_where_a_run_puts_them() -> N
             "engine.pipeline <= 4",
         ),
         (
-            {"per_node": 4},
+            {"count": 24, "per_node": 4},
             {"learner": {"parallel": {"tensor": 8}}},
             r"learner\.parallel\.tensor=8 ranks are of one machine, and cluster\.per_node=4",
             "learner.parallel.tensor <= 4",
@@ -137,10 +137,17 @@ def test_part_that_its_accelerators_cannot_hold_is_named_with_a_way_out_that_wor
     alone = mapped(**small, learner={"parallel": {"data": 1}, "memory": {"recompute": True}})
     (sentence,) = alone.misfits
     assert f"  {sentence}" in alone.lines()
-    ranks = re.search(r"each rank of the learner keeps .* at least (\d+) ranks", sentence)
-    assert ranks
-    assert mapped(**small, learner={"parallel": {"data": int(ranks[1])}, "memory": {"recompute": True}}).misfits == ()
     assert "learner.memory.offload_optimizer = true: " in sentence
+    for others in ({}, {"context": 2}):  # the named number is that of data ranks, beside the run's other ranks
+        tight: dict[str, Any] = {"parallel": {"data": 1, **others}, "memory": {"recompute": True}}
+        (sentence,) = mapped(**small, learner=tight).misfits
+        named = re.search(r"each rank of the learner keeps .* \(learner.parallel.data = (\d+)\)", sentence)
+        assert named
+        tight["parallel"]["data"] = int(named[1])
+        assert mapped(**small, learner=tight).misfits == ()
+        if int(named[1]) > 2:
+            tight["parallel"]["data"] = int(named[1]) // 2
+            assert mapped(**small, learner=tight).misfits
     spread = {"parallel": {"data": 16}, "memory": {"recompute": True}}
     large: dict[str, Any] = {"model": {"path": "qwen3-32b"}, "learner": spread}
     (sentence,) = mapped({"count": 24}, **large, engine={"count": 1, "tensor": 1}).misfits

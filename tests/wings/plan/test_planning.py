@@ -315,6 +315,16 @@ def test_the_map_and_the_plan_tell_the_same_memory_of_a_rank() -> None:
     request = asked(learner=learner_with(parallel={"data": 2, "replicate": 2, "context": 2}))
     assert spread_sizes(request, 512, 8) == learner_sizes(request, 512)
     assert spread_sizes(request, 512, 11) == learner_sizes(request, 512)
+    alone = asked(learner=learner_with(parallel={"data": 2, "context": 2}))
+    assert learner_bytes(request) == 2 * learner_bytes(alone), "each replica has the whole learner"
+    assert update_bytes(request) == 2 * update_bytes(alone)
+
+
+def test_only_as_many_accelerators_train_as_the_ranks_of_the_run_divide() -> None:
+    search = found({"accelerator": "H100", "count": 16}, learner=learner_with(parallel={"context": 8}))
+    choice = search.requested.choice
+    assert {search.site.trainers(replace(choice, generation=count, shared=False)) for count in range(1, 9)} == {8}
+    assert search.site.trainers(replace(choice, shared=True)) == 16
 
 
 def test_an_update_reads_and_writes_the_same_bytes_wherever_they_are_kept() -> None:

@@ -108,7 +108,9 @@ def _changed_rows(db: sqlite3.Connection, table: str) -> str:
     all match."""
     try:
         # the columns that the file has: a schema before a migration has fewer than COLUMNS
-        columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")][:-1] or COLUMNS[table]
+        columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")][:-1]
+        if not columns:  # a later schema has the table; a table that this schema lacks changes the schema's checksum
+            return ""
         changed = f"FROM {table} WHERE row_checksum IS NOT row_checksum({', '.join(columns)})"
         (count,) = db.execute(f"SELECT count(*) {changed}").fetchone()
         if not count:

@@ -120,7 +120,7 @@ def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRank
     complete = ReadBatch(
         batch=found.batch, laid_out=whole, lost_tokens=found.lost_tokens + num_left_out, lost=tuple(lost)
     )  # fmt: skip
-    return _without_samples(outline, complete) if found.lost and not found.batch.num_loss_tokens else complete
+    return _without_samples(outline, complete) if lost and not found.batch.num_loss_tokens else complete
 
 
 def _without_samples(outline: BatchOutline, found: ReadBatch) -> ReadBatch:

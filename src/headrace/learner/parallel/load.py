@@ -166,7 +166,7 @@ def _whole_sequences_only(model: PreTrainedModel) -> str:
     """Return why a sequence of this model cannot be divided among several ranks; empty if it can."""
     if recurrent.recurrent_layers(model):
         return "the state of its recurrent layers cannot be handed from rank to rank"
-    if any(map(indexed.is_indexer, model.modules())):
+    if indexed.is_indexed(model):
         return "the keys by which its layers choose the tokens that they attend to are not gathered from other ranks"
     return ""
 

@@ -32,6 +32,7 @@ from headrace.models.recurrent.convolution import Convolution
 from headrace.models.recurrent.delta_rule import DeltaRule
 from headrace.models.recurrent.selective import Selective
 from headrace.models.recurrent.state_space import StateSpace
+from headrace.models.shape import RECURRENT_LAYERS
 
 Function = Callable[..., Any]
 """A function of a mixer's module."""
@@ -223,8 +224,6 @@ FUNCTIONS: dict[str, Callable[[Recur, Function], Function]] = {
 computes a recurrence in the present call, and the original function."""
 OTHERS = ("chunk_kimi_delta_attention",)
 """Functions of mixers that use more than one token, and for which there is no recurrence."""
-TYPES = frozenset({"linear_attention", "conv", "hybrid"})
-"""The types of layers with a mixer."""
 
 
 class _PlanBridge:
@@ -279,7 +278,7 @@ def foreign_mixer(config: PreTrainedConfig) -> str:
     """Return the name of the function that computes the recurrent layers of a model with this configuration, if their
     state cannot be stored; empty if it can, or if there are no such layers. The model's class is imported, but no
     weights are loaded."""
-    if TYPES.isdisjoint(getattr(config, "layer_types", None) or []):
+    if RECURRENT_LAYERS.isdisjoint(getattr(config, "layer_types", None) or []):
         return ""
     known = vars(importlib.import_module(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__))
     others = [name for name in OTHERS if name in known]

@@ -307,8 +307,10 @@ def _misfits(site: PlanContext, parts: Sequence[MappedPart]) -> Iterator[str]:
         remedy = f"give an engine at least {site.fit.ways} accelerators (engine.tensor)"
         if part.rank is not None:
             sizes = learner_sizes(site.request, longest_sequence(site.request))
+            ways, least = sizes.config.parallel, site.fit.least_learner
             remedy = (
-                f"spread the learner over at least {site.fit.least_learner} ranks (learner.parallel.data)"
+                f"spread the learner over at least {least} ranks (learner.parallel.data = "
+                f"{least * ways.data // ways.world})"
                 f"{lever_words(sizes)}"
             )
         yield (

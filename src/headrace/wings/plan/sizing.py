@@ -7,7 +7,7 @@ Engines and learner either have separate accelerators, or alternate on the same 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from headrace.base.errors import ConfigError
 from headrace.engine.config import FleetConfig
@@ -210,7 +210,7 @@ def _separate_division(request: SizingRequest, cluster: Cluster, longest: float)
 def _least_ranks(request: SizingRequest, cluster: Cluster, longest: float) -> int:
     """Return the smallest number of ranks of the learner that fit into the accelerators' memory; 0 if no number fits.
     Only the number of data-parallel ranks is chosen."""
-    usable, step = usable_bytes(cluster), _rank_step(request)
+    usable, step = usable_bytes(cluster), rank_step(request)
     fewest, most = 2, max(2, MOST_RANKS // step)
     if spread_footprint(request, longest, step).total_bytes <= usable:
         return step
@@ -225,7 +225,7 @@ def _least_ranks(request: SizingRequest, cluster: Cluster, longest: float) -> in
     return most * step
 
 
-def _rank_step(request: SizingRequest) -> int:
+def rank_step(request: SizingRequest) -> int:
     """Return the number whose multiples are the possible numbers of ranks of the learner: with the run's replicas, its
     context and tensor ranks, and its expert ranks, which divide the ranks of a replica."""
     ways = request.learner.parallel
@@ -235,7 +235,7 @@ def _rank_step(request: SizingRequest) -> int:
 def spread_sizes(request: SizingRequest, longest: float, ranks: int) -> LearnerSizes:
     """Return the sizes of a learner on ``ranks`` ranks, or on as many of them as its other dimensions of parallelism
     divide. Only the number of data-parallel ranks is changed."""
-    sizes, step = learner_sizes(request, longest), _rank_step(request)
+    sizes, step = learner_sizes(request, longest), rank_step(request)
     ways = sizes.config.parallel
     num_ranks = max(1, ranks // step) * step
     parallel = ways.model_copy(update={"data": num_ranks // (ways.replicate * ways.context * ways.tensor)})
@@ -260,7 +260,7 @@ def _shared_tokens(request: SizingRequest, cluster: Cluster, ways: int, longest:
     """Return the capacity in tokens of the cache of an engine on ``ways`` accelerators, each of which also stores its
     share of the learner. Return 0 if the capacity is below ``longest`` tokens, or if the memory does not suffice for a
     pass of the learner while the engine sleeps, or if the learner needs more ranks."""
-    if cluster.count < _rank_step(request):
+    if cluster.count < rank_step(request):
         return 0.0
     rank = spread_sizes(request, longest, cluster.count)
     free_bytes = (usable_bytes(cluster) - rank.resident().total_bytes) * ways - engine_bytes(request)
@@ -298,25 +298,25 @@ def _smallest_engine(request: SizingRequest, cluster: Cluster, most: int, longes
 
 
 def learner_bytes(request: SizingRequest) -> float:
-    """Return the bytes of weights, gradients and optimizer state over all ranks of the learner, without those of a
-    micro-batch."""
-    return _on_one_rank(request).resident().total_bytes
+    """Return the bytes of weights, gradients, optimizer state and kept copies over all ranks of the learner, without
+    those of a micro-batch."""
+    return _over_all_ranks(request, learner_sizes(request, 0.0)).total_bytes
 
 
 def update_bytes(request: SizingRequest) -> float:
     """Return the bytes of weights, gradients and optimizer state over all ranks of the learner that an update reads and
     writes, wherever they are kept."""
-    sizes = _on_one_rank(request)
+    sizes = learner_sizes(request, 0.0)
     memory = sizes.config.memory.model_copy(update={"offload_optimizer": False})
-    policies = {"reference": None, "old": None, "teachers": ()}
-    config = sizes.config.model_copy(update={"memory": memory, **policies})
-    return replace(sizes, config=config).resident().total_bytes
+    whole = _over_all_ranks(request, replace(sizes, config=sizes.config.model_copy(update={"memory": memory})))
+    return whole.total_bytes - whole.copies_bytes
 
 
-def _on_one_rank(request: SizingRequest) -> LearnerSizes:
-    """Return the sizes of the learner on a single rank, which has the parts of all ranks."""
-    config = request.learner.model_copy(update={"parallel": ParallelConfig()})
-    return learner_sizes(replace(request, learner=config), 0.0)
+def _over_all_ranks(request: SizingRequest, sizes: LearnerSizes) -> Footprint:
+    """Return what all ranks together need between two updates: what a single rank would need, for each replica."""
+    alone = replace(sizes, config=sizes.config.model_copy(update={"parallel": ParallelConfig()})).resident()
+    num_replicas = request.learner.parallel.replicate
+    return Footprint(**{field.name: num_replicas * getattr(alone, field.name) for field in fields(Footprint)})
 
 
 def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:

@@ -25,7 +25,7 @@ from headrace.wings.plan.costs import (
 )
 from headrace.wings.plan.placement import machines_of
 from headrace.wings.plan.publication import EngineUptake, PublicationEstimate, PublicationRequest, publish
-from headrace.wings.plan.sizing import GB, Fit, SizingRequest, update_bytes
+from headrace.wings.plan.sizing import GB, Fit, SizingRequest, rank_step, update_bytes
 from headrace.wings.plan.workload import Workload
 from headrace.wings.plan.world import World
 
@@ -114,8 +114,11 @@ class PlanContext:
         )
 
     def trainers(self, choice: Choice) -> int:
-        """Return the number of accelerators that train in a choice."""
-        return self.cluster.count if choice.shared else self.cluster.count - choice.generation
+        """Return the number of accelerators that train in a choice: as many of those that do not generate as the
+        learner's context, tensor, expert and replicate ranks divide."""
+        free = self.cluster.count if choice.shared else self.cluster.count - choice.generation
+        step = rank_step(self.request)
+        return max(free // step, 1) * step
 
     def world(self, choice: Choice, steps: int) -> World:
         """Return the inputs of a simulated run of ``steps`` steps for a choice."""
