@@ -324,6 +324,11 @@ class WorkerPool(ABC, Generic[W, C, A]):
         """Whether the pool has workers on this machine."""
         return self._own_group.num_workers > 0
 
+    @property
+    def num_up(self) -> int:
+        """The number of shared workers that accept calls."""
+        return sum(slot.up for slot in self._slots)
+
     def send_warnings_to(self, warn: Callable[[str], None]) -> None:
         """Send all later warnings for users to ``warn``."""
         self._warn = warn

@@ -9,6 +9,7 @@ known which call has blocked the others or killed the worker, each of the calls 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,16 +20,21 @@ import msgspec
 
 from headrace.base.clock import NUM_CHECKS, RealClock, TimeLimit, being_cancelled
 from headrace.base.types.messages.controller import Scored, Started
-from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.base.types.messages.scorer import ScoreCompletions, ScoreTogether
 from headrace.base.types.task import Task
 from headrace.base.types.trace import Span
 from headrace.launch.clients.pool import CallLoss, PoolCall, PoolConfig, Worker, WorkerGroup, WorkerPool, WorkerProcess
+from headrace.launch.clients.shortcalls import ShortCalls
 from headrace.launch.clients.suspects import OneByOne
 from headrace.rollout.scoring import NO_CONTEXT, AnyReward, Graded, Scores, ScoringContext
 from headrace.rollout.scoring.rubric import Rubric, RubricPart
 
 SHORT_S = 5e-3
 """Total seconds that the calls of one order may take, estimated from the durations of recent calls."""
+MAX_TOGETHER = 256
+"""Largest number of completions in one order."""
+ORDERS_PER_WORKER = 2
+"""Number of orders of short calls that are out for each worker: one that it executes, and the next."""
 MOST_BLOCKED = 8
 """Number of consecutive calls that may block their worker. After that, other calls fail without being made."""
 
@@ -37,8 +43,8 @@ MOST_BLOCKED = 8
 class ScoreCall(PoolCall):
     """One call of a reward function, over all workers in which it is tried."""
 
-    request: ScoreCompletions
-    """The task and the completions to score."""
+    request: ScoreCompletions | ScoreTogether
+    """The completions to score, with their tasks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +136,14 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self._mean_s = math.inf
         """The mean duration of a call of the reward function in seconds, as the worker that answered last has measured
         it; infinite before the first answer."""
+        self._joins_requests = True
+        """Whether the completions of several requests may share an order: until an order is lost or late."""
+        self._short_calls = ShortCalls(
+            self._score_together,
+            start=self.in_background,
+            max_orders=lambda: ORDERS_PER_WORKER * self.num_up,
+            max_completions=self._max_together,
+        )
         self._num_tried = 0  # calls that are running
         self._num_blocked = 0  # consecutive calls that blocked their worker until their time limit
 
@@ -138,27 +152,35 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         ``context`` contains the values of the context fields.
 
         A reward function that scores one completion at a time is called once per completion. If its calls are shorter
-        than the overhead of an order, all calls are sent to one worker in a single order; otherwise each call is a
-        separate, concurrent order."""
+        than the overhead of an order, all calls are sent to one worker in a single order, together with those of other
+        tasks that are to be scored now; otherwise each call is a separate, concurrent order."""
         request = self._request(task, completions, context)
         if self.by_group or len(completions) == 1:
             return await self._answer(request)
         if len(completions) * self._mean_s <= SHORT_S:
-            scores = await self._score_in_one_order(request)
+            scores = await self._short_calls.score(request)
             if scores is not None:
                 return scores
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(self._answer(request.order_for(index))) for index in range(len(completions))]
         return _join([call.result().of(0) for call in calls])
 
-    async def _score_in_one_order(self, request: ScoreCompletions) -> Scores | None:
-        """Order a worker to score all completions of ``request``, one after the other, and return their scores. Return
-        ``None`` if the order was lost or late, because it is not known which of the calls is the cause."""
+    async def _score_together(self, requests: Sequence[ScoreCompletions]) -> list[Scores] | None:
+        """Order a worker to score all completions of ``requests``, one after the other, and return the scores of each
+        request. Return ``None`` if the order was lost or late, because it is not known which of the calls is the cause.
+        From then on an order has the completions of one request only."""
         async with self.capacity_for_one():
-            outcome = await self.attempt_in(await self.worker(), ScoreCall(request=request))
+            call = ScoreCall(request=ScoreTogether(call=0, requests=tuple(requests)))
+            outcome = await self.attempt_in(await self.worker(), call)
         if isinstance(outcome, CallLoss) or outcome.failure:
+            self._joins_requests = False
             return None
-        return outcome
+        graded = iter(outcome.graded)
+        return [_join(list(itertools.islice(graded, len(request.completions)))) for request in requests]
+
+    def _max_together(self) -> int:
+        """Return the largest number of completions in one order of short calls."""
+        return min(MAX_TOGETHER, int(SHORT_S / max(self._mean_s, 1e-9))) if self._joins_requests else 1
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
@@ -238,13 +260,11 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             scored.cancel()
         worker.group.idle_deaths, worker.answered, self._num_blocked = 0, True, 0
         self._mean_s = answer.mean_s
-        scores = Scores(rewards=answer.rewards, failure=answer.error, metrics=answer.metrics, extra=answer.extra)
-        if not answer.errors:
-            return scores
-        each = enumerate(answer.errors)
-        return msgspec.structs.replace(
-            scores, graded=tuple(msgspec.structs.replace(scores.of(at), failure=error) for at, error in each)
-        )
+        calls = [
+            Scores(rewards=each.rewards, failure=each.error, metrics=each.metrics, extra=each.extra)
+            for each in answer.calls
+        ]
+        return _join([each.of(0) for each in calls]) if isinstance(call.request, ScoreTogether) else calls[0]
 
     async def _wait_in_time(self, worker: ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
         """Wait for ``scored``, the answer of a call that has begun, up to the pool's time limit, and return it. If it

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pydantic
 
-from headrace.base.types.messages.controller import Scored, Started
-from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.base.types.messages.controller import CallScores, Scored, Started
+from headrace.base.types.messages.scorer import ScoreCompletions, ScoreTogether
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts.worker import serve
 from headrace.launch.starts import ScorerStart
@@ -54,48 +54,33 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
     if isinstance(reward, RewardFunction) and start.columns is not None:
         reward.signature.refuse_missing(reward.name, start.columns, by_turn=section.by_turn)
 
-    async def score(request: ScoreCompletions) -> None:
-        """Score the completions of one request and send the result. This waits until fewer than ``concurrency`` other
-        requests are being scored. When the reward is first called, a report is sent that the call has begun."""
+    async def score(order: ScoreCompletions | ScoreTogether) -> None:
+        """Score the completions of one order and send the result. This waits until fewer than ``concurrency`` other
+        orders are being scored. When the reward is first called, a report is sent that the call has begun."""
         async with at_once:
-            scored = await _score(reward, request, lambda: channel.send(Started(call=request.call)))
+            scored = await _score(reward, order, lambda: channel.send(Started(call=order.call)))
         channel.send(scored)
 
-    def handle(request: ScoreCompletions, calls: asyncio.TaskGroup) -> None:
-        """Start a task that scores ``request``."""
-        calls.create_task(score(request))
+    def handle(order: ScoreCompletions | ScoreTogether, calls: asyncio.TaskGroup) -> None:
+        """Start a task that executes ``order``."""
+        calls.create_task(score(order))
 
     await serve(channel, handle, facts={"by_group": int(reward.by_group), "wants": " ".join(sorted(reward.wants))})
 
 
-async def _score(reward: Grader, request: ScoreCompletions, on_start: Callable[[], None]) -> Scored:
-    """Return the answer to a request. If the reward scores groups, or there is only one completion, the reward is
-    called once; otherwise it is called for one completion after the other. ``on_start`` is called when the first call
-    begins."""
-    if reward.by_group or len(request.completions) == 1:
-        scores = await reward.score(request, on_start)
-        return Scored(
-            call=request.call,
-            rewards=scores.rewards,
-            error=scores.failure,
-            metrics=scores.metrics,
-            extra=scores.extra,
-            mean_s=_mean_s(reward),
-        )
-    assert isinstance(reward, TimedGrader), "only graders that measure their calls are ordered several at once"
-    singles = [request.order_for(index) for index in range(len(request.completions))]
-    graded = [scores.of(0) for scores in await reward.score_each(singles, on_start)]
-    metrics: dict[str, tuple[float, ...]] = {}
-    for each in graded:
-        metrics |= {name: (*metrics.get(name, ()), *values) for name, values in each.metrics.items()}
-    return Scored(
-        call=request.call,
-        rewards=tuple(each.reward for each in graded),
-        metrics=metrics,
-        extra=tuple(each.extra for each in graded) if any(each.extra for each in graded) else (),
-        errors=tuple(each.failure for each in graded) if any(each.failure for each in graded) else (),
-        mean_s=_mean_s(reward),
+async def _score(reward: Grader, order: ScoreCompletions | ScoreTogether, on_start: Callable[[], None]) -> Scored:
+    """Return the answer to an order, for which the reward is called once, or once for each completion. ``on_start`` is
+    called when the first call begins."""
+    if isinstance(order, ScoreCompletions):
+        scores = [await reward.score(order, on_start)]
+    else:
+        assert isinstance(reward, TimedGrader), "only graders that measure their calls are ordered several at once"
+        singles = [request.order_for(index) for request in order.requests for index in range(len(request.completions))]
+        scores = await reward.score_each(singles, on_start)
+    calls = tuple(
+        CallScores(rewards=each.rewards, error=each.failure, metrics=each.metrics, extra=each.extra) for each in scores
     )
+    return Scored(call=order.call, calls=calls, mean_s=_mean_s(reward))
 
 
 def _mean_s(reward: Grader) -> float:

@@ -244,10 +244,9 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
 
 
-class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``ScoreCompletions``: one reward per completion."""
+class CallScores(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call of a reward function gave: one reward per completion."""
 
-    call: int
     rewards: tuple[float | None, ...]
     """The reward of each completion, in the order of the request; ``None`` for a completion without a reward, which is
     left out."""
@@ -259,9 +258,15 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     extra: tuple[dict[str, Any], ...] = ()
     """The values that the reward function passed to ``log_extra``: one dictionary of columns for each completion; empty
     if it passed none."""
-    errors: tuple[str, ...] = ()
-    """The error of each completion, if completions are scored one by one: why it has no reward, or an empty text. Empty
-    if all completions have been scored, or were scored in one call."""
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to ``ScoreCompletions`` and ``ScoreTogether``."""
+
+    call: int
+    calls: tuple[CallScores, ...]
+    """The scores of each call of the reward function: of the only one for ``ScoreCompletions``; for ``ScoreTogether``
+    one call for each completion, in the order of the requests and of the completions in them."""
     mean_s: float = math.inf
     """The mean duration of a call of the reward function in this worker, in seconds; infinite if it is not measured."""
 

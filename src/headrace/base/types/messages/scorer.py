@@ -42,8 +42,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreCompletions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to score completions of one row: in one call if the reward function accepts lists, otherwise one by
-    one."""
+    """The order to score completions of one row in one call: one completion, or all completions of a group if the
+    reward function accepts lists."""
 
     call: int
     prompt: Any
@@ -69,4 +69,13 @@ class ScoreCompletions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         )  # fmt: skip
 
 
-Message = ScoreCompletions | Shutdown
+class ScoreTogether(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The order to score the completions of several rows one by one, by a reward function whose calls are short. The
+    time limit holds for all of them together."""
+
+    call: int
+    requests: tuple[ScoreCompletions, ...]
+    """The completions of each row. The calls of these requests are not used."""
+
+
+Message = ScoreCompletions | ScoreTogether | Shutdown
