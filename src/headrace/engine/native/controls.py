@@ -36,7 +36,7 @@ from headrace.engine.native.sampler import (
     likeliest,
     sample,
     sample_from,
-    seed_key,
+    seed_keys,
     uniforms,
 )
 
@@ -63,7 +63,8 @@ class Controls:
         self._log_softmax = log_softmax
         self._count = 0
         self._temperatures_R = np.ones(num_rows, np.float32)
-        self._keys_R = np.zeros(num_rows, np.uint64)
+        self._seeds_R = np.zeros(num_rows, np.uint64)
+        """The seeds of the requests, modulo 2**64."""
         self._top_k_R = np.zeros(num_rows, np.int64)
         self._top_p_R = np.ones(num_rows, np.float64)
         self._min_p_R = np.zeros(num_rows, np.float64)
@@ -83,28 +84,31 @@ class Controls:
         has sampled already, if it is a fork or was preempted."""
         greedy = sampling.temperature == 0
         certain = greedy and sampling.record_kept
-        self._keys_R[row] = seed_key(sampling.seed)
+        self._seeds_R[row] = sampling.seed % 2**64
         # a greedy row that records its kept-set is sampled as a truncated row with a single survivor
         self._temperatures_R[row] = 1.0 if certain else sampling.temperature
         self._top_k_R[row] = 1 if certain else sampling.top_k
         # top_k = 1 keeps all tokens as likely as the first; top_p = 0 then keeps one of them, with the lowest id
         self._top_p_R[row] = float(not certain) if greedy else sampling.top_p
         self._min_p_R[row] = 0.0 if greedy else sampling.min_p
-        self._truncated_R[row] = certain or (sampling.truncated and not greedy)
-        self._records_kept_R[row] = sampling.record_kept and self._truncated_R[row]
+        truncated = self._truncated_R[row] = certain or (sampling.truncated and not greedy)
+        self._records_kept_R[row] = sampling.record_kept and truncated
         self._records_entropy_R[row] = sampling.record_entropy
         self._num_top_R[row] = sampling.record_top
         self._requested_temperatures_R[row] = sampling.temperature
-        self._changes.join(row, sampling, prompt_ids_T, answer_ids_T)
+        changes = self._changes.join(row, sampling, prompt_ids_T, answer_ids_T)
         if self._masks is not None:
             self._masks.join(row, sampling, answer_ids_T)
-        self._resize(row + 1)
+        self._count = row + 1
+        sets_more = truncated or sampling.record_entropy or sampling.record_top or changes
+        if sets_more or (self._masks is not None and self._masks.any()):
+            self._only_temperatures = False
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
         """Move the rows ``sources`` to the indices ``targets``, after other rows have left; ``count`` rows are in use
         now."""
         for column in (
-            self._temperatures_R, self._keys_R, self._top_k_R, self._top_p_R, self._min_p_R, self._truncated_R,
+            self._temperatures_R, self._seeds_R, self._top_k_R, self._top_p_R, self._min_p_R, self._truncated_R,
             self._records_kept_R, self._records_entropy_R, self._num_top_R, self._requested_temperatures_R,
         ):  # fmt: skip
             column[targets] = column[sources]
@@ -118,7 +122,7 @@ class Controls:
         ``positions_D`` are the positions of the new tokens in their sequences; position and seed of the request
         determine the random number. The caller must call :meth:`append` afterwards."""
         rows = np.arange(self._count) if rows_D is None else rows_D
-        uniforms_D = self._tensor(uniforms(self._keys_R[rows], positions_D))
+        uniforms_D = self._tensor(uniforms(seed_keys(self._seeds_R[rows]), positions_D))
         temperatures_D = self._tensor(self._temperatures_R[rows])
         if self._only_temperatures:
             return sample(logits_DV, temperatures_D, uniforms_D, self._log_softmax)
@@ -237,15 +241,14 @@ class Changes:
         growing: npt.NDArray[np.bool_] = self._growing_R[rows]
         return growing
 
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> bool:
         """Set up ``row`` for a new sequence: its bias, its penalties, and the tokens of prompt and answer to which the
-        penalties apply."""
+        penalties apply. Return whether they change a logit."""
         penalised = _penalised(sampling)
         self._growing_R[row] = penalised
-        self._changing_R[row] = penalised or bool(sampling.logit_bias)
-        self._used_R[row] = 0
-        if not self._changing_R[row]:
-            return
+        changes = self._changing_R[row] = penalised or bool(sampling.logit_bias)
+        if not changes:
+            return False
         self._repetition_R[row] = sampling.repetition_penalty
         self._presence_R[row] = sampling.presence_penalty
         self._frequency_R[row] = sampling.frequency_penalty
@@ -263,6 +266,7 @@ class Changes:
         self._present_RU[row, :used] = torch.from_numpy(np.isin(ids_U, penalised_ids))
         self._counts_RU[row, :used] = torch.from_numpy(counts_U)
         self._used_R[row] = self._max_used_R[row] = used
+        return True
 
     def move(self, sources: Index, targets: Index) -> None:
         """Copy the changes of the rows ``sources`` to the rows ``targets``, after rows have left the batch."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from headrace.base.errors import EngineFull, RequestError, nearest
@@ -82,6 +83,8 @@ class Intake:
         self._fork_memory = fork_memory
         self._ended: OrderedDict[int, _ForkSource] = OrderedDict()
         self._arrivals = 0
+        self._last_checked: tuple[object, ...] = ()
+        """The options of the last request that were valid, without its seed: requests often differ in it alone."""
         self.known: dict[int, Sequence] = {}
         """Every sequence that has not ended, by its request id."""
 
@@ -182,9 +185,12 @@ class Intake:
     def _check(self, request: GenerateRequest, name: str) -> IntColumn:
         """Check every number of the request, and return the ids of its prompt as int32. Raises
         :class:`~headrace.base.errors.RequestError`, which begins with ``name``, for an invalid number."""
-        problem = request_problem(request, self._bounds.vocab_size)
-        if problem:
-            raise RequestError(f"{name}: {problem}", remedy="correct its sampling")
+        options = (request.priority, request.deadline_s, msgspec.structs.replace(request.sampling, seed=0))
+        if options != self._last_checked:
+            problem = request_problem(request, self._bounds.vocab_size)
+            if problem:
+                raise RequestError(f"{name}: {problem}", remedy="correct its sampling")
+            self._last_checked = options
         checked = check_ids("prompt", request.prompt_ids_T, self._bounds.vocab_size)
         if checked.problem:
             raise RequestError(

@@ -372,10 +372,10 @@ def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64])
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
-def seed_key(seed: int) -> np.uint64:
-    """Return the key of a request's random numbers (:func:`uniforms`) from its seed. Neighbouring seeds give unrelated
-    keys."""
-    return np.uint64(splitmix(np.array([seed % 2**64], np.uint64))[0])
+def seed_keys(seeds_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the key of each request's random numbers (:func:`uniforms`) from its seed modulo 2**64. Neighbouring seeds
+    give unrelated keys."""
+    return splitmix(seeds_R)
 
 
 def splitmix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

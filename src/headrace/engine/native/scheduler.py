@@ -127,7 +127,7 @@ class Scheduler:
         self._deferred: dict[int, Sequence] = {}
         self._siblings = Siblings()
         self._last_misfit: tuple[int, int] | None = None  # (arrival, available blocks) of the sequence that did not fit
-        self._decoding: Index = np.zeros(0, np.int64)
+        self._decoding: frozenset[int] = frozenset()
         self._dirty: list[int] = []
         self.version = NOT_SAMPLED
         """The version with which sequences that join now compute their context."""
@@ -260,7 +260,8 @@ class Scheduler:
         self._restores = []
         has_preempted = self._grow()
         is_decoding = rows.decoding()
-        decoding = self._decoding = np.flatnonzero(is_decoding)
+        decoding = np.flatnonzero(is_decoding)
+        self._decoding = frozenset(decoding.tolist())
         self._register_decoding(decoding)
         budget = self._max_step_tokens - len(decoding)
         pieces: list[tuple[int, int]] = []

@@ -155,12 +155,13 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         than the overhead of an order, all calls are sent to one worker in a single order, together with those of other
         tasks that are to be scored now; otherwise each call is a separate, concurrent order."""
         request = self._request(task, completions, context)
-        if self.by_group or len(completions) == 1:
-            return await self._answer(request)
-        if len(completions) * self._mean_s <= SHORT_S:
+        is_short = not self.by_group and len(completions) * self._mean_s <= SHORT_S
+        if is_short and (self._joins_requests or len(completions) > 1):
             scores = await self._short_calls.score(request)
             if scores is not None:
                 return scores
+        if self.by_group or len(completions) == 1:
+            return await self._answer(request)
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(self._answer(request.order_for(index))) for index in range(len(completions))]
         return _join([call.result().of(0) for call in calls])
@@ -320,7 +321,12 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
 
 
 def _join(graded: Sequence[Graded]) -> Scores:
-    """Return one record of scores for completions that were scored separately."""
+    """Return one record of scores for completions that were scored separately. The record of a single completion is
+    that of its call, whose failure lets the call be repeated."""
+    if len(graded) == 1:
+        (only,) = graded
+        rewards, extra = () if only.failure else (only.reward,), (only.extra,) if only.extra else ()
+        return Scores(rewards=rewards, failure=only.failure, metrics=only.metrics, extra=extra)
     return Scores(rewards=tuple(each.reward for each in graded), graded=tuple(graded))
 
 
