@@ -169,7 +169,8 @@ def later_tensors(base: Path) -> list[str]:
     model does not contain these tensors, so a snapshot of the model copies them from the checkpoint."""
     if not (base / "config.json").is_file() or _is_part(str(base)):
         return []
-    return [name for _, name, _ in _headers(base) if _is_later(name, int(read_config(str(base)).num_hidden_layers))]
+    num_layers = int(read_config(str(base)).num_hidden_layers)
+    return [name for _, name, _ in _headers(base) if _is_later(name, num_layers)]
 
 
 def later_bytes(base: Path) -> int:
