@@ -265,7 +265,9 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             Scores(rewards=each.rewards, failure=each.error, metrics=each.metrics, extra=each.extra)
             for each in answer.calls
         ]
-        return _join([each.of(0) for each in calls]) if isinstance(call.request, ScoreTogether) else calls[0]
+        if isinstance(call.request, ScoreCompletions):
+            return calls[0]
+        return Scores(rewards=(), graded=tuple(each.of(0) for each in calls))
 
     async def _wait_in_time(self, worker: ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
         """Wait for ``scored``, the answer of a call that has begun, up to the pool's time limit, and return it. If it
