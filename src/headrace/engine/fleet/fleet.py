@@ -33,7 +33,7 @@ from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import NO_TOKENS, FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
-from headrace.engine.base import Engine, OnSiblingChunks, SiblingRequest, SiblingSource
+from headrace.engine.base import Engine, OnSiblingChunks, SiblingRequest
 from headrace.engine.fleet.member import TICK_S, FleetCounters, Member, StickyRoutes, combine_reports, gather_all
 from headrace.engine.fleet.routed import MAX_DEATHS_WITHOUT_TOKEN, RoutedRequest
 from headrace.engine.fleet.router import EngineState, Router
@@ -326,11 +326,11 @@ class Fleet:
             await on_chunks(passed_on)
 
         death: ComponentDied | None = None
-        if isinstance(member.engine, SiblingSource):
+        if member.siblings is not None:
             prompt_ids_T = routed[places[0]].prompt_ids_T
             requests = [SiblingRequest(each.sampling, each.options) for each in routed.values()]
             try:
-                await member.engine.generate_siblings(prompt_ids_T, requests, pass_on)
+                await member.siblings.generate_siblings(prompt_ids_T, requests, pass_on)
             except ComponentDied as error:
                 self._drop(member)
                 death = error

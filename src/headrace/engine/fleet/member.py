@@ -16,7 +16,7 @@ from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import ForkRequest
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport
-from headrace.engine.base import Engine
+from headrace.engine.base import Engine, SiblingSource
 
 A = TypeVar("A")
 
@@ -48,6 +48,12 @@ class Member:
     """The statistics that the engine reported last."""
     silent_s: float = 0.0
     """The seconds since the last report, counted in ticks, while the engine had sequences."""
+    siblings: SiblingSource | None = field(init=False)
+    """The engine, if it samples several answers to one prompt in one call; ``None`` otherwise."""
+
+    def __post_init__(self) -> None:
+        """Find out once whether the engine is a :class:`SiblingSource`: Python takes long to check a contract."""
+        self.siblings = self.engine if isinstance(self.engine, SiblingSource) else None
 
     def check_silence(self, load: int) -> None:
         """Update ``silent_s``: for how long the engine, while it has sequences, has reported no new statistics. Called
