@@ -236,8 +236,8 @@ def test_silent_engines_cost_one_deadline_together_and_the_others_get_the_versio
         update = publisher.announce(1, 0, [*others, receiver.address])
         assert RealClock().now() - start_s < 3 * deadline_s
     assert update.to == (receiver.address,)
-    assert list(update.missed) == others
-    assert all(f"could not be uploaded to {url}, which may be silent" in why for url, why in update.missed.items())
+    assert list(update.missed_by) == others
+    assert all(f"could not be uploaded to {url}, which may be silent" in why for url, why in update.missed_by.items())
     receiver.stage(update)
     receiver.close()
 

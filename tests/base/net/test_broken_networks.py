@@ -142,10 +142,10 @@ def test_an_engine_that_only_the_learner_cannot_reach_is_left_out_until_it_answe
         first = publish()
         assert first.to == (near.address,)
         assert re.fullmatch(
-            r"version 1 could not be uploaded to http.*silent for at most 1 s: TimeoutError.*", first.missed[far]
+            r"version 1 could not be uploaded to http.*silent for at most 1 s: TimeoutError.*", first.missed_by[far]
         )
         tried.clear()
-        assert [publish().missed for _ in range(4)] == [first.missed] * 4
+        assert [publish().missed_by for _ in range(4)] == [first.missed_by] * 4
         assert far not in tried, "nobody waits for it again"
         wire.fix()
         knocks = pair.publisher._outbox._probes  # type: ignore[attr-defined]
