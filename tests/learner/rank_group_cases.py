@@ -25,7 +25,7 @@ from headrace.sync.codecs import codec_of
 from headrace.sync.config import Route
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_receiver
-from headrace.testing.sync import through
+from headrace.testing.sync import encode_and_decode
 
 Found = dict[str, Any]
 
@@ -119,7 +119,7 @@ def _move(tensors: Mapping[str, Tensor], version: int) -> None:
 
 
 def _differing(codec: str, engine: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    expected = {name: through(codec_of(codec), name, tensor) for name, tensor in gather_each(tensors.items())}
+    expected = {name: encode_and_decode(codec_of(codec), name, tensor) for name, tensor in gather_each(tensors.items())}
     return [name for name, tensor in engine.items() if not torch.equal(tensor, expected[name])]
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headrace.models.kernels.build import find_compiler
-from headrace.testing.claimed import claimed
+from headrace.testing.claimed import device_environment
 from tests.models.kinds import tiny
 from tests.testing.claimed_loop import TOKENS
 from tools.families.tiny import write
@@ -31,7 +31,7 @@ TRAINING_WAITS, TRAINING_DOWNLOADS = 8, 2
 
 @pytest.fixture(scope="session")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return claimed(tmp_path_factory.mktemp("claimed"))
+    return device_environment(tmp_path_factory.mktemp("claimed"))
 
 
 def run(program: str, variables: dict[str, str], *arguments: str) -> Any:
