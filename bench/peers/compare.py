@@ -27,7 +27,7 @@ import psutil
 from tasks import TASKS, Task
 
 from headrace.base.clock import RealClock
-from headrace.wings.bench.base import at_least, at_most, report
+from headrace.wings.bench.base import at_least, at_most, make_report
 
 HERE = Path(__file__).parent
 SIDES = ("headrace", "trl")
@@ -45,7 +45,7 @@ SPEED = {"demo": 3.0, "long": 3.0, "slow": 5.0}
 
 def as_json(name: str, rows: list[Any], targets: list[Any]) -> str:
     """The result of a comparison, whose rows stand under ``name``."""
-    whole = report(rows, targets)
+    whole = make_report(rows, targets)
     versions = {**whole.versions, "trl": version("trl")}
     found = {"machine": whole.machine, "versions": versions, name: rows, "targets": targets}
     return json.dumps(msgspec.to_builtins(found), indent=1)

@@ -42,12 +42,12 @@ def make(directory: Path, num_rows: int) -> None:
     import numpy as np
 
     from headrace.models.tiny import make_tiny
-    from headrace.wings.bench.engine import LARGE, lognormal
+    from headrace.wings.bench.engine import LARGE, draw_lengths
 
     make_tiny(directory / "model", LARGE)
     rng = np.random.default_rng(0)
     rows = [
-        {"input_ids": rng.integers(3, 64, max(2, length)).tolist()} for length in lognormal(num_rows, *LENGTHS)
+        {"input_ids": rng.integers(3, 64, max(2, length)).tolist()} for length in draw_lengths(num_rows, *LENGTHS)
     ]  # fmt: skip
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -22,7 +22,7 @@ import psutil
 from headrace.base.clock import RealClock
 from headrace.base.environ import shared_memory_root
 from headrace.launch.leases import sweep
-from headrace.wings.bench.program import training
+from headrace.wings.bench.program import run_training
 
 Part = Literal["controller", "engine", "learner", "scorer", "environment", "rollout"]
 LIFE_MAY_TAKE_S = 300.0
@@ -89,7 +89,7 @@ async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *
     """Run one life of the run in ``run_dir``, with a kill at ``moment``."""
     clock = RealClock()
     began_s = clock.now()
-    async with training(arguments, resume=resume) as program:
+    async with run_training(arguments, resume=resume) as program:
         life = Life(pid=program.pid, resumed=resume)
         watch = _Watch(program=program, run_dir=run_dir, life=life, began_s=began_s)
         try:

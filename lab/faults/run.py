@@ -28,7 +28,7 @@ from headrace.control.saving import CHECKPOINTS
 from headrace.flow.ledger.opening import has_ledger
 from headrace.run.session import load_config
 from headrace.run.session.directory import read_summary
-from headrace.wings.bench.base import Report, Row, Target, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
 from headrace.wings.recipes.demo import build_demo
 from lab.faults.life import HUNG, Life, Moment, Part, leftovers, live
 from lab.faults.verdict import LedgerSnapshot, Verdict, judge, same_weights, take_snapshot
@@ -127,7 +127,7 @@ def measure(on_progress: Callable[[str], None], runs: int = RUNS, seed: int = 0,
         for each in range(seed, seed + runs):
             rows.append(_trial(setup, each))
             on_progress(_in_words(rows[-1]))
-    return report([_totals(rows), *rows], _targets(rows))
+    return make_report([_totals(rows), *rows], _targets(rows))
 
 
 def _run_without_kills(directory: Path, sources: Path, on_progress: Callable[[str], None]) -> TrialSetup:

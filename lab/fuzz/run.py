@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from headrace.base.clock import RealClock
-from headrace.wings.bench.base import Report, Row, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, at_least, at_most, make_report
 from lab.fuzz.formats import Format, formats
 from lab.fuzz.live import InputCounts, LiveFormat, hosts, live_formats, send_all
 from lab.fuzz.weights import Forged
@@ -49,7 +49,7 @@ def measure(on_progress: Callable[[str], None], quick: bool = False, runs: int =
         at_most("crashes", sum(row["crashes"] for row in rows) + len(crashed), 0, "inputs"),
         at_most("forgeries taken", sum(row["forged"] for row in rows), 0, "inputs"),
     ]
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 def _counted(what: Format | LiveFormat, count: int, seed: str) -> InputCounts:

@@ -24,7 +24,7 @@ from headrace.sync.groups import ProcessGroup, gloo_group
 from headrace.sync.pieces import whole_boxes
 from headrace.sync.transports import make_publisher, make_receiver
 from headrace.testing.sync import Pair, are_equal, open_pair
-from headrace.wings.bench.engine_peers import worker
+from headrace.wings.bench.engine_peers import open_worker
 from headrace.wings.bench.sync_group import GroupMembers
 from headrace.wings.bench.sync_worker import SyncPlan
 from tests.run.session.runs import headrace, make_run, tiny_model
@@ -260,11 +260,11 @@ def test_every_rank_writes_its_part_and_every_engine_reads_all(tmp_path: Path, c
     path.write_bytes(msgspec.json.encode(PLAN))
     with ExitStack() as stack:
         sides = ["rank-0", "rank-1", "engine-0", "engine-1"]
-        started = [stack.enter_context(worker(side, path, 1, module="tests.sync.deaf_member")) for side in sides]
+        started = [stack.enter_context(open_worker(side, path, 1, module="tests.sync.deaf_member")) for side in sides]
         members = GroupMembers(ranks=started[:2], engines=started[2:])
         members.open(Route(transport="group", codec=codec, deadline_s=2.0, fallback=str(tmp_path / "weights")))
         for version in range(4):
-            members.take(version)
+            members.copy_weights(version)
             errors = members.send(version)
             if version == 0:
                 assert all(errors + members.send(version, again=True))
