@@ -65,7 +65,7 @@ class Liar:
 
     def _hear(self, message: object) -> None:
         match message:
-            case Do(what="wait_until_ended"):
+            case Do(method="wait_until_ended"):
                 self.calls[message.supervisor] = message.call
                 if "wait_until_ended" in self.answers:
                     self.to_say.append(Done(call=message.call, answer=self.answers["wait_until_ended"]))
@@ -78,16 +78,16 @@ class Liar:
                 self.waiting.clear()
 
     def _do(self, order: Do) -> None:
-        if order.what == "start":
+        if order.method == "start":
             self.begun += 1
             if self.num_prompt is not None and self.begun > self.num_prompt:
                 self.waiting.append(order)
                 return
-            begin = msgspec.json.decode(order.asked, type=StartOrder)
+            begin = msgspec.json.decode(order.argument, type=StartOrder)
             if self.worker is not None:
                 threading.Thread(target=self._work, args=(begin,), daemon=True).start()
-        true = FOUND if order.what == "describe_node" else 7
-        self.to_say.append(Done(call=order.call, answer=self.answers.get(order.what, true)))
+        true = FOUND if order.method == "describe_node" else 7
+        self.to_say.append(Done(call=order.call, answer=self.answers.get(order.method, true)))
 
     def _work(self, begin: StartOrder) -> None:
         channel = PartChannel(begin.briefing.addresses, environment.Message, on_broken=self.stopped.is_set)

@@ -209,7 +209,7 @@ class _MachineSupervisor:
             answer.exception()  # marks the error as retrieved, since the caller may have been cancelled
 
         peer.expect(call, Done).add_done_callback(settle)
-        peer.send(Do(call=call, supervisor=self._number, what=method, asked=arguments[0] if arguments else b""))
+        peer.send(Do(call=call, supervisor=self._number, method=method, argument=arguments[0] if arguments else b""))
         return answer
 
     def kill(self) -> None:

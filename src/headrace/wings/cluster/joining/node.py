@@ -293,11 +293,11 @@ class _NodeDispatcher:
         try:
             supervisor = self.supervisors.get(order.supervisor) or ProcessSupervisor(self.address)
             self.supervisors[order.supervisor] = supervisor
-            match order.what:
+            match order.method:
                 case "describe_node":
-                    answer = supervisor.describe_node(order.asked)
+                    answer = supervisor.describe_node(order.argument)
                 case "start":
-                    answer = await supervisor.start(_require_environment(order.asked))
+                    answer = await supervisor.start(_require_environment(order.argument))
                 case "computed_s":
                     answer = await supervisor.computed_s()
                 case "halt_reason":
