@@ -204,8 +204,7 @@ def _batches() -> Format:
             for ids, mask in zip(scored.tokens, scored.masks, strict=True):
                 Answers().sampled(ids, mask)
 
-    read = make_reader(RunError, DataError, ValueError, RecursionError)(
-        parse
-    )  # the last two are raised by the JSON parser
+    # the JSON parser raises the last two errors
+    read = make_reader(RunError, DataError, ValueError, RecursionError)(parse)
     seeds = [json.dumps(tree).encode() for tree in examples]
     return Format(name="batches of Atropos", share=0.02, seeds=seeds, change=mutate_json, read=read)
