@@ -1,7 +1,9 @@
-"""Draw the curves of ``headrace bench learning --json``: python bench/learning_curves.py FIGURES.json PICTURE.png
+"""Draw the learning curves of ``headrace bench learning --json``.
 
-One row of panels for each task: held-out reward over trained tokens, and over seconds. A line is the mean of the seeds,
-its band reaches from the worst seed to the best.
+    python bench/learning_curves.py FIGURES.json PICTURE.png
+
+The picture has a row of panels for each task: the held-out reward over trained tokens, and over seconds. A line is the
+mean over the seeds, and its band reaches from the worst seed to the best.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the runs in ``rows`` into ``path``."""
+    """Draw the learning curves of the runs in ``rows`` into the picture ``path``."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, panels = plt.subplots(len(tasks), 2, figsize=(11, 3.4 * len(tasks)), layout="constrained", squeeze=False)
     for task, beside in zip(tasks, panels, strict=True):
@@ -43,7 +45,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _band(panel: Any, curves: list[Any], axis: int, colour: str, label: str) -> None:
-    """Draw the mean of some curves, and the range that they cover, as far as all of them reach."""
+    """Draw the mean of ``curves`` and the range between the worst and the best, up to the end of the shortest curve.
+    ``axis`` is the column of the horizontal axis: 0 for tokens, 1 for seconds."""
     at = np.linspace(0.0, min(curve[-1, axis] for curve in curves), 200)
     values = np.array([np.interp(at, curve[:, axis], curve[:, 2]) for curve in curves])
     panel.plot(at, values.mean(axis=0), color=colour, label=label)

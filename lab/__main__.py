@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.wings.bench.base import Report, show
+from headrace.wings.bench.base import Report, format_report
 from lab.faults import run as faults
 from lab.fuzz import run as fuzz
 from lab.paired import run as paired
@@ -55,7 +55,7 @@ def main() -> None:
         if options.experiment == "faults":
             given["rollouts"] = options.rollouts
         found = EXPERIMENTS[options.experiment](_tell, **given)
-    print(msgspec.json.encode(found).decode() if options.json else show(found))
+    print(msgspec.json.encode(found).decode() if options.json else format_report(found))
     sys.exit(not all(target.holds for target in found.targets))
 
 

@@ -41,7 +41,7 @@ class Progress:
     """A converter of pip's output into one line per package, with a heartbeat while pip prints nothing."""
 
     def __init__(self) -> None:
-        self.doing = "asking the package index"
+        self.activity = "asking the package index"
         """What pip is doing, for the heartbeat."""
         self._collected: set[str] = set()
         self._named: set[str] = set()
@@ -53,12 +53,12 @@ class Progress:
         words = line.split()
         if words[:1] == ["Collecting"]:
             self._collected.add(re.split(r"[^\w.-]", words[1])[0])
-            self.doing = f"resolving: {len(self._collected)} packages so far"
+            self.activity = f"resolving: {len(self._collected)} packages so far"
         elif words[:2] == ["Building", "wheel"] and "done" not in words and "finished" not in words:
             self._print(f"  building {words[3]}")
         elif words[:3] == ["Installing", "collected", "packages:"]:
-            self.doing = f"unpacking {len(words) - 3} packages"
-            self._print(f"  {self.doing}")
+            self.activity = f"unpacking {len(words) - 3} packages"
+            self._print(f"  {self.activity}")
         elif (found := _WHEEL.match(line.strip()) or _SOURCE.match(line.strip())) and ".whl.metadata" not in line:
             self._package(found["name"], found["version"], line)
 
@@ -66,7 +66,7 @@ class Progress:
         """Print what pip is doing, if nothing has been printed since the last call."""
         self._beats += 1
         if self._silent:
-            print(f"  … {self.doing} ({self._beats * HEARTBEAT_S:.0f} s)", flush=True)
+            print(f"  … {self.activity} ({self._beats * HEARTBEAT_S:.0f} s)", flush=True)
         self._silent = True
 
     def _package(self, name: str, version: str, line: str) -> None:
@@ -75,7 +75,7 @@ class Progress:
             return
         self._named.add(key)
         size = _SIZE.search(line)
-        self.doing = f"{len(self._named)} packages so far, the last {key}"
+        self.activity = f"{len(self._named)} packages so far, the last {key}"
         self._print(f"  {key}{f'  {size[1]}' if size else ''}")
 
     def _print(self, text: str) -> None:
@@ -84,7 +84,7 @@ class Progress:
 
 
 @contextmanager
-def beating(progress: Progress) -> Iterator[None]:
+def print_heartbeats(progress: Progress) -> Iterator[None]:
     """Print heartbeats of ``progress`` from a separate thread while the body runs."""
     over = threading.Event()
 
@@ -106,7 +106,7 @@ def pip(*arguments: str, log: Path) -> int:
     command = [sys.executable, "-m", "pip", *arguments]
     progress = Progress()
     lines = []
-    with log.open("a", encoding="utf-8") as kept, beating(progress):
+    with log.open("a", encoding="utf-8") as kept, print_heartbeats(progress):
         kept.write(f"$ {' '.join(command)}\n")
         with subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -123,13 +123,13 @@ def pip(*arguments: str, log: Path) -> int:
     return process.returncode
 
 
-def pinned(name: str) -> str:
+def pinned_version(name: str) -> str:
     """Return the version of a package in the constraints file."""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     return next(line.partition("==")[2] for line in lines if line.startswith(f"{name}=="))
 
 
-def installed(name: str) -> str:
+def installed_version(name: str) -> str:
     """Return the version of a package in this environment; empty if it is not installed."""
     try:
         return metadata.version(name)
@@ -142,7 +142,7 @@ def has_nvidia_gpu() -> bool:
     return bool(shutil.which("nvidia-smi")) or any(Path(sign).exists() for sign in SIGNS_OF_NVIDIA)
 
 
-def offers(index: str, version: str) -> tuple[bool, str]:
+def has_build(index: str, version: str) -> tuple[bool, str]:
     """Return whether pip finds the build ``version`` of torch for this Python in that index, and otherwise the
     reason."""
     options = ["--index-url", index, "--retries", "0", "--timeout", "5", "--disable-pip-version-check"]
@@ -166,14 +166,14 @@ def offers(index: str, version: str) -> tuple[bool, str]:
 
 def install_torch(build: str, log: Path) -> int:
     """Install the build of torch that ``build`` selects, unless it is the one that pip selects by itself."""
-    version = pinned("torch")
-    if build == "default" or installed("torch").partition("+")[0] == version:
+    version = pinned_version("torch")
+    if build == "default" or installed_version("torch").partition("+")[0] == version:
         return 0
     if build == "auto":
         if sys.platform != "linux" or has_nvidia_gpu():
             return 0
         print(f"No NVIDIA GPU here: looking for torch's CPU build at {CPU_INDEX}", flush=True)
-        offered, reason = offers(CPU_INDEX, f"{version}+cpu")
+        offered, reason = has_build(CPU_INDEX, f"{version}+cpu")
         if not offered:
             print(
                 f"It cannot be had: {reason}. torch's default build is taken, which brings CUDA libraries of some "
@@ -193,11 +193,11 @@ def can_compile() -> bool:
     return bool(shutil.which(compiler)) and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
-def chosen_extras(extras: list[str]) -> list[str]:
+def choose_extras(extras: list[str]) -> list[str]:
     """Return the extras to install; those for tests that need a compiler only if there is one."""
     if "dev" not in extras or "reasoning-gym" in extras:
         return extras
-    if can_compile() or installed("reasoning-gym"):
+    if can_compile() or installed_version("reasoning-gym"):
         return [*extras, "reasoning-gym"]
     print(
         "Without a C compiler and Python's headers (apt-get install gcc python3-dev) reasoning-gym cannot be built: "
@@ -212,7 +212,7 @@ def install_package(extras: list[str], log: Path) -> int:
     options = ["--disable-pip-version-check", "--progress-bar", "off"]
     target = f".[{','.join(extras)}]" if extras else "."
     failed = pip("install", *options, "-c", str(CONSTRAINTS), "-e", target, log=log)
-    wanted = f"{WITHOUT_REQUIREMENTS}=={pinned(WITHOUT_REQUIREMENTS)}"
+    wanted = f"{WITHOUT_REQUIREMENTS}=={pinned_version(WITHOUT_REQUIREMENTS)}"
     if not failed and "dev" in extras and pip("install", *options, "--no-deps", wanted, log=log):
         print(f"{wanted} cannot be had: the tests of its recipes are skipped.", flush=True)
     return failed
@@ -228,12 +228,12 @@ def main() -> int:
     options = parser.parse_args()
     log = Path(sys.prefix) / "install.log"
     log.unlink(missing_ok=True)
-    extras = chosen_extras(options.extras)
+    extras = choose_extras(options.extras)
     words = f" with {', '.join(extras)}" if extras else ""
     print(f"Installing headrace{words} for Python {sys.version.split()[0]}; the log is {log}", flush=True)
     failed = install_torch(options.torch, log) or install_package(extras, log)
     if not failed:
-        print(f"Installed, with torch {installed('torch')}.", flush=True)
+        print(f"Installed, with torch {installed_version('torch')}.", flush=True)
     return failed
 
 

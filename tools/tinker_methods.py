@@ -134,7 +134,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def written() -> str:
+def updated_page() -> str:
     """Return the page with the table of today."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
@@ -142,4 +142,4 @@ def written() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(), encoding="utf-8")
+    PAGE.write_text(updated_page(), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""What both sides are judged by, with the same code: the share of held-out rows that a model answers rightly."""
+"""The held-out accuracy of a model: the fraction of rows that it answers correctly. All sides are measured with this
+code."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 
 
-def user_reward(directory: Path) -> Any:
-    """``reward`` of ``reward.py``."""
+def load_reward(directory: Path) -> Any:
+    """Return the function ``reward`` of the file ``reward.py`` in the task's ``directory``."""
     spec = importlib.util.spec_from_file_location("task_reward", directory / "reward.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -19,9 +20,11 @@ def user_reward(directory: Path) -> Any:
 
 
 @torch.no_grad()
-def accuracy(model: Any, tokenizer: Any, held_out: Path, new_tokens: int = 4) -> float:
-    """By sampling at temperature 1, one answer to a row, from a seed that is always the same."""
-    reward = user_reward(held_out.parent)
+def measure_accuracy(model: Any, tokenizer: Any, held_out: Path, new_tokens: int = 4) -> float:
+    """Return the fraction of the rows in the file ``held_out`` that ``model`` answers correctly, from 0 to 1. One
+    answer of at most ``new_tokens`` tokens is sampled for each row at temperature 1, always with the same seed. The
+    state of torch's random generator is not changed."""
+    reward = load_reward(held_out.parent)
     rows = [json.loads(line) for line in held_out.read_text().splitlines()]
     inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")
     training, state = model.training, torch.get_rng_state()

@@ -1,12 +1,13 @@
-"""Headrace beside other programs on this machine: same model, rows, reward, batch, optimizer and threads, in turn.
+"""Compare reinforcement learning in Headrace with other programs on this machine, one after the other, with the same
+model, rows, reward, batch, optimizer and threads.
 
     python bench/peers/compare.py [--task demo --task long --task slow] [--pairs 3] [--seed 0] [--out FILE.json]
-    python bench/peers/compare.py --quick                                   # only show that it runs
+    python bench/peers/compare.py --quick                                   # only check that it runs
 
-Each pair runs one side after the other, in an order that alternates. Printed and written: trained tokens a second
-(medians over pairs, ratios within pairs), seconds to the same held-out accuracy, the most memory held (the sum of the
-proportional shares of all processes of a side), versions and machine. Beside ``FILE.json`` goes a picture, for which
-matplotlib has to be installed.
+A pair is one run of each side, one after the other; the order alternates between pairs. The program prints and writes
+the trained tokens per second (medians over pairs, ratios within pairs), the seconds to the same held-out accuracy, the
+peak memory (the sum of the proportional set sizes of all processes of a side), the versions and the machine. It also
+writes a picture next to ``FILE.json``, which requires matplotlib.
 """
 
 from __future__ import annotations
@@ -27,41 +28,43 @@ import psutil
 from tasks import TASKS, Task
 
 from headrace.base.clock import RealClock
-from headrace.wings.bench.base import at_least, at_most, report
+from headrace.wings.bench.base import at_least, at_most, make_report
 
 HERE = Path(__file__).parent
 SIDES = ("headrace", "trl")
 LOOK_S = 2.0
-"""Seconds between two looks at the memory. A look takes 20 ms of processor time for each large process, so that four of
-them a second would take a tenth of this machine from the side that has more processes."""
+"""The seconds between two measurements of the memory. A measurement takes 20 ms of processor time for each large
+process, so four measurements per second would take a tenth of this machine from the side with more processes."""
 LIMIT_S = 3600.0
+"""The time limit of one run, in seconds."""
 SKIPPED = 2
-"""First steps, which warm up caches and compilers, count for no rate."""
+"""The number of first steps that are left out of rates, because they warm up caches and compilers."""
 GOAL = 0.9
-"""Held-out accuracy that is raced for."""
+"""The held-out accuracy, from 0 to 1, to which the time is measured."""
 SPEED = {"demo": 3.0, "long": 3.0, "slow": 5.0}
-"""How many times the peer's trained tokens a second are aimed at."""
+"""The target ratio of Headrace's trained tokens per second to those of the other program, by task."""
 
 
 def as_json(name: str, rows: list[Any], targets: list[Any]) -> str:
-    """The result of a comparison, whose rows stand under ``name``."""
-    whole = report(rows, targets)
-    versions = {**whole.versions, "trl": version("trl")}
-    found = {"machine": whole.machine, "versions": versions, name: rows, "targets": targets}
+    """Return the result of a comparison as JSON text: ``targets``, versions and machine, and ``rows`` under the key
+    ``name``."""
+    report = make_report(rows, targets)
+    versions = {**report.versions, "trl": version("trl")}
+    found = {"machine": report.machine, "versions": versions, name: rows, "targets": targets}
     return json.dumps(msgspec.to_builtins(found), indent=1)
 
 
 def main() -> None:
-    """Run what is asked for, print it, and write it down."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--task", action="append", choices=tuple(TASKS))
-    asked.add_argument("--pairs", type=int, default=3)
-    asked.add_argument("--seed", type=int, default=0)
-    asked.add_argument("--threads", type=int, default=psutil.cpu_count() or 1)
-    asked.add_argument("--max-age", type=int, help="of Headrace's tokens, in versions; unset: what tasks.py says")
-    asked.add_argument("--quick", action="store_true")
-    asked.add_argument("--out", type=Path)
-    given = asked.parse_args()
+    """Run the comparisons that the command line names, print the result, and write it to the file ``--out``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", action="append", choices=tuple(TASKS))
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=psutil.cpu_count() or 1)
+    parser.add_argument("--max-age", type=int, help="largest age of Headrace's tokens; unset: the task's")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
     rows, targets = [], []
     for name in given.task or TASKS:
         pairs = []
@@ -78,29 +81,31 @@ def main() -> None:
                         settings["max_age"] = given.max_age
                     if given.quick:
                         settings |= {"steps": SKIPPED + 2, "every": 2 if task.every else 0}
-                    pairs[-1][side] = measured(side, settings, task)
-                print(name, pair, side, json.dumps(told(pairs[-1][side])), file=sys.stderr, flush=True)
+                    pairs[-1][side] = measure_run(side, settings, task)
+                print(name, pair, side, json.dumps(without_columns(pairs[-1][side])), file=sys.stderr, flush=True)
         rows += [{"task": name, "pair": index, **pair} for index, pair in enumerate(pairs)]
-        targets += judged(name, pairs)
+        targets += make_targets(name, pairs)
     text = as_json("rows", rows, targets)
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n")
-        from drawing import draw  # needs matplotlib, which Headrace does without: the figures are safe by now
+        from drawing import draw  # here, because it needs matplotlib: the figures are already written
 
         draw(json.loads(text), given.out.with_suffix(".png"))
 
 
-def measured(side: str, settings: dict[str, Any], task: Task) -> dict[str, Any]:
-    """One run of one side."""
+def measure_run(side: str, settings: dict[str, Any], task: Task) -> dict[str, Any]:
+    """Run ``side`` (``headrace`` or ``trl``) on ``task`` in a new process, with ``settings`` as its argument, and
+    return its figures: ``tok_s`` in trained tokens per second, ``memory_mb`` in MiB, ``wall_s`` in seconds, and the
+    columns that the process prints. Raises ``SystemExit`` with the end of its standard error if the process fails."""
     clock = RealClock()
     start_s = clock.now()
     command = [sys.executable, str(HERE / f"side_{side}.py"), json.dumps(settings)]
-    most = 0
+    peak_bytes = 0
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
         process = subprocess.Popen(command, stdout=said, stderr=complained, cwd=HERE)
         while process.poll() is None:
-            most = max(most, held_bytes(process.pid))
+            peak_bytes = max(peak_bytes, memory_bytes(process.pid))
             if clock.now() - start_s > LIMIT_S:
                 process.kill()
             try:
@@ -112,19 +117,20 @@ def measured(side: str, settings: dict[str, Any], task: Task) -> dict[str, Any]:
         if process.returncode:
             raise SystemExit(f"{side} ended with {process.returncode}:\n{complained.read()[-4000:]}")
         found = json.loads(said.read().splitlines()[-1])
-    found |= {"wall_s": clock.now() - start_s, "memory_mb": most / 2**20}
+    found |= {"wall_s": clock.now() - start_s, "memory_mb": peak_bytes / 2**20}
     seconds = found["ends"][-1] - found["ends"][SKIPPED - 1]
     found["tok_s"] = sum(found["tokens"][SKIPPED:]) / seconds
     if side == "headrace" and task.every:
-        found["curve"] = curve(settings, found["ends"])
+        found["curve"] = accuracy_curve(settings, found["ends"])
     found["goal_s"] = next((at_s for at_s, right in found["curve"] if right >= GOAL), None)
     return found
 
 
-def curve(settings: dict[str, Any], ends: list[float]) -> list[tuple[float, float]]:
-    """Accuracy of each snapshot, by when its step ended."""
+def accuracy_curve(settings: dict[str, Any], ends: list[float]) -> list[tuple[float, float]]:
+    """Return the learning curve of a run of Headrace: for each snapshot the time at which its step ended, in seconds,
+    and the held-out accuracy. ``ends`` has the end of each step."""
     import torch
-    from accuracy import accuracy
+    from accuracy import measure_accuracy
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     points = []
@@ -133,12 +139,13 @@ def curve(settings: dict[str, Any], ends: list[float]) -> list[tuple[float, floa
     for snapshot in sorted(Path(settings["scratch"]).glob("checkpoints/step-*")):
         model = AutoModelForCausalLM.from_pretrained(snapshot, dtype=torch.float32)
         step = int(snapshot.name.removeprefix("step-"))
-        points.append((ends[step - 1], accuracy(model, tokenizer, directory / "held_out.jsonl")))
+        points.append((ends[step - 1], measure_accuracy(model, tokenizer, directory / "held_out.jsonl")))
     return points
 
 
-def held_bytes(pid: int) -> int:
-    """Memory of a process and its children; what several share counts once."""
+def memory_bytes(pid: int) -> int:
+    """Return the memory of the process ``pid`` and its child processes, in bytes; memory that several of them share
+    counts once. 0 if the process has ended."""
     total = 0
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -152,10 +159,12 @@ def held_bytes(pid: int) -> int:
     return total
 
 
-def judged(name: str, pairs: list[dict[str, Any]]) -> list[Any]:
-    """The figures that are aimed at."""
+def make_targets(name: str, pairs: list[dict[str, Any]]) -> list[Any]:
+    """Return the targets of the task ``name`` with the figures of ``pairs``: speed, memory and, if all sides reached
+    it, the time to :data:`GOAL`."""
 
     def ratio(key: str) -> float | None:
+        """Return the median over pairs of Headrace's figure ``key`` divided by TRL's; ``None`` if no pair has both."""
         both = [(pair["headrace"][key], pair["trl"][key]) for pair in pairs]
         known = [ours / theirs for ours, theirs in both if ours is not None and theirs is not None]
         return statistics.median(known) if known else None
@@ -168,8 +177,8 @@ def judged(name: str, pairs: list[dict[str, Any]]) -> list[Any]:
     return targets
 
 
-def told(found: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a run without their columns."""
+def without_columns(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a run that are single numbers, without those that have a value for each step."""
     return {key: value for key, value in found.items() if key not in ("ends", "tokens", "curve")}
 
 

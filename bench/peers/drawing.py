@@ -1,4 +1,4 @@
-"""Three panels: tokens a second, memory, accuracy against seconds."""
+"""Draw the result of ``compare.py`` in three panels: tokens per second, memory, and accuracy over time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ NAMES = {"headrace": "Headrace", "trl": "TRL GRPOTrainer"}
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Medians as bars, every pair as a dot."""
+    """Draw the result ``found``, a decoded file of ``compare.py``, into the picture ``path``. Bars are medians, and
+    dots are the pairs."""
     tasks = list(dict.fromkeys(row["task"] for row in found["rows"]))
     figure, (speed, memory, race) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for panel, key, title in (
-        (speed, "tok_s", "trained tokens/s, times TRL"),
-        (memory, "memory_mb", "most memory, MB"),
+        (speed, "tok_s", "trained tokens/s, relative to TRL"),
+        (memory, "memory_mb", "peak memory, MB"),
     ):
         for place, task in enumerate(tasks):
             pairs = [row for row in found["rows"] if row["task"] == task]

@@ -1,4 +1,5 @@
-"""Headrace on a task: run by compare.py in a process of its own. Prints one JSON line."""
+"""Train a task with Headrace and print the figures as one line of JSON. ``compare.py`` starts this program in a
+separate process."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from headrace.run.observe import load_run
 from headrace.run.session import load_config, train
 
 
-def run_file(task: dict) -> Path:
-    """What a user would write."""
+def write_run_file(task: dict) -> Path:
+    """Write the run file of ``task``, as a user would write it, into the task's directory, and return its path."""
     directory = Path(task["directory"])
     path = directory / "run.toml"
     path.write_text(
@@ -45,9 +46,9 @@ keep_checkpoints = {task["steps"]}
 
 
 def main() -> None:
-    """The task is the first argument, as JSON."""
+    """Train the task in the first argument, which is JSON, and print the figures."""
     task = json.loads(sys.argv[1])
-    train(load_config(run_file(task), ["observe.view=none", "observe.report=false"]))
+    train(load_config(write_run_file(task), ["observe.view=none", "observe.report=false"]))
     run = load_run(Path(task["scratch"]))
     begin_s = run.loop[0]
     ends = [record.clock_s - begin_s for record in run.steps]

@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer on a task: run by compare.py in a process of its own. Prints one JSON line."""
+"""Train a task with TRL's GRPOTrainer and print the figures as one line of JSON. ``compare.py`` starts this program in
+a separate process."""
 
 from __future__ import annotations
 
@@ -10,33 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import accuracy, user_reward
+from accuracy import load_reward, measure_accuracy
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-def rewards_of(reward: Any) -> Any:
-    """TRL's form: all completions of a batch at once. An async reward runs for all of them side by side."""
+def batch_reward(reward: Any) -> Any:
+    """Return ``reward``, a function of one completion, as a reward function of TRL, which gets all completions of a
+    batch at once. An async reward is computed for all completions concurrently."""
     if inspect.iscoroutinefunction(reward):
         import asyncio
 
-        async def together(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
+        async def score_concurrently(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
             calls = (reward(text, given) for text, given in zip(completions, answer, strict=True))
             return list(await asyncio.gather(*calls))
 
-        return together
+        return score_concurrently
 
-    def each(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
+    def score_in_turn(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
         return [reward(text, given) for text, given in zip(completions, answer, strict=True)]
 
-    return each
+    return score_in_turn
 
 
-class Timed(GRPOTrainer):
-    """Counts the tokens of each generation."""
+class CountingTrainer(GRPOTrainer):
+    """A trainer that counts the generated tokens of each step."""
 
     tokens: list[int]
+    """The number of tokens of each generation."""
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._generate_single_turn(*args, **kwargs)
@@ -44,28 +47,29 @@ class Timed(GRPOTrainer):
         return made
 
 
-class Watch(TrainerCallback):
-    """When each step ended, on a clock that stands still while accuracy is measured."""
+class StepTimer(TrainerCallback):
+    """A callback that records the time at which each step ended, and the learning curve. The time of the accuracy
+    measurements is not counted."""
 
     def __init__(self, every: int, held_out: Path, tokenizer: Any) -> None:
         self.every, self.held_out, self.tokenizer = every, held_out, tokenizer
         self.ends: list[float] = []
         self.curve: list[tuple[float, float]] = []
-        self.out = 0.0
+        self.measuring_s = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.start = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
         now = time.perf_counter()
-        self.ends.append(now - self.start - self.out)
+        self.ends.append(now - self.start - self.measuring_s)
         if self.every and state.global_step % self.every == 0:
-            self.curve.append((self.ends[-1], accuracy(model, self.tokenizer, self.held_out)))
-            self.out += time.perf_counter() - now
+            self.curve.append((self.ends[-1], measure_accuracy(model, self.tokenizer, self.held_out)))
+            self.measuring_s += time.perf_counter() - now
 
 
 def main() -> None:
-    """The task is the first argument, as JSON."""
+    """Train the task in the first argument, which is JSON, and print the figures."""
     task = json.loads(sys.argv[1])
     directory, seed = Path(task["directory"]), task["seed"]
     torch.set_num_threads(task["threads"])
@@ -82,14 +86,14 @@ def main() -> None:
         warmup_steps=task["warmup"], adam_beta1=task["betas"][0], adam_beta2=task["betas"][1], max_grad_norm=1.0,
         beta=0.0, num_iterations=1,
     )  # fmt: skip
-    watch = Watch(task["every"], directory / "held_out.jsonl", tokenizer)
-    trainer = Timed(
-        model=model, reward_funcs=rewards_of(user_reward(directory)), args=config, processing_class=tokenizer,
-        train_dataset=Dataset.from_list(rows), callbacks=[watch],
+    timer = StepTimer(task["every"], directory / "held_out.jsonl", tokenizer)
+    trainer = CountingTrainer(
+        model=model, reward_funcs=batch_reward(load_reward(directory)), args=config, processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows), callbacks=[timer],
     )  # fmt: skip
     trainer.tokens = []
     trainer.train()
-    print(json.dumps({"ends": watch.ends, "tokens": trainer.tokens, "curve": watch.curve}))
+    print(json.dumps({"ends": timer.ends, "tokens": trainer.tokens, "curve": timer.curve}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The three tasks that every side trains: model, rows, reward and settings, in one directory.
+"""The three tasks of the comparison. A task is a directory with a model, rows and a reward, and settings.
 
-``demo``  two-digit addition with the demo's model (0.4M parameters), three digits an answer
+``demo``  two-digit addition with the demo's model (0.4M parameters), with three digits in each answer
 ``long``  a 28M model whose answers have geometric lengths of mean 128, at most 512 tokens: the end of the sequence has
           the same small probability everywhere
-``slow``  the demo, and every reward takes 50 to 500 ms, as a judge or a program that runs does
+``slow``  the demo with a reward that takes 50 to 500 ms, like a judge or the execution of a program
 """
 
 from __future__ import annotations
@@ -22,42 +22,45 @@ LONG_MEAN, LONG_MOST = 128, 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What both sides are given; a side reads nothing else."""
+    """The description of a task, the only input of every side."""
 
     directory: Path
-    """Holds ``model``, ``train.jsonl``, ``held_out.jsonl`` (if accuracy means something) and ``reward.py``."""
+    """The directory with ``model``, ``train.jsonl``, ``reward.py`` and, if the task can be learned,
+    ``held_out.jsonl``."""
     prompts: int
-    """Of a step."""
+    """The number of prompts of a step."""
     group: int
-    """Answers to each prompt."""
+    """The number of answers to each prompt."""
     new_tokens: int
+    """The largest number of tokens of an answer."""
     lr: float
     betas: tuple[float, float] = (0.9, 0.99)
     warmup: int = 0
+    """The number of steps over which the learning rate rises to ``lr``."""
     steps: int
     every: int = 0
-    """Steps between two measurements of held-out accuracy; 0 for none."""
+    """The number of steps between two measurements of the held-out accuracy; 0: it is not measured."""
     max_age: int = 2
-    """Versions that the weights may move on between sampling a token and training it, of a side that allows any."""
+    """The largest age of a trained token, in versions of the weights, for a side that trains on older tokens."""
     micro: int
-    """Answers of one forward pass of a side that pads: what was fastest for it here."""
+    """The number of answers in one forward pass, for a side that pads them: the fastest number on this machine."""
 
     @property
     def episodes(self) -> int:
-        """Of a step."""
+        """The number of episodes of a step."""
         return self.prompts * self.group
 
 
-def demo(directory: Path, seed: int) -> Task:
-    """The demo as it comes."""
+def build_demo_task(directory: Path, seed: int) -> Task:
+    """Build the demo in ``directory``, with a model initialised from ``seed``, and return the task ``demo``."""
     build_demo(directory, seed=seed)
     return Task(
         directory=directory, prompts=64, group=4, new_tokens=4, lr=3e-4, warmup=5, steps=150, every=10, micro=256
     )
 
 
-def slow(directory: Path, seed: int) -> Task:
-    """The demo with rewards that take their time, side by side."""
+def build_slow_task(directory: Path, seed: int) -> Task:
+    """Build the demo with a slow async reward in ``directory``, and return the task ``slow``."""
     build_demo(directory, seed=seed)
     fast = (directory / "reward.py").read_text().replace("def reward(", "def right(")
     (directory / "reward.py").write_text(fast + SLOW)
@@ -69,7 +72,7 @@ def slow(directory: Path, seed: int) -> Task:
 SLOW = '''
 
 async def reward(completion: str, answer: int) -> float:
-    """After 50 to 500 ms, the same for the same answer on every side."""
+    """Return the demo's reward after 50 to 500 ms; the time depends only on completion and answer."""
     import asyncio
     import zlib
 
@@ -77,7 +80,7 @@ async def reward(completion: str, answer: int) -> float:
     return right(completion, answer)
 '''
 
-ODD = '''"""Something that differs from answer to answer: the share of characters with odd codes."""
+ODD = '''"""A reward that differs between answers: the fraction of characters with odd codes."""
 
 
 def reward(completion: str, answer: int) -> float:
@@ -85,8 +88,9 @@ def reward(completion: str, answer: int) -> float:
 '''
 
 
-def long(directory: Path, seed: int) -> Task:
-    """28M parameters; nothing is to be learned here but speed."""
+def build_long_task(directory: Path, seed: int) -> Task:
+    """Build a model with 28M parameters and random prompts in ``directory``, and return the task ``long``. It measures
+    only the speed; there is nothing to learn."""
     directory.mkdir(parents=True)
     letters = "".join(chr(code) for code in range(0x20, 0x7F))
     more = "".join(chr(code) for code in range(0xC0, 0xC0 + 18))
@@ -102,4 +106,5 @@ def long(directory: Path, seed: int) -> Task:
     return Task(directory=directory, prompts=8, group=8, new_tokens=LONG_MOST, lr=1e-6, steps=8, micro=8)
 
 
-TASKS = {"demo": demo, "long": long, "slow": slow}
+TASKS = {"demo": build_demo_task, "long": build_long_task, "slow": build_slow_task}
+"""The functions that build the tasks, by name."""

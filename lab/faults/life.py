@@ -22,7 +22,7 @@ import psutil
 from headrace.base.clock import RealClock
 from headrace.base.environ import shared_memory_root
 from headrace.launch.leases import sweep
-from headrace.wings.bench.program import training
+from headrace.wings.bench.program import run_training
 
 Part = Literal["controller", "engine", "learner", "scorer", "environment", "rollout"]
 LIFE_MAY_TAKE_S = 300.0
@@ -57,40 +57,40 @@ class Life:
     """One life of a run and its end."""
 
     pid: int
-    resumed: bool
+    is_resumed: bool
     """Whether the program was started with ``--resume``."""
-    killed: Moment | None = None
+    kill: Moment | None = None
     """The kill that happened; ``None``: the run ended before it."""
     exit_code: int = 0
     """Exit code; negative: the signal that ended the program."""
-    words: str = ""
+    stderr: str = ""
     """Standard error."""
-    lines: list[str] = field(default_factory=list)
+    stdout_lines: list[str] = field(default_factory=list)
     """Lines of standard output."""
     started_s: float = 0.0
     """Seconds from the start of the program to the first step."""
     seconds: float = 0.0
     """Seconds from the start of the program to its end."""
-    told_s: float | None = None
+    message_s: float | None = None
     """Seconds from the kill to the end of the program with an error message; ``None`` if it continued or was itself
     killed."""
-    gone_s: float | None = None
+    cleanup_s: float | None = None
     """Seconds from the kill of the controller to the end of its last child; ``None`` if another process was killed."""
-    left: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
     """Processes that still ran when they should have ended."""
 
     @property
     def num_steps(self) -> int:
         """Return the number of finished steps that this life printed."""
-        return max((int(match[1]) for line in self.lines if (match := _STEP.match(line))), default=0)
+        return max((int(match[1]) for line in self.stdout_lines if (match := _STEP.match(line))), default=0)
 
 
-async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *, resume: bool) -> Life:
+async def run_life(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *, resume: bool) -> Life:
     """Run one life of the run in ``run_dir``, with a kill at ``moment``."""
     clock = RealClock()
     began_s = clock.now()
-    async with training(arguments, resume=resume) as program:
-        life = Life(pid=program.pid, resumed=resume)
+    async with run_training(arguments, resume=resume) as program:
+        life = Life(pid=program.pid, is_resumed=resume)
         watch = _Watch(program=program, run_dir=run_dir, life=life, began_s=began_s)
         try:
             async with asyncio.timeout(LIFE_MAY_TAKE_S), asyncio.TaskGroup() as group:
@@ -99,15 +99,18 @@ async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *
                 killed_s = await watch.kill(moment) if moment is not None else None
                 life.exit_code = await program.wait()
         except TimeoutError:
-            life.exit_code, life.words = HUNG, f"not over after {LIFE_MAY_TAKE_S:g} s; its last line: {life.lines[-1:]}"
+            life.exit_code, life.stderr = (
+                HUNG,
+                f"not over after {LIFE_MAY_TAKE_S:g} s; its last line: {life.stdout_lines[-1:]}",
+            )
             return life
-        life.words = words.result()
+        life.stderr = words.result()
         now_s = clock.now()
         life.seconds = now_s - began_s
         if killed_s is not None and moment is not None:
-            life.killed = moment
+            life.kill = moment
             if moment.part in ("engine", "learner", "rollout") and life.exit_code:
-                life.told_s = now_s - killed_s
+                life.message_s = now_s - killed_s
             await _until_gone(life, now_s if killed_s is None else killed_s)
         return life
 
@@ -126,7 +129,7 @@ class _Watch:
         async for line in self.program.stdout:
             if not self.life.num_steps and _STEP.match(line.decode()):
                 self.life.started_s = RealClock().now() - self.began_s
-            self.life.lines.append(line.decode())
+            self.life.stdout_lines.append(line.decode())
 
     async def kill(self, moment: Moment) -> float | None:
         """Perform the kill and return its time; ``None`` if the program, or the process to kill, had ended before."""
@@ -179,11 +182,11 @@ async def _until_gone(life: Life, since_s: float) -> None:
     clock = RealClock()
     while left := _processes(life.pid):
         if clock.now() - since_s > MUST_BE_GONE_S:
-            life.left = left
+            life.leftovers = left
             return
         await asyncio.sleep(0.02)
-    if life.killed is not None and life.killed.part == "controller":
-        life.gone_s = clock.now() - since_s
+    if life.kill is not None and life.kill.part == "controller":
+        life.cleanup_s = clock.now() - since_s
 
 
 def _processes(controller: int) -> list[str]:
@@ -196,9 +199,9 @@ def leftovers(lives: Sequence[Life], run_dir: Path) -> list[str]:
     """Return what the lives of a finished run left behind: processes, buffers, directories, unfinished files. If the
     last life was killed after it had reported its end, its leftovers are removed first, as the start of any other run
     would."""
-    left = [words for life in lives for words in (*life.left, *_processes(life.pid))]
+    left = [words for life in lives for words in (*life.leftovers, *_processes(life.pid))]
     roots = {shared_memory_root(), Path(tempfile.gettempdir())}
-    if lives[-1].killed is not None:
+    if lives[-1].kill is not None:
         for root in roots:
             sweep(root)
     left += [str(path) for root in roots for life in lives for path in root.glob(f"headrace-{life.pid}-*")]

@@ -28,9 +28,9 @@ from headrace.control.saving import CHECKPOINTS
 from headrace.flow.ledger.opening import has_ledger
 from headrace.run.session import load_config
 from headrace.run.session.directory import read_summary
-from headrace.wings.bench.base import Report, Row, Target, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
 from headrace.wings.recipes.demo import build_demo
-from lab.faults.life import HUNG, Life, Moment, Part, leftovers, live
+from lab.faults.life import HUNG, Life, Moment, Part, leftovers, run_life
 from lab.faults.verdict import LedgerSnapshot, Verdict, judge, same_weights, take_snapshot
 
 RUNS = 100
@@ -109,9 +109,9 @@ class Trial:
     """One run from its first life to its last."""
 
     lives: list[Life]
-    before: list[LedgerSnapshot]
+    snapshots: list[LedgerSnapshot]
     """Content of the ledger after each kill."""
-    unrecorded: list[float]
+    unrecorded_tokens: list[float]
     """Number of tokens per running answer that were sampled but not recorded when a process died."""
     run_dir: Path
 
@@ -127,7 +127,7 @@ def measure(on_progress: Callable[[str], None], runs: int = RUNS, seed: int = 0,
         for each in range(seed, seed + runs):
             rows.append(_trial(setup, each))
             on_progress(_in_words(rows[-1]))
-    return report([_totals(rows), *rows], _targets(rows))
+    return make_report([_totals(rows), *rows], _targets(rows))
 
 
 def _run_without_kills(directory: Path, sources: Path, on_progress: Callable[[str], None]) -> TrialSetup:
@@ -139,9 +139,9 @@ def _run_without_kills(directory: Path, sources: Path, on_progress: Callable[[st
         directory=directory, run_file=demo.run_file, sources=sources, start_s=0.0, step_s=0.0,
         weights=run_dir / CHECKPOINTS / f"step-{STEPS:06d}",
     )  # fmt: skip
-    life = asyncio.run(live(_arguments(setup, run_dir, WITHOUT_KILLS), run_dir, None, resume=False))
+    life = asyncio.run(run_life(_arguments(setup, run_dir, WITHOUT_KILLS), run_dir, None, resume=False))
     if life.exit_code:
-        raise RunError(f"the run that nobody disturbs failed: {life.words}", remedy="fix that first")
+        raise RunError(f"the run that nobody disturbs failed: {life.stderr}", remedy="fix that first")
     step_s = (life.seconds - life.started_s) / STEPS
     on_progress(f"undisturbed: first step after {life.started_s:.1f} s, then one every {step_s:.2f} s")
     return replace(setup, start_s=life.started_s, step_s=step_s)
@@ -152,7 +152,7 @@ def _arguments(setup: TrialSetup, run_dir: Path, variant: Variant) -> list[str]:
     return [str(setup.run_file), *(word for setting in settings for word in ("--set", setting))]
 
 
-def draw(setup: TrialSetup, rng: np.random.Generator) -> Moment:
+def draw_moment(setup: TrialSetup, rng: np.random.Generator) -> Moment:
     """Draw a process and a moment to kill it."""
     part = setup.parts[rng.integers(len(setup.parts))]
     sort = rng.random()
@@ -173,32 +173,32 @@ def _trial(setup: TrialSetup, seed: int) -> Row:
     variant = Variant.of(seed)
     run_dir = setup.directory / f"run-{seed}"
     while True:
-        moments = [draw(setup, rng) for _ in range(2 if rng.random() < SECOND_FRAC else 1)]
+        moments = [draw_moment(setup, rng) for _ in range(2 if rng.random() < SECOND_FRAC else 1)]
         trial = asyncio.run(_run_trial(setup, run_dir, variant, moments))
-        if any(life.killed or life.exit_code for life in trial.lives):
+        if any(life.kill or life.exit_code for life in trial.lives):
             break
         shutil.rmtree(run_dir)  # the run finished before the first kill
     config = load_config(setup.run_file, setup.settings(run_dir, variant))
     ended = trial.lives[-1].exit_code == 0 or _finished(run_dir)
-    verdict = judge(run_dir, config, trial.before) if ended else Verdict.unfinished(config)
+    verdict = judge(run_dir, config, trial.snapshots) if ended else Verdict.unfinished(config)
     wrong = _wrong(verdict, trial, variant)
     if ended and variant.max_age == 0 and not same_weights(run_dir / CHECKPOINTS / setup.weights.name, setup.weights):
         wrong.append("other weights than the undisturbed run")
     if not wrong:
         shutil.rmtree(run_dir)
-    told = [life.told_s for life in trial.lives if life.told_s is not None]
-    gone = [life.gone_s for life in trial.lives if life.gone_s is not None]
+    told = [life.message_s for life in trial.lives if life.message_s is not None]
+    gone = [life.cleanup_s for life in trial.lives if life.cleanup_s is not None]
     return {
         "what": f"seed {seed}",
         "seed": seed,
         **asdict(variant),
-        "killed": [str(life.killed) for life in trial.lives if life.killed],
-        "at_step": [life.num_steps for life in trial.lives if life.killed],
+        "killed": [str(life.kill) for life in trial.lives if life.kill],
+        "at_step": [life.num_steps for life in trial.lives if life.kill],
         "lives": len(trial.lives),
         **asdict(verdict),
         "told_s": max(told, default=None),
         "gone_s": max(gone, default=None),
-        "unrecorded": max(trial.unrecorded, default=None),
+        "unrecorded": max(trial.unrecorded_tokens, default=None),
         "left": leftovers(trial.lives, run_dir),
         "wrong": wrong,
         "wall_s": clock.now() - start_s,
@@ -207,18 +207,18 @@ def _trial(setup: TrialSetup, seed: int) -> Row:
 
 async def _run_trial(setup: TrialSetup, run_dir: Path, variant: Variant, moments: Sequence[Moment]) -> Trial:
     """Start, kill and resume the program until it ends by itself."""
-    trial = Trial(lives=[], before=[], unrecorded=[], run_dir=run_dir)
+    trial = Trial(lives=[], snapshots=[], unrecorded_tokens=[], run_dir=run_dir)
     arguments = _arguments(setup, run_dir, variant)
     pending = list(moments)
     while len(trial.lives) < MAX_LIVES:
         resume = has_ledger(run_dir)
-        life = await live(arguments, run_dir, pending.pop(0) if pending else None, resume=resume)
+        life = await run_life(arguments, run_dir, pending.pop(0) if pending else None, resume=resume)
         trial.lives.append(life)
-        if life.exit_code in (0, HUNG) or life.killed is None or _finished(run_dir):
+        if life.exit_code in (0, HUNG) or life.kill is None or _finished(run_dir):
             break
         if has_ledger(run_dir):
-            trial.before.append(take_snapshot(run_dir, setup.directory / "snapshot"))
-            if life.killed.part != "controller":
+            trial.snapshots.append(take_snapshot(run_dir, setup.directory / "snapshot"))
+            if life.kill.part != "controller":
                 _count_unrecorded(trial)
     return trial
 
@@ -233,11 +233,11 @@ def _count_unrecorded(trial: Trial) -> None:
     """Append the unrecorded tokens per running answer, if the controller could still write how many tokens were
     sampled."""
     summary = read_summary(trial.run_dir)
-    *_, earlier, now = [LedgerSnapshot(), LedgerSnapshot(), *trial.before]
-    if summary is None or not now.running:
+    *_, earlier, now = [LedgerSnapshot(), LedgerSnapshot(), *trial.snapshots]
+    if summary is None or not now.num_running:
         return
     lacking = summary["tokens_generated"] - (now.tokens - earlier.tokens)
-    trial.unrecorded.append(max(0, lacking) / now.running)
+    trial.unrecorded_tokens.append(max(0, lacking) / now.num_running)
 
 
 def _wrong(verdict: Verdict, trial: Trial, variant: Variant) -> list[str]:
@@ -248,33 +248,33 @@ def _wrong(verdict: Verdict, trial: Trial, variant: Variant) -> list[str]:
         for key in ("lost", "twice", "unbalanced", "broken", "differ", "too_old")
         if figures[key]
     ]
-    wrong += ["the books did not balance after a kill"] * sum(not each.balanced for each in trial.before)
+    wrong += ["the books did not balance after a kill"] * sum(not each.is_balanced for each in trial.snapshots)
     wrong += [f"dropped: {verdict.dropped}"] * bool(verdict.dropped)
     for life in trial.lives:
         wrong += _wrong_end(life, variant)
     last = trial.lives[-1]
     if last.exit_code and not _finished(trial.run_dir):
-        wrong.append(f"it did not end: exit code {last.exit_code}: {last.words.strip()}")
-    if any("other weights than before the restart" in line for life in trial.lives for line in life.lines):
+        wrong.append(f"it did not end: exit code {last.exit_code}: {last.stderr.strip()}")
+    if any("other weights than before the restart" in line for life in trial.lives for line in life.stdout_lines):
         wrong.append("a version was made again with other weights")
     return wrong
 
 
 def _wrong_end(life: Life, variant: Variant) -> list[str]:
     """Return how the end of a life differs from the expected one."""
-    part = None if life.killed is None else life.killed.part
-    if "Traceback" in life.words:
-        return [f"a traceback: {life.words.strip()}"]
+    part = None if life.kill is None else life.kill.part
+    if "Traceback" in life.stderr:
+        return [f"a traceback: {life.stderr.strip()}"]
     heals = part in ("scorer", "environment") or (
         part in ("engine", "rollout") and variant.restarts > 0 and life.num_steps > 0
     )
     if heals and life.exit_code:
-        return [f"the death of the {part} did not heal: {life.words.strip()}"]
+        return [f"the death of the {part} did not heal: {life.stderr.strip()}"]
     if part in ("engine", "learner", "rollout") and life.exit_code:
         name = "rollout-" if part == "rollout" else f"{part} (pid"
-        said = f"error: {name}" in life.words and "was killed by SIGKILL" in life.words
-        if life.exit_code != 1 or not said or "remedy: " not in life.words:
-            return [f"the death of the {part} is told as: exit code {life.exit_code}: {life.words.strip()}"]
+        said = f"error: {name}" in life.stderr and "was killed by SIGKILL" in life.stderr
+        if life.exit_code != 1 or not said or "remedy: " not in life.stderr:
+            return [f"the death of the {part} is told as: exit code {life.exit_code}: {life.stderr.strip()}"]
     return []
 
 

@@ -34,14 +34,14 @@ Answers = dict[tuple[EpisodeKey, int], Tokens]
 class LedgerSnapshot:
     """The content of the ledger after a kill."""
 
-    balanced: bool = True
+    is_balanced: bool = True
     tokens: int = 0
     """Number of submitted tokens."""
-    running: int = 0
+    num_running: int = 0
     """Number of unfinished episodes of groups that had started."""
     partial_turns: Answers = field(default_factory=dict)
     """Recorded parts of unfinished answers."""
-    ended: Answers = field(default_factory=dict)
+    finished_answers: Answers = field(default_factory=dict)
     """Finished answers of groups that are still to be trained."""
 
 
@@ -58,11 +58,11 @@ def take_snapshot(run_dir: Path, scratch: Path) -> LedgerSnapshot:
     size = conservation.episodes.submitted // max(1, conservation.groups.submitted)
     unended = [group for group in groups if group.state is GroupState.SUBMITTED]
     return LedgerSnapshot(
-        balanced=conservation.holds,
+        is_balanced=conservation.holds,
         tokens=conservation.tokens.submitted,
-        running=sum(size - len(group.episodes) for group in unended),
+        num_running=sum(size - len(group.episodes) for group in unended),
         partial_turns={(part.key, part.turn): part.tokens for group in unended for part in group.partial_turns},
-        ended=answers_of(episode for group in groups for episode in group.episodes),
+        finished_answers=answers_of(episode for group in groups for episode in group.episodes),
     )
 
 
@@ -154,7 +154,7 @@ def _broken(everything: Answers, before: LedgerSnapshot) -> int:
     changed = sum(not _starts_with(everything.get(at, none), tokens) for at, tokens in before.partial_turns.items())
     return changed + sum(
         len(everything.get(at, none)) != len(tokens) or not _starts_with(everything[at], tokens)
-        for at, tokens in before.ended.items()
+        for at, tokens in before.finished_answers.items()
     )
 
 

@@ -21,7 +21,7 @@ _HEAD = b"\x00\x01\x7f\x80\x90\xc1\xc4\xc6\xc7\xc9\xd9\xdb\xdc\xdd\xde\xdf\xff"
 Change = Callable[[random.Random, bytearray, bytes], None]
 
 
-def changed(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+def mutate(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """Return ``data`` after one to four mutations, which may insert parts of ``others``."""
     mutated = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
@@ -76,7 +76,7 @@ def _nest(rng: random.Random, data: bytearray, _: bytes) -> None:
 _CHANGES: tuple[Change, ...] = (_flip, _flip, _flip, _set, _cut, _drop, _insert, _splice, _repeat, _inflate, _nest)
 
 
-def changed_tree(rng: random.Random, tree: Any) -> Any:
+def mutate_tree(rng: random.Random, tree: Any) -> Any:
     """Return a copy of ``tree`` with one to three of its values replaced."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         tree = _replaced(rng, tree)
@@ -101,7 +101,7 @@ def _replaced(rng: random.Random, tree: Any) -> Any:
             return tree + tree[place : place + 1] * rng.choice((1, 10, 1000))
         return [*tree[:place], _replaced(rng, tree[place]), *tree[place + 1 :]]
     if isinstance(tree, msgspec.msgpack.Ext) and rng.random() < 0.9:
-        return msgspec.msgpack.Ext(rng.choice((tree.code, tree.code, 2)), changed(rng, bytes(tree.data), [b"<i4:3|"]))
+        return msgspec.msgpack.Ext(rng.choice((tree.code, tree.code, 2)), mutate(rng, bytes(tree.data), [b"<i4:3|"]))
     return _odd(rng, tree)
 
 
@@ -123,21 +123,21 @@ def _odd(rng: random.Random, value: Any) -> Any:
     return str(value)
 
 
-def changed_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+def mutate_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """Mutate JSON; half of the results are still valid JSON."""
     if rng.random() < 0.5:
-        return changed(rng, data, others)
+        return mutate(rng, data, others)
     try:
-        return json.dumps(changed_tree(rng, json.loads(data))).encode("utf-8", "surrogatepass")
+        return json.dumps(mutate_tree(rng, json.loads(data))).encode("utf-8", "surrogatepass")
     except RecursionError:  # a depth that cannot be written
-        return changed(rng, data, others)
+        return mutate(rng, data, others)
 
 
-def changed_msgpack(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+def mutate_msgpack(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """Mutate msgpack; half of the results are still valid msgpack."""
     if rng.random() < 0.5:
-        return changed(rng, data, others)
+        return mutate(rng, data, others)
     try:
-        return msgspec.msgpack.encode(changed_tree(rng, msgspec.msgpack.decode(data)))
+        return msgspec.msgpack.encode(mutate_tree(rng, msgspec.msgpack.decode(data)))
     except (OverflowError, ValueError, RecursionError):  # a number, or a depth, that cannot be written
-        return changed(rng, data, others)
+        return mutate(rng, data, others)

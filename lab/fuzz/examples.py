@@ -21,7 +21,7 @@ _WORDS = ("", "policy", "a text", "é☃", "[x](y)\n", "0")
 _SPECIAL: Mapping[Any, Any] = {Sampling: Sampling(max_new_tokens=4, stop_ids=(1,), stop=("END",), logit_bias={3: 1.5})}
 
 
-def example(kind: Any, rng: random.Random, name: str = "") -> Any:
+def make_example(kind: Any, rng: random.Random, name: str = "") -> Any:
     """Return a value of the annotation ``kind``; ``name`` is the field's name, whose suffix gives the shape of an
     array."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -30,11 +30,11 @@ def example(kind: Any, rng: random.Random, name: str = "") -> Any:
     if origin is np.ndarray:
         return _array(arguments, rng, name)
     if origin in (typing.Union, types.UnionType):
-        return example(rng.choice(arguments), rng, name)
+        return make_example(rng.choice(arguments), rng, name)
     if origin is typing.Literal:
         return rng.choice(arguments)
     if origin is tuple and (len(arguments) != 2 or arguments[1] is not Ellipsis):
-        return tuple(example(argument, rng, name) for argument in arguments)
+        return tuple(make_example(argument, rng, name) for argument in arguments)
     if isinstance(origin, type) and issubclass(origin, Collection):
         return _many(origin, arguments, rng, name)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -43,7 +43,7 @@ def example(kind: Any, rng: random.Random, name: str = "") -> Any:
     if names is None:
         return _plain(kind, rng)
     hints = typing.get_type_hints(kind)
-    return kind(**{field: example(hints[field], rng, field) for field in names})
+    return kind(**{field: make_example(hints[field], rng, field) for field in names})
 
 
 def _fields(kind: Any) -> list[str] | None:
@@ -69,8 +69,8 @@ def _many(origin: Any, arguments: tuple[Any, ...], rng: random.Random, name: str
     count = rng.randrange(3)
     if issubclass(origin, Mapping):
         key, value = arguments
-        return {example(key, rng): example(value, rng) for _ in range(count)}
-    made = [example(arguments[0], rng, name) for _ in range(count)]
+        return {make_example(key, rng): make_example(value, rng) for _ in range(count)}
+    made = [make_example(arguments[0], rng, name) for _ in range(count)]
     return made if origin is list else tuple(made)
 
 

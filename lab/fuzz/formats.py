@@ -29,8 +29,8 @@ from headrace.flow.ledger.redis import RollBack, encode_operation, replay
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 from headrace.flow.ledger.turns import decode_token_results, decode_turns, encode_token_results, encode_turns
 from headrace.wings.bridges.atropos import Answers, read_batch
-from lab.fuzz.change import changed, changed_json, changed_msgpack
-from lab.fuzz.examples import example
+from lab.fuzz.change import mutate, mutate_json, mutate_msgpack
+from lab.fuzz.examples import make_example
 from lab.fuzz.weights import weight_formats
 
 EXAMPLES = 8
@@ -52,8 +52,8 @@ MESSAGES = {
 MESSAGES_SHARE = 0.65
 """Fraction of all inputs that are messages."""
 
-Read = Callable[[bytes], bool]
-Changed = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
+Reader = Callable[[bytes], bool]
+Mutation = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +65,12 @@ class Format:
     """Fraction of all inputs that have this format."""
     seeds: Sequence[bytes]
     """Valid inputs."""
-    change: Changed
-    read: Read
+    change: Mutation
+    read: Reader
     """Function that returns whether it accepted the input."""
 
 
-def formats(scratch: Path) -> list[Format]:
+def byte_formats(scratch: Path) -> list[Format]:
     """Return the formats that need no server; ``scratch`` is a working directory."""
     rng = random.Random(0)
     return [
@@ -86,21 +86,21 @@ def formats(scratch: Path) -> list[Format]:
     ]  # fmt: skip
 
 
-def sound(kind: Any, rng: random.Random, count: int = EXAMPLES) -> list[Any]:
+def valid_examples(kind: Any, rng: random.Random, count: int = EXAMPLES) -> list[Any]:
     """Return examples of a type, without those whose fields contradict each other."""
     found: list[Any] = []
     while len(found) < count:
         try:
-            found.append(example(kind, rng))
+            found.append(make_example(kind, rng))
         except ValueError:
             continue
     return found
 
 
-def refuses(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]], Read]:
+def make_reader(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]], Reader]:
     """Return a decorator that turns a parser into a reader, for which ``errors`` are refusals."""
 
-    def of(parse: Callable[[bytes], object]) -> Read:
+    def of(parse: Callable[[bytes], object]) -> Reader:
         def read(data: bytes) -> bool:
             try:
                 parse(data)
@@ -116,20 +116,20 @@ def refuses(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]], R
 def _messages(name: str, receives: Any, rng: random.Random) -> Format:
     codec = MessageCodec(receives)
     kinds = typing.get_args(receives) or (receives,)
-    seeds = [codec.encode(message) for kind in kinds for message in sound(kind, rng)]
+    seeds = [codec.encode(message) for kind in kinds for message in valid_examples(kind, rng)]
     return Format(
         name=name,
         share=MESSAGES_SHARE / len(MESSAGES),
         seeds=seeds,
-        change=changed_msgpack,
-        read=refuses(msgspec.MsgspecError)(codec.decode),
+        change=mutate_msgpack,
+        read=make_reader(msgspec.MsgspecError)(codec.decode),
     )
 
 
 def _operations(rng: random.Random) -> Format:
     """Return the format of ledger operations in a Redis stream: the kind, a NUL, the content."""
     kinds = (*typing.get_args(Operation), RollBack)
-    seeds = [b"\0".join(encode_operation(operation)) for kind in kinds for operation in sound(kind, rng)]
+    seeds = [b"\0".join(encode_operation(operation)) for kind in kinds for operation in valid_examples(kind, rng)]
     held: list[SqliteLedger] = []
     count = 0
 
@@ -145,9 +145,9 @@ def _operations(rng: random.Random) -> Format:
 
     def change(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
         kind, _, said = data.partition(b"\0")
-        return b"\0".join((kind, changed_msgpack(rng, said, [other.partition(b"\0")[2] for other in others])))
+        return b"\0".join((kind, mutate_msgpack(rng, said, [other.partition(b"\0")[2] for other in others])))
 
-    read = refuses(msgspec.MsgspecError, LedgerError)(parse)
+    read = make_reader(msgspec.MsgspecError, LedgerError)(parse)
     return Format(name="operations of the ledger", share=0.06, seeds=seeds, change=change, read=read)
 
 
@@ -159,23 +159,23 @@ def _new_ledger() -> SqliteLedger:
 
 
 def _turns(rng: random.Random) -> Format:
-    seeds = [encode_turns(sound(Turn, rng, 2)) for _ in range(4 * EXAMPLES)]
-    read = refuses(msgspec.MsgspecError)(decode_turns)
-    return Format(name="turns of an episode", share=0.03, seeds=seeds, change=changed_msgpack, read=read)
+    seeds = [encode_turns(valid_examples(Turn, rng, 2)) for _ in range(4 * EXAMPLES)]
+    read = make_reader(msgspec.MsgspecError)(decode_turns)
+    return Format(name="turns of an episode", share=0.03, seeds=seeds, change=mutate_msgpack, read=read)
 
 
 def _bundles(rng: random.Random) -> Format:
     def some() -> list[EpisodeGraph]:
-        return [EpisodeGraph(key=EpisodeKey(0, place), turns=sound(Turn, rng, 2)) for place in range(2)]
+        return [EpisodeGraph(key=EpisodeKey(0, place), turns=valid_examples(Turn, rng, 2)) for place in range(2)]
 
     seeds = [encode_bundle(some())[0] for _ in range(4 * EXAMPLES)]
-    read = refuses(msgspec.MsgspecError)(partial(decode_entry, entry=1))
-    return Format(name="episodes in a bundle", share=0.01, seeds=seeds, change=changed_msgpack, read=read)
+    read = make_reader(msgspec.MsgspecError)(partial(decode_entry, entry=1))
+    return Format(name="episodes in a bundle", share=0.01, seeds=seeds, change=mutate_msgpack, read=read)
 
 
 def _groups(rng: random.Random) -> Format:
     def some() -> list[EpisodeGraph]:
-        return [EpisodeGraph(key=EpisodeKey(0, place), turns=sound(Turn, rng, 2)) for place in range(2)]
+        return [EpisodeGraph(key=EpisodeKey(0, place), turns=valid_examples(Turn, rng, 2)) for place in range(2)]
 
     seeds = [encode_group(some()) for _ in range(4 * EXAMPLES)]
 
@@ -185,14 +185,14 @@ def _groups(rng: random.Random) -> Format:
             bundle.plain_tokens(entry)
             bundle.turns(entry)
 
-    read = refuses(msgspec.MsgspecError, IndexError)(parse)
-    return Format(name="episodes of a group", share=0.02, seeds=seeds, change=changed, read=read)
+    read = make_reader(msgspec.MsgspecError, IndexError)(parse)
+    return Format(name="episodes of a group", share=0.02, seeds=seeds, change=mutate, read=read)
 
 
 def _learned(rng: random.Random) -> Format:
-    seeds = [encode_token_results(learned) for learned in sound(TokenResults, rng)]
-    read = refuses(msgspec.MsgspecError)(decode_token_results)
-    return Format(name="what a step made of tokens", share=0.02, seeds=seeds, change=changed_msgpack, read=read)
+    seeds = [encode_token_results(learned) for learned in valid_examples(TokenResults, rng)]
+    read = make_reader(msgspec.MsgspecError)(decode_token_results)
+    return Format(name="what a step made of tokens", share=0.02, seeds=seeds, change=mutate_msgpack, read=read)
 
 
 def _batches() -> Format:
@@ -204,6 +204,7 @@ def _batches() -> Format:
             for ids, mask in zip(scored.tokens, scored.masks, strict=True):
                 Answers().sampled(ids, mask)
 
-    read = refuses(RunError, DataError, ValueError, RecursionError)(parse)  # the last two are raised by the JSON parser
+    # the JSON parser raises the last two errors
+    read = make_reader(RunError, DataError, ValueError, RecursionError)(parse)
     seeds = [json.dumps(tree).encode() for tree in examples]
-    return Format(name="batches of Atropos", share=0.02, seeds=seeds, change=changed_json, read=read)
+    return Format(name="batches of Atropos", share=0.02, seeds=seeds, change=mutate_json, read=read)

@@ -52,7 +52,7 @@ class _FixedEngine:
         yield TokenChunk(tokens=tokens, stop_reason=reason)
 
 
-async def sessions() -> None:
+async def serve_sessions() -> None:
     """Serve the endpoint through which programs reach their episodes."""
     tokenizer = char_tokenizer(string.printable, TEMPLATE)
     end = int(tokenizer.eos_token_id)
@@ -79,7 +79,7 @@ async def sessions() -> None:
         open_sessions.pop_all()  # skips their exit: a session may hold an error that was answered already
 
 
-def uploads() -> None:
+def serve_uploads() -> None:
     """Serve the endpoint through which an engine receives weights over HTTP."""
     inbox = HttpInbox(TOKEN, UPLOAD_BYTES, 5.0)
     _print_address(inbox.address, [TOKEN])
@@ -95,6 +95,6 @@ def _print_address(url: str, keys: list[str]) -> None:
 if __name__ == "__main__":
     with suppress(KeyboardInterrupt):
         if sys.argv[1] == "sessions":
-            asyncio.run(sessions())
+            asyncio.run(serve_sessions())
         else:
-            uploads()
+            serve_uploads()

@@ -21,7 +21,7 @@ from headrace.base.errors import ComponentDied
 from headrace.flow.ledger.base import Submit
 from headrace.flow.ledger.sqlite import SqliteLedger
 from headrace.models.tiny import TinySpec, make_tiny
-from lab.fuzz.change import changed, changed_json
+from lab.fuzz.change import mutate, mutate_json
 from lab.fuzz.hosts import TEMPLATE, TOKEN, UPLOAD_BYTES
 
 CONNECTIONS = 8
@@ -71,7 +71,7 @@ class LiveFormat:
     """Valid bodies, or valid whole requests."""
     path: str = ""
     """Path to which bodies are posted, with a key; empty: the seeds are whole requests."""
-    known: bool = False
+    has_token: bool = False
     """Whether whole requests carry the token; if not, only status 401 is right, or 400 for an invalid request."""
 
 
@@ -85,17 +85,17 @@ class InputCounts:
     refused: int = 0
     crashes: int = 0
     forged: int = 0
-    first: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     """Descriptions of the first crashes and forgeries."""
 
-    def problem(self, words: str, data: bytes) -> None:
+    def add_problem(self, words: str, data: bytes) -> None:
         """Add a description, while there are few."""
-        if len(self.first) < 3:
-            self.first.append(f"{words[:600]} <- {data[:400]!r}")
+        if len(self.problems) < 3:
+            self.problems.append(f"{words[:600]} <- {data[:400]!r}")
 
 
 @contextmanager
-def hosts(scratch: Path) -> Iterator[dict[str, Host]]:
+def run_hosts(scratch: Path) -> Iterator[dict[str, Host]]:
     """Start all servers, and end them after the body."""
     model = make_tiny(
         scratch / "model",
@@ -218,11 +218,15 @@ def _requests(served: dict[str, Host]) -> Iterator[LiveFormat]:
     right = f"Authorization: Bearer {TOKEN}\r\n"
     asked = [f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{right}\r\n" for path in paths["view"]]
     yield LiveFormat(
-        name="requests to view", share=0.004, host=served["view"], seeds=[a.encode() for a in asked], known=True
+        name="requests to view", share=0.004, host=served["view"], seeds=[a.encode() for a in asked], has_token=True
     )
     puts = [_put(right), _put(right, start=10, total=20)]
     yield LiveFormat(
-        name="requests to uploads", share=0.004, host=served["uploads"], seeds=[p.encode() for p in puts], known=True
+        name="requests to uploads",
+        share=0.004,
+        host=served["uploads"],
+        seeds=[p.encode() for p in puts],
+        has_token=True,
     )
 
 
@@ -251,7 +255,7 @@ async def _send(what: LiveFormat, count: int, rng: random.Random, counted: Input
     first = rng.randrange(len(what.host.keys))
     for number in range(count):
         sound = number < len(what.seeds)
-        body = what.seeds[number] if sound else changed_json(rng, rng.choice(what.seeds), what.seeds)
+        body = what.seeds[number] if sound else mutate_json(rng, rng.choice(what.seeds), what.seeds)
         key = what.host.keys[(first + number // PER_KEY) % len(what.host.keys)]
         head = (
             f"POST {what.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
@@ -263,7 +267,7 @@ async def _send(what: LiveFormat, count: int, rng: random.Random, counted: Input
             counted.accepted += 1
         elif sound or status in (500, -1):
             counted.crashes += 1
-            counted.problem(f"{what.name}: {'no answer' if status < 0 else f'status {status}'}", body)
+            counted.add_problem(f"{what.name}: {'no answer' if status < 0 else f'status {status}'}", body)
         else:
             counted.refused += 1
     connection.close()
@@ -272,20 +276,20 @@ async def _send(what: LiveFormat, count: int, rng: random.Random, counted: Input
 async def _send_raw(what: LiveFormat, count: int, rng: random.Random, counted: InputCounts) -> None:
     """Send modified whole requests, each over its own connection."""
     for _ in range(count):
-        data = changed(rng, rng.choice(what.seeds), what.seeds)
+        data = mutate(rng, rng.choice(what.seeds), what.seeds)
         connection = _Connection(what.host)
         status = await connection.request(data, last=True)
         connection.close()
         counted.inputs += 1
         if status in (-1, 500):
             counted.crashes += 1
-            counted.problem(f"status {status}", data)
-        elif what.known or status in (0, 400, 401):
+            counted.add_problem(f"status {status}", data)
+        elif what.has_token or status in (0, 400, 401):
             counted.accepted += 200 <= status < 400
             counted.refused += not 200 <= status < 400
         else:
             counted.forged += 1
-            counted.problem(f"status {status} without the token", data)
+            counted.add_problem(f"status {status} without the token", data)
 
 
 class _Connection:

@@ -1,4 +1,4 @@
-"""The fuzz experiment: with modified inputs of all_formats wire format and endpoint, nothing crashes and no forgery is
+"""The fuzz experiment: with modified inputs of every wire format and endpoint, nothing crashes and no forgery is
 accepted.
 
     valid input ──flip, cut, splice, inflate, nest, replace──▶ a reader of the library   ──▶ accepted, refused,
@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from headrace.base.clock import RealClock
-from headrace.wings.bench.base import Report, Row, at_least, at_most, report
-from lab.fuzz.formats import Format, formats
-from lab.fuzz.live import InputCounts, LiveFormat, hosts, live_formats, send_all
-from lab.fuzz.weights import Forged
+from headrace.wings.bench.base import Report, Row, at_least, at_most, make_report
+from lab.fuzz.formats import Format, byte_formats
+from lab.fuzz.live import InputCounts, LiveFormat, live_formats, run_hosts, send_all
+from lab.fuzz.weights import ForgedInput
 
 INPUTS, FEW = 1_000_000, 4_000
 
@@ -31,15 +31,15 @@ def measure(on_progress: Callable[[str], None], quick: bool = False, runs: int =
     """Try ``runs`` inputs; with ``quick`` only a few."""
     total, rows, first = runs or (FEW if quick else INPUTS), list[Row](), list[str]()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="headrace-fuzz-") as directory, hosts(Path(directory)) as served:
-        all_formats: list[Format | LiveFormat] = [*formats(Path(directory)), *live_formats(served)]
+    with tempfile.TemporaryDirectory(prefix="headrace-fuzz-") as directory, run_hosts(Path(directory)) as served:
+        all_formats: list[Format | LiveFormat] = [*byte_formats(Path(directory)), *live_formats(served)]
         shares = sum(what.share for what in all_formats)
         for what in all_formats:
             clock, count = RealClock(), math.ceil(total * what.share / shares)
             start_s = clock.now()
             counted = _counted(what, count, f"{seed}/{what.name}")
             rows.append(_row(what.name, counted, clock.now() - start_s))
-            first += counted.first
+            first += counted.problems
             on_progress(f"{what.name}: {count:,} in {rows[-1]['seconds']:.0f} s")
         crashed = [words for host in served.values() if (words := host.problem())]
     for words in [*first, *crashed]:
@@ -49,7 +49,7 @@ def measure(on_progress: Callable[[str], None], quick: bool = False, runs: int =
         at_most("crashes", sum(row["crashes"] for row in rows) + len(crashed), 0, "inputs"),
         at_most("forgeries taken", sum(row["forged"] for row in rows), 0, "inputs"),
     ]
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 def _counted(what: Format | LiveFormat, count: int, seed: str) -> InputCounts:
@@ -65,12 +65,12 @@ def _read_all(what: Format, count: int, seed: str) -> InputCounts:
         counted.inputs += 1
         try:
             taken = what.read(data)
-        except Forged as error:
+        except ForgedInput as error:
             counted.forged += 1
-            counted.problem(f"{what.name}: {error}", data)
+            counted.add_problem(f"{what.name}: {error}", data)
         except Exception as error:  # noqa: BLE001 - any unexpected error is a crash
             counted.crashes += 1
-            counted.problem(f"{what.name}: {type(error).__name__}: {error}", data)
+            counted.add_problem(f"{what.name}: {type(error).__name__}: {error}", data)
         else:
             counted.accepted += taken
             counted.refused += not taken

@@ -21,14 +21,14 @@ from headrace.sync.files import FilesInbox, FilesOutbox
 from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
-from lab.fuzz.change import changed, changed_msgpack
+from lab.fuzz.change import mutate, mutate_msgpack
 
 Row: TypeAlias = tuple[
     str, float, Sequence[bytes], Callable[[random.Random, bytes, Sequence[bytes]], bytes], Callable[[bytes], bool]
 ]
 
 
-class Forged(Exception):
+class ForgedInput(Exception):
     """Raised when a receiver accepted something that was never sent."""
 
 
@@ -90,10 +90,10 @@ class _TwoVersions:
         return receiver
 
     def refuse_others(self, staged: dict[str, Tensor]) -> None:
-        """Raise :class:`Forged` if ``staged`` differs from the weights of the second version."""
+        """Raise :class:`ForgedInput` if ``staged`` differs from the weights of the second version."""
         for name, tensor in self._weights.items():
             if not torch.equal(staged[name].view(torch.int16), tensor.view(torch.int16)):
-                raise Forged(f"other weights than were sent were taken for {name}")
+                raise ForgedInput(f"other weights than were sent were taken for {name}")
 
 
 class _TestedReceiver:
@@ -105,7 +105,7 @@ class _TestedReceiver:
         self._receiver = versions.engine(deliver)
 
     def accepts(self, update: WeightUpdate, payload: bytes) -> bool:
-        """Return whether the receiver accepts the update; raise :class:`Forged` if it should not have."""
+        """Return whether the receiver accepts the update; raise :class:`ForgedInput` if it should not have."""
         self._deliver(payload)
         try:
             self._receiver.stage(update)
@@ -150,8 +150,8 @@ def weight_formats(scratch: Path) -> list[Row]:
 
     announcements = [codec.encode(versions.whole), codec.encode(versions.difference)]
     return [
-        ("announcements of weights", 0.03, announcements, changed_msgpack, announcement),
-        ("weights as a difference", 0.03, [versions.difference_bytes], changed, difference),
+        ("announcements of weights", 0.03, announcements, mutate_msgpack, announcement),
+        ("weights as a difference", 0.03, [versions.difference_bytes], mutate, difference),
         ("weights as a whole", 0.02, [versions.whole_bytes], _slightly, image),
         _files(scratch),
     ]
@@ -183,5 +183,5 @@ def _files(scratch: Path) -> Row:
 
 def _slightly(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """Mutate ``data``; half of the results keep its length, so that they are read and not refused for their length."""
-    made = changed(rng, data, others)
+    made = mutate(rng, data, others)
     return made if rng.random() < 0.5 else made[: len(data)].ljust(len(data), b"\0")

@@ -23,7 +23,7 @@ from headrace.base.clock import RealClock
 from headrace.base.environ import child_environment, engine_environment
 from headrace.models.tiny import make_tiny
 from headrace.wings.bench import engine, learner
-from headrace.wings.bench.base import Report, Row, Target, at_least, report
+from headrace.wings.bench.base import Report, Row, Target, at_least, make_report
 from headrace.wings.bench.engine_peers import PeerProcess
 
 BENCHMARKS = ("engine", "learner", "sync", "loop")
@@ -81,7 +81,7 @@ def measure(
             sides = [open_side(benchmark, side, Path(scratch), stack) for side in (other, this)]
             rates = _rounds(benchmark, sides, on_progress, rounds=rounds, seconds=seconds)
         rows += [_row(benchmark, name, rates) for name in rates[0][0]]
-    return report(rows, [_target(row) for row in rows])
+    return make_report(rows, [_target(row) for row in rows])
 
 
 def _rounds(
@@ -202,7 +202,7 @@ def _engine_rate(job: Job, process: PeerProcess, turn: int) -> Figures:
 
 
 def _learner(_: str, checkout: Checkout, directory: Path, stack: ExitStack) -> list[Measure]:
-    sizes = replace(learner.FULL, short_answers=engine.lognormal(16, 96, 384))
+    sizes = replace(learner.FULL, short_answers=engine.draw_lengths(16, 96, 384))
     large, experts = _model(directory, "28M", sizes.spec), _model(directory, "experts", engine.EXPERTS)
     full = learner.make_request(sizes.spec, sizes.prompt, sizes.short_answers)
     shared = learner.make_request(sizes.spec, sizes.long_prompt, sizes.short_answers)

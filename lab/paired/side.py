@@ -24,11 +24,12 @@ VERSIONS, COMMITS = 6, 100
 """Number of versions per transport and codec, and of commits beside decoding sequences."""
 
 
-def sync(bench: str) -> dict[str, float]:
+def measure_sync(bench: str) -> dict[str, float]:
     """Publish, stage and commit a model of 28M parameters through every transport with every codec."""
     module: Any = import_module(f"{bench}.sync")
     module.FULL = (replace(module.FULL[0], rounds=VERSIONS, commits=COMMITS),)
-    module._broadcasts = lambda *_: None  # it measures the library Gloo
+    for name in ("_broadcasts", "_measure_broadcasts"):  # the name differs by version; it measures the library Gloo
+        setattr(module, name, lambda *_: None)
     figures: dict[str, float] = {}
     for row in module.measure(lambda line: None).rows:
         if "transport" in row:
@@ -39,7 +40,7 @@ def sync(bench: str) -> dict[str, float]:
     return figures
 
 
-class Loop:
+class DemoRuns:
     """Runs of the demo, whose model is built once."""
 
     def __init__(self, bench: str, directory: Path) -> None:
@@ -64,10 +65,10 @@ class Loop:
 def main(bench: str, directory: Path) -> None:
     """Answer requests until the input ends."""
     answers, sys.stdout = sys.stdout, sys.stderr  # runs print, and the answers must stand alone
-    loop = Loop(bench, directory)
+    loop = DemoRuns(bench, directory)
     for line in sys.stdin:
         request = json.loads(line)
-        figures = sync(bench) if request["bench"] == "sync" else loop.measure(request["turn"])
+        figures = measure_sync(bench) if request["bench"] == "sync" else loop.measure(request["turn"])
         answers.write(json.dumps({"ok": figures}) + "\n")
         answers.flush()
 

@@ -14,7 +14,7 @@ import torch
 from headrace.base import plugins
 from headrace.sync.codecs import CODECS
 from headrace.sync.config import TRANSPORTS, Route
-from headrace.testing.sync import CHECKS, Pair, line
+from headrace.testing.sync import CHECKS, Pair, open_pair
 from tests.docs.pages import ROOT, blocks_of
 
 torch.set_num_threads(1)
@@ -43,5 +43,7 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_transport_of_the_page_keeps_the_contract(check: Callable[[Pair], None], codec: str, tmp_path: Path) -> None:
-    with line(Route(transport="mine", codec=codec, address=str(tmp_path / "place"), deadline_s=10.0), seed=7) as pair:
+    with open_pair(
+        Route(transport="mine", codec=codec, address=str(tmp_path / "place"), deadline_s=10.0), seed=7
+    ) as pair:
         check(pair)

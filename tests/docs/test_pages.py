@@ -19,7 +19,7 @@ from headrace.wings.serve.config import ServeConfig
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
 from tests.docs.pages import BLOCKS, PAGES, ROOT
 from tests.docs.test_toml_blocks import BASE, merged
-from tools.site.building import LINK, prose
+from tools.site.building import LINK, prose_lines
 
 LANGUAGES = {"python", "toml", "sh", "console", "text", "json"}
 SECTIONS = "model|data|env|engine|flow|algo|learner|sync|launch|observe|run"
@@ -39,7 +39,7 @@ def test_every_block_says_its_language() -> None:
 
 @pytest.mark.parametrize("page", NAMES, ids=NAMES.get)
 def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
-    lines = prose(page.read_text(encoding="utf-8"))
+    lines = prose_lines(page.read_text(encoding="utf-8"))
     for number, line in lines:
         for link in re.finditer(r"\]\(([^()\s]+)\)", line):
             target, _, anchor = link[1].partition("#")
@@ -53,7 +53,9 @@ def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
 
 def anchors(page: Path) -> set[str]:
     """Of the headings of a page, as a forge and the site make them."""
-    headings = [line.lstrip("#").strip() for _, line in prose(page.read_text(encoding="utf-8")) if line.startswith("#")]
+    headings = [
+        line.lstrip("#").strip() for _, line in prose_lines(page.read_text(encoding="utf-8")) if line.startswith("#")
+    ]
     return {re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-") for words in headings}
 
 

@@ -96,7 +96,7 @@ def test_types_are_told_in_words() -> None:
 
 
 def test_program_page_has_every_verb_and_recipes_page_every_recipe() -> None:
-    program, table = generated.program(), generated.recipes()
+    program, table = generated.commands(), generated.recipes()
     for part in ("## train\n", "## check env\n", "| `--set` |", "RUN_FILE"):
         assert part in program
     assert all(f"| `{name}` |" in table and f"- **{name}**" in table for name in recipes())

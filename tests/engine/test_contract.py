@@ -74,7 +74,7 @@ CASES = [
         (kind, name, "files")
         for kind in ENGINES.own_names()
         for name, suite in SUITES_HERE.items()
-        if suite.has(ENGINES.load(kind).capabilities)
+        if suite.is_supported(ENGINES.load(kind).capabilities)
     ),
     *(("vllm", name, "gloo") for name in SUITES),
 ]

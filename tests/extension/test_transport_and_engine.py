@@ -21,7 +21,7 @@ from headrace.testing.sync import CHECKS, line
 for codec in CODECS:
     for place, check in enumerate(CHECKS):
         folder = Path(sys.argv[1]) / f"{codec}-{place}"
-        with line(Route(transport="folder", codec=codec, address=str(folder), deadline_s=10.0), seed=7) as pair:
+        with open_pair(Route(transport="folder", codec=codec, address=str(folder), deadline_s=10.0), seed=7) as pair:
             check(pair)
 print("kept")
 """

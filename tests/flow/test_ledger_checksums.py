@@ -18,8 +18,16 @@ from headrace.flow.ledger.log import refuse_damaged_log
 from headrace.flow.ledger.opening import LOCK_FILE, open_ledger
 from headrace.flow.ledger.rows import COLUMNS, _schema, checksum_rows, insert
 from headrace.flow.ledger.sqlite import ADOPTED
-from headrace.testing.ledgers import commit, part, ready, running, sampled, stream, trained
-from headrace.testing.ledgers import episode as made
+from headrace.testing.ledgers import (
+    commit_version,
+    complete_group,
+    record_parts,
+    sampled_tokens,
+    start_group,
+    train_group,
+    turn_part,
+)
+from headrace.testing.ledgers import ended_episode as made
 from tests.flow.episodes import ended
 
 LEDGER, LOG = "ledger.sqlite", "ledger.sqlite-wal"
@@ -32,11 +40,13 @@ def killed(tmp_path: Path) -> Path:
     live.mkdir()
     left.mkdir()
     ledger = SqliteLedger(live / LEDGER, group_size=2, groups_per_step=1)
-    ledger.apply(*trained(0), commit(1, 0), *ready(1))
+    ledger.apply(*train_group(0), commit_version(1, 0), *complete_group(1))
     ledger.persist()
     for number in range(2, 8):
-        ledger.apply(*ready(number), Note(kind="warning", detail="w" * 300, at_s=1))
-    ledger.apply(*running(8), EndEpisode(episode=made(8, 0), at_s=1), stream(part(8, 1, sampled(5))))
+        ledger.apply(*complete_group(number), Note(kind="warning", detail="w" * 300, at_s=1))
+    ledger.apply(
+        *start_group(8), EndEpisode(episode=made(8, 0), at_s=1), record_parts(turn_part(8, 1, sampled_tokens(5)))
+    )
     for name in (LEDGER, LOG):
         shutil.copy(live / name, left / name)
     ledger.close()
@@ -52,7 +62,7 @@ def told(run_dir: Path) -> tuple[object, ...]:
 def test_every_row_of_every_table_has_its_checksum_whatever_was_done_to_it(killed: Path) -> None:
     told(killed)  # rolls back, too
     with closing(SqliteLedger.open(killed / LEDGER, checked=True)) as ledger:
-        ledger.apply(*running(9), EndEpisode(episode=ended(9, 0, reward=-0.0), at_s=2))
+        ledger.apply(*start_group(9), EndEpisode(episode=ended(9, 0, reward=-0.0), at_s=2))
     told(killed)
     with closing(sqlite3.connect(killed / LEDGER)) as db:
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}

@@ -17,8 +17,8 @@ from headrace.base.types.group import GroupState
 from headrace.flow.ledger import SqliteLedger, UnitCounts, sqlite
 from headrace.flow.ledger.base import EndEpisode
 from headrace.flow.ledger.opening import open_ledger
-from headrace.testing.ledgers import commit, part, running, sampled, stream, trained
-from headrace.testing.ledgers import episode as made
+from headrace.testing.ledgers import commit_version, record_parts, sampled_tokens, start_group, train_group, turn_part
+from headrace.testing.ledgers import ended_episode as made
 from tests.redis_server import started
 
 VERSION_1 = Path(__file__).with_name("ledger_v1.sqlite")
@@ -40,7 +40,7 @@ def test_ledger_of_format_1_is_brought_forward_with_all_it_holds(tmp_path: Path)
     assert books.groups == UnitCounts(submitted=5, trained=2, dropped={"reward_error": 1}, in_flight=2)
     assert books.tokens == UnitCounts(submitted=36, trained=16, dropped={"reward_error": 8}, in_flight=12)
     assert [len(each.turns[1].tokens) for each in ledger.episodes(2)] == [4, 4]
-    ledger.apply(stream(part(3, 1, sampled(5))))
+    ledger.apply(record_parts(turn_part(3, 1, sampled_tokens(5))))
     ledger.close()
     resumed = SqliteLedger.open(path).roll_back(1)
     assert [(g.number, g.state, len(g.episodes), len(g.partial_turns)) for g in resumed.groups] == [
@@ -85,9 +85,9 @@ def test_migration_that_fails_leaves_the_older_format_whole(tmp_path: Path, monk
 def filled(path: Path) -> SqliteLedger:
     """A ledger of some pages, all of them copied into the file, with two steps."""
     ledger = opened(path)
-    for operation in (*trained(0), commit(1, 0), *trained(1)):
+    for operation in (*train_group(0), commit_version(1, 0), *train_group(1)):
         ledger.apply(operation)
-    for operation in (*running(2), stream(part(2, 0, sampled(50_000)))):
+    for operation in (*start_group(2), record_parts(turn_part(2, 0, sampled_tokens(50_000)))):
         ledger.apply(operation)
     ledger.persist()
     return ledger
@@ -141,11 +141,12 @@ config = FlowConfig(group_size=2, groups_per_step=1, ledger="redis" if url else 
 ledger = make_ledger(config, run_dir)
 first = ledger.conservation().groups.submitted
 for number in itertools.count(first):
-    for operation in running(number):
+    for operation in start_group(number):
         ledger.apply(operation)
     for size in (3, 900, 40):
-        ledger.apply(stream(part(number, 0, sampled(size)), part(number, 1, sampled(1), lost="restarted")))
-    ledger.apply(EndEpisode(episode=episode(number, 0), at_s=0.0))
+        parts = turn_part(number, 0, sampled_tokens(size)), turn_part(number, 1, sampled_tokens(1), lost="restarted")
+        ledger.apply(record_parts(*parts))
+    ledger.apply(EndEpisode(episode=ended_episode(number, 0), at_s=0.0))
     print(number, flush=True)
 """
 

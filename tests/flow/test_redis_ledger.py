@@ -17,7 +17,7 @@ from headrace.flow.ledger import UnitCounts
 from headrace.flow.ledger.base import Note
 from headrace.flow.ledger.opening import make_ledger
 from headrace.flow.ledger.redis import RedisLedger
-from headrace.testing.ledgers import commit, ready, running, trained
+from headrace.testing.ledgers import commit_version, complete_group, start_group, train_group
 from tests.redis_server import RedisServer, redis_server
 
 
@@ -34,12 +34,12 @@ def opened(redis: RedisServer, *, outage_s: float = 30.0, **sizes: int) -> Redis
 
 def test_server_that_is_killed_and_comes_back_has_lost_nothing(redis: RedisServer) -> None:
     ledger = opened(redis)
-    for operation in trained(0):
+    for operation in train_group(0):
         ledger.apply(operation)
     redis.kill()
     back = threading.Timer(0.5, redis.start)
     back.start()
-    for operation in [commit(1, 0), *ready(1)]:  # the first of them waits for it
+    for operation in [commit_version(1, 0), *complete_group(1)]:  # the first of them waits for it
         ledger.apply(operation)
     back.join()
     ledger.close()
@@ -53,14 +53,14 @@ def test_server_that_stays_away_ends_the_run_in_words(redis: RedisServer) -> Non
     ledger = opened(redis, outage_s=0.2)
     redis.kill()
     with pytest.raises(LedgerError, match="cannot be reached") as ended:
-        ledger.apply(running(0)[0])
+        ledger.apply(start_group(0)[0])
     assert "--resume" in ended.value.remedy
     ledger.close()
 
 
 def test_server_that_came_back_without_its_file_is_found_out(redis: RedisServer) -> None:
     ledger = opened(redis)
-    for operation in ready(0):
+    for operation in complete_group(0):
         ledger.apply(operation)
     redis.kill()
     shutil.rmtree(redis.directory / "appendonlydir", ignore_errors=True)
@@ -81,10 +81,10 @@ def test_server_that_keeps_no_file_is_refused(redis: RedisServer) -> None:
 
 def test_second_run_on_the_same_ledger_is_found_out_by_its_first_operation(redis: RedisServer) -> None:
     one, other = opened(redis), opened(redis)
-    one.apply(running(0)[0])
+    one.apply(start_group(0)[0])
     with pytest.raises(LedgerError, match="another run writes the ledger"):
-        other.apply(running(5)[0])
-    one.apply(running(0)[1])
+        other.apply(start_group(5)[0])
+    one.apply(start_group(0)[1])
     one.close()
     other.close()
     again = opened(redis)
@@ -127,7 +127,7 @@ def test_new_run_in_an_emptied_directory_takes_nothing_from_the_one_before(redis
         run_dir.mkdir()
         ledger = make_ledger(config, run_dir)
         assert ledger.conservation().groups == UnitCounts()
-        for operation in ready(0):
+        for operation in complete_group(0):
             ledger.apply(operation)
         ledger.close()
         shutil.rmtree(run_dir)
@@ -137,7 +137,7 @@ def test_run_that_was_moved_finds_its_ledger_and_begins_no_other(redis: RedisSer
     config = FlowConfig(ledger="redis", ledger_url=redis.url)
     (tmp_path / "run").mkdir()
     ledger = make_ledger(config, tmp_path / "run")
-    for operation in ready(0):
+    for operation in complete_group(0):
         ledger.apply(operation)
     ledger.close()
     moved = (tmp_path / "run").rename(tmp_path / "moved")
@@ -158,14 +158,14 @@ def test_server_that_hangs_is_waited_for_no_longer_than_one_that_is_away(
     redis.process.send_signal(signal.SIGSTOP)
     began_s = RealClock().now()
     with pytest.raises(LedgerError, match="cannot be reached"):
-        ledger.apply(running(0)[0])
+        ledger.apply(start_group(0)[0])
     assert RealClock().now() - began_s < 1.2  # two questions; its waits alone add up to 0.5 s after four
     ledger.close()
 
 
 def test_entry_that_cannot_be_read_is_named(redis: RedisServer) -> None:
     ledger = opened(redis)
-    ledger.apply(running(0)[0])
+    ledger.apply(start_group(0)[0])
     ledger._server.xadd(ledger._stream, {"writer": "w", "kind": "Move", "data": b"\xc1"}, id="2-0")
     ledger.close()
     with pytest.raises(LedgerError, match="damaged at operation 2"):
@@ -180,7 +180,7 @@ def test_password_of_a_url_is_never_shown(redis: RedisServer) -> None:
 
 def test_operation_that_has_changed_on_the_server_is_named(redis: RedisServer) -> None:
     ledger = opened(redis)
-    for operation in trained(0):
+    for operation in train_group(0):
         ledger.apply(operation)
     ledger.close()
     server = redis.client()

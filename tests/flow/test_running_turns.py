@@ -11,7 +11,7 @@ from headrace.base.clock import RealClock, run_virtual
 from headrace.base.types.episode import EpisodeKey
 from headrace.flow.ledger.base import Operation, Stream
 from headrace.flow.ledger.streams import RunningTurns
-from headrace.testing.ledgers import part, sampled
+from headrace.testing.ledgers import sampled_tokens, turn_part
 
 
 class Written(list[Operation]):
@@ -41,7 +41,7 @@ def test_never_more_is_lost_than_agreed_or_than_one_chunk(most: int, chunk: int)
     async def main() -> None:
         running = RunningTurns(written.write, RealClock(), most=most)
         for number in range(1, 40):
-            running.add(part(0, 0, sampled(chunk)))
+            running.add(turn_part(0, 0, sampled_tokens(chunk)))
             await asyncio.sleep(0.1)
             safe = sum(len(each.tokens) for operation in written for each in operation.parts)
             lost.append(number * chunk - safe + chunk)  # and as much again in the engine
@@ -55,15 +55,15 @@ def test_never_more_is_lost_than_agreed_or_than_one_chunk(most: int, chunk: int)
 def test_turns_that_are_due_together_are_one_transaction() -> None:
     def feed(running: RunningTurns) -> None:
         for place in range(5):
-            running.add(part(3, place, sampled(90 if place != 2 else 10)))
+            running.add(turn_part(3, place, sampled_tokens(90 if place != 2 else 10)))
 
     assert recorded(feed, most=100) == [[(3, 0, 90), (3, 1, 90), (3, 3, 90), (3, 4, 90)]]
 
 
 def test_short_answers_and_ended_ones_cost_nothing() -> None:
     def feed(running: RunningTurns) -> None:
-        running.add(part(0, 0, sampled(30)))
-        running.add(part(0, 1, sampled(90)))
+        running.add(turn_part(0, 0, sampled_tokens(30)))
+        running.add(turn_part(0, 1, sampled_tokens(90)))
         running.forget(EpisodeKey(0, 1))
 
     assert recorded(feed, most=100) == []
@@ -71,7 +71,7 @@ def test_short_answers_and_ended_ones_cost_nothing() -> None:
 
 def test_nothing_is_recorded_where_that_was_asked() -> None:
     def feed(running: RunningTurns) -> None:
-        running.add(part(0, 0, sampled(3000)))
+        running.add(turn_part(0, 0, sampled_tokens(3000)))
         running.record_all()
 
     assert recorded(feed, most=0) == []
@@ -79,9 +79,9 @@ def test_nothing_is_recorded_where_that_was_asked() -> None:
 
 def test_the_end_of_a_run_records_whatever_has_arrived() -> None:
     def feed(running: RunningTurns) -> None:
-        running.add(part(0, 0, sampled(30)))
-        running.add(part(0, 0, sampled(5)))
-        running.add(part(0, 0, sampled(2), turn=1))
+        running.add(turn_part(0, 0, sampled_tokens(30)))
+        running.add(turn_part(0, 0, sampled_tokens(5)))
+        running.add(turn_part(0, 0, sampled_tokens(2), turn=1))
         running.record_all()
         running.record_all()
 
@@ -93,10 +93,10 @@ def test_answer_that_begins_again_voids_what_was_recorded_of_it() -> None:
 
     async def main() -> None:
         running = RunningTurns(written.write, RealClock(), most=10)
-        running.add(part(0, 0, sampled(8)))
+        running.add(turn_part(0, 0, sampled_tokens(8)))
         await asyncio.sleep(0.1)
-        running.add(part(0, 0, sampled(3)))
-        running.add(part(0, 0, sampled(4), lost="restarted"))
+        running.add(turn_part(0, 0, sampled_tokens(3)))
+        running.add(turn_part(0, 0, sampled_tokens(4), lost="restarted"))
         await asyncio.sleep(0.1)
 
     run_virtual(main())

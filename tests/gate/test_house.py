@@ -6,8 +6,8 @@ from textwrap import dedent
 import pytest
 
 from tools.house import Graph, Tree, measure, ways
-from tools.house.draw import draw, sheet
-from tools.house.measures import protocols, twice
+from tools.house.draw import draw_items, question_sheet
+from tools.house.measures import protocols, repeated_names
 
 
 def house(root: Path, **files: str) -> Tree:
@@ -49,7 +49,7 @@ def test_wings_and_lab_are_counted_apart(tmp_path: Path) -> None:
     (tmp_path / "lab/fuzz.py").write_text("x = 1\n")
     figures = measure(Tree(tmp_path))
     assert (figures.lines_core, figures.lines_wings, figures.lines_lab) == (1, 2, 1)
-    assert (figures.files, figures.files_lab, figures.rooms) == (2, 1, 2)
+    assert (figures.files, figures.files_lab, figures.top_level_entries) == (2, 1, 2)
     assert measure(tree).lines_src == 3
 
 
@@ -71,13 +71,13 @@ def test_import_of_a_wing_by_the_core_is_found(tmp_path: Path) -> None:
         wings__view__page="from headrace.run.main import f\nshow = f",
     )
     (found,) = Graph(tree).core_to_wings()
-    assert (found.by, found.of, found.line) == ("headrace.run.main", "headrace.wings.view.page", 2)
+    assert (found.importer, found.imported, found.line) == ("headrace.run.main", "headrace.wings.view.page", 2)
 
 
 def test_class_of_the_same_name_is_told_with_both_places(tmp_path: Path) -> None:
     tree = house(tmp_path, flow__a="class Limits: ...\nclass Once: ...", sync__b="class Limits: ...")
-    assert twice(tree) == {"Limits": ["src/headrace/flow/a.py:1", "src/headrace/sync/b.py:1"]}
-    assert measure(tree).names_twice == 1
+    assert repeated_names(tree) == {"Limits": ["src/headrace/flow/a.py:1", "src/headrace/sync/b.py:1"]}
+    assert measure(tree).repeated_class_names == 1
 
 
 @pytest.mark.parametrize(("more", "expected"), [("", 1), ("class C(B): ...", 2)])
@@ -89,7 +89,7 @@ def test_protocol_is_fulfilled_by_classes_that_have_its_methods(tmp_path: Path, 
 
 @pytest.mark.parametrize("way", [ways.TOKEN, ways.WEIGHT], ids=["token", "weight"])
 def test_way_of_a_token_and_of_a_weight_is_as_the_source_has_it(way: tuple[ways.Hop, ...]) -> None:
-    assert not ways.broken(Tree(Path(__file__).parents[2]), way)
+    assert not ways.find_broken_hops(Tree(Path(__file__).parents[2]), way)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_way_of_a_token_and_of_a_weight_is_as_the_source_has_it(way: tuple[ways.
 def test_hop_that_the_source_does_not_bear_out_is_named(tmp_path: Path, hop: ways.Hop, problem: str) -> None:
     tree = house(tmp_path, flow__a="class A:\n    def f(self, x: Turn):\n        self.send(x)\n")
     right = ways.Hop("flow/a", "A.f", "send", "Turn")
-    assert ways.broken(tree, [right, hop]) == [problem]
-    assert (ways.files([right, right]), ways.records([right, right])) == (1, 1)
+    assert ways.find_broken_hops(tree, [right, hop]) == [problem]
+    assert (ways.count_files([right, right]), ways.count_records([right, right])) == (1, 1)
 
 
 def test_readers_see_an_item_with_its_decorators_and_the_head_of_its_file_alone(tmp_path: Path) -> None:
     lines = ["# head", "@decorated", "def f():", "    return 1", *["# more"] * 20, "# end of the file"]
     (module,) = house(tmp_path, flow__a="\n".join(lines)).modules
-    shown = sheet([(module, module.functions[0])])
+    shown = question_sheet([(module, module.functions[0])])
     assert "```python\n@decorated\ndef f():\n    return 1\n```" in shown
     assert "# head" in shown
     assert "# end of the file" not in shown
@@ -119,7 +119,7 @@ def test_readers_see_an_item_with_its_decorators_and_the_head_of_its_file_alone(
 
 def test_a_draw_is_the_same_for_a_seed_and_draws_nothing_twice(tmp_path: Path) -> None:
     tree = house(tmp_path, flow__a="\n".join(f"class A{number}:\n    def f(self): ..." for number in range(20)))
-    first, again, other = (draw(tree, seed=seed, count=30) for seed in (1, 1, 2))
+    first, again, other = (draw_items(tree, seed=seed, count=30) for seed in (1, 1, 2))
     assert [node for _, node in first] == [node for _, node in again]
     assert [node for _, node in first] != [node for _, node in other]
     assert len({id(node) for _, node in first}) == 30

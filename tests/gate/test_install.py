@@ -98,7 +98,7 @@ def test_index_that_cannot_be_reached_costs_seconds_and_leaves_the_default_build
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setattr(install, "CPU_INDEX", "http://127.0.0.1:9/whl/cpu")
-    monkeypatch.setattr(install, "installed", lambda name: "")
+    monkeypatch.setattr(install, "installed_version", lambda name: "")
     monkeypatch.setattr(install, "has_nvidia_gpu", lambda: False)
     monkeypatch.setattr(sys, "platform", "linux")
     assert install.install_torch("auto", tmp_path / "log") == 0
@@ -110,21 +110,21 @@ def test_index_that_cannot_be_reached_costs_seconds_and_leaves_the_default_build
 
 @pytest.mark.parametrize("build", ["auto", "default"])
 def test_build_of_torch_that_is_there_stays(build: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(install, "installed", lambda name: f"{PINS['torch']}+cu130")
-    monkeypatch.setattr(install, "offers", lambda *_: pytest.fail("it asked"))
+    monkeypatch.setattr(install, "installed_version", lambda name: f"{PINS['torch']}+cu130")
+    monkeypatch.setattr(install, "has_build", lambda *_: pytest.fail("it asked"))
     assert install.install_torch(build, tmp_path / "log") == 0
 
 
 def test_machine_without_a_compiler_gets_everything_but_what_needs_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(install, "installed", lambda name: "")
+    monkeypatch.setattr(install, "installed_version", lambda name: "")
     monkeypatch.setattr(install, "can_compile", lambda: False)
-    assert install.chosen_extras(["dev"]) == ["dev"]
+    assert install.choose_extras(["dev"]) == ["dev"]
     assert "reasoning-gym cannot be built" in capsys.readouterr().out
     monkeypatch.setattr(install, "can_compile", lambda: True)
-    assert install.chosen_extras(["dev"]) == ["dev", "reasoning-gym"]
-    assert install.chosen_extras([]) == []
+    assert install.choose_extras(["dev"]) == ["dev", "reasoning-gym"]
+    assert install.choose_extras([]) == []
 
 
 def uv() -> str:

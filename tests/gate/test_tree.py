@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tools.gate import check
-from tools.gate.imports import ROOMS, optional_imports, optional_packages
-from tools.gate.source import Source, read
+from tools.gate.imports import PACKAGES, optional_imports, optional_packages
+from tools.gate.source import Source, read_sources
 from tools.gate.words import unique_classes
 from tools.house import Graph, Tree
 
@@ -22,7 +22,7 @@ def listed(findings: list[object]) -> str:
 @pytest.fixture(scope="module")
 def library() -> list[Source]:
     """The sources of the library, each of which is parsed once for the tests below."""
-    return list(read(ROOT, "src"))
+    return list(read_sources(ROOT, "src"))
 
 
 def test_library_has_no_finding(library: list[Source]) -> None:
@@ -32,7 +32,7 @@ def test_library_has_no_finding(library: list[Source]) -> None:
 
 
 def test_tests_tools_and_examples_have_no_finding() -> None:
-    findings = check(read(ROOT, "tests", "tools", "lab", "examples"))
+    findings = check(read_sources(ROOT, "tests", "tools", "lab", "examples"))
     assert not findings, listed([*findings])
 
 
@@ -47,7 +47,7 @@ def test_each_class_has_a_name_of_its_own_in_the_words_of_the_field(library: lis
 
 
 def test_rooms_stand_in_the_list_once() -> None:
-    assert len(ROOMS) == len(set(ROOMS))
+    assert len(PACKAGES) == len(set(PACKAGES))
 
 
 def test_the_core_imports_no_wing() -> None:

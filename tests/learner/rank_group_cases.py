@@ -17,7 +17,7 @@ from headrace.launch.hosts.learner import PublishedBuffers
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import Ranks
-from headrace.learner.parallel.shards import gather_each, local
+from headrace.learner.parallel.shards import gather_each, local_part
 from headrace.models import ModelConfig
 from headrace.models.config import LoraConfig
 from headrace.models.weights import weight_tensors
@@ -25,7 +25,7 @@ from headrace.sync.codecs import codec_of
 from headrace.sync.config import Route
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_receiver
-from headrace.testing.sync import through
+from headrace.testing.sync import encode_and_decode
 
 Found = dict[str, Any]
 
@@ -70,7 +70,7 @@ def sent(directory: Path, case: str) -> Found:
         wrong += _differing(codec, engine, tensors)
         assert buffers.publisher is not None
         own = buffers.publisher._layout.pieces.total_bytes
-        elements = sum(local(tensor).numel() for tensor in tensors.values())
+        elements = sum(local_part(tensor).numel() for tensor in tensors.values())
         answer = {"wrong": wrong, "own": own, "held": 4 * elements, "total": receiver.manifest.total_bytes}
     return {"ranks": [msgspec.json.decode(each) for each in ranks.gather(msgspec.json.encode(answer))]}
 
@@ -114,12 +114,12 @@ def _gathered(ranks: Ranks, address: str) -> list[str]:
 def _move(tensors: Mapping[str, Tensor], version: int) -> None:
     """Change a few of the weights, the same on ranks that hold the same part."""
     for tensor in tensors.values():
-        part = local(tensor).view(-1) if local(tensor).is_contiguous() else local(tensor)
+        part = local_part(tensor).view(-1) if local_part(tensor).is_contiguous() else local_part(tensor)
         part[version :: 5 + version] += 0.125 * (1 + version)
 
 
 def _differing(codec: str, engine: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    expected = {name: through(codec_of(codec), name, tensor) for name, tensor in gather_each(tensors.items())}
+    expected = {name: encode_and_decode(codec_of(codec), name, tensor) for name, tensor in gather_each(tensors.items())}
     return [name for name, tensor in engine.items() if not torch.equal(tensor, expected[name])]
 
 

@@ -28,7 +28,7 @@ from tests.learner.builders import Setup, assert_close, gradients, random_batch,
 from tests.learner.test_parallel import KINDS
 from tests.learner.test_replay import SPEC, routed
 from tests.models import kinds
-from tools.families.tiny import write
+from tools.families.tiny import write_model
 
 BALANCE, Z = 0.5, 0.25
 RATE = 0.01
@@ -124,7 +124,7 @@ def test_gradient_is_that_of_transformers_losses_over_the_whole_step(setup, conf
     "kind", ["qwen3_5_moe_text", "granitemoe", "flex_olmo", "ernie4_5_moe", "laguna", "minimax_m2"]
 )
 def test_losses_of_other_families_are_those_of_transformers(kind, tmp_path):
-    path = kinds.tiny(tmp_path / "model", kind) if kind in kinds.HYBRIDS else write(tmp_path / "model", kind)
+    path = kinds.tiny(tmp_path / "model", kind) if kind in kinds.HYBRIDS else write_model(tmp_path / "model", kind)
     draw_biases(path)
     batch, setup = random_batch(num_samples=12), Setup(model_dir=path)
     model = in_float64(setup)
@@ -219,7 +219,7 @@ def test_bias_of_each_expert_moves_by_the_sign_of_what_its_choices_are_short_of_
 
 @pytest.mark.parametrize("kind", ["laguna", "ernie4_5_moe"])
 def test_biases_that_are_parameters_move_too(kind, tmp_path):
-    setup = Setup(model_dir=write(tmp_path / "model", kind))
+    setup = Setup(model_dir=write_model(tmp_path / "model", kind))
     learner = moving(setup, keep_routing=False)
     before = {name: bias.clone() for name, bias in correction_biases(learner.model).items()}
     assert all(name in dict(learner.model.named_parameters()) for name in before)

@@ -18,7 +18,7 @@ from headrace.models.attention import PackedPlan, forward
 from headrace.models.kernels.fuse import fuse, unfuse
 from headrace.models.lora import active, active_adapter, adapters, add_adapter
 from headrace.models.weights import weight_tensors
-from tools.families.tiny import write
+from tools.families.tiny import write_model
 
 IDS, LENGTHS = torch.arange(3, 12), [4, 5]
 Dirs = Callable[[str], Path]
@@ -111,7 +111,7 @@ def test_every_expert_has_an_adapter_of_its_own(model_dir: Dirs) -> None:
     ],
 )  # fmt: skip
 def test_all_linear_layers_but_head_and_routers_are_adapted(kind: str, left_out: set[str], tmp_path: Path) -> None:
-    model = adapted(write(tmp_path / "model", kind), rank=2)
+    model = adapted(write_model(tmp_path / "model", kind), rank=2)
     wrapped = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
     linear = {name.removesuffix(".base_layer") for name, module in model.named_modules() if type(module) is nn.Linear}
     linear = {name for name in linear if ".lora_" not in name and name != "lm_head"}
@@ -121,7 +121,7 @@ def test_all_linear_layers_but_head_and_routers_are_adapted(kind: str, left_out:
 
 @pytest.mark.parametrize("kind", ["nemotron_h", "lfm2_moe", "qwen3_5_moe_text"])
 def test_experts_of_hybrids_are_adapted_and_not_their_convolutions(kind: str, tmp_path: Path) -> None:
-    model = adapted(write(tmp_path / "model", kind), rank=2, experts=True, target_modules=[])
+    model = adapted(write_model(tmp_path / "model", kind), rank=2, experts=True, target_modules=[])
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert names
     assert all(".experts." in name for name in names)

@@ -19,7 +19,7 @@ from headrace.models.mixtures import routes
 from headrace.models.routing import RoutingRecorder, RoutingReplay, find_routing
 from tests.models.families import family
 from tests.models.routed import FAMILIES, HIDDEN, LAYERS, VOCAB, all_known, build, choose, gates, perturb, routed_of
-from tools.families.tiny import write
+from tools.families.tiny import write_model
 
 QUICK = (
     *("afmoe", "ernie4_5_moe", "gemma4_moe", "jamba", "lfm2_moe", "llama4_text", "minimax_m2", "nemotron_h"),
@@ -372,7 +372,7 @@ def test_formula_of_an_unknown_family_is_found_by_what_its_router_computes() -> 
 def test_every_family_replays_its_own_experts_bit_for_bit_and_others_where_they_are_given(
     kind: str, tmp_path: Path
 ) -> None:
-    path = str(write(tmp_path / "model", kind) if kind != "gemma4_moe" else family(tmp_path / "model", kind))
+    path = str(write_model(tmp_path / "model", kind) if kind != "gemma4_moe" else family(tmp_path / "model", kind))
     model = load_model(ModelConfig(path=path))
     assert routes(model.config)
     routed = routed_of(model)

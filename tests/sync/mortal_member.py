@@ -12,7 +12,7 @@ import torch
 from headrace.sync import pieces
 from headrace.sync.groups import ProcessGroup
 from headrace.wings.bench import sync_group_worker
-from headrace.wings.bench.sync_group_worker import HalfLearner, WholeEngine
+from headrace.wings.bench.sync_group_worker import GroupEngine, HalfLearnerRank
 
 BUCKET = 3000
 left: list[int] = []
@@ -29,7 +29,7 @@ def mortal(self: ProcessGroup, tensor: torch.Tensor) -> None:
 
 
 def told(member: Any) -> Any:
-    do = member.do
+    handle = member.handle
 
     def answer(self: Any, request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "die":
@@ -37,16 +37,16 @@ def told(member: Any) -> Any:
             return {}
         if request["do"] == "weights":
             return {"sums": {name: float(each.double().abs().sum()) for name, each in self._weights.items()}}
-        found: dict[str, Any] = do(self, request)
+        found: dict[str, Any] = handle(self, request)
         return found
 
-    member.do = answer
+    member.handle = answer
     return member
 
 
 if __name__ == "__main__":
     pieces.buckets.__defaults__ = (BUCKET,)
     ProcessGroup.broadcast_one = mortal  # type: ignore[method-assign]
-    told(HalfLearner)
-    told(WholeEngine)
+    told(HalfLearnerRank)
+    told(GroupEngine)
     sync_group_worker.main(sys.argv[1:])

@@ -12,7 +12,7 @@ import torch
 
 from headrace.sync.codecs import CODECS
 from headrace.sync.config import TRANSPORTS, Route
-from headrace.testing.sync import CHECKS, Pair, line
+from headrace.testing.sync import CHECKS, Pair, open_pair
 
 torch.set_num_threads(1)
 
@@ -36,5 +36,5 @@ def test_transport_and_codec_keep_the_contract(
     check: Callable[[Pair], None], transport: str, codec: str, tmp_path: Path
 ) -> None:
     route = Route(transport=transport, codec=codec, address=str(tmp_path / "place"), deadline_s=10.0)
-    with line(route, seed=7) as pair:
+    with open_pair(route, seed=7) as pair:
         check(pair)

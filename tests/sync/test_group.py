@@ -11,14 +11,14 @@ import torch
 from headrace.base.errors import NeedsFull, WeightsError
 from headrace.sync import group
 from headrace.sync.config import Route
-from headrace.testing.sync import Pair, equal, line
+from headrace.testing.sync import Pair, are_equal, open_pair
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(params=["full", "delta"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with line(Route(transport="group", codec=request.param, deadline_s=2.0), seed=3) as made:
+    with open_pair(Route(transport="group", codec=request.param, deadline_s=2.0), seed=3) as made:
         made.transfer()
         made.learn()
         yield made
@@ -32,7 +32,7 @@ def assert_next_arrives(pair: Pair) -> None:
         update = pair.resend()  # a difference is taken only from a version that has arrived
     pair.receiver.stage(update)
     pair.receiver.commit(pair.version)
-    assert equal(pair.engine, pair.expected())
+    assert are_equal(pair.engine, pair.expected_weights())
 
 
 def test_pieces_that_do_not_cover_the_weights_are_refused_before_a_byte_is_used(pair: Pair) -> None:

@@ -23,8 +23,8 @@ from headrace.sync.config import Route
 from headrace.sync.groups import ProcessGroup, gloo_group
 from headrace.sync.pieces import whole_boxes
 from headrace.sync.transports import make_publisher, make_receiver
-from headrace.testing.sync import Pair, equal, line
-from headrace.wings.bench.engine_peers import worker
+from headrace.testing.sync import Pair, are_equal, open_pair
+from headrace.wings.bench.engine_peers import open_worker
 from headrace.wings.bench.sync_group import GroupMembers
 from headrace.wings.bench.sync_worker import SyncPlan
 from tests.run.session.runs import headrace, make_run, tiny_model
@@ -56,7 +56,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 @pytest.fixture(params=["full", "delta"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path, network: Network) -> Iterator[Pair]:
     route = Route(transport="group", codec=request.param, deadline_s=DEADLINE_S, fallback=str(tmp_path / "weights"))
-    with line(route, seed=3) as made:
+    with open_pair(route, seed=3) as made:
         yield made
 
 
@@ -72,7 +72,7 @@ def brought(pair: Pair) -> list[WeightUpdate]:
             assert len(updates) < 4
             updates.append(pair.resend())
     pair.receiver.commit(pair.version)
-    assert equal(pair.engine, pair.expected())
+    assert are_equal(pair.engine, pair.expected_weights())
     assert pair.receiver.committed == pair.version
     return updates
 
@@ -122,7 +122,7 @@ def test_failures_with_other_engines_are_the_healing_of_a_death(pair: Pair, netw
 
 def test_group_without_a_folder_remains_a_group(network: Network) -> None:
     network.failures = 1000
-    with line(Route(transport="group", deadline_s=DEADLINE_S), seed=3) as pair:
+    with open_pair(Route(transport="group", deadline_s=DEADLINE_S), seed=3) as pair:
         update = pair.publish()
         for _ in range(3):
             with pytest.raises(NeedsFull, match="did not arrive within 1 s of silence: no route to host"):
@@ -162,7 +162,7 @@ def test_file_that_is_cut_off_or_damaged_or_gone_is_refused_and_repaired(fallen:
         assert words in f"{refused.value.problem} {refused.value.remedy}"
         fallen.receiver.stage(fallen.resend())
         fallen.receiver.commit(fallen.version)
-        assert equal(fallen.engine, fallen.expected())
+        assert are_equal(fallen.engine, fallen.expected_weights())
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", ".hidden", "a\\b"])
@@ -246,7 +246,7 @@ def test_files_that_a_killed_run_left_are_removed(tmp_path: Path) -> None:
     left = tmp_path / "v00000007-01234567.rank1"
     left.write_bytes(b"x")
     (tmp_path / "mine.txt").write_text("stays")
-    with line(Route(transport="group", deadline_s=DEADLINE_S, fallback=str(tmp_path)), seed=3) as pair:
+    with open_pair(Route(transport="group", deadline_s=DEADLINE_S, fallback=str(tmp_path)), seed=3) as pair:
         assert os.listdir(tmp_path) == ["mine.txt"]
         brought(pair)
 
@@ -260,11 +260,11 @@ def test_every_rank_writes_its_part_and_every_engine_reads_all(tmp_path: Path, c
     path.write_bytes(msgspec.json.encode(PLAN))
     with ExitStack() as stack:
         sides = ["rank-0", "rank-1", "engine-0", "engine-1"]
-        started = [stack.enter_context(worker(side, path, 1, module="tests.sync.deaf_member")) for side in sides]
+        started = [stack.enter_context(open_worker(side, path, 1, module="tests.sync.deaf_member")) for side in sides]
         members = GroupMembers(ranks=started[:2], engines=started[2:])
         members.open(Route(transport="group", codec=codec, deadline_s=2.0, fallback=str(tmp_path / "weights")))
         for version in range(4):
-            members.take(version)
+            members.copy_weights(version)
             errors = members.send(version)
             if version == 0:
                 assert all(errors + members.send(version, again=True))

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.base.errors import ComponentDied
 from headrace.sync.config import Route
-from headrace.wings.bench.engine_peers import PeerProcess, worker
-from headrace.wings.bench.sync_group import GroupMembers, at_once
+from headrace.wings.bench.engine_peers import PeerProcess, open_worker
+from headrace.wings.bench.sync_group import GroupMembers, call_all
 from headrace.wings.bench.sync_worker import SyncPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -42,13 +42,13 @@ class Line:
         """The sums of the weights of each version."""
 
     def _start(self, side: str) -> PeerProcess:
-        return self._stack.enter_context(worker(side, self._path, 1, module=WORKER))
+        return self._stack.enter_context(open_worker(side, self._path, 1, module=WORKER))
 
     def take(self) -> None:
         """Let the ranks make the next version."""
         self.version += 1
-        self.members.take(self.version)
-        parts = [answer["sums"] for answer in at_once([(rank, {"do": "weights"}) for rank in self.ranks])]
+        self.members.copy_weights(self.version)
+        parts = [answer["sums"] for answer in call_all([(rank, {"do": "weights"}) for rank in self.ranks])]
         self.sums[self.version] = {name: sum(part[name] for part in parts) for name in PLAN.shapes}
 
     def send(self) -> None:

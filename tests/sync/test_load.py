@@ -31,7 +31,7 @@ from headrace.models.weights import weight_tensors
 from headrace.sync.codecs import codec_of
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
-from headrace.testing.sync import TOKEN, equal, receiver_with_faults, through
+from headrace.testing.sync import TOKEN, are_equal, encode_and_decode, receiver_with_faults
 from tests.engine.native.harness import MAX_CONTEXT, joined, request
 from tests.models.kinds import plain, tiny
 
@@ -60,7 +60,7 @@ class Learner:
             places = torch.from_numpy(self._rng.permutation(len(flat))[: 1 + len(flat) // 8])
             noise = torch.from_numpy(self._rng.normal(size=len(places))).float()
             flat[places] = start[places] * (1 + 0.5 * noise)
-        self.versions.append({n: through(self._codec, n, t).clone() for n, t in self._tensors.items()})
+        self.versions.append({n: encode_and_decode(self._codec, n, t).clone() for n, t in self._tensors.items()})
 
 
 class Life:
@@ -100,7 +100,7 @@ class Life:
         self._engine.commit(version, Interrupt.INFLIGHT_RECOMPUTE)
         (report,) = self._engine.take_swaps()
         self.gaps_s.append(report.gap_s)
-        assert equal(dict(self._tensors), dict(expected))
+        assert are_equal(dict(self._tensors), dict(expected))
 
     def served(self) -> list[tuple[list[int], Tokens]]:
         """Prompts and what followed them."""

@@ -26,14 +26,14 @@ from headrace.base.types.weights import BUCKET_BYTES
 from headrace.sync import http as uploads
 from headrace.sync.config import TRANSPORTS, Route, SyncConfig
 from headrace.sync.transports import make_publisher, make_receiver
-from headrace.testing.sync import TOKEN, Pair, equal, line
+from headrace.testing.sync import TOKEN, Pair, are_equal, open_pair
 
 torch.set_num_threads(1)
 
 
 @contextmanager
 def pair_of(transport: str, place: Path, **changes: object) -> Iterator[Pair]:
-    with line(Route(transport=transport, address=str(place), **changes), seed=3) as made:
+    with open_pair(Route(transport=transport, address=str(place), **changes), seed=3) as made:
         yield made
 
 
@@ -46,7 +46,7 @@ def test_file_that_is_cut_off_or_too_long_is_refused_and_repaired(tmp_path: Path
             pair.receiver.stage(update)
         pair.receiver.stage(pair.resend())
         pair.receiver.commit(0)
-        assert equal(pair.engine, pair.expected())
+        assert are_equal(pair.engine, pair.expected_weights())
 
 
 def test_file_of_a_whole_version_is_read_by_whatever_reads_safetensors(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_file_of_a_whole_version_is_read_by_whatever_reads_safetensors(tmp_path:
             with safetensors.safe_open(path, "pt") as opened:
                 assert opened.metadata() == {"format": "pt", "version": "0"}
             if codec == "full":
-                assert equal(found, pair.learner)
+                assert are_equal(found, pair.learner)
             else:
                 expected = [(e.name, e.dtype, e.shape) for e in pair.publisher.manifest.entries]
                 assert sorted(expected) == sorted((n, str(t.dtype)[6:], tuple(t.shape)) for n, t in found.items())
@@ -125,22 +125,22 @@ def test_file_outside_the_folder_is_never_opened(tmp_path: Path, path: str) -> N
 
 
 def test_files_travel_through_any_file_system_of_fsspec() -> None:
-    with pair_of("files", Path()) as _, line(Route(transport="files", address="memory://weights"), seed=3) as pair:
+    with pair_of("files", Path()) as _, open_pair(Route(transport="files", address="memory://weights"), seed=3) as pair:
         pair.transfer()
-        assert equal(pair.engine, pair.expected())
+        assert are_equal(pair.engine, pair.expected_weights())
     with pytest.raises(ConfigError, match="cannot be reached"):
         make_receiver(Route(transport="files", address="gopher://x"), {})
 
 
 def test_upload_with_another_token_is_refused_and_stores_nothing() -> None:
     route = Route(transport="http", deadline_s=5.0)
-    with line(route, seed=3) as pair:
+    with open_pair(route, seed=3) as pair:
         stranger = make_publisher(route, pair.learner, "a guess")
         stranger.copy(0)
         with pytest.raises(WeightsError, match=r"refused version 0 at byte 0 of \d+: 401 Unauthorized"):
             stranger.announce(0, 0, [pair.receiver.address])
         pair.transfer()
-        assert equal(pair.engine, pair.expected())
+        assert are_equal(pair.engine, pair.expected_weights())
     with pytest.raises(ConfigError, match="has no token"):
         make_receiver(route, {})
 
@@ -160,10 +160,10 @@ def test_learner_hears_why_a_long_upload_was_refused() -> None:
 
 def test_uploads_are_taken_at_the_address_that_is_named_and_nowhere_without_a_token() -> None:
     route = Route(transport="http", host="127.0.0.2", deadline_s=5.0)
-    with line(route, seed=3) as pair:
+    with open_pair(route, seed=3) as pair:
         assert pair.receiver.address.startswith("http://127.0.0.2:")
         pair.transfer()
-        assert equal(pair.engine, pair.expected())
+        assert are_equal(pair.engine, pair.expected_weights())
     with pytest.raises(ConfigError, match=r"no token, and would take anybody's weights at 127\.0\.0\.2"):
         make_receiver(route, {})
     with pytest.raises(ConfigError, match=r"sync\.host='192\.0\.2\.1': the engine cannot listen there"):
@@ -212,7 +212,7 @@ def test_upload_that_makes_no_sense_is_refused_before_memory_is_taken(
 
 def test_upload_that_stops_is_named_with_what_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "BUCKET_BYTES", 4096)
-    with line(Route(transport="http", deadline_s=0.3), seed=3) as pair:
+    with open_pair(Route(transport="http", deadline_s=0.3), seed=3) as pair:
         update = pair.publish()
         inbox = pair.inbox._inbox
         inbox._upload.received -= 4096  # as if the learner had died before its last bucket
@@ -220,7 +220,7 @@ def test_upload_that_stops_is_named_with_what_arrived(monkeypatch: pytest.Monkey
             pair.receiver.stage(update)
         pair.receiver.stage(pair.resend())
         pair.receiver.commit(0)
-        assert equal(pair.engine, pair.expected())
+        assert are_equal(pair.engine, pair.expected_weights())
 
 
 def test_silent_engines_cost_one_deadline_together_and_the_others_get_the_version() -> None:
@@ -236,14 +236,14 @@ def test_silent_engines_cost_one_deadline_together_and_the_others_get_the_versio
         update = publisher.announce(1, 0, [*others, receiver.address])
         assert RealClock().now() - start_s < 3 * deadline_s
     assert update.to == (receiver.address,)
-    assert list(update.missed) == others
-    assert all(f"could not be uploaded to {url}, which may be silent" in why for url, why in update.missed.items())
+    assert list(update.missed_by) == others
+    assert all(f"could not be uploaded to {url}, which may be silent" in why for url, why in update.missed_by.items())
     receiver.stage(update)
     receiver.close()
 
 
 def test_engine_that_is_gone_is_named_by_the_learner() -> None:
-    with line(Route(transport="http", deadline_s=1.0), seed=3) as pair:
+    with open_pair(Route(transport="http", deadline_s=1.0), seed=3) as pair:
         address = pair.receiver.address
         pair.receiver.close()
         with pytest.raises(WeightsError, match=f"could not be uploaded to {address}, which may be silent .* 1 s"):
@@ -373,7 +373,7 @@ def test_second_learner_is_refused_the_buffer_that_another_one_fills(tmp_path: P
         with pytest.raises(WeightsError, match="holds the weights of another learner"):
             make_publisher(pair.route, pair.learner)
         pair.transfer()
-        assert equal(pair.engine, pair.expected())
+        assert are_equal(pair.engine, pair.expected_weights())
 
 
 def test_difference_in_shared_memory_lies_in_the_one_file_that_a_run_has(tmp_path: Path) -> None:

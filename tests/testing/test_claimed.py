@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from headrace.models.kernels.build import find_compiler
-from headrace.testing.claimed import claimed
+from headrace.testing.claimed import device_environment
 from tests.models.kinds import tiny
 from tests.testing.claimed_loop import TOKENS
-from tools.families.tiny import write
+from tools.families.tiny import write_model
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has devices of its own"),
@@ -31,7 +31,7 @@ TRAINING_WAITS, TRAINING_DOWNLOADS = 8, 2
 
 @pytest.fixture(scope="session")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return claimed(tmp_path_factory.mktemp("claimed"))
+    return device_environment(tmp_path_factory.mktemp("claimed"))
 
 
 def run(program: str, variables: dict[str, str], *arguments: str) -> Any:
@@ -90,7 +90,7 @@ def test_a_loop_of_ones_own_gives_on_the_device_what_it_gives_on_the_cpu(
     try:
         path = tiny(tmp_path / "model", kind)
     except KeyError:
-        path = write(tmp_path / "model", kind)
+        path = write_model(tmp_path / "model", kind)
     found = run("claimed_loop", variables, str(path), json.dumps(settings))
     host, device = found["cpu"], found["cuda"]
     assert device["ids"] == host["ids"]

@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 
 from headrace.base.clock import RealClock
-from tools.families.page import PAGE, Row, kinds, page, refused_by_settings
+from tools.families.page import PAGE, Row, list_kinds, page, settings_refusal
 
 LIMIT_S = 120
 """Longest time that one architecture may take, in seconds."""
@@ -35,11 +35,11 @@ def main() -> None:
     known = {} if options.again or not options.results.exists() else json.loads(options.results.read_text())
     import headrace.policy.model_check  # noqa: F401 - imported once, before the processes are forked
 
-    wanted = options.only or [kind for kind in kinds() if kind not in known]
+    wanted = options.only or [kind for kind in list_kinds() if kind not in known]
     clock = RealClock()
     began_s = clock.now()
     for kind in wanted:
-        known[kind] = early(kind) or tried(kind)
+        known[kind] = refusal_row(kind) or try_in_process(kind)
         options.results.write_text(json.dumps(known, indent=1))
         print(kind, *known[kind].values(), flush=True)
         if clock.now() - began_s > options.most_s:
@@ -47,14 +47,14 @@ def main() -> None:
     PAGE.write_text(page({kind: Row(**row) for kind, row in known.items()}), encoding="utf-8")
 
 
-def early(kind: str) -> dict[str, str]:
+def refusal_row(kind: str) -> dict[str, str]:
     """Return the row of an architecture that is refused by its default settings; empty for others."""
     with tempfile.TemporaryDirectory() as place:
-        reason = refused_by_settings(kind, Path(place))
+        reason = settings_refusal(kind, Path(place))
     return {"verdict": "refused", "reason": reason} if reason else {}
 
 
-def tried(kind: str) -> dict[str, str]:
+def try_in_process(kind: str) -> dict[str, str]:
     """Return the row of ``kind``, made in a process of its own, which is ended after :data:`LIMIT_S`."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)

@@ -23,7 +23,7 @@ class Row:
     """Largest |Δ logprob| of engine or learner and transformers, in nats."""
 
 
-def kinds() -> list[str]:
+def list_kinds() -> list[str]:
     """Return the model types of the installed transformers that generate text: causal language models, and multimodal
     models with one."""
     from transformers.models.auto.modeling_auto import (
@@ -40,12 +40,12 @@ def row_of(kind: str, directory: Path) -> dict[str, str]:
     from transformers.utils import logging
 
     from headrace.policy.model_check import check_model
-    from tools.families.tiny import write
+    from tools.families.tiny import write_model
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     try:
-        write(directory, kind)
+        write_model(directory, kind)
     except Exception as error:  # noqa: BLE001 - a foreign architecture may raise anything
         return {"verdict": "not tried", "reason": _short(f"no tiny model: {type(error).__name__}: {error}")}
     try:
@@ -57,7 +57,7 @@ def row_of(kind: str, directory: Path) -> dict[str, str]:
     return {"verdict": report.verdict, "reason": reason, "gap": f"{max(gaps):.0e}" if gaps else ""}
 
 
-def refused_by_settings(kind: str, directory: Path) -> str:
+def settings_refusal(kind: str, directory: Path) -> str:
     """Return why the default settings of ``kind`` are refused; empty if they are not."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -172,7 +172,7 @@ def settings_of(kind: str) -> dict[str, Any]:
     return {**known, **(_MROPE if kind in MROPE else {}), **EXTRA.get(kind, {})}
 
 
-def write(directory: Path, kind: str) -> Path:
+def write_model(directory: Path, kind: str) -> Path:
     """Write a tiny random model of the type ``kind`` with a tokenizer into ``directory``; of a multimodal type, the
     whole model."""
     config_class = CONFIG_MAPPING[kind]

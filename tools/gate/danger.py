@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tools.gate.imports import imported
+from tools.gate.imports import imported_modules
 from tools.gate.source import Finding, Source
 
 _MODULES = frozenset({
@@ -30,10 +30,10 @@ def danger(source: Source) -> Iterator[Finding]:
             if keyword.arg in _SWITCHES and not _is(keyword.value, _SWITCHES[keyword.arg]):
                 text = f"{keyword.arg} may only be {_SWITCHES[keyword.arg]}: what is read is never run"
                 yield source.find("remote-code", call, text, hard=True)
-        if source.room and (name in _CALLS or name.rpartition(".")[2] == "create_subprocess_shell"):
+        if source.package and (name in _CALLS or name.rpartition(".")[2] == "create_subprocess_shell"):
             yield source.find("code", call, f"{name} runs what it reads: msgspec, safetensors or a list of arguments")
-    if source.room:
-        for node, module in imported(source):
+    if source.package:
+        for node, module in imported_modules(source):
             if module.partition(".")[0] in _MODULES:
                 yield source.find("code", node, f"{module} runs what it reads: msgspec or safetensors")
 

@@ -14,7 +14,7 @@ from tools.gate.source import Finding, Source
 from tools.house.graph import Graph
 from tools.house.tree import Tree
 
-ROOMS = (
+PACKAGES = (
     *("base", "models", "algo", "engine", "sync", "flow", "rollout", "learner", "control", "launch", "run", "policy"),
     *("extend", "wings", "testing", "headrace", "__main__"),
 )
@@ -29,21 +29,21 @@ WITHOUT_TORCH = frozenset({"base", "flow"})
 
 def imports(source: Source) -> Iterator[Finding]:
     """Yield findings of the rule ``import``: a package imports only earlier packages, also within functions."""
-    if not source.room:
+    if not source.package:
         return
-    if source.room not in ROOMS:
+    if source.package not in PACKAGES:
         yield source.find(
-            "import", 1, f"{source.room} is no room: add it to the list in tools/gate/imports.py", hard=True
+            "import", 1, f"{source.package} is no known package: add it to the list in tools/gate/imports.py", hard=True
         )
         return
-    for node, module in imported(source):
+    for node, module in imported_modules(source):
         top, _, rest = module.partition(".")
-        if source.room in WITHOUT_TORCH and top in ("torch", "transformers"):
-            yield source.find("import", node, f"{source.room} does without {top}")
+        if source.package in WITHOUT_TORCH and top in ("torch", "transformers"):
+            yield source.find("import", node, f"{source.package} does without {top}")
         if top == "headrace":
             target = rest.partition(".")[0]
             yield from _direction(source, node, target)
-    if ROOMS.index(source.room) < ROOMS.index("wings"):
+    if PACKAGES.index(source.package) < PACKAGES.index("wings"):
         yield from _wings_by_name(source)
 
 
@@ -51,13 +51,13 @@ def _wings_by_name(source: Source) -> Iterator[Finding]:
     """Yield a finding for each string in the core that names a wing: wings register themselves by entry points."""
     for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and WING.fullmatch(node.value):
-            yield source.find("import", node, f"{source.room} names {node.value!r}: register it in pyproject.toml")
+            yield source.find("import", node, f"{source.package} names {node.value!r}: register it in pyproject.toml")
 
 
 def _direction(source: Source, node: ast.stmt, target: str) -> Iterator[Finding]:
-    room = target if target in ROOMS else "headrace"
-    if target != "__version__" and ROOMS.index(room) > ROOMS.index(source.room):
-        yield source.find("import", node, f"{source.room} imports {room}, which stands above it")
+    package = target if target in PACKAGES else "headrace"
+    if target != "__version__" and PACKAGES.index(package) > PACKAGES.index(source.package):
+        yield source.find("import", node, f"{source.package} imports {package}, which stands above it")
 
 
 def circles(root: Path) -> list[Finding]:
@@ -76,7 +76,7 @@ def circles(root: Path) -> list[Finding]:
     ]
 
 
-def imported(source: Source) -> Iterator[tuple[ast.stmt, str]]:
+def imported_modules(source: Source) -> Iterator[tuple[ast.stmt, str]]:
     """Yield every import statement with the full dotted name that it imports; relative imports are resolved."""
     package = Path(source.path).with_suffix("").parts[1:-1]
     for node in source.nodes:
@@ -101,7 +101,7 @@ def optional_imports(sources: Iterable[Source], packages: frozenset[str]) -> lis
     homes: dict[str, list[tuple[Source, ast.stmt]]] = defaultdict(list)
     findings: list[Finding] = []
     for source in sources:
-        for node, module in imported(source):
+        for node, module in imported_modules(source):
             top = module.partition(".")[0]
             if top not in packages:
                 continue

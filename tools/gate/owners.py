@@ -7,7 +7,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
-from tools.gate.source import Finding, Source, dotted
+from tools.gate.source import Finding, Source, dotted_name
 
 _QUEUES = frozenset({"Queue", "LifoQueue", "PriorityQueue", "SimpleQueue", "JoinableQueue"})
 _UNSEEDED = frozenset({"default_rng", "SeedSequence", "Random", "SystemRandom"})
@@ -50,13 +50,13 @@ def _task_groups(nodes: Iterable[ast.AST]) -> frozenset[str]:
     for node in nodes:
         match node:
             case ast.withitem(context_expr=ast.Call(func=made), optional_vars=ast.expr() as target):
-                names |= {dotted(target)} if _is_group(made) else set()
+                names |= {dotted_name(target)} if _is_group(made) else set()
             case ast.Assign(targets=[target], value=ast.Call(func=made)):
-                names |= {dotted(target)} if _is_group(made) else set()
+                names |= {dotted_name(target)} if _is_group(made) else set()
             case ast.Assign(targets=[target], value=ast.Name(id=held)) if held in names:
-                names.add(dotted(target))
+                names.add(dotted_name(target))
             case ast.AnnAssign(target=target, annotation=annotation) if _mentions_group(annotation):
-                names |= {dotted(target), f"self.{dotted(target)}"}
+                names |= {dotted_name(target), f"self.{dotted_name(target)}"}
             case ast.arg(arg=name, annotation=ast.expr() as annotation) if _mentions_group(annotation):
                 # a parameter is often kept under its own name
                 names |= {name, f"self.{name}", f"self._{name}"}
@@ -64,7 +64,7 @@ def _task_groups(nodes: Iterable[ast.AST]) -> frozenset[str]:
 
 
 def _is_group(made: ast.expr) -> bool:
-    return dotted(made).rpartition(".")[2] == "TaskGroup"
+    return dotted_name(made).rpartition(".")[2] == "TaskGroup"
 
 
 def _mentions_group(annotation: ast.expr) -> bool:

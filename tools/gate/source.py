@@ -82,10 +82,10 @@ class Source:
     @cached_property
     def calls(self) -> list[tuple[str, ast.Call]]:
         """Return every call with the dotted name of the called function, which is empty if it has none."""
-        return [(dotted(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
+        return [(dotted_name(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
 
     @cached_property
-    def room(self) -> str:
+    def package(self) -> str:
         """Return the top-level package of the library that the file belongs to; ``headrace`` for the package itself,
         empty for files outside of it."""
         parts = Path(self.path).with_suffix("").parts
@@ -108,7 +108,7 @@ class Source:
 Rule = Callable[[Source], Iterable[Finding]]
 
 
-def read(root: Path, *folders: str) -> list[Source]:
+def read_sources(root: Path, *folders: str) -> list[Source]:
     """Return every Python file below ``folders`` of the repository at ``root``."""
     paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
     return [Source(str(path.relative_to(root)), path.read_text(encoding="utf-8")) for path in paths]
@@ -132,12 +132,12 @@ def excuse(source: Source, findings: Iterable[Finding]) -> list[Finding]:
     return sorted(kept, key=lambda finding: finding.line)
 
 
-def dotted(node: ast.expr) -> str:
+def dotted_name(node: ast.expr) -> str:
     """Return ``a.b.c`` for an expression of that form, and an empty text for any other."""
     match node:
         case ast.Name(id=name):
             return name
         case ast.Attribute(value=value, attr=attr):
-            left = dotted(value)
+            left = dotted_name(value)
             return f"{left}.{attr}" if left else ""
     return ""

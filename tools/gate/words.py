@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from tools.gate.source import Finding, FunctionNode, Source, dotted
+from tools.gate.source import Finding, FunctionNode, Source, dotted_name
 
 _UNIT = re.compile(r"(_(s|ms|bytes|frac|tok_s|tokens|version|seed|std|min|max|T|N|S|G|B|L|V)|^num_\w+)$")
 """Matches field names that contain their unit or shape."""
@@ -15,8 +15,7 @@ _SAYS_IT = re.compile(
     r"""(?x) ^(
     name|kind|version|steps?|call|token|pid|slot|path|directory|dtype|shape|key|problem|remedy|text|level|row
     |seconds|tokens|prompt|request_ids?|chunks|entries|stats|spans|metrics|seed|numbers?|batch_size|max_age|lead|capacity
-    |groups?|episodes?|tasks?|rewards?|submitted|trained|dropped|in_flight
-    )$"""
+    |groups?|episodes?|tasks?|rewards?|submitted|trained|dropped|in_flight )$"""
 )
 """Matches field names that mean the same everywhere, by docs/glossary.md."""
 _NUMBERS = frozenset({"int", "float", "complex", "NDArray", "ndarray", "Tensor"})
@@ -52,7 +51,7 @@ def words(source: Source) -> Iterator[Finding]:
     """Yield findings of the rules ``field``, ``contract`` and ``sentence``."""
     if source.path.startswith("tests/"):
         yield from _sentences(source)
-    if source.room:
+    if source.package:
         for cls in source.classes:
             yield from _fields(source, cls)
             yield from _contract(source, cls)
@@ -89,7 +88,7 @@ def _is_open(name: str, annotation: ast.expr, said: str) -> bool:
     nodes = list(ast.walk(annotation))
     if any(isinstance(node, ast.Constant) and node.value is None for node in nodes):
         return "``None``" not in said
-    types = {dotted(node).rpartition(".")[2] for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
+    types = {dotted_name(node).rpartition(".")[2] for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
     return bool(types & _NUMBERS) and not _UNIT.search(name) and not _SAYS_IT.search(name)
 
 
@@ -111,7 +110,7 @@ def _last(node: ast.expr) -> str:
     match node:
         case ast.Call(func=inner) | ast.Subscript(value=inner):
             return _last(inner)
-    return dotted(node).rpartition(".")[2]
+    return dotted_name(node).rpartition(".")[2]
 
 
 def _is_string(statement: ast.stmt | None) -> bool:

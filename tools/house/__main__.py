@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from tools.house import ways
-from tools.house.draw import draw, sheet
+from tools.house.draw import draw_items, question_sheet
 from tools.house.graph import Graph
-from tools.house.measures import measure, twice
+from tools.house.measures import measure, repeated_names
 from tools.house.tree import Tree
 
 parser = argparse.ArgumentParser(prog="python -m tools.house", description="Measure how the house is built.")
@@ -24,19 +24,19 @@ arguments = parser.parse_args()
 tree = Tree(arguments.root, arguments.wings.split(","))
 if arguments.draw is not None:
     arguments.out.mkdir(parents=True, exist_ok=True)
-    drawn = draw(tree, seed=arguments.draw, count=40)
+    drawn = draw_items(tree, seed=arguments.draw, count=40)
     for reader in range(4):
         file = arguments.out / f"draw-{arguments.draw}-reader-{reader + 1}.md"
-        file.write_text(sheet(drawn[reader::4]), encoding="utf-8")
+        file.write_text(question_sheet(drawn[reader::4]), encoding="utf-8")
         print(file)
 elif arguments.ways:
     for name, way in (("token", ways.TOKEN), ("weight", ways.WEIGHT)):
-        print(f"a {name}: {ways.files(way)} files, {ways.records(way)} records")
+        print(f"a {name}: {ways.count_files(way)} files, {ways.count_records(way)} records")
         for hop in way:
             print(f"  {hop.file + '.py':36} {hop.function:34} → {hop.hands_to:16} {hop.record}".rstrip())
-        print("\n".join(f"  not so: {problem}" for problem in ways.broken(tree, way)), end="")
+        print("\n".join(f"  not so: {problem}" for problem in ways.find_broken_hops(tree, way)), end="")
 elif arguments.twice:
-    found = twice(tree)
+    found = repeated_names(tree)
     print(
         json.dumps(found, indent=1) if arguments.json else "\n".join(f"{k}: {', '.join(v)}" for k, v in found.items())
     )

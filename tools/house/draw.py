@@ -20,14 +20,14 @@ items below you see the first {head} lines of its file, then its source. Answer 
 """
 
 
-def draw(tree: Tree, *, seed: int, count: int) -> list[tuple[Module, FunctionNode | ast.ClassDef]]:
+def draw_items(tree: Tree, *, seed: int, count: int) -> list[tuple[Module, FunctionNode | ast.ClassDef]]:
     """Draw ``count`` functions, methods and classes of the package, each with equal probability."""
-    modules = tree.of(Layer.CORE) + tree.of(Layer.WINGS)
+    modules = tree.modules_of(Layer.CORE) + tree.modules_of(Layer.WINGS)
     items = [(module, node) for module in modules for node in (*module.functions, *module.classes)]
     return random.Random(seed).sample(items, count)
 
 
-def sheet(items: Sequence[tuple[Module, FunctionNode | ast.ClassDef]]) -> str:
+def question_sheet(items: Sequence[tuple[Module, FunctionNode | ast.ClassDef]]) -> str:
     """Return the questions to one reader, with the source of every item and the head of its file."""
     parts = [QUESTIONS.format(count=len(items), head=HEAD_LINES)]
     for number, (module, node) in enumerate(items, 1):

@@ -15,9 +15,9 @@ from tools.house.tree import Layer, Module, Tree, statements
 class Import:
     """One import statement."""
 
-    by: str
+    importer: str
     """Dotted name of the importing module."""
-    of: str
+    imported: str
     """Dotted name of the imported module."""
     line: int
 
@@ -31,13 +31,17 @@ class Graph:
 
     def circles(self) -> list[list[str]]:
         """Return the groups of modules that import one another in a circle."""
-        graph: networkx.DiGraph[str] = networkx.DiGraph((found.by, found.of) for found in self.imports)
+        graph: networkx.DiGraph[str] = networkx.DiGraph((found.importer, found.imported) for found in self.imports)
         return sorted(sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1)
 
     def core_to_wings(self) -> list[Import]:
         """Return the imports of wings by core modules."""
         layers = {name: module.layer for name, module in self._modules.items()}
-        return [found for found in self.imports if layers[found.by] is Layer.CORE and layers[found.of] is Layer.WINGS]
+        return [
+            found
+            for found in self.imports
+            if layers[found.importer] is Layer.CORE and layers[found.imported] is Layer.WINGS
+        ]
 
     def _of(self, module: Module) -> Iterator[Import]:
         is_package = module.path.stem == "__init__"
@@ -47,7 +51,7 @@ class Graph:
             for name in _names(node, module.name, is_package):
                 target = name if name in self._modules else name.rpartition(".")[0]
                 if target in self._modules and target != module.name:
-                    yield Import(by=module.name, of=target, line=node.lineno)
+                    yield Import(importer=module.name, imported=target, line=node.lineno)
 
 
 def _names(node: ast.Import | ast.ImportFrom, by: str, is_package: bool) -> Iterator[str]:

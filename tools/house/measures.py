@@ -20,7 +20,7 @@ SHORT_FILE = 40
 class Measures:
     """The figures of one checkout."""
 
-    rooms: int
+    top_level_entries: int
     """Number of folders and files directly below the package."""
     files: int
     """Number of Python files of the package."""
@@ -37,7 +37,7 @@ class Measures:
     function_p99: int
     function_max: int
     class_names: int
-    names_twice: int
+    repeated_class_names: int
     """Number of class names that are used for more than one class."""
     comments: int
     """Number of comments on lines of their own."""
@@ -64,42 +64,44 @@ class Measures:
 
 def measure(tree: Tree) -> Measures:
     """Compute all figures of ``tree``."""
-    src = tree.of(Layer.CORE) + tree.of(Layer.WINGS)
+    src = tree.modules_of(Layer.CORE) + tree.modules_of(Layer.WINGS)
     graph = Graph(tree)
     # a tree without functions counts as one function of no lines, so that median and maximum exist
     lengths = sorted(length(function) for module in src for function in module.functions) or [0]
     names = Counter(cls.name for module in src for cls in module.classes)
     implementations = protocols(src)
     return Measures(
-        rooms=len({module.path.relative_to(PACKAGE).parts[0] for module in src} - {"__init__.py", "__main__.py"}),
+        top_level_entries=len(
+            {module.path.relative_to(PACKAGE).parts[0] for module in src} - {"__init__.py", "__main__.py"}
+        ),
         files=len(src),
-        files_lab=len(tree.of(Layer.LAB)),
-        lines_core=_code(tree.of(Layer.CORE)),
-        lines_wings=_code(tree.of(Layer.WINGS)),
+        files_lab=len(tree.modules_of(Layer.LAB)),
+        lines_core=_code(tree.modules_of(Layer.CORE)),
+        lines_wings=_code(tree.modules_of(Layer.WINGS)),
         lines_src=_code(src),
-        lines_lab=_code(tree.of(Layer.LAB)),
+        lines_lab=_code(tree.modules_of(Layer.LAB)),
         files_under_40=sum(len(module.text.splitlines()) < SHORT_FILE for module in src if not _is_init(module)),
         function_median=median(lengths),
         function_p99=lengths[len(lengths) * 99 // 100],
         function_max=lengths[-1],
         class_names=len(names),
-        names_twice=sum(count > 1 for count in names.values()),
+        repeated_class_names=sum(count > 1 for count in names.values()),
         comments=sum(module.num_comments for module in src),
         settings=sum(_settings(cls) for module in src for cls in module.classes),
         protocols=len(implementations),
         protocols_of_one=sum(len(found) == 1 for found in implementations.values()),
         core_imports_wings=len(graph.core_to_wings()),
         circles=len(graph.circles()),
-        token_files=0 if ways.broken(tree, ways.TOKEN) else ways.files(ways.TOKEN),
-        token_records=0 if ways.broken(tree, ways.TOKEN) else ways.records(ways.TOKEN),
-        weight_files=0 if ways.broken(tree, ways.WEIGHT) else ways.files(ways.WEIGHT),
+        token_files=0 if ways.find_broken_hops(tree, ways.TOKEN) else ways.count_files(ways.TOKEN),
+        token_records=0 if ways.find_broken_hops(tree, ways.TOKEN) else ways.count_records(ways.TOKEN),
+        weight_files=0 if ways.find_broken_hops(tree, ways.WEIGHT) else ways.count_files(ways.WEIGHT),
     )
 
 
-def twice(tree: Tree) -> dict[str, list[str]]:
+def repeated_names(tree: Tree) -> dict[str, list[str]]:
     """Return the class names that are used for more than one class, with their places."""
     places: dict[str, list[str]] = defaultdict(list)
-    for module in tree.of(Layer.CORE) + tree.of(Layer.WINGS):
+    for module in tree.modules_of(Layer.CORE) + tree.modules_of(Layer.WINGS):
         for cls in module.classes:
             places[cls.name].append(f"{module.path}:{cls.lineno}")
     return {name: found for name, found in sorted(places.items()) if len(found) > 1}

@@ -1,10 +1,10 @@
 """The path of a token from its prompt to its gradient, and of a weight from the optimizer to the logits.
 
 A path is a list of hops. A hop is a function of the package, the name by which it passes the token or weight on, and
-the record that holds it there. Files and records are counted from the list, and :func:`broken` compares every hop with
-the source, so that a list that no longer describes the code fails the gate. A hop may be left out only if its function
-neither holds the token or weight nor passes it on. Records that hold only a request, and no token, are not counted.
-"""
+the record that holds it there. Files and records are counted from the list, and :func:`find_broken_hops` compares every
+hop with the source, so that a list that no longer describes the code fails the gate. A hop may be left out only if its
+function neither holds the token or weight nor passes it on. Records that hold only a request, and no token, are not
+counted."""
 
 from __future__ import annotations
 
@@ -102,17 +102,17 @@ WEIGHT = (
 it, and those that order and describe its transfer. The channels that carry these orders are counted with the token."""
 
 
-def files(way: Sequence[Hop]) -> int:
+def count_files(way: Sequence[Hop]) -> int:
     """Return the number of files on a path."""
     return len({hop.file for hop in way})
 
 
-def records(way: Sequence[Hop]) -> int:
+def count_records(way: Sequence[Hop]) -> int:
     """Return the number of classes that hold the token or weight one after another."""
     return len({hop.record for hop in way if hop.record})
 
 
-def broken(tree: Tree, way: Sequence[Hop]) -> list[str]:
+def find_broken_hops(tree: Tree, way: Sequence[Hop]) -> list[str]:
     """Return a description of each hop of ``way`` that the source does not confirm."""
     modules = {str(module.path.relative_to(PACKAGE).with_suffix("")): module for module in tree.modules if module.name}
     return [problem for hop in way if (problem := _problem(hop, modules.get(hop.file)))]

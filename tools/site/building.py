@@ -54,7 +54,7 @@ def stage(root: Path) -> None:
         _show(file, root, staged)
 
 
-def prose(text: str) -> list[tuple[int, str]]:
+def prose_lines(text: str) -> list[tuple[int, str]]:
     """Return the lines outside code blocks with their numbers, which start at 0."""
     fence, lines = "", []
     for number, line in enumerate(text.split("\n")):
@@ -84,7 +84,7 @@ def _relinked(text: str, page: Path, root: Path, linked: set[Path]) -> str:
         here = page.relative_to(docs).parent.as_posix()
         return f"{words}({posixpath.relpath(_page_of(file, root), here)}{anchor})"
 
-    for number, line in prose(text):
+    for number, line in prose_lines(text):
         lines[number] = LINK.sub(one, line)
     return "\n".join(lines)
 
@@ -113,7 +113,7 @@ def _show(file: Path, root: Path, staged: Path) -> None:
 def _plain(text: str) -> str:
     """Return the text of a Markdown page with headings one level deeper and without links."""
     lines = text.split("\n")
-    for number, line in prose(text):
+    for number, line in prose_lines(text):
         unlinked = LINK.sub(lambda link: link[1][1:-1], line)
         lines[number] = f"#{unlinked}" if unlinked.startswith("#") else unlinked
     return "\n".join(lines)

@@ -130,7 +130,7 @@ def _prose(docstring: str) -> str:
     return "\n".join(line.strip() for line in text.strip().split("\n"))
 
 
-def program() -> str:
+def commands() -> str:
     """Return every command with its arguments and options."""
     import typer
 
@@ -182,7 +182,7 @@ def recipes() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "<!-- settings -->": settings,
-    "<!-- program -->": program,
+    "<!-- program -->": commands,
     "<!-- recipes -->": recipes,
 }
 """Functions that generate a part of a page, by the marker line that the part replaces."""

@@ -194,8 +194,8 @@ class Engines(Supervisor):
             # the learner sends weights after its step; a version is used by all engines before the next engine gets it
             is_due = self.learner_owes() or any(self.client(each).awaits_answer for each in self.fleet.names)
             silent_s = 0.0 if is_due else silent_s + TICK_S
-            missed_s += TICK_S if self.fleet.missed(name) else 0.0
-        if why := self.fleet.missed(name):
+            missed_s += TICK_S if self.fleet.miss_reason(name) else 0.0
+        if why := self.fleet.miss_reason(name):
             return f"gets no weights: {why}"
         silence = f"for {limit_s:g} s nothing showed that any were on their way"
         return f"has loaded its model, and got no weights: {silence}"

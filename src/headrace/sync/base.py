@@ -83,7 +83,7 @@ class Sent:
 
     path: str
     """The location of the payload for receivers, in a format of the transport; copied to ``WeightUpdate.path``."""
-    missed: Mapping[str, str] = field(default_factory=dict)
+    missed_by: Mapping[str, str] = field(default_factory=dict)
     """The addresses of receivers that the payload did not reach, each with the reason."""
     checksums: tuple[int, ...] = ()
     """On rank 0, the hashes of the pieces of all ranks, for a transport over which every rank sends; else empty."""
@@ -121,7 +121,7 @@ class Outbox(Protocol):
     def send(self, request: SendRequest) -> Sent:
         """Make the payload of ``request`` available to the receivers, and return its location. The payload's memory
         does not change until the slot is filled again. Raises :class:`~headrace.base.errors.WeightsError` if the
-        payload reaches no receiver; receivers that it did not reach are in :attr:`Sent.missed`."""
+        payload reaches no receiver; receivers that it did not reach are in :attr:`Sent.missed_by`."""
         ...
 
     def close(self) -> None:

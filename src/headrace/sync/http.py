@@ -85,7 +85,7 @@ class HttpOutbox:
             self._missed.pop(url, None)
             self._probes.pop(url, None)
         self._missed |= missed
-        return Sent(path=key, missed={url: error.problem for url, error in missed.items()})
+        return Sent(path=key, missed_by={url: error.problem for url, error in missed.items()})
 
     def close(self) -> None:
         """Stop the probes. There are no open connections between uploads."""

@@ -152,8 +152,8 @@ class Publisher:
             layouts=self._layouts,
             base=base,
             num_bytes=num_bytes,
-            to=tuple(address for address in request.to if address not in sent.missed),
-            missed=dict(sent.missed),
+            to=tuple(address for address in request.to if address not in sent.missed_by),
+            missed_by=dict(sent.missed_by),
             note=sent.note,
             adapter=f"adapter-v{request.version}" if self._codec.adapters_only else "",
         )

@@ -20,7 +20,7 @@ from headrace.base.types.recorded import Experts
 from headrace.base.types.versions import oldest
 from headrace.base.types.weights import Interrupt
 from headrace.models.routing import RoutingRecorder, find_routing
-from headrace.testing.engine_rig import CLOSE, FLUSH, RequestOutput, Rig, close, refuse
+from headrace.testing.engine_rig import CLOSE, FLUSH, RequestOutput, Rig, assert_close, assert_refused
 
 LONG = 60
 """Number of tokens of an answer, large enough that the answer is still running when the engine is paused."""
@@ -34,15 +34,15 @@ exact."""
 # -- tokens ---------------------------------------------------------------------------------------------------------
 
 
-def first_weights(rig: Rig) -> None:
+def check_first_weights(rig: Rig) -> None:
     """Check that a request before the first weights is refused; then publish version 0 and check that the engine uses
     it. This must be the first check on a rig."""
-    rig.refuses("before the first", max_new_tokens=4)
-    rig.publish(min(rig.can.interrupts & {Interrupt.INFLIGHT, Interrupt.DRAIN}, key=str))
+    rig.assert_request_refused("before the first", max_new_tokens=4)
+    rig.publish(min(rig.capabilities.interrupts & {Interrupt.INFLIGHT, Interrupt.DRAIN}, key=str))
     assert rig.core.stats().version == 0
 
 
-def logprobs(rig: Rig) -> None:
+def check_logprobs(rig: Rig) -> None:
     """Check that each token has the logprob that transformers computes, at two sampling temperatures."""
     for temperature in (1.0, 0.6):
         numbers = [rig.add([3 + at, 4, 5], max_new_tokens=20, temperature=temperature) for at in range(3)]
@@ -50,27 +50,27 @@ def logprobs(rig: Rig) -> None:
             assert len(output.ids) == 20
             assert output.reason is StopReason.LENGTH
             assert set(output.versions) == {rig.version}
-            close(output.logprobs, rig.reference(rig.version, output, temperature))
+            assert_close(output.logprobs, rig.reference_logprobs(rig.version, output, temperature))
 
 
-def truncated(rig: Rig) -> None:
+def check_truncated_sampling(rig: Rig) -> None:
     """Check for top-k, top-p and min-p that the logprobs of sampled tokens are normalised over the truncated
     distribution, so that they are higher than over the whole vocabulary."""
     for limits in ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}):
         (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=16, **limits))
-        whole_logprobs = rig.reference(rig.version, output)
+        whole_logprobs = rig.reference_logprobs(rig.version, output)
         assert (np.asarray(output.logprobs) >= whole_logprobs - CLOSE).all(), "less likely than in the whole vocabulary"
         assert np.asarray(output.logprobs).sum() > whole_logprobs.sum() + CLOSE, (
             "nothing was cut off, or not renormalised"
         )
 
 
-def no_truncation(rig: Rig) -> None:
+def check_truncation_is_refused(rig: Rig) -> None:
     """Check that an engine without truncated sampling refuses a request with top-k, with an error that names it."""
-    rig.refuses("top_k", top_k=3)
+    rig.assert_request_refused("top_k", top_k=3)
 
 
-def greedy(rig: Rig) -> None:
+def check_greedy_sampling(rig: Rig) -> None:
     """Check that at temperature 0 each token is the most likely token according to transformers, and has the logprob
     0."""
     (output,) = rig.finish(rig.add([3, 4, 5], temperature=0.0))
@@ -81,7 +81,7 @@ def greedy(rig: Rig) -> None:
     assert logits_TV[len(output.prompt) - 1 : -1].argmax(-1).tolist() == output.ids
 
 
-def stops(rig: Rig) -> None:
+def check_stop_ids(rig: Rig) -> None:
     """Check that an answer ends when one of its stop ids is sampled, and that the stop token is its last token."""
     (free,) = rig.finish(rig.add([3, 4, 5], temperature=0.0))
     last = free.ids[3]
@@ -90,7 +90,7 @@ def stops(rig: Rig) -> None:
     assert output.ids == free.ids[: free.ids.index(last) + 1], "the stop token is the last one, and kept"
 
 
-def streams(rig: Rig) -> None:
+def check_streaming(rig: Rig) -> None:
     """Check that an answer is streamed in several chunks, each (except the last) with at least ``flush_tokens``
     tokens."""
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=3 * FLUSH))
@@ -98,34 +98,34 @@ def streams(rig: Rig) -> None:
     assert all(len(chunk.tokens) >= FLUSH for chunk in output.chunks[:-1])
 
 
-def bad_requests(rig: Rig) -> None:
+def check_bad_requests(rig: Rig) -> None:
     """Check that each invalid request is refused with an error that names the problem, and that a running request is
     not affected."""
     running = rig.add([3, 4], max_new_tokens=30)
-    rig.refuses("max_new_tokens=0", max_new_tokens=0)
-    rig.refuses("top_p=0", top_p=0.0)
-    rig.refuses("temperature=-1", temperature=-1.0)
-    refuse(lambda: rig.core.add(rig.request([])), "empty prompt")
-    refuse(lambda: rig.core.add(rig.request([3, 10**6])), "1000000")
-    refuse(lambda: rig.core.add(rig.request([3] * 500, max_new_tokens=100)), "max_context")
+    rig.assert_request_refused("max_new_tokens=0", max_new_tokens=0)
+    rig.assert_request_refused("top_p=0", top_p=0.0)
+    rig.assert_request_refused("temperature=-1", temperature=-1.0)
+    assert_refused(lambda: rig.core.add(rig.request([])), "empty prompt")
+    assert_refused(lambda: rig.core.add(rig.request([3, 10**6])), "1000000")
+    assert_refused(lambda: rig.core.add(rig.request([3] * 500, max_new_tokens=100)), "max_context")
     (output,) = rig.finish(running)
     assert len(output.ids) == 30
 
 
-def cancelled(rig: Rig) -> None:
+def check_cancellation(rig: Rig) -> None:
     """Check that a cancelled request ends with the tokens sampled so far, that other requests continue, and that
     unknown request ids are ignored."""
     first, other = rig.add([3, 4], max_new_tokens=200), rig.add([3, 5], max_new_tokens=20)
-    rig.until(lambda: bool(rig.outputs[first].ids))
+    rig.run_until(lambda: bool(rig.outputs[first].ids))
     rig.add_chunks(rig.core.abort([first, 10**6]))
-    rig.until(lambda: rig.outputs[first].ended)
+    rig.run_until(lambda: rig.outputs[first].ended)
     assert rig.outputs[first].reason is StopReason.ABORTED
     assert 0 < len(rig.outputs[first].ids) < 200
     (output,) = rig.finish(other)
     assert len(output.ids) == 20
 
 
-def deadline(rig: Rig) -> None:
+def check_deadline(rig: Rig) -> None:
     """Check that a request ends at its deadline with the tokens sampled so far."""
     request = rig.request([3, 4], max_new_tokens=400)
     late = GenerateRequest(
@@ -137,7 +137,7 @@ def deadline(rig: Rig) -> None:
     assert len(output.ids) < 400
 
 
-def continues(rig: Rig) -> None:
+def check_continuation(rig: Rig) -> None:
     """Check that a request continues after the answer tokens that it contains. These tokens count towards the length
     limit and are not returned again."""
     request = rig.request([3, 4], max_new_tokens=20)
@@ -151,14 +151,14 @@ def continues(rig: Rig) -> None:
     (output,) = rig.finish(rig.collect(continued))
     assert len(output.ids) == 17, "the limit counts what was there, and that does not come again"
     output.prompt += [5, 6, 7]
-    close(output.logprobs, rig.reference(rig.version, output))
+    assert_close(output.logprobs, rig.reference_logprobs(rig.version, output))
 
 
-def paused(rig: Rig) -> None:
+def check_pause(rig: Rig) -> None:
     """Check that a running answer and a request that is added during a pause both get all of their tokens after the
     pause, and that the added request gets none before the engine resumes."""
     number = rig.add([3, 4], max_new_tokens=LONG)
-    rig.until(lambda: bool(rig.outputs[number].ids))
+    rig.run_until(lambda: bool(rig.outputs[number].ids))
     rig.core.pause()
     late = rig.add([3, 5])
     assert not rig.outputs[late].ids
@@ -167,7 +167,7 @@ def paused(rig: Rig) -> None:
     assert (len(output.ids), len(other.ids)) == (LONG, 12)
 
 
-def counts(rig: Rig) -> None:
+def check_counts(rig: Rig) -> None:
     """Check the engine's counters: an answer increases the generated tokens, the prompt tokens and the busy time, and
     afterwards no request is counted as running or waiting."""
     before = rig.core.stats()
@@ -182,17 +182,17 @@ def counts(rig: Rig) -> None:
 # -- versions -------------------------------------------------------------------------------------------------------
 
 
-def interrupted(rig: Rig, mode: Interrupt) -> None:
+def check_interrupt(rig: Rig, mode: Interrupt) -> None:
     """Check a commit with the interrupt mode ``mode`` while three sequences run: the report counts them, versions never
     decrease within an answer, and every token has the logprob that its version computes."""
     old = rig.version
     rig.stage()
     numbers = [rig.add([3 + at, 4, 5], max_new_tokens=LONGER) for at in range(3)]
-    rig.until(lambda: all(rig.outputs[number].ids for number in numbers))
+    rig.run_until(lambda: all(rig.outputs[number].ids for number in numbers))
     if mode is Interrupt.SLEEP:
         rig.core.pause(release=True)
     rig.core.commit(rig.version, mode)
-    report = rig.swapped()
+    report = rig.wait_for_swap()
     assert (report.version, report.mode) == (rig.version, mode)
     num_interrupted = 0 if mode in (Interrupt.DRAIN, Interrupt.BATCH) else len(numbers)
     assert report.carried_over + report.restarted == num_interrupted, "sequences had ended before the commit"
@@ -204,7 +204,7 @@ def interrupted(rig: Rig, mode: Interrupt) -> None:
         _check_versions(rig, output, old, mode)
     (output,) = rig.finish(fresh_request)
     assert set(output.versions) == {rig.version}
-    close(output.logprobs, rig.reference(rig.version, output))
+    assert_close(output.logprobs, rig.reference_logprobs(rig.version, output))
 
 
 def _check_versions(rig: Rig, output: RequestOutput, old: int, mode: Interrupt) -> None:
@@ -222,29 +222,29 @@ def _check_versions(rig: Rig, output: RequestOutput, old: int, mode: Interrupt) 
     for version in {old, rig.version} & set(output.versions):
         if version == old or mode in _EXACT:
             of_version = versions == version
-            close(np.array(output.logprobs)[of_version], rig.reference(version, output)[of_version])
+            assert_close(np.array(output.logprobs)[of_version], rig.reference_logprobs(version, output)[of_version])
 
 
-def refused_interrupt(rig: Rig, mode: Interrupt) -> None:
+def check_interrupt_is_refused(rig: Rig, mode: Interrupt) -> None:
     """Check that a commit with ``mode``, an interrupt mode that the engine does not support, is refused with an error
     that names the mode, and that the staged version can still be committed with another mode."""
     rig.stage()
-    refuse(lambda: rig.core.commit(rig.version, mode), mode.value)
+    assert_refused(lambda: rig.core.commit(rig.version, mode), mode.value)
     rig.core.commit(rig.version, Interrupt.ABORT_RESUME)
-    rig.swapped()
+    rig.wait_for_swap()
 
 
-def prefix_cache(rig: Rig) -> None:
+def check_prefix_cache(rig: Rig) -> None:
     """Check that the prefix cache is not used across versions: a long prompt is computed again after a commit, so that
     logprobs are exact under the new weights."""
     prompt = [3 + at % 17 for at in range(300)]
     rig.finish(rig.add(prompt, max_new_tokens=4))
     rig.publish(Interrupt.DRAIN)
     (output,) = rig.finish(rig.add(prompt, max_new_tokens=4))
-    close(output.logprobs, rig.reference(rig.version, output))
+    assert_close(output.logprobs, rig.reference_logprobs(rig.version, output))
 
 
-def updates(rig: Rig) -> None:
+def check_updates(rig: Rig) -> None:
     """Check that a version that is not newer cannot be staged, that a version that is not staged cannot be committed,
     and that neither attempt changes the weights in use."""
     version = rig.version
@@ -255,43 +255,43 @@ def updates(rig: Rig) -> None:
         pass
     else:
         raise AssertionError("a version that is not newer was staged")
-    refuse(lambda: rig.core.commit(version + 7, Interrupt.DRAIN), f"{version + 7}")
+    assert_refused(lambda: rig.core.commit(version + 7, Interrupt.DRAIN), f"{version + 7}")
     assert rig.core.stats().version == version
     (output,) = rig.finish(rig.add([3, 4, 5]))
-    close(output.logprobs, rig.reference(version, output))
+    assert_close(output.logprobs, rig.reference_logprobs(version, output))
 
 
 # -- optional capabilities ------------------------------------------------------------------------------------------
 
 
-def scores(rig: Rig) -> None:
+def check_scores(rig: Rig) -> None:
     """Check that the engine scores given tokens: it returns their logprobs under the weights in use, and the two most
     likely vocabulary entries at each position in descending order."""
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20))
     ids_T = np.array(output.prompt + output.ids, np.int32)
     top = rig.core.top_scores(ScoreTokens(call=0, ids_T=ids_T, top_k=2))
-    close(top.logprobs_T[3:], rig.reference(rig.version, output))
+    assert_close(top.logprobs_T[3:], rig.reference_logprobs(rig.version, output))
     assert (top.logs_TK[3:, 0] >= top.logs_TK[3:, 1]).all()
     assert (top.logs_TK[3:, 0] >= top.logprobs_T[3:] - CLOSE).all()
 
 
-def warm_scores(rig: Rig) -> None:
+def check_exact_scores(rig: Rig) -> None:
     """Check that the engine scores given tokens at another temperature than 1."""
     (output,) = rig.finish(rig.add([3, 4, 5]))
     ids_T = np.array(output.prompt + output.ids, np.int32)
     logprobs = rig.core.score(ScoreTokens(call=0, ids_T=ids_T, temperature=2.0))
-    close(logprobs[3:], rig.reference(rig.version, output, 2.0))
+    assert_close(logprobs[3:], rig.reference_logprobs(rig.version, output, 2.0))
 
 
-def no_warm_scores(rig: Rig) -> None:
+def check_exact_scores_are_refused(rig: Rig) -> None:
     """Check that an engine that scores given tokens at temperature 1 only refuses another temperature, with an error
     that names it."""
-    refuse(
+    assert_refused(
         lambda: rig.core.score(ScoreTokens(call=0, ids_T=np.array([3, 4], np.int32), temperature=2.0)), "temperature"
     )
 
 
-def forks(rig: Rig) -> None:
+def check_forks(rig: Rig) -> None:
     """Check that a request can fork an earlier answer: it continues after the first tokens of that answer, with correct
     logprobs. After a commit, a fork must be refused unless it requests that the prefix is computed again."""
     number = rig.add([3, 4, 5], max_new_tokens=12)
@@ -299,30 +299,30 @@ def forks(rig: Rig) -> None:
     child = rig.add([], max_new_tokens=5, fork=ForkRequest(parent=number, at=4))
     rig.outputs[child].prompt = parent.prompt + parent.ids[:4]
     (output,) = rig.finish(child)
-    close(output.logprobs, rig.reference(rig.version, output))
+    assert_close(output.logprobs, rig.reference_logprobs(rig.version, output))
     rig.publish(Interrupt.DRAIN)
-    refuse(lambda: rig.add([], fork=ForkRequest(parent=number, at=4)), "version")
+    assert_refused(lambda: rig.add([], fork=ForkRequest(parent=number, at=4)), "version")
     child = rig.add([], max_new_tokens=5, fork=ForkRequest(parent=number, at=4, stale=StaleFork.RECOMPUTE))
     rig.outputs[child].prompt = parent.prompt + parent.ids[:4]
     (output,) = rig.finish(child)
-    close(output.logprobs, rig.reference(rig.version, output))
+    assert_close(output.logprobs, rig.reference_logprobs(rig.version, output))
 
 
-def reuse(rig: Rig) -> None:
+def check_stale_cache_is_reused(rig: Rig) -> None:
     """Check that a fork that requests to reuse the KV cache of an earlier answer is accepted."""
     number = rig.add([3, 4, 5])
     rig.finish(number)
     rig.finish(rig.add([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)))
 
 
-def no_reuse(rig: Rig) -> None:
+def check_stale_cache_is_refused(rig: Rig) -> None:
     """Check that an engine that cannot reuse the KV cache of older weights refuses a fork that requests it."""
     number = rig.add([3, 4, 5])
     rig.finish(number)
-    refuse(lambda: rig.add([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)), "shar")
+    assert_refused(lambda: rig.add([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)), "shar")
 
 
-def kept(rig: Rig) -> None:
+def check_kept_sets(rig: Rig) -> None:
     """Check that the engine records a kept-set for each token (the vocabulary entries that survived truncated
     sampling), that the kept-set contains the most likely entries, and that the token's logprob is normalised over
     it."""
@@ -338,7 +338,7 @@ def kept(rig: Rig) -> None:
             assert abs(output.logprobs[at] - float(among[span.tolist().index(output.ids[at])])) < CLOSE
 
 
-def entropies(rig: Rig) -> None:
+def check_entropies(rig: Rig) -> None:
     """Check that the engine records an entropy above 0 for each token: the entropy of the distribution from which the
     token was sampled."""
     (output,) = rig.finish(rig.add([3, 4, 5], record_entropy=True))
@@ -346,7 +346,7 @@ def entropies(rig: Rig) -> None:
     assert all(column is not None and (column > 0).all() for column in columns)
 
 
-def pinned(rig: Rig) -> None:
+def check_pinning(rig: Rig) -> None:
     """Check that all tokens of a pinned request are sampled by the weights with which it began, although newer weights
     are committed while it runs."""
     old = rig.version
@@ -357,17 +357,17 @@ def pinned(rig: Rig) -> None:
     )  # fmt: skip
     rig.core.add(pinned)
     number = rig.collect(pinned)
-    rig.until(lambda: bool(rig.outputs[number].ids))
+    rig.run_until(lambda: bool(rig.outputs[number].ids))
     rig.core.commit(rig.version, Interrupt.INFLIGHT)
-    rig.swapped()
+    rig.wait_for_swap()
     (output,) = rig.finish(number)
     assert set(output.versions) == {old}
 
 
-def no_pins(rig: Rig) -> None:
+def check_pinning_is_refused(rig: Rig) -> None:
     """Check that an engine without support for pinned requests refuses a pinned request, with an error that says so."""
     request = rig.request([3, 4])
-    refuse(
+    assert_refused(
         lambda: rig.core.add(
             GenerateRequest(
                 request_id=request.request_id, prompt_ids_T=request.prompt_ids_T, sampling=request.sampling, pinned=True
@@ -377,65 +377,65 @@ def no_pins(rig: Rig) -> None:
     )
 
 
-def seeds(rig: Rig) -> None:
+def check_seeds(rig: Rig) -> None:
     """Check that two requests with the same prompt and seed return the same answer."""
     first, second = rig.finish(rig.add([3, 4, 5], seed=7), rig.add([3, 4, 5], seed=7))
     assert first.ids == second.ids
 
 
-def draws_differ(rig: Rig) -> None:
+def check_siblings_differ(rig: Rig) -> None:
     """Check that four answers to one prompt, with different seeds, are not all equal."""
     answers = rig.finish(*[rig.add([3, 4, 5], max_new_tokens=20) for _ in range(4)])
     assert len({tuple(output.ids) for output in answers}) > 1, "siblings are all the same"
 
 
-def frees_memory(rig: Rig) -> None:
+def check_memory_is_released(rig: Rig) -> None:
     """Check that a running sequence continues with correct logprobs after a pause in which the engine released its
     memory, including the KV cache."""
     number = rig.add([3, 4], max_new_tokens=LONG)
-    rig.until(lambda: bool(rig.outputs[number].ids))
+    rig.run_until(lambda: bool(rig.outputs[number].ids))
     rig.core.pause(release=True)
     rig.core.resume()
     (output,) = rig.finish(number)
-    close(output.logprobs, rig.reference(rig.version, output))
+    assert_close(output.logprobs, rig.reference_logprobs(rig.version, output))
 
 
 AGENT = "solver"
 """Name of the agent that has an adapter in addition to the policy's."""
 
 
-def adapters(rig: Rig) -> None:
+def check_adapters(rig: Rig) -> None:
     """Check an engine that receives only adapters (LoRA): commits of several versions while sequences run, and the
     logprobs of sampled and of given tokens. This must be the first check on a rig."""
-    first_weights(rig)
-    for mode in sorted(rig.can.interrupts & {Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME}, key=str):
-        interrupted(rig, mode)
+    check_first_weights(rig)
+    for mode in sorted(rig.capabilities.interrupts & {Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME}, key=str):
+        check_interrupt(rig, mode)
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20))
     scored = rig.core.score(ScoreTokens(call=0, ids_T=np.array(output.prompt + output.ids, np.int32)))
-    close(scored[3:], rig.reference(rig.version, output))
+    assert_close(scored[3:], rig.reference_logprobs(rig.version, output))
 
 
-def agents(rig: Rig) -> None:
+def check_agents(rig: Rig) -> None:
     """Check that a request for an agent is computed with the adapter of that name, in one batch with a request for the
     policy, and that a request for an unknown agent is refused."""
     numbers = {agent: rig.add([3, 4, 5], max_new_tokens=20, agent=agent) for agent in ("", AGENT)}
     for agent, number in numbers.items():
         (output,) = rig.finish(number)
-        close(output.logprobs, rig.reference(rig.version, output, agent=agent))
-        other = rig.reference(rig.version, output, agent="" if agent else AGENT)
+        assert_close(output.logprobs, rig.reference_logprobs(rig.version, output, agent=agent))
+        other = rig.reference_logprobs(rig.version, output, agent="" if agent else AGENT)
         assert np.abs(other - output.logprobs).max() > CLOSE, "the adapters say the same"
-    refuse(lambda: rig.add([3, 4], agent="stranger"), "stranger")
+    assert_refused(lambda: rig.add([3, 4], agent="stranger"), "stranger")
 
 
-def mixtures(rig: Rig) -> None:
+def check_mixtures(rig: Rig) -> None:
     """Check an engine that serves a mixture of experts: commits of several versions while sequences run, with correct
     logprobs. This must be the first check on a rig."""
-    first_weights(rig)
-    for mode in sorted(rig.can.interrupts & {Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME}, key=str):
-        interrupted(rig, mode)
+    check_first_weights(rig)
+    for mode in sorted(rig.capabilities.interrupts & {Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME}, key=str):
+        check_interrupt(rig, mode)
 
 
-def experts(rig: Rig) -> None:
+def check_experts(rig: Rig) -> None:
     """Check that the engine records the experts of each token of prompt and answer, and that transformers chooses the
     same experts. The last token has no experts, because the model does not process it."""
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20, record_routing=True))
@@ -458,7 +458,7 @@ def _experts_of(rig: Rig, output: RequestOutput) -> Experts:
     recorder = RoutingRecorder(routed)
     recorder.on = True
     try:
-        rig.reference(rig.version, output)
+        rig.reference_logprobs(rig.version, output)
         return recorder.take()
     finally:
         recorder.on = False

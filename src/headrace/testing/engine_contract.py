@@ -23,7 +23,7 @@ from headrace.engine.capabilities import Capabilities
 from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing import engine_checks as checks
-from headrace.testing.engine_rig import MAX_CONTEXT, Rig, refuse
+from headrace.testing.engine_rig import MAX_CONTEXT, Rig, assert_refused
 from headrace.wings.servers.client.launching import ServeRequirements
 
 
@@ -35,10 +35,10 @@ class Clause:
     """The requirement as a sentence."""
     check: Callable[[Rig], None]
     """The check, which raises ``AssertionError`` if the requirement is broken."""
-    has: Callable[[Capabilities], bool] = lambda can: True
+    is_required: Callable[[Capabilities], bool] = lambda can: True
     """A function that returns whether an engine with these capabilities has to meet the requirement; otherwise
-    ``refused`` is called."""
-    refused: Callable[[Rig], None] | None = None
+    ``check_refusal`` is called."""
+    check_refusal: Callable[[Rig], None] | None = None
     """The check for an engine without the capability, which must refuse such requests; ``None`` if there is no such
     request."""
 
@@ -56,7 +56,7 @@ class Suite:
     """The architecture of the tiny model."""
     lora: LoraConfig | None = None
     """Settings of the adapters that are trained; ``None`` if all weights are trained."""
-    has: Callable[[Capabilities], bool] = lambda can: True
+    is_supported: Callable[[Capabilities], bool] = lambda can: True
     """A function that returns whether an engine with these capabilities supports such models; otherwise a run file with
     them is refused when it is loaded."""
 
@@ -82,12 +82,12 @@ def run_clause(clause: Clause, rig: Rig) -> str:
     """Check ``clause`` on the engine of ``rig``. Return ``yes`` if the engine meets the requirement; ``refused`` if it
     lacks the capability and refuses such requests; ``no`` if it lacks the capability and there is no request to refuse.
     Raises ``AssertionError`` or the engine's own error if the engine breaks the clause."""
-    if clause.has(rig.can):
+    if clause.is_required(rig.capabilities):
         clause.check(rig)
         return "yes"
-    if clause.refused is None:
+    if clause.check_refusal is None:
         return "no"
-    clause.refused(rig)
+    clause.check_refusal(rig)
     return "refused"
 
 
@@ -96,69 +96,76 @@ def _interrupt_clause(mode: Interrupt) -> Clause:
     running sequences."""
     return Clause(
         name=f"commits with `{mode.value}`, and each token has its version",
-        check=lambda rig: checks.interrupted(rig, mode),
-        has=lambda can: mode in can.interrupts,
-        refused=lambda rig: checks.refused_interrupt(rig, mode),
+        check=lambda rig: checks.check_interrupt(rig, mode),
+        is_required=lambda can: mode in can.interrupts,
+        check_refusal=lambda rig: checks.check_interrupt_is_refused(rig, mode),
     )
 
 
 CLAUSES: tuple[Clause, ...] = (
-    Clause(name="nothing is sampled before the first weights", check=checks.first_weights),
-    Clause(name="logprobs are those of what was drawn from, at any temperature", check=checks.logprobs),
+    Clause(name="nothing is sampled before the first weights", check=checks.check_first_weights),
+    Clause(name="logprobs are those of what was drawn from, at any temperature", check=checks.check_logprobs),
     Clause(
         name="the same under top-k, top-p, min-p",
-        check=checks.truncated,
-        has=lambda can: can.truncates,
-        refused=checks.no_truncation,
+        check=checks.check_truncated_sampling,
+        is_required=lambda can: can.truncates,
+        check_refusal=checks.check_truncation_is_refused,
     ),
-    Clause(name="temperature 0 takes the likeliest token", check=checks.greedy),
-    Clause(name="a stop id ends an answer, and is kept", check=checks.stops),
-    Clause(name="tokens are streamed while an answer grows", check=checks.streams),
-    Clause(name="a bad request is refused, and the others continue", check=checks.bad_requests),
-    Clause(name="a withdrawn request gives what it has", check=checks.cancelled),
-    Clause(name="a request ends at its deadline", check=checks.deadline),
-    Clause(name="an answer continues that was begun elsewhere", check=checks.continues),
-    Clause(name="it stands still, and continues", check=checks.paused),
-    Clause(name="siblings are drawn apart", check=checks.draws_differ),
-    Clause(name="it counts what it does", check=checks.counts),
+    Clause(name="temperature 0 takes the likeliest token", check=checks.check_greedy_sampling),
+    Clause(name="a stop id ends an answer, and is kept", check=checks.check_stop_ids),
+    Clause(name="tokens are streamed while an answer grows", check=checks.check_streaming),
+    Clause(name="a bad request is refused, and the others continue", check=checks.check_bad_requests),
+    Clause(name="a withdrawn request gives what it has", check=checks.check_cancellation),
+    Clause(name="a request ends at its deadline", check=checks.check_deadline),
+    Clause(name="an answer continues that was begun elsewhere", check=checks.check_continuation),
+    Clause(name="it stands still, and continues", check=checks.check_pause),
+    Clause(name="siblings are drawn apart", check=checks.check_siblings_differ),
+    Clause(name="it counts what it does", check=checks.check_counts),
     *(_interrupt_clause(mode) for mode in Interrupt),
-    Clause(name="what old weights have cached is not used under new ones", check=checks.prefix_cache),
-    Clause(name="an update that is not newer, or not staged, changes nothing", check=checks.updates),
-    Clause(name="scores given tokens, with the likeliest entries", check=checks.scores, has=lambda can: can.scores),
+    Clause(name="what old weights have cached is not used under new ones", check=checks.check_prefix_cache),
+    Clause(name="an update that is not newer, or not staged, changes nothing", check=checks.check_updates),
+    Clause(
+        name="scores given tokens, with the likeliest entries",
+        check=checks.check_scores,
+        is_required=lambda can: can.scores,
+    ),
     Clause(
         name="scores at any temperature, under kept-sets and experts",
-        check=checks.warm_scores,
-        has=lambda can: can.exact_scores,
-        refused=checks.no_warm_scores,
+        check=checks.check_exact_scores,
+        is_required=lambda can: can.exact_scores,
+        check_refusal=checks.check_exact_scores_are_refused,
     ),
-    Clause(name="forks an earlier answer", check=checks.forks, has=lambda can: can.forks),
+    Clause(name="forks an earlier answer", check=checks.check_forks, is_required=lambda can: can.forks),
     Clause(
         name="forks on the cache of older weights",
-        check=checks.reuse,
-        has=lambda c: c.reuses_stale,
-        refused=checks.no_reuse,
+        check=checks.check_stale_cache_is_reused,
+        is_required=lambda c: c.reuses_stale,
+        check_refusal=checks.check_stale_cache_is_refused,
     ),
     Clause(
         name="records kept-sets",
-        check=checks.kept,
-        has=lambda can: can.kept_sets,
-        refused=lambda rig: rig.refuses("kept-sets", top_k=3, record_kept=True),
+        check=checks.check_kept_sets,
+        is_required=lambda can: can.kept_sets,
+        check_refusal=lambda rig: rig.assert_request_refused("kept-sets", top_k=3, record_kept=True),
     ),
     Clause(
         name="records entropies",
-        check=checks.entropies,
-        has=lambda can: can.entropies,
-        refused=lambda rig: rig.refuses("entropies", record_entropy=True),
+        check=checks.check_entropies,
+        is_required=lambda can: can.entropies,
+        check_refusal=lambda rig: rig.assert_request_refused("entropies", record_entropy=True),
     ),
     Clause(
-        name="keeps a sequence under its weights", check=checks.pinned, has=lambda can: can.pins, refused=checks.no_pins
+        name="keeps a sequence under its weights",
+        check=checks.check_pinning,
+        is_required=lambda can: can.pins,
+        check_refusal=checks.check_pinning_is_refused,
     ),
-    Clause(name="a seed fixes the draws", check=checks.seeds, has=lambda can: can.seeds),
+    Clause(name="a seed fixes the draws", check=checks.check_seeds, is_required=lambda can: can.seeds),
     Clause(
         name="gives its memory back while it stands still",
-        check=checks.frees_memory,
-        has=lambda can: can.releases,
-        refused=lambda rig: refuse(lambda: rig.core.pause(release=True), "memory"),
+        check=checks.check_memory_is_released,
+        is_required=lambda can: can.releases,
+        check_refusal=lambda rig: assert_refused(lambda: rig.core.pause(release=True), "memory"),
     ),
 )
 """The clauses for models of which all weights are trained."""
@@ -166,22 +173,22 @@ SUITES: Mapping[str, Suite] = {
     "model": Suite(clauses=CLAUSES),
     "adapters": Suite(
         lora=LoraConfig(rank=4, agents=(checks.AGENT,)),
-        has=lambda can: can.adapters,
+        is_supported=lambda can: can.adapters,
         clauses=(
-            Clause(name="takes adapters alone (LoRA)", check=checks.adapters),
-            Clause(name="answers with the adapters of agents, beside the policy's", check=checks.agents),
+            Clause(name="takes adapters alone (LoRA)", check=checks.check_adapters),
+            Clause(name="answers with the adapters of agents, beside the policy's", check=checks.check_agents),
         ),
     ),
     "mixture": Suite(
         kind="qwen3_moe",
         extra={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
         clauses=(
-            Clause(name="takes the weights of a mixture of experts", check=checks.mixtures),
+            Clause(name="takes the weights of a mixture of experts", check=checks.check_mixtures),
             Clause(
                 name="records the experts of each token",
-                check=checks.experts,
-                has=lambda can: can.routing,
-                refused=lambda rig: rig.refuses("experts", record_routing=True),
+                check=checks.check_experts,
+                is_required=lambda can: can.routing,
+                check_refusal=lambda rig: rig.assert_request_refused("experts", record_routing=True),
             ),
         ),
     ),

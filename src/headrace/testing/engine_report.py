@@ -26,7 +26,7 @@ from headrace.engine.config import ENGINES
 from headrace.models.devices import CPU
 from headrace.testing.engine_contract import SUITES, Clause, Suite, run_clause
 from headrace.testing.engine_rig import Rig, native_rig, served_rig
-from headrace.testing.interpreted import interpreted
+from headrace.testing.interpreted import write_interpreter
 from headrace.testing.servers import fake_server
 from headrace.wings.servers.client.config import ServerConfig
 from headrace.wings.servers.client.core import ServedEngine
@@ -53,9 +53,9 @@ class Column:
 
     title: str
     """The heading: name and version of the engine, and whether it is the real engine or a fake."""
-    can: Capabilities
+    capabilities: Capabilities
     """Capabilities of the engine."""
-    found: tuple[str, ...]
+    results: tuple[str, ...]
     """Results (``yes``, ``refused``, ``no``, :data:`AT_LOAD` or :data:`BROKEN`), in the order of the suites and their
     clauses."""
 
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
         before, _, after = options.write.read_text(encoding="utf-8").partition(f"{MARK}\n")
         _, _, rest = after.partition(f"{MARK}\n")
         options.write.write_text(f"{before}{MARK}\n{page}{MARK}\n{rest}", encoding="utf-8")
-    return int(any(BROKEN in column.found for column in columns))
+    return int(any(BROKEN in column.results for column in columns))
 
 
 def table(columns: list[Column]) -> str:
@@ -83,9 +83,9 @@ def table(columns: list[Column]) -> str:
     lines = ["| | " + " | ".join(column.title for column in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     clauses = [clause for suite in SUITES.values() for clause in suite.clauses]
     for place, clause in enumerate(clauses):
-        lines.append(f"| {clause.name} | " + " | ".join(column.found[place] for column in columns) + " |")
-    for name, has in _AT_LOAD.items():
-        results = ["yes" if has(column.can) else AT_LOAD for column in columns]
+        lines.append(f"| {clause.name} | " + " | ".join(column.results[place] for column in columns) + " |")
+    for name, is_present in _AT_LOAD.items():
+        results = ["yes" if is_present(column.capabilities) else AT_LOAD for column in columns]
         lines.append(f"| {name} | " + " | ".join(results) + " |")
     return "\n".join(lines) + "\n"
 
@@ -123,7 +123,7 @@ def _real(kind: str, python: str, required: ServeRequirements, scratch: Path) ->
 def _interpreted(python: str, required: ServeRequirements, scratch: Path) -> AbstractContextManager[Rig]:
     """Return a rig with a real vLLM whose Triton kernels run in Triton's interpreter on the CPU. The parameters are the
     same as in :func:`_real`."""
-    return _real("vllm", interpreted(python, scratch), required, scratch)
+    return _real("vllm", write_interpreter(python, scratch), required, scratch)
 
 
 @contextmanager
@@ -143,14 +143,14 @@ def _check_engine(kind: str, how: str, make: OpenRig, can: Capabilities | None =
     ``None``: the capabilities of engines of this ``kind``."""
     can, title, results = can or ENGINES.load(kind).capabilities, kind, list[str]()
     for suite in SUITES.values():
-        if not suite.has(can):
+        if not suite.is_supported(can):
             results += [AT_LOAD] * len(suite.clauses)
             continue
         with _open_rig(suite, make, can) as rig:
             if isinstance(rig.core, ServedEngine):
                 title = f"{rig.core.facts()['server']}, {how}"
             results += [_check_clause(clause, rig) for clause in suite.clauses]
-    return Column(title=title, can=can, found=tuple(results))
+    return Column(title=title, capabilities=can, results=tuple(results))
 
 
 @contextmanager

@@ -86,7 +86,7 @@ class RequestOutput:
 
     @property
     def ended(self) -> bool:
-        """Return whether the answer has ended, with a stop reason or with an error."""
+        """Whether the answer has ended, with a stop reason or with an error."""
         return self.reason is not None or bool(self.error)
 
 
@@ -97,7 +97,7 @@ class Rig:
 
     core: EngineCore
     """The engine under test."""
-    can: Capabilities
+    capabilities: Capabilities
     """The capabilities of the engine. A server has only the capabilities for which it was started."""
     model: PreTrainedModel
     """The model of the learner, which tests can also call directly."""
@@ -109,7 +109,7 @@ class Rig:
     """Weights of every published version."""
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     """The outputs, by the number of the request."""
-    requests: int = 0
+    num_requests: int = 0
     """Number of requests made so far."""
 
     def add(
@@ -126,10 +126,10 @@ class Rig:
         """Return a new request for an answer to the token ids ``prompt``, without adding it to the engine. ``sampling``
         are fields of the sampling parameters; by default, an answer has at most 12 tokens, and every request has a
         different seed."""
-        self.requests += 1
-        parameters = Sampling(**{"max_new_tokens": 12, "seed": self.requests, **sampling})  # type: ignore[arg-type]
+        self.num_requests += 1
+        parameters = Sampling(**{"max_new_tokens": 12, "seed": self.num_requests, **sampling})  # type: ignore[arg-type]
         return GenerateRequest(
-            request_id=self.requests, prompt_ids_T=np.array(prompt, np.int32), sampling=parameters
+            request_id=self.num_requests, prompt_ids_T=np.array(prompt, np.int32), sampling=parameters
         )  # fmt: skip
 
     def collect(self, request: GenerateRequest) -> int:
@@ -137,7 +137,7 @@ class Rig:
         self.outputs[request.request_id] = RequestOutput(prompt=request.prompt_ids_T.tolist())
         return request.request_id
 
-    def until(self, reached: Callable[[], bool]) -> None:
+    def run_until(self, reached: Callable[[], bool]) -> None:
         """Step the engine and collect its chunks until ``reached()`` is true. Raises ``AssertionError`` after
         :data:`PATIENCE_S` seconds."""
         clock = RealClock()
@@ -155,7 +155,7 @@ class Rig:
     def finish(self, *numbers: int) -> list[RequestOutput]:
         """Step the engine until the requests ``numbers`` have ended, check that no request failed, and return their
         outputs in the order of ``numbers``."""
-        self.until(lambda: all(self.outputs[number].ended for number in numbers))
+        self.run_until(lambda: all(self.outputs[number].ended for number in numbers))
         for number in numbers:
             assert not self.outputs[number].error, f"request {number} failed: {self.outputs[number].error}"
         return [self.outputs[number] for number in numbers]
@@ -165,7 +165,7 @@ class Rig:
         mode ``mode`` (what happens to running sequences), and return the engine's report on the commit."""
         self.stage()
         self.core.commit(self.version, mode)
-        return self.swapped()
+        return self.wait_for_swap()
 
     @torch.no_grad()
     def stage(self) -> None:
@@ -183,7 +183,7 @@ class Rig:
         self.publisher.copy(slot)
         self.core.stage(self.publisher.announce(self.version, slot))
 
-    def swapped(self) -> SwapReport:
+    def wait_for_swap(self) -> SwapReport:
         """Step the engine until the commit that was ordered is complete, and return its report."""
         reports: list[SwapReport] = []
 
@@ -192,7 +192,7 @@ class Rig:
             reports.extend(self.core.take_swaps())
             return bool(reports)
 
-        self.until(reported)
+        self.run_until(reported)
         return reports[-1]
 
     @torch.inference_mode()
@@ -207,7 +207,9 @@ class Rig:
         drawn_TV: torch.Tensor = logits_TV[len(output.prompt) - 1 : -1].double()
         return drawn_TV
 
-    def reference(self, version: int, output: RequestOutput, temperature: float = 1.0, agent: str = "") -> FloatColumn:
+    def reference_logprobs(
+        self, version: int, output: RequestOutput, temperature: float = 1.0, agent: str = ""
+    ) -> FloatColumn:
         """Return the logprobs that the tokens of the answer ``output`` must have under the weights of ``version`` and
         at ``temperature``, ``[T]``, computed by transformers. ``agent`` selects an agent's adapter (empty: the
         policy's)."""
@@ -215,14 +217,14 @@ class Rig:
         column_T: FloatColumn = logprobs_TV.gather(1, torch.tensor(output.ids)[:, None])[:, 0].float().numpy()
         return column_T
 
-    def refuses(self, words: str, **sampling: object) -> None:
+    def assert_request_refused(self, words: str, **sampling: object) -> None:
         """Assert that a request with the sampling parameters ``sampling`` is refused with an error that contains
         ``words``."""
         request = self.request([3, 4], **sampling)
-        refuse(lambda: self.core.add(request), words)
+        assert_refused(lambda: self.core.add(request), words)
 
 
-def refuse(act: Callable[[], object], words: str) -> None:
+def assert_refused(act: Callable[[], object], words: str) -> None:
     """Assert that ``act``, a call of the engine, raises a :class:`~headrace.base.errors.HeadraceError` whose text
     contains ``words``."""
     message = ""
@@ -234,7 +236,7 @@ def refuse(act: Callable[[], object], words: str) -> None:
     assert words in message, f"the refusal does not say {words!r}: {message}"
 
 
-def close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | FloatColumn) -> None:
+def assert_close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | FloatColumn) -> None:
     """Assert that two columns of logprobs, one number for each token, are not empty and differ by less than
     :data:`CLOSE` for every token."""
     apart = np.abs(np.asarray(found) - np.asarray(expected))
@@ -251,7 +253,7 @@ def native_rig(required: ServeRequirements, scratch: Path, device: str = "cpu") 
     receiver = make_receiver(Route(), weight_tensors(model))
     core = NativeEngine(model, config, max_context=required.max_context, receiver=receiver, clock=RealClock())
     with _learner(required, scratch) as (learner, publisher):
-        yield Rig(core=core, can=config.can, model=learner, publisher=publisher)
+        yield Rig(core=core, capabilities=config.can, model=learner, publisher=publisher)
 
 
 @contextmanager
@@ -269,7 +271,7 @@ def served_rig(kind: str, server: ServerConfig, required: ServeRequirements, scr
         _learner(required, scratch) as (learner, publisher),
         open_served_engine(config, required, Handover(scratch, form), receiver, RealClock()) as core,
     ):
-        yield Rig(core=core, can=can, model=learner, publisher=publisher)
+        yield Rig(core=core, capabilities=can, model=learner, publisher=publisher)
 
 
 @contextmanager

@@ -3,7 +3,7 @@ library and of other packages.
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_contract(check, tmp_path):
-        with line(Route(transport="mine", codec="delta", address=str(tmp_path)), seed=1) as pair:
+        with open_pair(Route(transport="mine", codec="delta", address=str(tmp_path)), seed=1) as pair:
             check(pair)
 
 The learner publishes its weights as a new version. The engine's side stages the version (fetches and verifies it) and
@@ -133,12 +133,12 @@ class Pair:
             flat = tensor.view(-1)
             places = torch.from_numpy(self.rng.permutation(flat.numel())[: 1 + flat.numel() // 8])
             flat[places] += torch.from_numpy(self.rng.normal(size=len(places)) * 0.01).to(flat.dtype)
-        return self.expected()
+        return self.expected_weights()
 
-    def expected(self) -> Weights:
+    def expected_weights(self) -> Weights:
         """Return the weights that the engine must have after the next transfer: the learner's weights, encoded and
         decoded by the codec, which may round them."""
-        return {name: through(self.codec, name, tensor) for name, tensor in self.learner.items()}
+        return {name: encode_and_decode(self.codec, name, tensor) for name, tensor in self.learner.items()}
 
     def publish(self) -> WeightUpdate:
         """Publish the learner's weights as the next version, in the buffer that the last version does not use, and
@@ -174,7 +174,7 @@ class Pair:
         self.receiver, self.inbox = receiver_with_faults(self.route, self.engine, self.rng)
 
 
-def through(codec: Codec, name: str, tensor: Tensor) -> Tensor:
+def encode_and_decode(codec: Codec, name: str, tensor: Tensor) -> Tensor:
     """Return ``tensor``, whose name is ``name``, after ``codec`` has encoded and decoded it as a whole tensor. A lossy
     codec rounds it."""
     parts = [torch.empty(part.shape, dtype=part.dtype) for part in codec.form.parts(name, tensor).values()]
@@ -200,7 +200,7 @@ def receiver_with_faults(
 
 
 @contextmanager
-def line(route: Route, seed: int) -> Iterator[Pair]:
+def open_pair(route: Route, seed: int) -> Iterator[Pair]:
     """Yield both sides of the transport that ``route`` describes, with small random weights, and close them at the end
     of the context. All random numbers follow from ``seed``."""
     rng = np.random.default_rng(seed)
@@ -217,35 +217,35 @@ def line(route: Route, seed: int) -> Iterator[Pair]:
         publisher.close()
 
 
-def equal(left: Weights, right: Weights) -> bool:
+def are_equal(left: Weights, right: Weights) -> bool:
     """Return whether two sets of weights have the same names, dtypes and values, bit for bit."""
     return all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left.keys() | right
     )
 
 
-def brings_what_the_codec_promises(pair: Pair) -> None:
+def check_transferred_weights(pair: Pair) -> None:
     """Check over four versions that after a commit the engine has exactly the weights that result from the codec."""
     for _ in range(4):
         expected = pair.learn()
         pair.transfer()
-        assert equal(pair.engine, expected)
+        assert are_equal(pair.engine, expected)
         assert (pair.receiver.phase, pair.receiver.committed) == (Phase.COMMITTED, pair.version)
 
 
-def shows_nothing_before_the_commit(pair: Pair) -> None:
+def check_staging_changes_nothing(pair: Pair) -> None:
     """Check that staging a new version does not change the weights that the engine uses, and that the commit does."""
     pair.transfer()
     before = {name: tensor.clone() for name, tensor in pair.engine.items()}
     expected = pair.learn()
     pair.stage(pair.publish())
     assert pair.receiver.phase is Phase.VERIFIED
-    assert equal(pair.engine, before)
+    assert are_equal(pair.engine, before)
     pair.receiver.commit(pair.version)
-    assert equal(pair.engine, expected)
+    assert are_equal(pair.engine, expected)
 
 
-def refuses_versions_that_are_not_newer(pair: Pair) -> None:
+def check_old_versions_are_refused(pair: Pair) -> None:
     """Check that a version that is not newer than the committed version is refused, and that the next newer version is
     accepted afterwards."""
     pair.transfer()
@@ -257,10 +257,10 @@ def refuses_versions_that_are_not_newer(pair: Pair) -> None:
     pair.version += 1
     expected = pair.learn()
     pair.transfer()
-    assert equal(pair.engine, expected)
+    assert are_equal(pair.engine, expected)
 
 
-def commits_only_what_is_staged(pair: Pair) -> None:
+def check_only_staged_versions_are_committed(pair: Pair) -> None:
     """Check that neither a version that is not staged nor a version that is already in use can be committed."""
     _assert_commit_refused(pair, 0, "nothing is staged")
     pair.stage(pair.publish())
@@ -269,7 +269,7 @@ def commits_only_what_is_staged(pair: Pair) -> None:
     _assert_commit_refused(pair, 0, "nothing is staged")
 
 
-def refuses_a_flipped_bit_and_is_repaired_by_the_whole(pair: Pair) -> None:
+def check_flipped_bit_is_refused_and_repaired(pair: Pair) -> None:
     """Check that a damaged version is refused and changes nothing, and that it can be committed after it was sent again
     as whole tensors. The check covers the first version, and a version that may be a difference."""
     for _ in range(2):
@@ -278,14 +278,14 @@ def refuses_a_flipped_bit_and_is_repaired_by_the_whole(pair: Pair) -> None:
         update, pair.inbox.flip_next = pair.publish(), True
         _assert_refused(pair, update, "")
         assert pair.receiver.phase is Phase.NEEDS_FULL
-        assert equal(pair.engine, before)
+        assert are_equal(pair.engine, before)
         _assert_commit_refused(pair, pair.version, "nothing is staged")
         pair.receiver.stage(pair.resend())
         pair.receiver.commit(pair.version)
-        assert equal(pair.engine, expected)
+        assert are_equal(pair.engine, expected)
 
 
-def takes_no_difference_after_a_failure(pair: Pair) -> None:
+def check_no_difference_after_a_failure(pair: Pair) -> None:
     """Check that the version after a damaged version is accepted only as whole tensors, because the engine lacks the
     base of the difference, and that the version after that is accepted as a difference again."""
     pair.transfer()
@@ -296,10 +296,10 @@ def takes_no_difference_after_a_failure(pair: Pair) -> None:
         expected = pair.learn()
         assert pair.stage(pair.publish()) is whole
         pair.receiver.commit(pair.version)
-        assert equal(pair.engine, expected)
+        assert are_equal(pair.engine, expected)
 
 
-def lists_every_difference_of_the_model(pair: Pair) -> None:
+def check_model_differences_are_listed(pair: Pair) -> None:
     """Check that an update whose tensors differ from the engine's in names, shapes or dtypes is refused before any
     payload is fetched, with a list of all differences."""
     other = {name: tensor.clone() for name, tensor in pair.learner.items()}
@@ -314,7 +314,7 @@ def lists_every_difference_of_the_model(pair: Pair) -> None:
     pair.transfer()
 
 
-def survives_a_restart_of_the_engine(pair: Pair) -> None:
+def check_engine_restart(pair: Pair) -> None:
     """Check that an engine receives the next version after it was restarted between two versions, and after it was
     restarted between staging and commit."""
     for staged in (False, True):
@@ -325,10 +325,10 @@ def survives_a_restart_of_the_engine(pair: Pair) -> None:
         pair.restart_engine()
         expected = pair.learn()
         pair.transfer()
-        assert equal(pair.engine, expected)
+        assert are_equal(pair.engine, expected)
 
 
-def never_uses_a_version_that_is_half_or_mixed(pair: Pair) -> None:
+def check_no_partial_version_is_used(pair: Pair) -> None:
     """Check over 20 versions, with random flipped bits and restarts of the engine, that staging does not change the
     weights in use and that each commit makes the engine use exactly the committed version."""
     in_use, num_flipped = {name: tensor.clone() for name, tensor in pair.engine.items()}, 0
@@ -343,23 +343,23 @@ def never_uses_a_version_that_is_half_or_mixed(pair: Pair) -> None:
         sent_again = pair.stage(update)
         assert sent_again or not flipped
         num_flipped += flipped
-        assert equal(pair.engine, in_use)
+        assert are_equal(pair.engine, in_use)
         pair.receiver.commit(pair.version)
-        assert equal(pair.engine, expected)
+        assert are_equal(pair.engine, expected)
         in_use = expected
     assert num_flipped
 
 
 CHECKS: tuple[Callable[[Pair], None], ...] = (
-    brings_what_the_codec_promises,
-    shows_nothing_before_the_commit,
-    refuses_versions_that_are_not_newer,
-    commits_only_what_is_staged,
-    refuses_a_flipped_bit_and_is_repaired_by_the_whole,
-    takes_no_difference_after_a_failure,
-    lists_every_difference_of_the_model,
-    survives_a_restart_of_the_engine,
-    never_uses_a_version_that_is_half_or_mixed,
+    check_transferred_weights,
+    check_staging_changes_nothing,
+    check_old_versions_are_refused,
+    check_only_staged_versions_are_committed,
+    check_flipped_bit_is_refused_and_repaired,
+    check_no_difference_after_a_failure,
+    check_model_differences_are_listed,
+    check_engine_restart,
+    check_no_partial_version_is_used,
 )
 """All checks of the contract."""
 

@@ -26,7 +26,7 @@ from headrace.launch import channel
 from headrace.launch.channel import ChannelAddresses, ControllerChannel
 from headrace.sync.config import Route
 from headrace.sync.transports import make_receiver
-from headrace.testing.sync import TOKEN, Pair, equal, line
+from headrace.testing.sync import TOKEN, Pair, are_equal, open_pair
 from headrace.wings.view.run import OpenRun
 from tests.base.net.cables import Cable, cable
 from tests.redis_server import PROGRAM
@@ -99,7 +99,10 @@ def through(pair: Pair, wire: Cable) -> None:
 
 def test_a_learner_and_an_engine_that_are_parted_both_say_so_in_time_and_go_on_when_they_are_joined() -> None:
     clock = RealClock()
-    with line(Route(transport="http", deadline_s=1.0), seed=3) as pair, cable(*place(pair.receiver.address)) as wire:
+    with (
+        open_pair(Route(transport="http", deadline_s=1.0), seed=3) as pair,
+        cable(*place(pair.receiver.address)) as wire,
+    ):
         through(pair, wire)
         pair.transfer()
         held = {name: tensor.clone() for name, tensor in pair.engine.items()}
@@ -108,18 +111,21 @@ def test_a_learner_and_an_engine_that_are_parted_both_say_so_in_time_and_go_on_w
         with pytest.raises(WeightsError, match=r"could not be uploaded to http.*silent for at most 1 s: TimeoutError"):
             pair.publish()
         assert clock.now() - began_s < 5
-        assert equal(pair.engine, held)
+        assert are_equal(pair.engine, held)
         wire.fix()
         try:
             pair.receiver.stage(pair.resend())
         except NeedsFull:  # what was on its way when the line was cut came behind it; the controller has it sent again
             pair.receiver.stage(pair.resend())
         pair.receiver.commit(pair.version)
-        assert equal(pair.engine, expected)
+        assert are_equal(pair.engine, expected)
 
 
 def test_an_engine_that_only_the_learner_cannot_reach_is_left_out_until_it_answers() -> None:
-    with line(Route(transport="http", deadline_s=1.0), seed=3) as pair, cable(*place(pair.receiver.address)) as wire:
+    with (
+        open_pair(Route(transport="http", deadline_s=1.0), seed=3) as pair,
+        cable(*place(pair.receiver.address)) as wire,
+    ):
         far = f"http://{wire.address[0]}:{wire.address[1]}"
         near = make_receiver(pair.route, {name: tensor.clone() for name, tensor in pair.engine.items()}, TOKEN)
         tried = counted(pair)
@@ -142,17 +148,17 @@ def test_an_engine_that_only_the_learner_cannot_reach_is_left_out_until_it_answe
         first = publish()
         assert first.to == (near.address,)
         assert re.fullmatch(
-            r"version 1 could not be uploaded to http.*silent for at most 1 s: TimeoutError.*", first.missed[far]
+            r"version 1 could not be uploaded to http.*silent for at most 1 s: TimeoutError.*", first.missed_by[far]
         )
         tried.clear()
-        assert [publish().missed for _ in range(4)] == [first.missed] * 4
+        assert [publish().missed_by for _ in range(4)] == [first.missed_by] * 4
         assert far not in tried, "nobody waits for it again"
         wire.fix()
         knocks = pair.publisher._outbox._probes  # type: ignore[attr-defined]
         while far not in publish().to:
             knocks[far].result(10)
         assert (near.committed, pair.receiver.committed) == (pair.version, pair.version)
-        assert equal(pair.engine, pair.expected())
+        assert are_equal(pair.engine, pair.expected_weights())
         near.close()
 
 
@@ -171,7 +177,10 @@ def counted(pair: Pair) -> list[str]:
 
 def test_an_engine_that_is_parted_in_the_middle_of_an_upload_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.sync.http.BUCKET_BYTES", 2048)
-    with line(Route(transport="http", deadline_s=1.0), seed=3) as pair, cable(*place(pair.receiver.address)) as wire:
+    with (
+        open_pair(Route(transport="http", deadline_s=1.0), seed=3) as pair,
+        cable(*place(pair.receiver.address)) as wire,
+    ):
         through(pair, wire)
         pair.transfer()
         inbox, buckets = pair.inbox._inbox, 0
@@ -197,7 +206,7 @@ def test_an_engine_that_is_parted_in_the_middle_of_an_upload_keeps_what_it_has(m
             pair.receiver.stage(lost)
         pair.receiver.stage(pair.resend())
         pair.receiver.commit(pair.version)
-        assert equal(pair.engine, pair.expected())
+        assert are_equal(pair.engine, pair.expected_weights())
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="redis-server is not installed")

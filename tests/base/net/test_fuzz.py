@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from lab.fuzz import run as fuzz
-from lab.fuzz.change import changed, changed_json, changed_msgpack
-from lab.fuzz.formats import Format, formats
-from lab.fuzz.weights import Forged
+from lab.fuzz.change import mutate, mutate_json, mutate_msgpack
+from lab.fuzz.formats import Format, byte_formats
+from lab.fuzz.weights import ForgedInput
 
 torch.set_num_threads(1)
 EACH = 150
 
 
 def test_changed_inputs_of_every_format_are_taken_or_refused_and_nothing_breaks(tmp_path: Path) -> None:
-    every = formats(tmp_path)
+    every = byte_formats(tmp_path)
     assert len(every) >= 13
     for what in every:
         counted = fuzz._read_all(what, EACH, "tests")
@@ -32,13 +32,13 @@ def test_inputs_are_those_of_the_seed() -> None:
     def inputs(seed: int) -> list[bytes]:
         rng = random.Random(seed)
         data = b'{"a": [1, {"b": "text"}]}'
-        return [change(rng, data, [data]) for change in (changed, changed_json) * 50]
+        return [change(rng, data, [data]) for change in (mutate, mutate_json) * 50]
 
     assert inputs(1) == inputs(1) != inputs(2)
     assert len(set(inputs(1))) > 80
 
 
-@pytest.mark.parametrize(("error", "kind"), [(Forged("taken"), "forged"), (IndexError("broken"), "crashes")])
+@pytest.mark.parametrize(("error", "kind"), [(ForgedInput("taken"), "forged"), (IndexError("broken"), "crashes")])
 def test_a_reader_that_breaks_or_takes_what_nobody_sent_is_counted_and_shown(error: Exception, kind: str) -> None:
     def read(data: bytes) -> bool:
         if data != b"sound":
@@ -46,7 +46,7 @@ def test_a_reader_that_breaks_or_takes_what_nobody_sent_is_counted_and_shown(err
         return True
 
     def once(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-        return changed(rng, data, others) if rng.random() < 0.5 else data
+        return mutate(rng, data, others) if rng.random() < 0.5 else data
 
     counted = fuzz._read_all(Format(name="x", share=1, seeds=[b"sound"], change=once, read=read), 100, "0")
     assert getattr(counted, kind) > 20
@@ -56,14 +56,14 @@ def test_a_reader_that_breaks_or_takes_what_nobody_sent_is_counted_and_shown(err
 
 def test_a_receiver_that_checks_no_hashes_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.sync.receiver.Receiver._verify", lambda self, update, image: None)
-    (whole,) = [what for what in formats(tmp_path) if what.name == "weights as a whole"]
+    (whole,) = [what for what in byte_formats(tmp_path) if what.name == "weights as a whole"]
     assert fuzz._read_all(whole, EACH, "tests").forged > 0
 
 
 def test_changes_of_a_tree_leave_the_sound_one_as_it_is() -> None:
     data = b"\x81\xa1a\x93\x01\x02\xa1b"
     for seed in range(200):
-        changed_msgpack(random.Random(seed), data, [data])
+        mutate_msgpack(random.Random(seed), data, [data])
     assert data == b"\x81\xa1a\x93\x01\x02\xa1b"
 
 

@@ -19,7 +19,7 @@ from headrace.run.observe.writers.prometheus import Prometheus
 from headrace.sync.config import Route, SyncConfig
 from headrace.sync.http import HttpInbox
 from headrace.sync.transports import make_publisher
-from headrace.testing.sync import TOKEN, equal, line
+from headrace.testing.sync import TOKEN, are_equal, open_pair
 from headrace.wings.serve.config import ServeSection
 from headrace.wings.view.serving import ViewConfig
 from tests.base.net.certificates import certificate
@@ -35,17 +35,17 @@ def route(crt: Path, key: Path) -> Route:
 
 
 def test_weights_travel_under_tls_to_the_engine_that_holds_the_key(tmp_path: Path) -> None:
-    with line(route(*certificate(tmp_path)), seed=3) as pair:
+    with open_pair(route(*certificate(tmp_path)), seed=3) as pair:
         assert pair.receiver.address.startswith("https://127.0.0.1:")
         for _ in range(3):
             expected = pair.learn()
             pair.transfer()
-            assert equal(pair.engine, expected)
+            assert are_equal(pair.engine, expected)
 
 
 def test_a_learner_believes_its_own_certificate_and_no_other(tmp_path: Path) -> None:
     real, other = certificate(tmp_path / "real"), certificate(tmp_path / "other")
-    with line(route(*real), seed=3) as pair:
+    with open_pair(route(*real), seed=3) as pair:
         deceived = make_publisher(route(*other), pair.learner, TOKEN)
         deceived.copy(0)
         with pytest.raises(WeightsError, match="CERTIFICATE_VERIFY_FAILED"):

@@ -30,8 +30,8 @@ def expected(seed: int, count: int) -> list[int]:
     return [(seed * 7919 + place) % 50_021 for place in range(count)]
 
 
-def update(version: int, *, base: int | None = None, missed: str = "") -> WeightUpdate:
-    """``missed``: the engine that it does not reach."""
+def update(version: int, *, base: int | None = None, missed_by: str = "") -> WeightUpdate:
+    """``missed_by``: the engine that it does not reach."""
     return WeightUpdate(
         version=version,
         slot=version % 2,
@@ -39,7 +39,7 @@ def update(version: int, *, base: int | None = None, missed: str = "") -> Weight
         manifest=Manifest(entries=(), total_bytes=0),
         checksums=(version,),
         base=base,
-        missed={missed: f"version {version} could not be uploaded to {missed}"} if missed else {},
+        missed_by={missed_by: f"version {version} could not be uploaded to {missed_by}"} if missed_by else {},
     )
 
 
@@ -181,8 +181,8 @@ def fleet_of(*names: str, kind: type[Mortal] = Mortal, **settings: Any) -> tuple
     return fleet, engines
 
 
-async def bring(fleet: Fleet, version: int, mode: Interrupt = Interrupt.INFLIGHT, *, missed: str = "") -> None:
-    await fleet.stage(update(version, missed=missed))
+async def bring(fleet: Fleet, version: int, mode: Interrupt = Interrupt.INFLIGHT, *, missed_by: str = "") -> None:
+    await fleet.stage(update(version, missed_by=missed_by))
     await fleet.commit(version, mode)
 
 

@@ -316,7 +316,7 @@ def test_added_engine_that_does_not_serve_in_time_is_ended_unless_an_answer_is_d
                 stage.now("engine-1").ready()
                 await settle()
             if state == "missed":
-                await bring(stage.engines.fleet, 1, missed="at-engine-1-0")
+                await bring(stage.engines.fleet, 1, missed_by="at-engine-1-0")
             if owes in stage.lives:  # it stages, or commits
                 loop.call_at(100.0, stage.now(owes).peer.expect(0, Committed).cancel)
             async with asyncio.timeout(300.0):
@@ -427,12 +427,12 @@ def test_engine_that_new_weights_do_not_reach_is_told_by_name_and_again_when_it_
             fleet = stage.engines.fleet
             fleet._router.assign(0)
             fleet._router.assign(1)
-            await bring(fleet, 1, missed="at-engine-1-0")
+            await bring(fleet, 1, missed_by="at-engine-1-0")
             assert not stage.told, "it may have died"
             await asyncio.sleep(4.0)
             assert len(stage.told) == 1
             assert stage.engines.addresses() == ("at-engine-0-0", "at-engine-1-0"), "it is asked again"
-            await bring(fleet, 2, missed="at-engine-1-0")
+            await bring(fleet, 2, missed_by="at-engine-1-0")
             await asyncio.sleep(2.0)
             await bring(fleet, 3)
             await settle()
@@ -455,7 +455,7 @@ def test_engine_that_new_weights_did_not_reach_because_it_was_dead_is_told_as_de
         async with asyncio.TaskGroup() as group:
             running = group.create_task(stage.engines.run())
             await all_obey(stage)
-            await bring(stage.engines.fleet, 1, missed="at-engine-1-0")
+            await bring(stage.engines.fleet, 1, missed_by="at-engine-1-0")
             await asyncio.sleep(1.0)
             stage.now("engine-1").die()
             await asyncio.sleep(10.0)

@@ -35,7 +35,7 @@ async def test_engine_that_a_version_misses_ends_what_it_has_and_serves_again_wi
         await asyncio.sleep(1.5 * FLUSH * TOKEN_S)
         had = len(engines["b"].asked)
         assert had > 5
-        await bring(fleet, 1, missed="b")
+        await bring(fleet, 1, missed_by="b")
         assert (fleet.version, engines["a"].commits, engines["b"].commits) == (1, [0, 1], [0])
         for seed in range(100, 110):
             await sample(fleet, seed)
@@ -58,7 +58,7 @@ async def test_fork_of_what_such_an_engine_has_is_refused() -> None:
     await bring(fleet, 0)
     (parent,) = {chunk.request_id for chunk in await sample(fleet, 1)}
     (home,) = [name for name, engine in engines.items() if engine.asked]
-    await bring(fleet, 1, missed=home)
+    await bring(fleet, 1, missed_by=home)
     with pytest.raises(RequestError, match=f"was with {home}, which has not the newest weights"):
         await sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=parent, at=4)))
 
@@ -68,7 +68,7 @@ async def test_such_an_engine_is_woken_with_the_others() -> None:
     fleet, engines = fleet_of("a", "b")
     await bring(fleet, 0)
     await fleet.pause(release=True)
-    await bring(fleet, 1, Interrupt.SLEEP, missed="b")
+    await bring(fleet, 1, Interrupt.SLEEP, missed_by="b")
     assert all(engine._not_paused.is_set() for engine in engines.values())
 
 
@@ -77,7 +77,7 @@ async def test_version_whose_other_engines_die_waits_for_their_successors() -> N
     fleet, engines = fleet_of("a", "b")
     await bring(fleet, 0)
     async with asyncio.TaskGroup() as group:
-        bringing = group.create_task(bring(fleet, 1, missed="b"))
+        bringing = group.create_task(bring(fleet, 1, missed_by="b"))
         await asyncio.sleep(0)
         kill(fleet, engines["a"])
         await asyncio.sleep(30.0)
@@ -108,7 +108,7 @@ class Parted(Sender):
         if missed and len(missed) == len(update.to):
             raise WeightsError(" and ".join(missed.values()), remedy="look at the network")
         to = tuple(name for name in update.to if name not in missed)
-        return msgspec.structs.replace(update, to=to, missed=missed)
+        return msgspec.structs.replace(update, to=to, missed_by=missed)
 
 
 NAMES = ["engine-0", "engine-1"]

@@ -21,7 +21,7 @@ from headrace.sync.config import Route
 from headrace.sync.transports import make_receiver
 from tests.engine.native.harness import MAX_CONTEXT, Weights, alone, joined, make_engine, ready_engine, request, run
 from tests.models.kinds import VOCAB, plain
-from tools.families.tiny import write
+from tools.families.tiny import write_model
 
 OUTSIDE = 3 + len(VOCAB)
 
@@ -162,7 +162,8 @@ def test_prompt_may_be_read_only_and_of_any_integer_width(engine: NativeEngine) 
 
 
 def test_tokens_that_only_the_embedding_knows_are_refused_by_name(tmp_path: Path) -> None:
-    config = ModelConfig(path=str(write(tmp_path / "model", "molmo2_text")))  # it embeds 128 more than its head scores
+    # the embedding has 128 more entries than the head
+    config = ModelConfig(path=str(write_model(tmp_path / "model", "molmo2_text")))
     engine, weights = make_engine(config, max_sequences=3), Weights(config, tmp_path / "buffer")
     weights.send(engine, 0)
     with pytest.raises(RequestError, match="token 122, outside the vocabulary of 64"):

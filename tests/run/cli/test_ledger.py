@@ -17,19 +17,19 @@ from headrace.flow.ledger import Lengths, SqliteLedger
 from headrace.flow.ledger.base import EndEpisode, Move
 from headrace.flow.ledger.survivors import survivors
 from headrace.run.cli.app import app
-from headrace.testing.ledgers import episode, running, trained
+from headrace.testing.ledgers import ended_episode, start_group, train_group
 from tests.run.session.runs import forge, make_run, tiny_model, verb
 
 
 def a_run_without_long_answers(run_dir: Path) -> None:
     """Long answers are dropped for being late."""
     ledger = SqliteLedger(run_dir / "ledger.sqlite", group_size=2, groups_per_step=1)
-    for operation in trained(0):
+    for operation in train_group(0):
         ledger.apply(operation)
     for number in range(1, 20):
-        for operation in running(number):
+        for operation in start_group(number):
             ledger.apply(operation)
-        ledger.apply(EndEpisode(episode=episode(number, 0, tokens=50), at_s=0.0))
+        ledger.apply(EndEpisode(episode=ended_episode(number, 0, tokens=50), at_s=0.0))
         ledger.apply(Move(numbers=(number,), state=GroupState.DROPPED, reason="stale", at_s=0.0))
     ledger.close()
 
@@ -100,15 +100,15 @@ def test_lengths_of_groups_in_flight_are_left_aside(tmp_path: Path) -> None:
     ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
     before = ledger.lengths()
     number = ledger.conservation().groups.submitted
-    ledger.apply(*running(number), EndEpisode(episode=episode(number, 0, tokens=2), at_s=0.0))
+    ledger.apply(*start_group(number), EndEpisode(episode=ended_episode(number, 0, tokens=2), at_s=0.0))
     assert ledger.lengths() == before
     ledger.close()
 
 
 def test_withdrawn_episodes_have_no_length(tmp_path: Path) -> None:
     ledger = SqliteLedger(tmp_path / "ledger.sqlite", group_size=3, groups_per_step=1)
-    withdrawn = replace(episode(0, 2, tokens=1), status=EpisodeStatus.LEFT_OUT, cause="redundant", reward=None)
-    for operation in trained(0):
+    withdrawn = replace(ended_episode(0, 2, tokens=1), status=EpisodeStatus.LEFT_OUT, cause="redundant", reward=None)
+    for operation in train_group(0):
         if isinstance(operation, Move) and operation.state is GroupState.SCORED:
             ledger.apply(EndEpisode(episode=withdrawn, at_s=0.0))
         ledger.apply(operation)

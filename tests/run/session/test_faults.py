@@ -14,7 +14,7 @@ import pytest
 from headrace.base.types.tokens import Tokens
 from headrace.flow.ledger.opening import open_ledger
 from headrace.run.session import load_config, train
-from lab.faults.run import RECORD_TOKENS, STEPS, TrialSetup, draw, measure
+from lab.faults.run import RECORD_TOKENS, STEPS, TrialSetup, draw_moment, measure
 from lab.faults.verdict import LedgerSnapshot, Verdict, answers_of, judge, take_snapshot
 from tests.run.session.runs import forge, make_run
 
@@ -49,7 +49,7 @@ def test_moments_of_a_seed_are_always_the_same_and_reach_every_part_and_phase(
         directory=tmp_path, run_file=tmp_path, sources=tmp_path, start_s=5.0, step_s=0.3, weights=tmp_path,
         rollouts=rollouts,
     )  # fmt: skip
-    moments = [[draw(scene, rng) for _ in range(300)] for rng in map(np.random.default_rng, (7, 7, 8))]
+    moments = [[draw_moment(scene, rng) for _ in range(300)] for rng in map(np.random.default_rng, (7, 7, 8))]
     assert moments[0] == moments[1] != moments[2]
     assert {(moment.part, moment.phase) for moment in moments[0]} == {
         (part, phase) for part in parts for phase in ("start", "step", "snapshot")

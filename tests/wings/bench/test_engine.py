@@ -14,7 +14,7 @@ import pytest
 from headrace.base.errors import ComponentDied, ConfigError
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.wings.bench import engine, run_benchmark
-from headrace.wings.bench.engine_peers import PeerProcess, worker
+from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_a_quick_run_measures_every_figure(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["generate", "continuous"])
 def test_peers_give_the_tokens_that_were_asked_for(side: str, tmp_path: Path) -> None:
-    with worker(side, make_tiny(tmp_path / "model", engine.SMALL), 1) as peer:
+    with open_worker(side, make_tiny(tmp_path / "model", engine.SMALL), 1) as peer:
         for _ in range(2):
             assert peer.call(engine.make_request((8,) * 4))["tokens"] == 32
 
@@ -59,12 +59,12 @@ def test_a_process_that_ends_says_its_last_words(tmp_path: Path) -> None:
 
 
 def test_lognormal_lengths_have_the_mean_and_spread_they_name() -> None:
-    lengths = engine.lognormal(20_000, 128, 10_000)
+    lengths = engine.draw_lengths(20_000, 128, 10_000)
     mean = sum(lengths) / len(lengths)
     spread = (sum((length - mean) ** 2 for length in lengths) / len(lengths)) ** 0.5
     assert abs(mean - 128) < 4
     assert abs(spread / mean - 1) < 0.1
-    assert max(engine.lognormal(256, 128, 512)) <= 512
+    assert max(engine.draw_lengths(256, 128, 512)) <= 512
 
 
 def test_the_floor_of_a_step_is_products_or_weights_and_the_context() -> None:

@@ -25,7 +25,7 @@ from headrace.wings.bench.gpu.base import GIB, GpuStageOutcome, read_lines
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
 from headrace.wings.bench.gpu.files import GpuFile, compare_figures, rates_of, read_file, write_file
 from headrace.wings.bench.gpu.probe import CardFacts
-from headrace.wings.bench.gpu.stages import STAGES, StageKind, chosen
+from headrace.wings.bench.gpu.stages import STAGES, StageKind, choose_stages
 from headrace.wings.plan.catalogue import model
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ FINE = CardFacts(
 
 def kinds(**shares: float) -> dict[str, StageKind]:
     return {
-        name: StageKind(module=MODULE, what=name, share_s=share, least_s=0.0 if name == "hanging" else 5.0)
+        name: StageKind(module=MODULE, description=name, share_s=share, min_s=0.0 if name == "hanging" else 5.0)
         for name, share in shares.items()
     }
 
@@ -182,10 +182,10 @@ def test_a_machine_without_a_gpu_is_refused_and_told_of_the_trial(
 
 def test_folders_without_room_for_the_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "MODELS_BYTES", 0)
-    assert refusals.folder_of_models() == refusals.shared_memory_root()
+    assert refusals.model_folder() == refusals.shared_memory_root()
     monkeypatch.setattr(refusals, "MODELS_BYTES", 1 << 60)
     with pytest.raises(ConfigError, match="the random models of all stages take") as refused:
-        refusals.folder_of_models()
+        refusals.model_folder()
     assert "TMPDIR" in refused.value.remedy
 
 
@@ -195,8 +195,8 @@ def test_other_benchmarks_refuse_the_options_of_this_one() -> None:
 
 
 def test_stages_keep_their_order() -> None:
-    assert list(chosen("")) == list(STAGES)
-    assert list(chosen(" soak,sync ")) == ["facts", "sync", "soak"]
+    assert list(choose_stages("")) == list(STAGES)
+    assert list(choose_stages(" soak,sync ")) == ["facts", "sync", "soak"]
 
 
 def test_files_are_compared_and_an_other_format_is_refused(tmp_path: Path) -> None:

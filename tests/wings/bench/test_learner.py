@@ -10,7 +10,7 @@ import torch
 
 from headrace.models.tiny import TinySpec
 from headrace.wings.bench import learner, learner_worker, run_benchmark
-from headrace.wings.bench.learner_trees import paths_of, tree_cases
+from headrace.wings.bench.learner_trees import draw_paths, tree_cases
 
 ORDER = {"prompt": 3, "lengths": [1, 4, 2, 2, 2, 2, 2, 2, 7, 1], "vocab": 20, "seed": 5}
 
@@ -50,7 +50,7 @@ def test_samples_of_a_group_answer_one_prompt() -> None:
 
 def test_padded_batches_hold_every_token_once() -> None:
     batch = learner_worker.batch_of(0, ORDER)
-    first, second = learner_worker.padded(batch)
+    first, second = learner_worker.padded_batches(batch)
     assert first[0].shape == (8, 7)
     assert second[0].shape == (2, 10)
     ids_N = torch.cat([ids_BL[ids_BL > 0] for ids_BL, _, _ in (first, second)])
@@ -80,7 +80,7 @@ def test_the_trees_of_the_benchmark_have_the_rows_that_it_names() -> None:
     rows = []
     for case in tree_cases(quick=False):
         numbers = itertools.count()
-        paths = paths_of(case.shape, lambda count, n=numbers: np.array([next(n) for _ in range(count)]))
+        paths = draw_paths(case.shape, lambda count, n=numbers: np.array([next(n) for _ in range(count)]))
         begun = {tuple(ids[:place].tolist()) for ids in paths.ids_S for place in range(1, len(ids) + 1)}
         rows.append((sum(map(len, paths.ids_S)), len(begun)))
         assert all(prompt < len(ids) for prompt, ids in zip(paths.prompts_S, paths.ids_S, strict=True))

@@ -67,7 +67,7 @@ def test_variants_are_compared_with_the_synchronous_run_of_their_seed() -> None:
 
 
 def test_the_interval_narrows_with_seeds() -> None:
-    few, many = learning.interval([0.9, 1.1]), learning.interval([0.9, 1.1] * 20)
+    few, many = learning.confidence_interval([0.9, 1.1]), learning.confidence_interval([0.9, 1.1] * 20)
     assert few[0] < many[0] < 1.0 < many[1] < few[1]
 
 

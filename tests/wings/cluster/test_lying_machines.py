@@ -18,7 +18,7 @@ from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Alive, Done, Leaving, Ready
 from headrace.base.types.messages.node import Do, Drop, Farewell, JoinAnswer, JoinRefused, JoinRequest, Welcome
 from headrace.launch.channel import ChannelAddresses, PartChannel
-from headrace.wings.cluster.far.supervisor import Begin, FarExit, NodeReply
+from headrace.wings.cluster.far.supervisor import FarExit, NodeReply, StartOrder
 from headrace.wings.cluster.joining.invitation import read_invitation
 from tests.rollout.environments.pools import RunningPool, running_pool
 from tests.wings.cluster.test_joining import PLACES, free_address, joined, knocked, until
@@ -36,7 +36,7 @@ class Liar:
     """Of the invitation."""
     answers: dict[str, Answer] = field(default_factory=dict)
     """In place of the true ones."""
-    worker: Callable[[PartChannel, Begin, Liar], None] | None = None
+    worker: Callable[[PartChannel, StartOrder, Liar], None] | None = None
     """What each of its workers does."""
     to_say: list[object] = field(default_factory=list)
     waiting: list[Do] = field(default_factory=list)
@@ -65,10 +65,10 @@ class Liar:
 
     def _hear(self, message: object) -> None:
         match message:
-            case Do(what="ended"):
+            case Do(method="wait_until_ended"):
                 self.calls[message.supervisor] = message.call
-                if "ended" in self.answers:
-                    self.to_say.append(Done(call=message.call, answer=self.answers["ended"]))
+                if "wait_until_ended" in self.answers:
+                    self.to_say.append(Done(call=message.call, answer=self.answers["wait_until_ended"]))
             case Do():
                 self._do(message)
             case Drop() if message.supervisor in self.calls:
@@ -78,18 +78,18 @@ class Liar:
                 self.waiting.clear()
 
     def _do(self, order: Do) -> None:
-        if order.what == "begin":
+        if order.method == "start":
             self.begun += 1
             if self.num_prompt is not None and self.begun > self.num_prompt:
                 self.waiting.append(order)
                 return
-            begin = msgspec.json.decode(order.asked, type=Begin)
+            begin = msgspec.json.decode(order.argument, type=StartOrder)
             if self.worker is not None:
                 threading.Thread(target=self._work, args=(begin,), daemon=True).start()
-        true = FOUND if order.what == "describe_node" else 7
-        self.to_say.append(Done(call=order.call, answer=self.answers.get(order.what, true)))
+        true = FOUND if order.method == "describe_node" else 7
+        self.to_say.append(Done(call=order.call, answer=self.answers.get(order.method, true)))
 
-    def _work(self, begin: Begin) -> None:
+    def _work(self, begin: StartOrder) -> None:
         channel = PartChannel(begin.briefing.addresses, environment.Message, on_broken=self.stopped.is_set)
         assert self.worker is not None
         self.worker(channel, begin, self)
@@ -124,7 +124,7 @@ async def goes_on(at: RunningPool) -> bool:
     ("what", "answer"),
     [
         *[("describe_node", answer) for answer in (b"\xff", 5, b"{}")],
-        *[("begin", b"x"), ("begin", 1.5), ("ended", b"x"), ("ended", 5)],
+        *[("start", b"x"), ("start", 1.5), ("wait_until_ended", b"x"), ("wait_until_ended", 5)],
     ],
 )
 def test_whatever_a_machine_answers_it_is_sent_away_and_the_run_goes_on(
@@ -141,7 +141,7 @@ def test_whatever_a_machine_answers_it_is_sent_away_and_the_run_goes_on(
     asyncio.run(main())
 
 
-def garbage(channel: PartChannel, _: Begin, __: Liar) -> None:
+def garbage(channel: PartChannel, _: StartOrder, __: Liar) -> None:
     channel.send("nonsense")
 
 
@@ -156,7 +156,7 @@ def test_a_worker_elsewhere_that_talks_nonsense_before_it_is_ready_ends_the_visi
     asyncio.run(main())
 
 
-def dies_with_its_first(channel: PartChannel, begin: Begin, liar: Liar) -> None:
+def dies_with_its_first(channel: PartChannel, begin: StartOrder, liar: Liar) -> None:
     """It takes an episode, and nonsense has it ended."""
     channel.send(Ready(token=begin.token, pid=1, facts={}))
     while not channel.wait(0.1) and not liar.stopped.is_set():

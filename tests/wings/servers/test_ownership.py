@@ -18,7 +18,7 @@ from headrace.base.types.weights import Interrupt
 from headrace.engine import EngineConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing.engine_checks import LONGER
-from headrace.testing.engine_rig import MAX_CONTEXT, SETTINGS, Rig, close, served_rig
+from headrace.testing.engine_rig import MAX_CONTEXT, SETTINGS, Rig, assert_close, served_rig
 from headrace.testing.servers import FakeServer, fake_server
 from headrace.wings.servers.client import make, ownership
 from headrace.wings.servers.client.config import ServerConfig
@@ -52,7 +52,7 @@ class Shared:
         scratch.mkdir()
         server = ServerConfig(urls=(self.url,), any_version=True)
         rig: Rig = self._opened.enter_context(served_rig(self._kind, server, self._wanted, scratch))
-        rig.publish(min(rig.can.interrupts & {Interrupt.INFLIGHT, Interrupt.DRAIN}, key=str))
+        rig.publish(min(rig.capabilities.interrupts & {Interrupt.INFLIGHT, Interrupt.DRAIN}, key=str))
         return rig
 
 
@@ -64,7 +64,7 @@ def shared(request: pytest.FixtureRequest, wanted: ServeRequirements, tmp_path: 
 
 def ends(rig: Rig, number: int) -> ComponentDied:
     with pytest.raises(ComponentDied) as told:
-        rig.until(lambda: rig.outputs[number].ended)
+        rig.run_until(lambda: rig.outputs[number].ended)
     return told.value
 
 
@@ -109,10 +109,10 @@ def test_run_that_finds_the_weights_of_another_ends_and_has_none_of_its_tokens(
     if early.reason is None:
         assert early.ids == []
     else:  # on a busy machine it was whole before the other weights came, and is of its own
-        close(early.logprobs, first.reference(0, early))
+        assert_close(early.logprobs, first.reference(0, early))
     assert first.outputs[late].ids == []
     (fine,) = second.finish(second.add([3, 4, 5]))
-    close(fine.logprobs, second.reference(0, fine))
+    assert_close(fine.logprobs, second.reference(0, fine))
 
 
 def test_server_that_was_started_again_has_weights_that_nobody_gave_it(shared: Shared) -> None:
@@ -169,7 +169,7 @@ def test_label_without_a_number_is_no_label(label: str) -> None:
 def test_nothing_comes_any_more_of_what_is_forgotten(shared: Shared) -> None:
     rig = shared.run()
     numbers = [rig.add([3, at], max_new_tokens=LONGER) for at in range(3)]
-    rig.until(lambda: all(rig.outputs[number].ids for number in numbers))
+    rig.run_until(lambda: all(rig.outputs[number].ids for number in numbers))
     streams = rig.core._streams
 
     async def forgotten() -> list[int]:

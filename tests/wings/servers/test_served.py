@@ -286,7 +286,7 @@ def test_server_that_is_gone_ends_the_engine_with_its_name(model: Path, tmp_path
         rig = engine.enter_context(served_rig("vllm", ServerConfig(urls=(url,)), wanted(model), tmp_path))
         rig.publish(Interrupt.INFLIGHT)
         number = rig.add([3, 4], max_new_tokens=400)
-        rig.until(lambda: bool(rig.outputs[number].ids))
+        rig.run_until(lambda: bool(rig.outputs[number].ids))
         httpx.post(f"{url}/pause?mode=keep", trust_env=False)
         running.close()
         # with this request or with a next one: it ends slowly
@@ -378,7 +378,7 @@ def test_address_at_which_something_else_answers_now_ends_the_engine_and_one_ref
         number = rig.add([3, 4])
         if everything:
             with pytest.raises(ComponentDied, match="answers 404"):
-                rig.until(lambda: rig.outputs[number].ended)
+                rig.run_until(lambda: rig.outputs[number].ended)
         else:
-            rig.until(lambda: rig.outputs[number].ended)
+            rig.run_until(lambda: rig.outputs[number].ended)
             assert "answered 404: what is that?" in rig.outputs[number].error

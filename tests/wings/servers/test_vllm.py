@@ -20,7 +20,7 @@ from headrace.models.devices import CPU
 from headrace.run.session import load_config, train
 from headrace.testing.engine_contract import SUITES, Suite, run_clause
 from headrace.testing.engine_rig import Rig, served_rig
-from headrace.testing.interpreted import interpreted
+from headrace.testing.interpreted import write_interpreter
 from headrace.wings.recipes.demo import build_demo
 from headrace.wings.servers.client.config import ServerConfig
 
@@ -59,7 +59,7 @@ def test_vllm_keeps_what_it_promises_and_refuses_the_rest(
 def test_vllm_whose_kernels_are_interpreted_tells_kept_sets_and_experts(
     suite: Suite, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    server = ServerConfig(python=interpreted(PYTHON, tmp_path), wait_s=900)
+    server = ServerConfig(python=write_interpreter(PYTHON, tmp_path), wait_s=900)
     with kept(suite, server, NEWER, tmp_path) as rig:
         for clause in suite.clauses:
             with subtests.test(clause.name):

@@ -31,7 +31,9 @@ REFUSED = {
 
 
 def test_the_table_is_that_of_the_installed_client():
-    assert tinker_methods.PAGE.read_text(encoding="utf-8") == tinker_methods.written(), "python -m tools.tinker_methods"
+    assert tinker_methods.PAGE.read_text(encoding="utf-8") == tinker_methods.updated_page(), (
+        "python -m tools.tinker_methods"
+    )
 
 
 def test_a_method_that_the_table_lacks_is_named(monkeypatch):

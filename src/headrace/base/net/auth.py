@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.base.config.addresses import host_of, is_loopback
 from headrace.base.errors import ConfigError
 from headrace.base.net.connection import mark_authorized
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 
 
 class TokenAuth:
@@ -44,7 +44,7 @@ class TokenAuth:
             if is_loopback(host_of(host)):
                 return None
             return Refusal(
-                f"the request is addressed to {shown(host)}, and without a token only this machine may call",
+                f"the request is addressed to {excerpt(host)}, and without a token only this machine may call",
                 remedy="call 127.0.0.1 or localhost, or start the server with a token",
                 status=403,
                 code="host_not_allowed",

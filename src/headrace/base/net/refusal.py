@@ -45,7 +45,7 @@ class Refusal(HeadraceError):
         return JSONResponse(self.body() if body is None else body, status_code=self.status, headers=headers)
 
 
-def shown(value: object, limit: int = 60) -> str:
+def excerpt(value: object, limit: int = 60) -> str:
     """Return ``value``, which a client has sent, as printable ASCII of at most ``limit`` characters, for an error
     message."""
     text = ascii(value)

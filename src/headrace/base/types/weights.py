@@ -87,7 +87,7 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The number of bytes that are transferred; 0 if the engine reads the image in place."""
     to: tuple[str, ...] = ()
     """The addresses that have received the version, for transports that send it to each receiver."""
-    missed: dict[str, str] = {}
+    missed_by: dict[str, str] = {}
     """The addresses that have not received the version, each with the reason."""
     note: str = ""
     """A note for the user about the transport of the bytes, as a sentence: that another way of transport is used now,

@@ -154,12 +154,12 @@ class Fleet:
     async def wait_until_settled(self, name: str) -> str:
         """Wait until the engine ``name`` accepts requests, or has missed the newest version. Return the reason why it
         missed the version; empty if it serves."""
-        await self._wait_until(lambda: self.serves(name) or bool(self.missed(name)))
-        return self.missed(name)
+        await self._wait_until(lambda: self.serves(name) or bool(self.miss_reason(name)))
+        return self.miss_reason(name)
 
     async def wait_until_missed(self, name: str) -> None:
         """Wait until the engine ``name`` has missed a version, which could not reach it."""
-        await self._wait_until(lambda: bool(self.missed(name)))
+        await self._wait_until(lambda: bool(self.miss_reason(name)))
 
     def load(self, name: str) -> int:
         """Return the number of sequences that the engine ``name`` serves now. With requests of other processes, it is
@@ -249,7 +249,7 @@ class Fleet:
         """Return whether the engine ``name`` is present and has weights, so that it accepts requests."""
         return self._router.takes_sequences(name)
 
-    def missed(self, name: str) -> str:
+    def miss_reason(self, name: str) -> str:
         """Return why the newest version cannot reach the engine ``name``; empty if it can or the engine is absent."""
         return self._members[name].missed_reason if name in self._members else ""
 
@@ -520,12 +520,12 @@ class Fleet:
 
     def _set_newest(self, update: WeightUpdate) -> None:
         """Record ``update`` as the newest version. A later version may reach an engine that missed the version before,
-        so only the engines named in ``update.missed`` count as having missed this one."""
+        so only the engines named in ``update.missed_by`` count as having missed this one."""
         is_new = self._update is None or self._update.version < update.version
         self._update = update
         for member in self._members.values():
             member.missed_reason = "" if is_new else member.missed_reason
-            if why := update.missed.get(member.address):
+            if why := update.missed_by.get(member.address):
                 self._mark_missed(member, why)
 
     def _set_paused(self, paused: bool | None) -> None:

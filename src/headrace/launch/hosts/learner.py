@@ -61,7 +61,7 @@ from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, join_ranks
-from headrace.learner.parallel.shards import gather_each, local
+from headrace.learner.parallel.shards import gather_each, local_part
 from headrace.learner.parallel.shares import assign_boxes
 from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
@@ -270,7 +270,7 @@ class PublishedBuffers:
         """Copy the current weights into the buffer with the index ``slot``. All ranks must call this at the same time,
         because each rank may have a part of every tensor."""
         if self._sent_boxes is not None and self.publisher is not None:
-            self.publisher.fill(slot, (local(self._tensors[name].detach()) for name in self._sent_boxes))
+            self.publisher.fill(slot, (local_part(self._tensors[name].detach()) for name in self._sent_boxes))
             return
         if self._is_whole and self.publisher is not None:
             self.publisher.copy(slot)
@@ -422,7 +422,7 @@ class LearnerHost:
     def _announce_to_engines(self, update: WeightUpdate, order: Publish) -> WeightUpdate:
         """Send the announcement of ``update`` to the engines that ``order`` names, and return ``update`` with the
         addresses of these engines. Engines that the weights have not reached are left to the controller."""
-        addresses = tuple(orders for orders, address in order.announce_to.items() if address not in update.missed)
+        addresses = tuple(orders for orders, address in order.announce_to.items() if address not in update.missed_by)
         update = msgspec.structs.replace(update, announced_to=addresses)
         # No engine has an unread announcement: the engines in step have staged the last version.
         self._orders.channel.send_to(addresses, Announce(update=update, commit=order.commit))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headrace.learner.auxiliary.config import Ema, Frozen, KeptConfig, Lagged, Refreshed
 from headrace.learner.parallel.optim import TrainedWeight
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import local, part_of, wrap_shard
+from headrace.learner.parallel.shards import local_part, part_of, wrap_shard
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import CORRECTION_BIAS, correction_biases
 
@@ -61,14 +61,14 @@ class Copy:
         self._sources += [CopiedTensor(name, bias, bias) for name, bias in biases.items()]
         where = None if device == "model" else torch.device(device)
         self._parts = [
-            local(one.weight.detach()).to(device=where, dtype=dtype, copy=True) for one in self._sources
+            local_part(one.weight.detach()).to(device=where, dtype=dtype, copy=True) for one in self._sources
         ]  # fmt: skip
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy the current weights into this copy, in its own dtype and on its own device."""
         for one, part in zip(self._sources, self._parts, strict=True):
-            part.copy_(local(one.weight.detach()))
+            part.copy_(local_part(one.weight.detach()))
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
@@ -81,13 +81,13 @@ class Copy:
     def swap(self) -> None:
         """Exchange the values of the copy and of the current weights, tensor by tensor and in place."""
         for one, part in zip(self._sources, self._parts, strict=True):
-            _exchange(local(one.weight.detach()), part)
+            _exchange(local_part(one.weight.detach()), part)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Return a context in which the model computes with this copy, without gradients. Afterwards the weights have
         their old values."""
-        pairs = [(local(one.weight.detach()), part) for one, part in zip(self._sources, self._parts, strict=True)]
+        pairs = [(local_part(one.weight.detach()), part) for one, part in zip(self._sources, self._parts, strict=True)]
         saved_weights: list[Tensor] = []
         with torch.no_grad():
             reshard(self._model)
@@ -102,7 +102,7 @@ class Copy:
     def state(self) -> Named:
         """Yield the tensors of the copy by parameter name, sharded over the ranks like the parameters."""
         for one, part in zip(self._sources, self._parts, strict=True):
-            yield one.name, wrap_shard(part.to(local(one.weight).device), one.weight)
+            yield one.name, wrap_shard(part.to(local_part(one.weight).device), one.weight)
 
     @torch.no_grad()
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:

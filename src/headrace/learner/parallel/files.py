@@ -31,7 +31,7 @@ from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.parts import STEP, UPDATES, SavedParts, SavedTensor, number_of_files, shards_of
 from headrace.learner.parallel.saving import WEIGHT, ShardedSnapshot, SourceTensor
-from headrace.learner.parallel.shards import local, part_of
+from headrace.learner.parallel.shards import local_part, part_of
 from headrace.models.config import ModelConfig
 from headrace.models.weights import fixed_buffers, is_adapted, weight_tensors
 
@@ -80,13 +80,13 @@ class Snapshot:
     def _sources(self) -> Iterator[SourceTensor]:
         """Yield all tensors of a snapshot of several ranks, in the same order on every rank."""
         for name, tensor in (weight_tensors(self._model) | fixed_buffers(self._model)).items():
-            yield SourceTensor(label=f"{WEIGHT}{name}", part=local(tensor.detach()), like=tensor)
+            yield SourceTensor(label=f"{WEIGHT}{name}", part=local_part(tensor.detach()), like=tensor)
         for one in self._optimizer.trained:
             for key, part in self._optimizer.parts(one).items():
                 yield SourceTensor(label=f"{_OPTIMIZER}{one.name}|{key}", part=part, like=one.weight)
         for model in self._auxiliary:
             for label, tensor in model.state() if model.has_state else ():
-                yield SourceTensor(label=f"{model.name}|{label}", part=local(tensor.detach()), like=tensor)
+                yield SourceTensor(label=f"{model.name}|{label}", part=local_part(tensor.detach()), like=tensor)
 
     def _save_as_one(self, directory: Path, step: int, model_dir: Path) -> None:
         """Write all files into ``directory`` on rank 0, which has all tensors whole, while the other ranks wait. Raises
@@ -147,7 +147,7 @@ class Snapshot:
             }:
                 raise _other_model_error(directory, self._model)
             for name, tensor in model_tensors.items():
-                local(tensor.detach()).copy_(part_of(saved[name], tensor))
+                local_part(tensor.detach()).copy_(part_of(saved[name], tensor))
 
     @torch.no_grad()
     def _restore_parts(self, directory: Path, ranks: Ranks) -> None:
@@ -166,7 +166,7 @@ class Snapshot:
         }:
             raise _other_model_error(directory, self._model)
         for name, tensor in model_tensors.items():
-            local(tensor.detach()).copy_(local(saved[name].detach()))
+            local_part(tensor.detach()).copy_(local_part(saved[name].detach()))
 
     def restore_optimizer(self, directory: Path) -> int:
         """Restore this rank's parts of the optimizer's moments and of the float32 masters, and the random state. Return

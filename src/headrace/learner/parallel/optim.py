@@ -30,7 +30,7 @@ from headrace.learner.parallel.adapt import parted
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import gather_whole, local, num_replicas, part_of, reshard_like, wrap_shard
+from headrace.learner.parallel.shards import gather_whole, local_part, num_replicas, part_of, reshard_like, wrap_shard
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import DEFAULT, adapter_of, is_adapted, of_adapter
 
@@ -67,7 +67,9 @@ class TrainedWeight:
         weight itself, do nothing."""
         if self.weight.grad is None or self.master is self.weight:
             return
-        part = local(reshard_like(self.weight.grad, self.weight)).to(device=self.master.device, dtype=self.master.dtype)
+        part = local_part(reshard_like(self.weight.grad, self.weight)).to(
+            device=self.master.device, dtype=self.master.dtype
+        )
         if self.master.grad is None:
             self.master.grad = part
         else:
@@ -78,12 +80,12 @@ class TrainedWeight:
         """Copy the updated master into the weight, rounded to the weight's dtype. If they share their memory, do
         nothing."""
         if self.has_own_memory:
-            local(self.weight.detach()).copy_(self.master.detach())
+            local_part(self.weight.detach()).copy_(self.master.detach())
 
     def refresh_master(self) -> None:
         """Copy the weight into its master, after the weight was changed by other code than the optimizer."""
         if self.has_own_memory:
-            self.master.detach().copy_(local(self.weight.detach()))
+            self.master.detach().copy_(local_part(self.weight.detach()))
 
 
 class ShardOptimizer:
@@ -258,7 +260,7 @@ class ShardOptimizer:
     def state(self, one: TrainedWeight) -> dict[str, Tensor]:
         """Return the optimizer's state of the weight ``one`` for a snapshot, sharded like the weight, with the same
         keys on every rank; empty before the first update."""
-        device = local(one.weight).device
+        device = local_part(one.weight).device
         return {key: wrap_shard(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
 
     def parts(self, one: TrainedWeight) -> dict[str, Tensor]:
@@ -336,7 +338,7 @@ class ShardOptimizer:
         lr *= rule.lr_scale
         momentum = self._state_of(one).setdefault(MUON[0], torch.zeros_like(one.master))
         momentum.lerp_(gradient, 1 - self._momentum)
-        nesterov = gradient.lerp(momentum, self._momentum).to(local(one.weight).device)
+        nesterov = gradient.lerp(momentum, self._momentum).to(local_part(one.weight).device)
         full = gather_whole(wrap_shard(nesterov, one.weight))
         update = Parameter(torch.zeros_like(full))
         update.grad = full
@@ -380,7 +382,7 @@ def _trained_weight(
     """Return the record of a trained weight, with a separate master if the memory settings require one. With a single
     rank (``alone``), and for a weight of an adapter, which every rank has whole, the master may be the weight itself.
     For ``muon`` and ``summands`` see :class:`TrainedWeight`."""
-    part = local(weight.detach())
+    part = local_part(weight.detach())
     dtype = torch.float32 if memory.masters else part.dtype
     device = torch.device("cpu") if memory.offload_optimizer else part.device
     kept = part.to(device=device, dtype=dtype)

@@ -17,7 +17,7 @@ H = TypeVar("H", bound=Hashable)
 """The type by which the caller describes boxes of tensors."""
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of ``tensor``, without a copy. A tensor that is not sharded is returned itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

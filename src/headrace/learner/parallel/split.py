@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from headrace.learner.head import HeadMatrix
 from headrace.learner.logits import GivenHidden, TrunkAndHead, acts_as_matrix
-from headrace.learner.parallel.shards import local
+from headrace.learner.parallel.shards import local_part
 from headrace.learner.vocabulary import VocabularyPart
 from headrace.models.text_part import trunk_name
 
@@ -147,10 +147,10 @@ def _matrix(linear: Any) -> HeadMatrix | None:
         return HeadMatrix(weight, bias)
     if not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
         return None
-    group, rows = weight.device_mesh.get_group(), local(weight)
+    group, rows = weight.device_mesh.get_group(), local_part(weight)
     # torch divides rows into parts of equal size, except the last
     first = min(len(weight), group.rank() * -(-len(weight) // group.size()))
-    return HeadMatrix(rows, None if bias is None else local(bias), VocabularyPart(first, group))
+    return HeadMatrix(rows, None if bias is None else local_part(bias), VocabularyPart(first, group))
 
 
 class _HeadWithoutSharding(nn.Module):

@@ -1,10 +1,10 @@
-"""The claimed device: a simulated GPU. In a process that is started with the environment of :func:`claimed`, torch uses
-it as the GPU ``cuda:0``; its tensors are in host memory, and torch's CPU kernels compute the operations.
+"""The claimed device: a simulated GPU. In a process that is started with the environment of :func:`device_environment`,
+torch uses it as the GPU ``cuda:0``; its tensors are in host memory, and torch's CPU kernels compute the operations.
 
 It checks without a GPU that a program never mixes devices and that it computes the same results as on a CPU. It also
 counts the work that a GPU would have to do: uploads, downloads, waits and launches (:mod:`.device`).
 
-    claimed() ──▶ environment of a process ──▶ path/sitecustomize.py waits for torch ──▶ device.cpp, before torch asks
+    device_environment() ──▶ a process ──▶ path/sitecustomize.py waits for torch ──▶ device.cpp, before torch asks
                                                                                      ──▶ device.claim(), after it
 
 It needs a build of torch without CUDA, and a C++ compiler. GPU kernels cannot run on it.
@@ -26,7 +26,7 @@ LIBRARY = "HEADRACE_CLAIMED_DEVICE"
 _SOURCE = Path(__file__).parent / "device.cpp"
 
 
-def claimed(directory: Path) -> dict[str, str]:
+def device_environment(directory: Path) -> dict[str, str]:
     """Compile the device to a library in ``directory``, unless the library exists. Return the environment variables
     with which a Python process, and every process that it starts, has the device.
 

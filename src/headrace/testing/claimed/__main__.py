@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from headrace.base.errors import EnvError
-from headrace.testing.claimed import claimed
+from headrace.testing.claimed import device_environment
 
 if __name__ == "__main__":
     try:
-        sys.stdout.write(json.dumps(claimed(Path(sys.argv[1]))) + "\n")
+        sys.stdout.write(json.dumps(device_environment(Path(sys.argv[1]))) + "\n")
     except EnvError as error:
         sys.exit(f"{error.problem}; {error.remedy}")

@@ -14,7 +14,7 @@ _VARIABLES = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_USE_V2_
 """The environment variables of the server."""
 
 
-def interpreted(python: str, directory: Path) -> str:
+def write_interpreter(python: str, directory: Path) -> str:
     """Write a shell script to ``directory`` that starts the Python interpreter ``python``, in which vLLM is installed,
     with Triton kernels interpreted. Return the path of the script, which is used in place of ``python``."""
     program = directory / "python-that-interprets"

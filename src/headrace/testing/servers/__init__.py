@@ -87,7 +87,12 @@ async def _engine(required: ServeRequirements) -> AsyncIterator[FakeServer]:
     core.take_swaps()
     async with LocalEngine(core, clock=RealClock()) as engine:
         yield FakeServer(
-            Path(required.path), engine, files, context, masks=required.record_kept, routing=required.record_routing
+            Path(required.path),
+            engine,
+            files,
+            context,
+            records_kept=required.record_kept,
+            records_routing=required.record_routing,
         )
 
 
@@ -99,7 +104,7 @@ def _endpoint(path: str, handler: Handler) -> Callable[[Request], Any]:
         """Respond to one HTTP request with the response or the JSON object that ``handler`` returns, or with status 400
         and the error."""
         server: FakeServer = request.app.state.server
-        if handler not in (vllm.generate, sglang.generate):
+        if handler not in (vllm.handle_generate, sglang.handle_generate):
             server.calls.append(path)
         try:
             answer = await handler(server, request)

@@ -94,16 +94,16 @@ class FakeServer:
     """Greatest number of tokens of prompt and answer."""
     labels: dict[int, str] = field(default_factory=lambda: {0: "default"})
     """The label of each version of the weights."""
-    recompute: bool = False
+    recomputes_cache: bool = False
     """Whether a commit computes the KV caches of running sequences again, as the last request for a pause or an update
     said."""
     calls: list[str] = field(default_factory=list)
     """Paths of the requests so far, without those that generate an answer."""
-    masks: bool = False
+    records_kept: bool = False
     """Whether the server returns the kept-set of each token."""
-    routing: bool = False
+    records_routing: bool = False
     """Whether the server returns the experts of each token."""
-    asleep: bool = False
+    is_asleep: bool = False
     """Whether the server is asleep: it has released its memory, and generates nothing until it is woken up."""
     worker: VersionReceiver = field(default_factory=lambda: VersionReceiver(torch.device("cpu")))
     """The receiver of weights that are sent over the network. The workers of a real server use the same class."""
@@ -122,9 +122,9 @@ class FakeServer:
 
     async def commit(self, label: str) -> None:
         """Load the files that the receiver names and use their weights as the next version, under the label ``label``.
-        Running sequences continue; their KV cache is computed again if :attr:`recompute` is true."""
+        Running sequences continue; their KV cache is computed again if :attr:`recomputes_cache` is true."""
         version = max(self.labels) + 1
-        await self.engine.commit(version, Interrupt.INFLIGHT_RECOMPUTE if self.recompute else Interrupt.INFLIGHT)
+        await self.engine.commit(version, Interrupt.INFLIGHT_RECOMPUTE if self.recomputes_cache else Interrupt.INFLIGHT)
         self.labels[version] = label
 
     async def abort(self) -> None:
@@ -154,7 +154,7 @@ Handler = Callable[[FakeServer, Request], Any]
 """A coroutine function that handles a request. It returns an object to encode as JSON, or a response."""
 
 
-def stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+def stream_events(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
     """Return a response that streams ``events`` as server-sent events, one line of JSON for each event and ``[DONE]``
     at the end, as in both protocols."""
 
@@ -167,29 +167,29 @@ def stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
     return StreamingResponse(lines(), media_type="text/event-stream")
 
 
-async def wake(server: FakeServer, request: Request) -> Any:
-    """Handle a request to wake up after :func:`sleep`: allocate the memory again, and resume generation."""
-    server.asleep = False
-    return await resume(server, request)
+async def handle_wake(server: FakeServer, request: Request) -> Any:
+    """Handle a request to wake up after :func:`handle_sleep`: allocate the memory again, and resume generation."""
+    server.is_asleep = False
+    return await handle_resume(server, request)
 
 
-async def resume(server: FakeServer, request: Request) -> Any:
+async def handle_resume(server: FakeServer, request: Request) -> Any:
     """Handle a request to resume generation after a pause. Raises :class:`~headrace.base.errors.RequestError` while the
     server is asleep."""
-    if server.asleep:
+    if server.is_asleep:
         raise RequestError("the server is asleep", remedy="wake it")
     await server.engine.resume()
     return {"status": "resumed"}
 
 
-async def sleep(server: FakeServer, request: Request) -> Any:
-    """Handle a request to sleep: pause generation and release the memory of the KV cache, until :func:`wake`."""
+async def handle_sleep(server: FakeServer, request: Request) -> Any:
+    """Handle a request to sleep: pause generation and release the memory of the KV cache, until :func:`handle_wake`."""
     await server.engine.pause(release=True)
-    server.asleep = True
+    server.is_asleep = True
     return {"status": "sleeping"}
 
 
-async def name_weights(server: FakeServer, request: Request) -> Any:
+async def handle_weight_label(server: FakeServer, request: Request) -> Any:
     """Handle ``/update_weight_version``: commit the adapters that were named before, then set the label of the newest
     weights."""
     label = (await request.json())["new_version"]
@@ -199,29 +199,29 @@ async def name_weights(server: FakeServer, request: Request) -> Any:
     return {"success": True, "new_version": server.label}
 
 
-def says(tell: Callable[[FakeServer], Any]) -> Handler:
-    """Return a handler that responds to every request with the result of ``tell``, which depends only on the server's
-    state."""
+def respond_with(make_response: Callable[[FakeServer], Any]) -> Handler:
+    """Return a handler that responds to every request with the result of ``make_response``, which depends only on the
+    server's state."""
 
     async def handler(server: FakeServer, request: Request) -> Any:
-        """Return the result of ``tell``; the content of the request is not used."""
-        return tell(server)
+        """Return the result of ``make_response``; the content of the request is not used."""
+        return make_response(server)
 
     return handler
 
 
-def sampling_of(server: FakeServer, wanted: Mapping[str, Any], *, most: str, stop_ids: str) -> Sampling:
-    """Return the sampling parameters in ``wanted``, the part of a request that contains them. ``most`` and ``stop_ids``
-    are the protocol's names for the length limit and the stop ids. The seed is the next seed of the server. Raises
-    :class:`~headrace.base.errors.RequestError` for invalid parameters."""
+def read_sampling(server: FakeServer, parameters: Mapping[str, Any], *, length_key: str, stop_ids_key: str) -> Sampling:
+    """Return the sampling parameters in ``parameters``, the part of a request that contains them. ``length_key`` and
+    ``stop_ids_key`` are the protocol's names for the length limit and the stop ids. The seed is the next seed of the
+    server. Raises :class:`~headrace.base.errors.RequestError` for invalid parameters."""
     same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    bias = {int(token): value for token, value in (wanted.get("logit_bias") or {}).items()}
+    bias = {int(token): value for token, value in (parameters.get("logit_bias") or {}).items()}
     sampling = Sampling(
-        max_new_tokens=wanted[most],
-        stop_ids=tuple(wanted[stop_ids]),
+        max_new_tokens=parameters[length_key],
+        stop_ids=tuple(parameters[stop_ids_key]),
         logit_bias=bias,
         seed=next(server.seeds),
-        **{name: wanted[name] for name in same if name in wanted},
+        **{name: parameters[name] for name in same if name in parameters},
     )
     if problem := sampling_problem(sampling, vocab_size=2**31 - 1):
         # raised here, because the status cannot change after the stream has begun

@@ -22,28 +22,32 @@ from headrace.testing.servers.base import (
     REASONS,
     FakeServer,
     Handler,
-    name_weights,
-    resume,
-    sampling_of,
-    says,
-    sleep,
-    stream,
-    wake,
+    handle_resume,
+    handle_sleep,
+    handle_wake,
+    handle_weight_label,
+    read_sampling,
+    respond_with,
+    stream_events,
 )
 
 VERSION = "0.5.23"
 """The version of SGLang that the fake server reports."""
 
 
-async def generate(server: FakeServer, request: Request) -> Any:
+async def handle_generate(server: FakeServer, request: Request) -> Any:
     """Handle ``/generate``: return a stream of one generated answer or, for a request without ``stream``, the logprobs
     of given tokens."""
     body = await request.json()
     if not body.get("stream"):
         return await _scores(server, body["input_ids"], body["top_logprobs_num"])
-    sampling = sampling_of(server, body["sampling_params"], most="max_new_tokens", stop_ids="stop_token_ids")
-    sampling = msgspec.structs.replace(sampling, record_routing=server.routing and body["return_routed_experts"])
-    return stream(_events(server, server.answer(body["input_ids"], sampling)))
+    sampling = read_sampling(
+        server, body["sampling_params"], length_key="max_new_tokens", stop_ids_key="stop_token_ids"
+    )
+    sampling = msgspec.structs.replace(
+        sampling, record_routing=server.records_routing and body["return_routed_experts"]
+    )
+    return stream_events(_events(server, server.answer(body["input_ids"], sampling)))
 
 
 async def _events(server: FakeServer, chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[dict[str, Any]]:
@@ -99,7 +103,7 @@ async def _load(server: FakeServer, request: Request) -> Any:
     """Handle ``/update_weights_from_disk``: load the weights in a directory and use them under the label in the
     request."""
     order = await request.json()
-    server.recompute = order["flush_cache"]
+    server.recomputes_cache = order["flush_cache"]
     await server.load(Path(order["model_path"]) / "model.safetensors", order["weight_version"])
     return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
@@ -116,14 +120,14 @@ def _model(server: FakeServer) -> dict[str, Any]:
 
 
 ROUTES: Mapping[tuple[str, str], Handler] = {
-    ("GET", "/health"): says(lambda server: Response()),
-    ("GET", "/server_info"): says(_info),
-    ("GET", "/model_info"): says(_model),
-    ("POST", "/generate"): generate,
+    ("GET", "/health"): respond_with(lambda server: Response()),
+    ("GET", "/server_info"): respond_with(_info),
+    ("GET", "/model_info"): respond_with(_model),
+    ("POST", "/generate"): handle_generate,
     ("POST", "/pause_generation"): _pause,
-    ("POST", "/continue_generation"): resume,
-    ("POST", "/release_memory_occupation"): sleep,
-    ("POST", "/resume_memory_occupation"): wake,
+    ("POST", "/continue_generation"): handle_resume,
+    ("POST", "/release_memory_occupation"): handle_sleep,
+    ("POST", "/resume_memory_occupation"): handle_wake,
     ("POST", "/update_weights_from_disk"): _load,
-    ("POST", "/update_weight_version"): name_weights,
+    ("POST", "/update_weight_version"): handle_weight_label,
 }

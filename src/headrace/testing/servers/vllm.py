@@ -25,20 +25,20 @@ from headrace.testing.servers.base import (
     REASONS,
     FakeServer,
     Handler,
-    name_weights,
-    resume,
-    sampling_of,
-    says,
-    sleep,
-    stream,
-    wake,
+    handle_resume,
+    handle_sleep,
+    handle_wake,
+    handle_weight_label,
+    read_sampling,
+    respond_with,
+    stream_events,
 )
 
 VERSION = "0.32.0"
 """The version of vLLM that the fake server reports."""
 
 
-async def generate(server: FakeServer, request: Request) -> Any:
+async def handle_generate(server: FakeServer, request: Request) -> Any:
     """Handle ``/inference/v1/generate``: return a stream of one generated answer or, if the sampling parameters contain
     ``prompt_logprobs``, the logprobs of given tokens. Like the real server, it refuses an invalid cache salt and, if it
     records kept-sets, sampling at temperature 0 or without top-k."""
@@ -49,12 +49,12 @@ async def generate(server: FakeServer, request: Request) -> Any:
     salt = body.get("cache_salt", "-")
     if not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0"):
         raise RequestError("Parameter 'cache_salt' must be at most 128 characters", remedy="give another")
-    sampling = sampling_of(server, parameters, most="max_tokens", stop_ids="stop_token_ids")
-    if server.masks and (sampling.temperature <= 0 or sampling.top_k <= 0):
+    sampling = read_sampling(server, parameters, length_key="max_tokens", stop_ids_key="stop_token_ids")
+    if server.records_kept and (sampling.temperature <= 0 or sampling.top_k <= 0):
         raise RequestError("sampling distribution replay requires top_k > 0", remedy="give one")
-    sampling = msgspec.structs.replace(sampling, record_kept=server.masks, record_routing=server.routing)
+    sampling = msgspec.structs.replace(sampling, record_kept=server.records_kept, record_routing=server.records_routing)
     chunks = server.answer(body["token_ids"], sampling, body.get("model", ""))
-    return stream(_events(server, chunks, certain=sampling.temperature == 0))
+    return stream_events(_events(server, chunks, certain=sampling.temperature == 0))
 
 
 async def _events(
@@ -85,7 +85,7 @@ async def _events(
             "finish_reason": reason,
             "stop_reason": None,
             "token_ids": tokens.ids_T.tolist(),
-            "routed_experts": _encode_experts(routed) if reason and server.routing else None,
+            "routed_experts": _encode_experts(routed) if reason and server.records_routing else None,
             "sampling_mask": [span.tolist() for span in tokens.kept.spans()] if tokens.kept else None,
             "weight_versions": _version_spans(server, versions) if reason else None,
             "logprobs": {"content": token_logprobs},
@@ -131,7 +131,7 @@ async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, A
 async def _pause(server: FakeServer, request: Request) -> Any:
     """Handle ``/pause``: abort all requests or, in another mode than ``abort``, only pause generation. Store whether
     the KV caches of running sequences have to be computed again after the update."""
-    server.recompute = request.query_params.get("clear_cache", "true") == "true"
+    server.recomputes_cache = request.query_params.get("clear_cache", "true") == "true"
     if request.query_params.get("mode", "abort") == "abort":
         await server.abort()
     else:
@@ -190,19 +190,19 @@ def _models(server: FakeServer) -> dict[str, Any]:
 
 
 ROUTES: Mapping[tuple[str, str], Handler] = {
-    ("GET", "/health"): says(lambda server: Response()),
-    ("GET", "/version"): says(lambda server: {"version": VERSION}),
-    ("GET", "/v1/models"): says(_models),
-    ("GET", "/weight_info"): says(lambda server: {"weight_version": server.label}),
-    ("POST", "/inference/v1/generate"): generate,
+    ("GET", "/health"): respond_with(lambda server: Response()),
+    ("GET", "/version"): respond_with(lambda server: {"version": VERSION}),
+    ("GET", "/v1/models"): respond_with(_models),
+    ("GET", "/weight_info"): respond_with(lambda server: {"weight_version": server.label}),
+    ("POST", "/inference/v1/generate"): handle_generate,
     ("POST", "/pause"): _pause,
-    ("POST", "/resume"): resume,
-    ("POST", "/sleep"): sleep,
-    ("POST", "/wake_up"): wake,
-    ("POST", "/start_weight_update"): says(lambda server: {"message": "Weight update started"}),
+    ("POST", "/resume"): handle_resume,
+    ("POST", "/sleep"): handle_sleep,
+    ("POST", "/wake_up"): handle_wake,
+    ("POST", "/start_weight_update"): respond_with(lambda server: {"message": "Weight update started"}),
     ("POST", "/update_weights"): _update,
     ("POST", "/finish_weight_update"): _finish,
-    ("POST", "/update_weight_version"): name_weights,
+    ("POST", "/update_weight_version"): handle_weight_label,
     ("POST", "/v1/load_lora_adapter"): _load_adapter,
     ("POST", "/collective_rpc"): _call_workers,
 }

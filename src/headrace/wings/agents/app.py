@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.base.clock import Clock
 from headrace.base.errors import BudgetSpent, EngineFull, EpisodeError, HeadraceError, RequestError, SequenceFailed
 from headrace.base.net.connection import mark_authorized
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.chat import ChatOptions, Reply
 from headrace.base.types.episode import role_of
 from headrace.rollout.environments.agents import POLICY
@@ -378,7 +378,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     """Return the response to a request for a path or a method that is not served; it lists the paths that are
     served."""
     assert isinstance(error, HTTPException)
-    path = shown(request.url.path)
+    path = excerpt(request.url.path)
     known = ", ".join(f"/v1{path}" for path in (*PATHS, COUNT))
     problem = f"{request.method} is not for {path}" if error.status_code == 405 else f"there is nothing at {path}"
     code = "method_not_allowed" if error.status_code == 405 else "not_found"

@@ -12,7 +12,7 @@ import pydantic
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.chat import Message, Reply, Tool, ToolCall
 from headrace.wings.serve.strict import Strict
 
@@ -127,7 +127,7 @@ def named_answers(messages: Iterable[Message]) -> tuple[Message, ...]:
         if message.role == "tool":
             if message.tool_call_id not in tools:
                 raise Refusal(
-                    f"a tool's answer names the call {shown(message.tool_call_id)}, which no message before it makes",
+                    f"a tool's answer names the call {excerpt(message.tool_call_id)}, which no message before it makes",
                     remedy="send the assistant's message with that call before its answer",
                     code="unknown_tool_call",
                 )
@@ -149,7 +149,7 @@ def refuse_same_names(tools: Sequence[Tool]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise Refusal(
-                f"two tools are called {shown(name)}", remedy="give each tool a name of its own", param="tools"
+                f"two tools are called {excerpt(name)}", remedy="give each tool a name of its own", param="tools"
             )
 
 

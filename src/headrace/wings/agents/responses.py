@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag
 
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
 from headrace.base.types.episode import StopReason
 from headrace.rollout.environments.base import AnswerPiece
@@ -188,7 +188,7 @@ class ResponsesBody(StrictBody):
         if self.previous_response_id:
             if self.previous_response_id not in histories:
                 raise Refusal(
-                    f"previous_response_id={shown(self.previous_response_id)} is not a response of this episode",
+                    f"previous_response_id={excerpt(self.previous_response_id)} is not a response of this episode",
                     remedy="name a response of this key, or send the whole conversation as input",
                     param="previous_response_id",
                     status=404,

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from headrace.base.clock import Clock
 from headrace.base.config.tls import server_context
 from headrace.base.errors import RunError
-from headrace.base.net.refusal import shown
+from headrace.base.net.refusal import excerpt
 from headrace.base.net.shell import HttpServer, ShellLimits, url_of
 from headrace.base.types.sampling import Sampling
 from headrace.launch.endpoints import HERE, ListenAddress
@@ -97,7 +97,7 @@ class _IgnoredWarnings:
             return
         self._warned.add(name)
         instead = f"the policy samples with {name}={own:g}" if own is not None else "the policy does not read that"
-        setting = f"{name}={value:g}" if isinstance(value, float | int) else f"{name}={shown(value)}"
+        setting = f"{name}={value:g}" if isinstance(value, float | int) else f"{name}={excerpt(value)}"
         self._warn(f"a program asks for {setting}; {instead}, as everywhere in the run: so it is trained")
 
 

@@ -23,7 +23,7 @@ from headrace.control.metrics.summary import Summary
 from headrace.flow.ledger.opening import open_ledger
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.run.session import train
-from headrace.wings.bench.base import Report, Row, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, at_least, at_most, make_report
 
 PAIRS = 3
 STEPS = 40
@@ -81,7 +81,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
         at_least("tokens trained, paced / barrier: nothing long is left out", min(shares), 0.99, "ratio"),
         at_most(f"age of the oldest token at max_age={MAX_AGE}", max(ages), MAX_AGE, "versions"),
     ]
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def _entry() -> Iterator[str]:
     """Yield the reference ``file.py:name`` of the rollout function of this benchmark, a value for ``env.entry`` of a
     run file. The file exists while the context is open."""
     with as_file(files("headrace.wings.bench") / "agents_play.py") as path:
-        yield f"{path}:play"
+        yield f"{path}:play_episode"
 
 
 def _model(directory: Path) -> str:

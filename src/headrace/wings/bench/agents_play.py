@@ -20,7 +20,7 @@ SIGMA = math.log(5.5) / 1.2815515655446004
 distribution."""
 
 
-def length(draws: random.Random) -> int:
+def draw_length(draws: random.Random) -> int:
     """Return the length limit of one answer in tokens, drawn with ``draws`` from the lognormal distribution and cut to
     the range 1 to :data:`LONGEST`."""
     return min(LONGEST, max(1, round(MEDIAN * math.exp(SIGMA * draws.gauss(0.0, 1.0)))))
@@ -32,12 +32,12 @@ def odd_fraction(text: str) -> float:
     return sum(ord(character) % 2 for character in text) / max(1, len(text))
 
 
-async def play(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+async def play_episode(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
     """Sample an answer of the writer to the prompt, and then an answer of the critic to the writer; return the episode
     with a reward for each of the two agents. This is the rollout function of the benchmark. The random length limits
     depend on the seed of the episode alone, so that two runs with the same seed have the same lengths."""
     draws = random.Random(policy.seed)
-    written = await policy.chat(task["prompt"], agent="writer", max_new_tokens=length(draws))
-    judged = await policy.chat(written.message.content or "?", agent="critic", max_new_tokens=length(draws))
+    written = await policy.chat(task["prompt"], agent="writer", max_new_tokens=draw_length(draws))
+    judged = await policy.chat(written.message.content or "?", agent="critic", max_new_tokens=draw_length(draws))
     rewards = {"writer": odd_fraction(written.message.content), "critic": odd_fraction(judged.message.content)}
     return Episode(agent_rewards=rewards)

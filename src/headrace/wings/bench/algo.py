@@ -26,7 +26,7 @@ from headrace.learner.packing import microbatches
 from headrace.learner.work import StepWork
 from headrace.models import ModelConfig, load_model
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.wings.bench.base import Report, Row, at_most, report
+from headrace.wings.bench.base import Report, Row, at_most, make_report
 
 CASES = {
     "grpo + tis": {"loss": "grpo", "correction": "tis"},
@@ -83,7 +83,7 @@ def measure(on_progress: Callable[[str], None]) -> Report:
         at_most(f"loss and correction as part of a step, {row['what']}", row["fraction"], LIMIT, "fraction")
         for row in rows
     ]
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 def batch_of(step: int) -> Batch:

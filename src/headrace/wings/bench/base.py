@@ -56,7 +56,7 @@ def at_least(name: str, value: float, limit: float, unit: str) -> Target:
     return Target(name=name, value=value, unit=unit, target=f">= {limit:g}", holds=value >= limit)
 
 
-def report(rows: list[Row], targets: list[Target]) -> Report:
+def make_report(rows: list[Row], targets: list[Target]) -> Report:
     """Return a report of ``rows`` and ``targets``, with a description of this machine and the versions of the main
     packages added."""
     machine = {
@@ -71,15 +71,15 @@ def report(rows: list[Row], targets: list[Target]) -> Report:
     return Report(machine=machine, versions=versions, rows=rows, targets=targets)
 
 
-def show(shown_report: Report) -> str:
+def format_report(report: Report) -> str:
     """Return a report as text: the machine, the versions, a line for each row, and a line for each target with its
     value, its limit, and ``holds`` or ``FALLS SHORT``."""
-    lines = [", ".join(f"{key} {value}" for key, value in shown_report.machine.items())]
-    lines += [", ".join(f"{key} {value}" for key, value in shown_report.versions.items()), ""]
-    lines += ["  ".join(f"{key}={_short(value)}" for key, value in row.items()) for row in shown_report.rows]
+    lines = [", ".join(f"{key} {value}" for key, value in report.machine.items())]
+    lines += [", ".join(f"{key} {value}" for key, value in report.versions.items()), ""]
+    lines += ["  ".join(f"{key}={_short(value)}" for key, value in row.items()) for row in report.rows]
     lines.append("")
-    width = max((len(target.name) for target in shown_report.targets), default=0)
-    for target in shown_report.targets:
+    width = max((len(target.name) for target in report.targets), default=0)
+    for target in report.targets:
         verdict = "holds" if target.holds else "FALLS SHORT"
         lines.append(
             f"{target.name:<{width}}  {_short(target.value):>10} {target.unit:<9} {target.target:<10} {verdict}"

@@ -15,7 +15,7 @@ from importlib.resources import as_file, files
 from typing import Any
 
 from headrace.wings.bench import controller_batch
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
 
 Spec = dict[str, Any]
 """The specification of a run, a JSON object for ``controller_side.py``."""
@@ -93,7 +93,7 @@ def measure(on_progress: Callable[[str], None], quick: bool = False, before: str
             ratio = now / statistics.median(row[figure] for row in found["before"])
             targets.append(at_least(f"{name}: {figure} / before", ratio, 1.0, "ratio"))
     of_batch = controller_batch.measure(lambda spec: _run(sys.executable, spec), on_progress, quick=quick)
-    return report([*rows, *of_batch[0]], [*targets, *of_batch[1]])
+    return make_report([*rows, *of_batch[0]], [*targets, *of_batch[1]])
 
 
 def _run(python: str, spec: Spec) -> Row:

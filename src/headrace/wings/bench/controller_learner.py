@@ -22,7 +22,7 @@ NAME = "learner"
 """The name of the learner among the parts of a run."""
 
 
-class TimedClient(LearnerClient):
+class TimedLearnerClient(LearnerClient):
     """A client of the learner that records the end of each step."""
 
     ends: list[tuple[float, float, int]]
@@ -54,11 +54,11 @@ class TimedClient(LearnerClient):
         return report
 
 
-def open_learner(directory: Path, stack: ExitStack, token: str) -> TimedClient:
+def open_learner(directory: Path, stack: ExitStack, token: str) -> TimedLearnerClient:
     """Start the process of a learner in the run ``directory``, and return its client, which may not be ready yet. The
     process ends when ``stack`` is closed. ``token`` is the secret of the run."""
     channel = ControllerChannel(directory, NAME, reports.Message)
-    client = TimedClient(NAME, channel, token=token, on_spans=lambda spans: None, deadline_s=120.0)
+    client = TimedLearnerClient(NAME, channel, token=token, on_spans=lambda spans: None, deadline_s=120.0)
     client.ends, client.channel = [], channel
     process = subprocess.Popen(
         [sys.executable, "-m", "headrace.wings.bench.controller_learner_worker", str(directory)],
@@ -73,7 +73,7 @@ def open_learner(directory: Path, stack: ExitStack, token: str) -> TimedClient:
     return client
 
 
-def end_learner(client: TimedClient) -> None:
+def end_learner(client: TimedLearnerClient) -> None:
     """Order the process of ``client`` to end, and close the client."""
     client.send(Shutdown())
     client.close()

@@ -54,7 +54,7 @@ PROMPT_TOKENS = 16
 NUM_TASKS = 64
 
 
-class NoLearner:
+class IdleLearner:
     """A learner without a model: its steps take no time, and its weights are empty."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class NoLearner:
         """Return at once: nothing was written."""
 
 
-class Alternating:
+class AlternatingScorer:
     """A scorer that returns at once, with the rewards 0 and 1 in turn."""
 
     by_group = False
@@ -124,7 +124,7 @@ class Alternating:
         return Scores(rewards=tuple([float(next(self._numbers) % 2) for _ in completions]))
 
 
-class AgentLike:
+class MultiTurnEnv:
     """An environment of many turns, like an agent with tools: the model reads new tokens before every answer."""
 
     asks_prompt = False
@@ -143,7 +143,7 @@ class AgentLike:
         return AttemptOutcome(reward=float(sum(map(ord, str(episode.key))) % 2))
 
 
-def centred(groups: Sequence[ScoredGroup]) -> list[float]:
+def center_rewards(groups: Sequence[ScoredGroup]) -> list[float]:
     """Return the reward of each counted episode minus the mean of its group."""
     found: list[float] = []
     for group in groups:
@@ -153,7 +153,7 @@ def centred(groups: Sequence[ScoredGroup]) -> list[float]:
     return found
 
 
-def parts_of(spec: dict[str, Any], fleet: Fleet, directory: Path) -> Components:
+def make_components(spec: dict[str, Any], fleet: Fleet, directory: Path) -> Components:
     """Return the components of the run that ``spec`` describes, with the engines of ``fleet``. ``directory`` is the run
     directory."""
     prompts = np.arange(NUM_TASKS * PROMPT_TOKENS, dtype=np.int32).reshape(NUM_TASKS, PROMPT_TOKENS)
@@ -161,8 +161,8 @@ def parts_of(spec: dict[str, Any], fleet: Fleet, directory: Path) -> Components:
     return Components(
         engine=fleet,
         engine_set=fleet,
-        scorer=Alternating(),
-        env=AgentLike(turns, int(spec["given"])) if turns > 1 else SingleTurn(),
+        scorer=AlternatingScorer(),
+        env=MultiTurnEnv(turns, int(spec["given"])) if turns > 1 else SingleTurn(),
         clock=RealClock(),
         tasks=[
             Task(row_index=index, row={"prompt": ""}, prompt="", prompt_ids_T=prompt_ids_T)
@@ -172,13 +172,13 @@ def parts_of(spec: dict[str, Any], fleet: Fleet, directory: Path) -> Components:
         sampling=Sampling(max_new_tokens=spec["tokens"]),
         max_context=1 << 20,
         decode=lambda ids: "x" * len(ids),
-        learner=NoLearner(),
-        advantages=centred,
+        learner=IdleLearner(),
+        advantages=center_rewards,
         run_dir=directory,
     )
 
 
-def settings_of(spec: dict[str, Any]) -> ControlSettings:
+def make_settings(spec: dict[str, Any]) -> ControlSettings:
     """Return the settings of the controller: enough steps for ``spec["episodes"]`` episodes, with groups that start as
     soon as the staleness bound allows."""
     flow = FlowConfig(groups_per_step=spec["groups"], group_size=spec["group_size"], max_age=2, pacing=Eager())
@@ -206,11 +206,11 @@ def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack, token:
     ]
 
 
-async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> Any:
+async def run_controller(spec: dict[str, Any], directory: Path, stack: ExitStack) -> Any:
     """Run the controller that ``spec`` describes, with its files in ``directory``, and return its learner, which has
-    recorded the times of the steps: ``NoLearner`` or the client of a process. ``stack`` closes the ledger and ends the
-    engines."""
-    settings, fleet = settings_of(spec), Fleet(RealClock(), size=spec["engines"])
+    recorded the times of the steps: ``IdleLearner`` or the client of a process. ``stack`` closes the ledger and ends
+    the engines."""
+    settings, fleet = make_settings(spec), Fleet(RealClock(), size=spec["engines"])
     flow, token = settings.flow, secrets.token_hex(16)
     ledger = SqliteLedger(directory / "ledger.sqlite", group_size=flow.group_size, groups_per_step=flow.groups_per_step)
     stack.callback(ledger.close)
@@ -219,7 +219,7 @@ async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> Any:
     clients = open_engines(spec, directory, stack, token)
     async with asyncio.TaskGroup() as group, AsyncExitStack() as ends:
         listening = [group.create_task(client.listen()) for client in clients]
-        parts = parts_of(spec, fleet, directory)
+        parts = make_components(spec, fleet, directory)
         if spec.get("rollouts"):  # an earlier version of the package has no shards
             from headrace.wings.bench.controller_shards import open_shards
 
@@ -256,12 +256,12 @@ def main(spec: dict[str, Any]) -> dict[str, float]:
     are still filling, is not counted."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hr-")))
-        learner = asyncio.run(run(spec, directory, stack))
+        learner = asyncio.run(run_controller(spec, directory, stack))
     ends = learner.ends[len(learner.ends) // 4 :]
     seconds, cpu_s, tokens = (float(last - first) for first, last in zip(ends[0], ends[-1], strict=True))
     episodes = (len(ends) - 1) * spec["groups"] * spec["group_size"]
     return {
-        **({} if isinstance(learner, NoLearner) else learner.figures()),
+        **({} if isinstance(learner, IdleLearner) else learner.figures()),
         "episodes": episodes,
         "seconds": seconds,
         "episodes_s": episodes / seconds,

@@ -11,7 +11,7 @@ from pathlib import Path
 from headrace.base.types.observation import StepRecord
 from headrace.run.observe.jsonl import METRICS_FILE, read_steps
 from headrace.run.session import load_config, train
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
 from headrace.wings.recipes.demo import Demo, build_demo, build_teacher
 
 STEPS, QUICK_STEPS = 80, 4
@@ -45,7 +45,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
             rows.append(
                 _run(demo, directory / f"run-{len(rows)}", kind, [s.format(teacher=teacher) for s in settings], steps)
             )
-    return report(rows, [target for row in rows for target in _targets(row)])
+    return make_report(rows, [target for row in rows for target in _targets(row)])
 
 
 def _run(demo: Demo, run_dir: Path, kind: str, settings: list[str], steps: int) -> Row:

@@ -21,8 +21,8 @@ import numpy as np
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
-from headrace.wings.bench.engine_peers import VLLM_CACHE_BYTES, PeerProcess, cold_first_token_s, worker
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
+from headrace.wings.bench.engine_peers import VLLM_CACHE_BYTES, PeerProcess, cold_first_token_s, open_worker
 
 _VOCAB = (string.ascii_letters + string.digits)[:61]
 _SHAPE: Mapping[str, Any] = {"vocab": _VOCAB, "max_positions": 2048, "extra": {"tie_word_embeddings": True}}
@@ -51,7 +51,7 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class EngineComparison:
     """A comparison of the embedded engine with its peers: a request that is sent to each engine in turn, and the target
     ratios of speed."""
 
@@ -67,7 +67,7 @@ class Match:
     """The smallest acceptable ratio of the embedded engine's tokens per second to each peer's, by peer."""
 
 
-def lognormal(count: int, mean: float, cap: int) -> tuple[int, ...]:
+def draw_lengths(count: int, mean: float, cap: int) -> tuple[int, ...]:
     """Return ``count`` sequence lengths in tokens, drawn from a lognormal distribution with this mean and a standard
     deviation as large as the mean, rounded and cut to the range 1 to ``cap``. Equal arguments give equal lengths."""
     sigma = float(np.sqrt(np.log(2.0)))
@@ -76,25 +76,27 @@ def lognormal(count: int, mean: float, cap: int) -> tuple[int, ...]:
 
 
 MATCHES = (
-    Match(name="28M, 64 x 512", model="28M", lengths=(512,) * 64, peers=("generate", "vllm"),
+    EngineComparison(name="28M, 64 x 512", model="28M", lengths=(512,) * 64, peers=("generate", "vllm"),
           ratios={"generate": 3.0, "vllm": 1.2}),
-    Match(name="28M, 64 x 128", model="28M", lengths=(128,) * 64, peers=("generate", "continuous", "vllm"),
+    EngineComparison(name="28M, 64 x 128", model="28M", lengths=(128,) * 64, peers=("generate", "continuous", "vllm"),
           ratios={"continuous": 8.0, "vllm": 1.2}),
-    Match(name="28M, 256 of lognormal lengths", model="28M", lengths=lognormal(256, 128, 512),
+    EngineComparison(name="28M, 256 of lognormal lengths", model="28M", lengths=draw_lengths(256, 128, 512),
           peers=("generate", "vllm"), ratios={"generate": 4.0}),
-    Match(name="28M, 8 x 128", model="28M", lengths=(128,) * 8, peers=("generate", "vllm"), ratios={"vllm": 1.0}),
-    Match(name="28M, 1 x 128", model="28M", lengths=(128,), peers=("generate", "vllm"), ratios={"vllm": 1.0}),
-    Match(name="1M, 64 x 128", model="1M", lengths=(128,) * 64, peers=("generate", "vllm"),
+    EngineComparison(name="28M, 8 x 128", model="28M", lengths=(128,) * 8, peers=("generate", "vllm"),
+          ratios={"vllm": 1.0}),
+    EngineComparison(name="28M, 1 x 128", model="28M", lengths=(128,), peers=("generate", "vllm"),
+          ratios={"vllm": 1.0}),
+    EngineComparison(name="1M, 64 x 128", model="1M", lengths=(128,) * 64, peers=("generate", "vllm"),
           ratios={"generate": 2.0, "vllm": 1.0}),
-    Match(name="28M hybrid, 64 x 256", model="28M hybrid", lengths=(256,) * 64, peers=("generate",),
+    EngineComparison(name="28M hybrid, 64 x 256", model="28M hybrid", lengths=(256,) * 64, peers=("generate",),
           ratios={"generate": 2.0}),
-    Match(name="1M hybrid, 64 x 256", model="1M hybrid", lengths=(256,) * 64, peers=("generate",),
+    EngineComparison(name="1M hybrid, 64 x 256", model="1M hybrid", lengths=(256,) * 64, peers=("generate",),
           ratios={"generate": 2.0}),
 )  # fmt: skip
 QUICK = (
-    Match(name="1M, 4 x 8", model="1M", lengths=(8,) * 4, peers=("generate", "continuous", "vllm"),
+    EngineComparison(name="1M, 4 x 8", model="1M", lengths=(8,) * 4, peers=("generate", "continuous", "vllm"),
           ratios={"generate": 2.0, "continuous": 8.0, "vllm": 1.0}),
-    Match(name="1M hybrid, 4 x 8", model="1M hybrid", lengths=(8,) * 4, peers=("generate",),
+    EngineComparison(name="1M hybrid, 4 x 8", model="1M hybrid", lengths=(8,) * 4, peers=("generate",),
           ratios={"generate": 2.0}),
 )  # fmt: skip
 
@@ -134,7 +136,7 @@ class _EngineBench:
     def open(self, side: str, model: Path, stack: ExitStack) -> PeerProcess:
         """Start the process of the engine ``side`` with the model in the directory ``model``, and return it; ``stack``
         ends the process."""
-        return stack.enter_context(worker(side, model, self.threads, vllm=self.vllm))
+        return stack.enter_context(open_worker(side, model, self.threads, vllm=self.vllm))
 
     def timed(self, side: PeerProcess, request: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
         """Send a request to an engine's process; return the seconds until the answer arrives, and the answer."""
@@ -175,7 +177,7 @@ def measure(
         for found in [*parts, _measure_cold_start(bench)]:
             rows += found[0]
             targets += found[1]
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 Measurement = tuple[list[Row], list[Target]]
@@ -191,7 +193,7 @@ def make_request(lengths: tuple[int, ...], **sampling: Any) -> dict[str, Any]:
     return {"prompts": prompts, "lengths": list(lengths), "sampling": sampling}
 
 
-def _compare(bench: _EngineBench, match: Match) -> Measurement:
+def _compare(bench: _EngineBench, match: EngineComparison) -> Measurement:
     """Send the request of ``match`` to each of its engines in turn, round after round, after a short warm-up request.
     Return a row for each engine with tokens per second and memory, a row for each ratio, and the targets. Every answer
     must have the requested number of tokens."""

@@ -30,7 +30,7 @@ _VLLM = Path(__file__).with_name("engine_vllm.py")
 
 
 class PeerProcess:
-    """The client of a worker process that answers requests of a benchmark; :func:`worker` creates it."""
+    """The client of a worker process that answers requests of a benchmark; :func:`open_worker` creates it."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         """Create the client of ``process``. ``name`` is the side that the process measures, for messages; ``log`` is
@@ -80,7 +80,7 @@ class PeerProcess:
 
 
 @contextmanager
-def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str = ENGINE) -> Iterator[PeerProcess]:
+def open_worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str = ENGINE) -> Iterator[PeerProcess]:
     """Start a process that measures ``side`` with the module ``module``, yield its client, and end the process after
     the body of the context. ``model`` is the directory (or file) that the side loads; the log is written beside it.
     ``threads`` is the number of threads. The interpreter ``vllm`` runs the side ``vllm``."""
@@ -108,7 +108,7 @@ def cold_first_token_s(side: str, model: Path, threads: int, *, request: Mapping
     for one token. ``vllm`` is the interpreter of the side ``vllm``."""
     clock = RealClock()
     start_s = clock.now()
-    with worker(side, model, threads, vllm=vllm) as fresh:
+    with open_worker(side, model, threads, vllm=vllm) as fresh:
         fresh.call(request)
         return clock.now() - start_s
 

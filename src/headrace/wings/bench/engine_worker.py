@@ -47,7 +47,7 @@ Answer = dict[str, Any]
 class EngineSide(Protocol):
     """The contract of an engine that this process can measure, one of :data:`SIDES`."""
 
-    def do(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Answer:
         """Sample completions of given lengths to given prompts, and return the answer to the request, a JSON object
         whose ``tokens`` is the number of sampled tokens."""
         ...
@@ -57,7 +57,7 @@ class EngineSide(Protocol):
         ...
 
 
-class Native:
+class NativeSide:
     """The embedded engine with fixed weights, which are loaded once, as in ``headrace serve``."""
 
     def __init__(self, model_dir: str) -> None:
@@ -76,7 +76,7 @@ class Native:
         self._model.register_forward_pre_hook(self._enter)
         self._model.register_forward_hook(self._leave)
 
-    def do(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Answer:
         """Handle one request of the benchmark and return the figures: measure the machine's rates (``matrix_size``),
         touch all memory of the cache (``fill_cache``), or sample answers to ``prompts``. Times are totals of this
         request, in seconds: ``busy_s`` in steps of the engine, ``forward_s`` within the model's forward passes."""
@@ -153,12 +153,12 @@ class Native:
         self._forward_s += self._clock.now() - self._entered_s
 
 
-class NativeWithSync(Native):
+class NativeSideWithSync(NativeSide):
     """The embedded engine as in a run: new weights arrive through shared memory, which this process also publishes."""
 
-    def do(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Answer:
         """Handle one request like the base class; with the key ``commits``, measure commits while sequences decode."""
-        return self._commits(request) if "commits" in request else super().do(request)
+        return self._commits(request) if "commits" in request else super().handle(request)
 
     def _receiver(self) -> WeightReceiver:
         """Return a receiver of weights through shared memory, after the model's weights were copied to both slots of
@@ -204,7 +204,7 @@ class NativeWithSync(Native):
         return [swap.gap_s for swap in self._engine.take_swaps()]
 
 
-class TransformersGenerate:
+class GenerateSide:
     """The method ``generate`` of transformers, which runs a batch until its longest sequence ends."""
 
     def __init__(self, model_dir: str) -> None:
@@ -212,7 +212,7 @@ class TransformersGenerate:
         self._model = _load_transformers(model_dir)
 
     @torch.no_grad()
-    def do(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Answer:
         """Sample the answers of a request in batches of :data:`BATCH`. Return the number of requested tokens: tokens
         beyond the length of a shorter answer do not count."""
         tokens = 0
@@ -229,7 +229,7 @@ class TransformersGenerate:
         """Do nothing: there are no resources to release."""
 
 
-class Continuous:
+class ContinuousBatchingSide:
     """Continuous batching of transformers, with one manager for all requests; all answers of a request must have the
     same length."""
 
@@ -240,7 +240,7 @@ class Continuous:
         self._cache = ContinuousBatchingConfig(max_memory_percent=0.1)
 
     @torch.no_grad()
-    def do(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Answer:
         """Sample the answers of a request, which all have the length of the first answer, with transformers' continuous
         batching. Return the number of tokens."""
         # no token has the id -1, so no sequence ends early
@@ -259,7 +259,7 @@ class Continuous:
 
 
 SIDES: dict[str, Callable[[str], EngineSide]] = {
-    "native": Native, "fed": NativeWithSync, "generate": TransformersGenerate, "continuous": Continuous,
+    "native": NativeSide, "fed": NativeSideWithSync, "generate": GenerateSide, "continuous": ContinuousBatchingSide,
 }  # fmt: skip
 """The class of each side, by its name. It is called with the directory of a model."""
 
@@ -291,7 +291,7 @@ def main(arguments: list[str]) -> None:
     side = SIDES[spec["side"]](spec["model"])
     try:
         for line in sys.stdin:
-            sys.stdout.write(json.dumps({"ok": side.do(json.loads(line))}) + "\n")
+            sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
             sys.stdout.flush()
     finally:
         side.close()

@@ -19,7 +19,7 @@ from headrace.base.types.sampling import Sampling
 from headrace.base.types.weights import Interrupt
 from headrace.engine import Engine, RequestOptions
 from headrace.engine.fleet import Fleet
-from headrace.wings.bench.base import Report, Row, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, at_least, at_most, make_report
 from headrace.wings.bench.fleet_fakes import TOKEN_S, CountingEngine, commit_weights
 from headrace.wings.bench.fleet_kills import measure_kills
 
@@ -71,7 +71,7 @@ def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
     if not quick:
         row, more = measure_kills(on_progress)
         rows, targets = [*rows, row], [*targets, *more]
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 def _measure_routing() -> Row:
@@ -114,7 +114,7 @@ def _measure_routing() -> Row:
         alone_s = await sample_all(lambda number: engines[number % ENGINES])
         latencies_s.clear()
         with_fleet_s = await sample_all(lambda _: fleet)
-        chunks = sum(engine.sampled for engine in engines) / 2 / FLUSH
+        chunks = sum(engine.num_sampled for engine in engines) / 2 / FLUSH
         latencies_ms = 1e3 * np.array(latencies_s)
         return {
             "what": "routing",
@@ -136,8 +136,8 @@ def _measure_slow_engine() -> Row:
     def sampled(token_s: float) -> int:
         """Return the number of tokens that the other nine engines sample in :data:`LOADED_S` seconds beside an engine
         that needs ``token_s`` seconds for a token."""
-        engines = [CountingEngine(name="slow", flush=FLUSH, places=PLACES, token_s=token_s)]
-        engines += [CountingEngine(name=f"engine-{place}", flush=FLUSH, places=PLACES) for place in range(9)]
+        engines = [CountingEngine(name="slow", flush=FLUSH, num_slots=PLACES, token_s=token_s)]
+        engines += [CountingEngine(name=f"engine-{place}", flush=FLUSH, num_slots=PLACES) for place in range(9)]
         run_virtual(_run_under_load(engines, 10 * 100, lambda _: asyncio.sleep(LOADED_S)))
         return _count_sampled(engines[1:])
 
@@ -269,4 +269,4 @@ async def _create_fleet(engines: Sequence[CountingEngine], *, rolling: int | Non
 
 def _count_sampled(engines: Iterable[CountingEngine]) -> int:
     """Return the total number of tokens that ``engines`` have sampled so far."""
-    return sum(engine.sampled for engine in engines)
+    return sum(engine.num_sampled for engine in engines)

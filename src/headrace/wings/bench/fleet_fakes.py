@@ -25,14 +25,14 @@ TOKEN_S = 0.01
 
 @dataclass(slots=True, kw_only=True)
 class CountingEngine:
-    """An engine without a model, which samples zeros in a fixed time and counts them. It runs up to ``places``
+    """An engine without a model, which samples zeros in a fixed time and counts them. It runs up to ``num_slots``
     sequences at once; further sequences wait. It has the methods of :class:`~headrace.engine.Engine` that a fleet
     calls."""
 
     name: str
     flush: int
     """The number of tokens of a chunk."""
-    places: int = 1 << 30
+    num_slots: int = 1 << 30
     """The largest number of sequences that run at once."""
     token_s: float = TOKEN_S
     """The time for one token of each sequence, in seconds, whatever the number of running sequences."""
@@ -40,7 +40,7 @@ class CountingEngine:
     """The time for which a commit stops the engine, in seconds."""
     on_request: Callable[[int], None] = lambda _: None
     """The callback for each request, called with its seed as soon as the request arrives."""
-    sampled: int = 0
+    num_sampled: int = 0
     """The number of sampled tokens, including tokens that were lost when the engine was killed."""
     version: int = NOT_SAMPLED
     """The version of the weights in use; -1 before the first commit."""
@@ -50,8 +50,8 @@ class CountingEngine:
     _slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the semaphore of the ``places`` for running sequences, and let the engine run."""
-        self._slots = asyncio.Semaphore(self.places)
+        """Create the semaphore of the ``num_slots`` slots for running sequences, and let the engine run."""
+        self._slots = asyncio.Semaphore(self.num_slots)
         self._resumed.set()
 
     async def generate(
@@ -82,9 +82,9 @@ class CountingEngine:
             async with asyncio.timeout(size * self.token_s):
                 await self.dead.wait()
         except TimeoutError:
-            self.sampled += size
+            self.num_sampled += size
             return
-        self.sampled += int((loop.time() - start_s) / self.token_s)
+        self.num_sampled += int((loop.time() - start_s) / self.token_s)
         raise ComponentDied(f"{self.name} was killed", remedy="another goes on")
 
     async def stage(self, update: WeightUpdate) -> float:
@@ -120,7 +120,7 @@ class CountingEngine:
 
     def stats(self) -> EngineStats:
         """Return the version in use and the number of sampled tokens."""
-        return EngineStats(version=self.version, generated_tokens=self.sampled)
+        return EngineStats(version=self.version, generated_tokens=self.num_sampled)
 
 
 def _tokens(version: int, size: int) -> Tokens:

@@ -24,7 +24,7 @@ from headrace.flow.ledger.opening import open_ledger
 from headrace.run.observe.jsonl import METRICS_FILE, read_steps
 from headrace.run.session.directory import read_status, read_summary
 from headrace.wings.bench.base import Row, Target, at_most
-from headrace.wings.bench.program import training
+from headrace.wings.bench.program import run_training
 from headrace.wings.recipes.demo import build_demo
 
 FloatArray = NDArray[np.float64]
@@ -83,7 +83,7 @@ def measure_kills(on_progress: Callable[[str], None]) -> tuple[Row, list[Target]
         demo, run_dir = build_demo(Path(scratch) / "demo", seed=0), Path(scratch) / "run"
         on_progress(f"three engines, of which one is killed every {EVERY_S:g} s")
         with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
-            settings = _set_arguments(*SETTINGS, f"run.dir={run_dir}", f"env.reward={user_code}:graded")
+            settings = _set_arguments(*SETTINGS, f"run.dir={run_dir}", f"env.reward={user_code}:partial_credit")
             observed = asyncio.run(_run_with_kills([str(demo.run_file), *settings], run_dir))
         return _evaluate(run_dir, observed)
 
@@ -100,7 +100,7 @@ async def _run_with_kills(arguments: Sequence[str], run_dir: Path) -> _RunObserv
     Raises :class:`~headrace.base.errors.RunError` if the run fails or ends before an engine was killed.
     """
     observed, words = _RunObservations(), ""
-    async with training(arguments, resume=False) as program, asyncio.TaskGroup() as group:
+    async with run_training(arguments, resume=False) as program, asyncio.TaskGroup() as group:
         reading = group.create_task(_read_output(program, observed))
         killing = group.create_task(_kill_engines(program, run_dir, observed))
         async with asyncio.timeout(START_S + CALM_S + KILLS * EVERY_S + END_S):

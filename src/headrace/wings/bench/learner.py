@@ -28,9 +28,9 @@ from typing import Any
 
 from headrace.base.environ import num_cores
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
-from headrace.wings.bench.engine import EXPERTS, LARGE, SMALL, Measurement, lognormal
-from headrace.wings.bench.engine_peers import PeerProcess, worker
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
+from headrace.wings.bench.engine import EXPERTS, LARGE, SMALL, Measurement, draw_lengths
+from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.learner_trees import TreeCase, tree_cases
 
 WORKER = "headrace.wings.bench.learner_worker"
@@ -73,11 +73,11 @@ class Sizes:
 
 
 FULL = Sizes(
-    spec=LARGE, prompt=32, answers=lognormal(48, 256, 2000), long_prompt=256, short_answers=lognormal(32, 128, 512),
-    tokens=4096, vocab=151_936,
+    spec=LARGE, prompt=32, answers=draw_lengths(48, 256, 2000), long_prompt=256,
+    short_answers=draw_lengths(32, 128, 512), tokens=4096, vocab=151_936,
 )  # fmt: skip
 QUICK = Sizes(
-    spec=SMALL, prompt=4, answers=lognormal(16, 16, 64), long_prompt=32, short_answers=lognormal(16, 16, 64),
+    spec=SMALL, prompt=4, answers=draw_lengths(16, 16, 64), long_prompt=32, short_answers=draw_lengths(16, 16, 64),
     tokens=256, vocab=4096, rounds=1,
 )  # fmt: skip
 HIDDEN = 64
@@ -107,7 +107,7 @@ class _LearnerBench:
     def open(self, side: str, model: Path, stack: ExitStack) -> PeerProcess:
         """Start the process of the implementation ``side`` with the model in the directory ``model``, and return it;
         ``stack`` ends the process."""
-        return stack.enter_context(worker(side, model, self.threads, module=WORKER))
+        return stack.enter_context(open_worker(side, model, self.threads, module=WORKER))
 
 
 def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
@@ -135,7 +135,7 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
     for more_rows, more_targets in found:
         rows += more_rows
         targets += more_targets
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 def make_request(spec: TinySpec, prompt: int, answers: Sequence[int], **more: Any) -> Request:
@@ -215,7 +215,7 @@ def _compare_trees(bench: _LearnerBench, model: Path, case: TreeCase) -> Measure
     compute every sample completely, in micro-batches of the same size. Each side has a process of its own, so that its
     peak memory can be measured. Return one row and two targets."""
     request = make_request(bench.sizes.spec, bench.sizes.prompt, (), tree=case.shape)
-    what = f"prefix trees, {case.what}"
+    what = f"prefix trees, {case.description}"
     with ExitStack() as stack:
         on, off = (bench.open("learner", model, stack) for _ in range(2))
         rounds = _alternate(
@@ -228,7 +228,7 @@ def _compare_trees(bench: _LearnerBench, model: Path, case: TreeCase) -> Measure
     peak_mb, whole_mb = (rounds[-1][at]["peak_bytes"] / 2**20 for at in (0, 1))
     memory: Row = {"tokens": rounds[-1][0]["tokens"], "peak_mb": peak_mb, "peak_mb of whole samples": whole_mb}
     return [{**_comparison_row(what, rounds), **memory}], [
-        at_least(f"{what}: times faster", _speedup(rounds), case.least, "ratio"),
+        at_least(f"{what}: times faster", _speedup(rounds), case.min_speedup, "ratio"),
         at_most(f"{what}: peak memory by that of whole samples", peak_mb / whole_mb, MORE_MEMORY, "ratio"),
     ]
 

@@ -19,7 +19,7 @@ Draw = Callable[[int], Ids]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paths:
+class TokenPaths:
     """The samples of a batch, before they are laid out as a :class:`~headrace.base.types.batch.Batch`."""
 
     ids_S: list[Ids]
@@ -30,23 +30,23 @@ class Paths:
     """The group of each sample, from 0."""
 
 
-def group_paths(draw: Draw, *, prompts: list[list[int]], prompt: int, answer: int) -> Paths:
+def draw_group(draw: Draw, *, prompts: list[list[int]], prompt: int, answer: int) -> TokenPaths:
     """Return groups of samples, each an answer of ``answer`` tokens to a prompt of ``prompt`` tokens. ``prompts`` has
     the number of the prompt for each sample of each group; samples with the same number have the same prompt."""
     texts = {number: draw(prompt) for number in sorted({number for group in prompts for number in group})}
     members = [(place, number) for place, group in enumerate(prompts) for number in group]
-    return Paths(
+    return TokenPaths(
         ids_S=[np.concatenate([texts[number], draw(answer)]) for _, number in members],
         prompts_S=[prompt] * len(members),
         groups_S=[place for place, _ in members],
     )
 
 
-def agent_paths(draw: Draw, *, turns: int, forks: int, prompt: int, thought: int, said: int) -> Paths:
+def draw_agent(draw: Draw, *, turns: int, forks: int, prompt: int, thought: int, observation: int) -> TokenPaths:
     """Return the turns of one episode of an agent, each as one sample. A turn reads the prompt of ``prompt`` tokens and
-    the messages of earlier turns, ``said`` tokens each, but not the thoughts of earlier turns, and answers with
+    the messages of earlier turns, ``observation`` tokens each, but not the thoughts of earlier turns, and answers with
     ``thought`` tokens. The second half of the ``turns`` is sampled in ``forks`` different ways."""
-    found = Paths(ids_S=[], prompts_S=[], groups_S=[])
+    found = TokenPaths(ids_S=[], prompts_S=[], groups_S=[])
 
     def walk(history: Ids, count: int) -> Ids:
         """Add ``count`` turns after ``history``, the tokens that the first of them reads, and return the history after
@@ -55,7 +55,7 @@ def agent_paths(draw: Draw, *, turns: int, forks: int, prompt: int, thought: int
             found.ids_S.append(np.concatenate([history, draw(thought)]))
             found.prompts_S.append(len(history))
             found.groups_S.append(0)
-            history = np.concatenate([history, draw(said)])
+            history = np.concatenate([history, draw(observation)])
         return history
 
     trunk = walk(draw(prompt), turns // 2)
@@ -64,11 +64,11 @@ def agent_paths(draw: Draw, *, turns: int, forks: int, prompt: int, thought: int
     return found
 
 
-SHAPES: dict[str, Callable[..., Paths]] = {"groups": group_paths, "agents": agent_paths}
+SHAPES: dict[str, Callable[..., TokenPaths]] = {"groups": draw_group, "agents": draw_agent}
 """The functions that return the samples of a batch, by the name of the shape."""
 
 
-def paths_of(request: dict[str, Any], draw: Draw) -> Paths:
+def draw_paths(request: dict[str, Any], draw: Draw) -> TokenPaths:
     """Return the samples that a request describes by the name of a shape in :data:`SHAPES` and its arguments."""
     arguments = dict(request)
     return SHAPES[arguments.pop("shape")](draw, **arguments)
@@ -86,23 +86,34 @@ APART = [list(range(14))]
 class TreeCase:
     """A batch for the measurement of prefix trees, and its target."""
 
-    what: str
+    description: str
     """The description of the batch, in words."""
     shape: dict[str, Any]
-    """The description of the samples for :func:`paths_of`."""
-    least: float
+    """The description of the samples for :func:`draw_paths`."""
+    min_speedup: float
     """The least factor by which a step should be faster than a step that computes every sample completely."""
 
 
 def tree_cases(*, quick: bool) -> list[TreeCase]:
     """Return the batches of the benchmark, with their targets; with ``quick``, small batches."""
     prompt, answer = (16, 8) if quick else (256, 128)
-    turns, forks, thought, said = (4, 2, 6, 4) if quick else (20, 4, 80, 48)
+    turns, forks, thought, observation = (4, 2, 6, 4) if quick else (20, 4, 80, 48)
     groups = {"shape": "groups", "prompt": prompt, "answer": answer}
-    agents = {"shape": "agents", "turns": turns, "forks": forks, "prompt": answer, "thought": thought, "said": said}
+    agents = {
+        "shape": "agents",
+        "turns": turns,
+        "forks": forks,
+        "prompt": answer,
+        "thought": thought,
+        "observation": observation,
+    }
     return [
-        TreeCase(what="one sample of each group begins otherwise", shape={**groups, "prompts": OTHERWISE}, least=1.6),
-        TreeCase(what="and alike in all groups", shape={**groups, "prompts": BY_ACCIDENT}, least=1.6),
-        TreeCase(what=f"an agent of {turns} turns and {forks} forks", shape=agents, least=2.5),
-        TreeCase(what="nothing is shared", shape={**groups, "prompts": APART}, least=0.98),
+        TreeCase(
+            description="one sample of each group begins otherwise",
+            shape={**groups, "prompts": OTHERWISE},
+            min_speedup=1.6,
+        ),
+        TreeCase(description="and alike in all groups", shape={**groups, "prompts": BY_ACCIDENT}, min_speedup=1.6),
+        TreeCase(description=f"an agent of {turns} turns and {forks} forks", shape=agents, min_speedup=2.5),
+        TreeCase(description="nothing is shared", shape={**groups, "prompts": APART}, min_speedup=0.98),
     ]

@@ -28,7 +28,7 @@ from headrace.base.clock import RealClock
 from headrace.base.types.batch import Batch
 from headrace.base.types.recorded import Routing
 from headrace.learner.products import product
-from headrace.wings.bench.learner_trees import Draw, Ids, Paths, paths_of
+from headrace.wings.bench.learner_trees import Draw, Ids, TokenPaths, draw_paths
 
 GROUP = 8
 """The number of samples per prompt, and of rows of a padded batch."""
@@ -42,7 +42,7 @@ Answer = dict[str, Any]
 class LearnerSide(Protocol):
     """The contract of an implementation that this process can measure, one of :data:`SIDES`."""
 
-    def do(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Answer:
         """Execute a request, for most sides one training step, and return the answer to it, a JSON object whose
         ``seconds`` is the measured time."""
         ...
@@ -58,7 +58,7 @@ def batch_of(step: int, request: Mapping[str, Any]) -> Batch:
         """Return ``count`` random token ids."""
         return rng.integers(3, request["vocab"], count)
 
-    paths = paths_of(request["tree"], draw) if request.get("tree") else _answers(request, draw)
+    paths = draw_paths(request["tree"], draw) if request.get("tree") else _answers(request, draw)
     lengths_S = np.array([len(ids) for ids in paths.ids_S], np.int32)
     mask_N = np.concatenate(
         [np.arange(length) >= prompt for length, prompt in zip(lengths_S, paths.prompts_S, strict=True)]
@@ -76,11 +76,11 @@ def batch_of(step: int, request: Mapping[str, Any]) -> Batch:
     )
 
 
-def _answers(request: Mapping[str, Any], draw: Draw) -> Paths:
+def _answers(request: Mapping[str, Any], draw: Draw) -> TokenPaths:
     """Return the samples of a request without ``tree``: answers to random prompts, one prompt for each group of 8."""
     groups_S = [place // GROUP for place in range(len(request["lengths"]))]
     prompts = [draw(request["prompt"]) for _ in range(groups_S[-1] + 1)]
-    return Paths(
+    return TokenPaths(
         ids_S=[
             np.concatenate([prompts[group], draw(length)])
             for group, length in zip(groups_S, request["lengths"], strict=True)
@@ -103,7 +103,7 @@ def memory_bytes(which: str) -> int:
     return int(lines[which].split()[0]) * 1024
 
 
-class OwnLearner:
+class HeadraceSide:
     """Headrace's learner with DAPO's loss. A learner is kept for each combination of model, settings and adapter that
     requests have named."""
 
@@ -117,7 +117,7 @@ class OwnLearner:
         self._cores: dict[str, LearnerCore] = {}
         self._loaded_bytes = 0
 
-    def do(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Answer:
         """Train one step of Headrace's learner on a random batch, or for a request with ``products`` measure the
         machine's rate of matrix products; return the figures. ``loaded_bytes`` is the memory of the process after the
         model was loaded, ``peak_bytes`` its peak memory so far."""
@@ -190,7 +190,7 @@ class OwnLearner:
         return 2 * rows * inner * columns / min(times_s)
 
 
-class Padded:
+class PaddedSide:
     """A simple trainer for comparison: transformers on eight samples at a time, in the order of the request, padded on
     the right to the longest sample; log π from the logits of all positions; the same loss and the same AdamW."""
 
@@ -209,12 +209,12 @@ class Padded:
         self._optimizer = build_optimizer(self._model.parameters(), LearnerConfig(lr=LR))
         self._loaded_bytes = memory_bytes("VmRSS")
 
-    def do(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Answer:
         """Train one step of the padded loop over transformers on a random batch; return the same figures as
-        :class:`OwnLearner`."""
+        :class:`HeadraceSide`."""
         batch = batch_of(self._step, request)
         start_s = self._clock.now()
-        for ids_BL, mask_BL, advantages_B in padded(batch):
+        for ids_BL, mask_BL, advantages_B in padded_batches(batch):
             self._backward(ids_BL, mask_BL, advantages_B, batch.num_loss_tokens)
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
@@ -239,7 +239,7 @@ class Padded:
         (-(gain_BL * mask_BL[:, 1:]).sum() / loss_tokens).backward()
 
 
-def padded(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def padded_batches(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield micro-batches of eight samples at a time, padded on the right: token ids (B, L) with 0 for padding, loss
     mask (B, L) and advantages (B,)."""
     starts_S = np.cumsum(batch.lengths_S) - batch.lengths_S
@@ -281,7 +281,7 @@ def _tiled(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
     return linear_logprobs(hidden_PD, HeadMatrix(weight_VD), head_request)[0]
 
 
-class HeadAlone:
+class HeadSide:
     """The measurement of one implementation of the head, without a model: log π from hidden states, and its gradients.
     Each request needs a new process, because the peak memory of a process never falls."""
 
@@ -290,7 +290,7 @@ class HeadAlone:
         self._logprobs = logprobs
         self._clock = RealClock()
 
-    def do(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Answer:
         """Compute log π and its gradients for random inputs of the request's sizes; return the time in seconds, and the
         memory beyond the inputs in bytes."""
         self._run(GROUP, GROUP, GROUP)  # a first call, in which libraries allocate memory once
@@ -310,11 +310,11 @@ class HeadAlone:
 
 
 SIDES: dict[str, Callable[[str], LearnerSide]] = {
-    "learner": OwnLearner,
-    "padded": Padded,
-    "dense": lambda model_dir: HeadAlone(_dense),
-    "chunked": lambda model_dir: HeadAlone(_chunked),
-    "tiled": lambda model_dir: HeadAlone(_tiled),
+    "learner": HeadraceSide,
+    "padded": PaddedSide,
+    "dense": lambda model_dir: HeadSide(_dense),
+    "chunked": lambda model_dir: HeadSide(_chunked),
+    "tiled": lambda model_dir: HeadSide(_tiled),
 }
 
 
@@ -325,7 +325,7 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(spec["threads"])
     side = SIDES[spec["side"]](spec["model"])
     for line in sys.stdin:
-        sys.stdout.write(json.dumps({"ok": side.do(json.loads(line))}) + "\n")
+        sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
         sys.stdout.flush()
 
 

@@ -26,7 +26,7 @@ from headrace.base.errors import ConfigError, RunError, nearest
 from headrace.control.metrics.summary import Summary
 from headrace.run.observe import RunData, load_run
 from headrace.run.session import load_config, train
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
 from headrace.wings.bench.learning_tasks import TASKS, LearningTask
 
 FIRST = 12
@@ -52,7 +52,7 @@ depends on the effective sample size."""
 
 
 def measure(
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
     *,
     quick: bool = False,
     seeds: str = "0,1,2,3,4",
@@ -64,8 +64,8 @@ def measure(
 ) -> Report:
     """Measure the learning curve of every task, age (``flow.max_age``) and part (a variant of the settings, by its name
     in :data:`PARTS`) over ``seeds``; each of these four options is a list separated by commas. Return a report with a
-    row for each run, a row for each comparison with the synchronous runs, and the targets. ``tell`` is called with a
-    line of text before each run.
+    row for each run, a row for each comparison with the synchronous runs, and the targets. ``on_progress`` is called
+    with a line of text before each run.
 
     ``steps`` is the number of steps of every run (0: the number that the task defines); ``quick`` makes one run of five
     steps. Models, rows and figures are stored in ``directory`` (empty: nothing is stored). Runs whose figures are
@@ -82,12 +82,12 @@ def measure(
             key = {"task": task, "seed": seed, "max_age": age, "part": part, "steps": steps or TASKS[task].steps}
             found = _find_recorded(kept, key)
             if found is None:
-                tell(f"{task}, seed {seed}, max_age {age}, {part}")
+                on_progress(f"{task}, seed {seed}, max_age {age}, {part}")
                 found = {**key, **_measure_run(TASKS[task], kept, key)}
                 _record(kept, found)
             rows.append(found)
     compared = _comparisons(rows)
-    return report([*rows, *compared], _targets(rows, compared))
+    return make_report([*rows, *compared], _targets(rows, compared))
 
 
 def _find_recorded(directory: Path | None, key: Row) -> Row | None:
@@ -169,7 +169,7 @@ def _train_run(task: LearningTask, run_file: Path, run_dir: Path, key: Row) -> S
             *(f"flow.max_age={age}", *(PARTS[key["part"]] if age else ())),
             *(f"run.seed={key['seed']}", f"run.steps={num_steps}", f"run.dir={run_dir}"),
             "data.eval_path=",
-            *(f"run.checkpoint_every={task.every}", f"run.keep_checkpoints={num_steps}"),
+            *(f"run.checkpoint_every={task.eval_interval}", f"run.keep_checkpoints={num_steps}"),
             *("observe.view=none", "observe.report=false"),
         ]
         summary = train(load_config(run_file, settings))
@@ -283,7 +283,7 @@ def _comparisons(rows: Sequence[Row]) -> list[Row]:
                 "what": f"{task}, max_age {age}, {part} / synchronous",
                 "seeds": len(pairs),
                 "area": statistics.fmean(areas),
-                "area_95": interval(areas),
+                "area_95": confidence_interval(areas),
                 "area_worst": min(areas),
                 "lowest_late": min(row["lowest_late"] for row, _ in pairs),
                 "goal_s": statistics.median(_ratio(row["goal_s"], beside["goal_s"]) for row, beside in pairs),
@@ -301,10 +301,10 @@ def _ratio(seconds: float | None, of: float | None) -> float:
     return math.inf if seconds is None else 0.0 if of is None else seconds / of
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95% interval of the mean of ``values``, by resampling them with replacement (bootstrap).
 
-    >>> interval([1.0, 1.0])
+    >>> confidence_interval([1.0, 1.0])
     (1.0, 1.0)
     """
     drawn = np.random.default_rng(0).choice(np.array(values), (NUM_RESAMPLED, len(values))).mean(axis=1)

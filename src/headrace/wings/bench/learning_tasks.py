@@ -29,7 +29,7 @@ class LearningTask:
     """Overrides of the run file, ``section.key=value``; ``{code}`` is replaced by the path of ``user_code.py``."""
     steps: int
     """The number of steps of a run."""
-    every: int
+    eval_interval: int
     """The number of steps between two snapshots."""
     reward: Callable[[str, Mapping[str, Any]], float]
     """The function that returns the reward of an answer to a row, without the delay that it has in the run."""
@@ -166,20 +166,20 @@ betas = [0.9, 0.99]
 """
 
 TASKS: Mapping[str, LearningTask] = {
-    "demo": LearningTask(build=_demo, steps=150, every=10, reward=_right, new_tokens=4),
+    "demo": LearningTask(build=_demo, steps=150, eval_interval=10, reward=_right, new_tokens=4),
     "slow": LearningTask(
         build=_demo,
         settings=("flow.groups_per_step=16", "env.reward={code}:slow_sum"),
         steps=60,
-        every=10,
+        eval_interval=10,
         reward=_right,
         new_tokens=4,
     ),
-    "long": LearningTask(build=_long, steps=60, every=5, reward=lambda text, row: odd(text), new_tokens=128),
+    "long": LearningTask(build=_long, steps=60, eval_interval=5, reward=lambda text, row: odd(text), new_tokens=128),
     "gym": LearningTask(
         build=_gym,
         steps=120,
-        every=10,
+        eval_interval=10,
         reward=lambda text, row: float(text.strip() == row["answer"]),
         new_tokens=4,
     ),

@@ -21,7 +21,7 @@ from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, 
 from headrace.flow.ledger.opening import LEDGERS, make_ledger
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 from headrace.run.session import load_config, train
-from headrace.wings.bench.base import Report, Row, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, at_least, at_most, make_report
 from headrace.wings.recipes.demo import build_demo
 
 GROUPS = 2_000
@@ -59,7 +59,7 @@ def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
         at_least("episodes", disk["episodes_mb_s"], 50, "MB/s"),
         at_most("demo with its ledger by the demo without", demo["with_by_without"], 1.03, "ratio"),
     ]
-    return report([*rows, demo], targets)
+    return make_report([*rows, demo], targets)
 
 
 def _throughput(kind: str, directory: Path, part: int) -> Row:

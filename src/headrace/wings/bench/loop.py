@@ -13,7 +13,7 @@ from pathlib import Path
 from headrace.base.clock import RealClock
 from headrace.control.metrics.summary import Summary
 from headrace.run.session import load_config, train
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
 from headrace.wings.recipes.demo import Demo, build_demo
 
 SEEDS = (0, 1, 2)
@@ -69,7 +69,7 @@ def measure(on_progress: Callable[[str], None]) -> Report:
         at_most("age of the oldest token at max_age=2", max(s.max_token_age for s in learned), 2, "versions"),
         at_most("import headrace", statistics.median(imports_s), 0.7, "s"),
     ]
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 def _learning_targets(learned: list[Summary], frozen: list[Summary]) -> list[Target]:

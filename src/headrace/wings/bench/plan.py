@@ -21,7 +21,7 @@ from headrace.base.clock import RealClock
 from headrace.flow import FlowConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.run.session import load_config, train
-from headrace.wings.bench.base import Report, Row, Target, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
 from headrace.wings.plan import SimulatedOutcome, Simulation, Workload, World
 from headrace.wings.plan.calibration import SKIPPED, RunRecording, calibrated, recording
 from headrace.wings.plan.costs import Roofline, SyncCost, TrainingRate
@@ -136,7 +136,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
                 row, more_targets = _compare(name, recording(directory / name), measured)
                 rows.append(row)
                 targets += more_targets
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 def _simulate_large(*, quick: bool) -> SimulatedOutcome:

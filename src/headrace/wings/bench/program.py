@@ -11,7 +11,7 @@ _PROGRAM = "from headrace.run.cli import main; main()"
 
 
 @asynccontextmanager
-async def training(arguments: Sequence[str], *, resume: bool) -> AsyncIterator[asyncio.subprocess.Process]:
+async def run_training(arguments: Sequence[str], *, resume: bool) -> AsyncIterator[asyncio.subprocess.Process]:
     """Start ``headrace train`` with the command-line ``arguments`` (and ``--resume`` where ``resume`` is true), and
     yield its process, whose output can be read from pipes. At the end of the context, a process that still runs is
     killed."""

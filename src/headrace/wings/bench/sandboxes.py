@@ -15,7 +15,7 @@ from typing import TypeVar
 import psutil
 
 from headrace.base.clock import RealClock
-from headrace.wings.bench.base import Report, Row, Target, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
 from headrace.wings.sandboxes import SandboxDriver, SandboxSession, SandboxSpec, open_sandboxes
 from headrace.wings.sandboxes.pool import SessionPool
 
@@ -63,7 +63,7 @@ async def _measure(on_progress: Callable[[str], None], rounds: int) -> Report:
             row = await _measure_many(driver)
             rows.append({"kind": kind, **row})
             targets.append(at_most(f"{kind}: memory of {SESSIONS} sessions", row["most_mb"], 1024.0, "MiB"))
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 async def _measure_single(driver: SandboxDriver, rounds: int) -> dict[str, list[float]]:

@@ -24,7 +24,7 @@ from headrace.control.metrics.summary import Summary
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.rollout.scoring.sandbox import run_python
 from headrace.run.session import train
-from headrace.wings.bench.base import Report, Row, at_most, report
+from headrace.wings.bench.base import Report, Row, at_most, make_report
 
 PAIRS = 3
 STEPS = 100
@@ -70,7 +70,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
         at_most(name, statistics.median(more), 0.05, "fraction"),
         at_most("sandbox: one empty program", sandbox_s, 0.25, "s"),
     ]
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 def _kinds(rewards: Path, url: str) -> dict[str, list[dict[str, Any]]]:

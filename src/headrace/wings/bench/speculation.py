@@ -34,7 +34,7 @@ from headrace.engine.native.swaps import LoadedWeights
 from headrace.models import ModelConfig, load_model
 from headrace.models.heads import wanted_head
 from headrace.models.tiny import make_tiny
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
 from headrace.wings.bench.engine import LARGE, SMALL
 from headrace.wings.bench.speculation_heads import add_head, train_head, widen_head
 from headrace.wings.bench.speculation_rows import (
@@ -43,9 +43,9 @@ from headrace.wings.bench.speculation_rows import (
     PROMPT,
     STEPS,
     PhraseBook,
-    demonstrations,
-    train,
-    widen,
+    draw_demonstrations,
+    train_model,
+    widen_model,
 )
 
 Way = Literal["off", "history", "heads"]
@@ -189,8 +189,12 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
     size: dict[str, Any] = {"num_rows": 8, "rounds": 1} if quick else {"num_rows": 200, "rounds": ROUNDS}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
-        small = train(directory / "1M", on_progress, steps=20) if quick else train(directory / "1M", on_progress)
-        models = {"1M": small} if quick else {"1M": small, "28M": widen(small, directory / "28M")}
+        small = (
+            train_model(directory / "1M", on_progress, steps=20)
+            if quick
+            else train_model(directory / "1M", on_progress)
+        )
+        models = {"1M": small} if quick else {"1M": small, "28M": widen_model(small, directory / "28M")}
         for name, model_dir in models.items():
             spec = SMALL if name == "1M" else LARGE
             blank = make_tiny(directory / f"{name}-random", replace(spec, seed=1))
@@ -211,7 +215,7 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
                     at_least(f"{what}, nothing to draft, tok/s by without", rows[-1]["speed"], 0.97, "ratio"),
                 ]
         _measure_heads(directory, on_progress, (rows, targets), size=size, quick=quick)
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 def _measure_heads(
@@ -227,11 +231,11 @@ def _measure_heads(
     rows, targets = found
     steps, head_steps = (20, 2) if quick else (STEPS, HEAD_STEPS)
     rng = np.random.default_rng(2)
-    small = train(directory / "1M-heads", on_progress, kind=HEADED, steps=steps)
-    train_head(add_head(small), (demonstrations(rng, BATCH) for _ in range(head_steps)), on_progress)
+    small = train_model(directory / "1M-heads", on_progress, kind=HEADED, steps=steps)
+    train_head(add_head(small), (draw_demonstrations(rng, BATCH) for _ in range(head_steps)), on_progress)
     models = {"1M": (small, SMALL)}
     if not quick:
-        models["28M"] = widen_head(small, widen(small, directory / "28M-heads")), LARGE
+        models["28M"] = widen_head(small, widen_model(small, directory / "28M-heads")), LARGE
     for name, (model_dir, spec) in models.items():
         blank = add_head(make_tiny(directory / f"{name}-heads-random", replace(spec, kind=HEADED, seed=1)), noise=0.2)
         for batch, least in HEAD_BATCHES.items():

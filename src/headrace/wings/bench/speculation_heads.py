@@ -21,7 +21,7 @@ from headrace.models.heads import HEADS_FILE, LAYOUTS, load_head
 from headrace.models.predicting import PredictionHead
 from headrace.models.settings import read_config
 from headrace.models.weights import in_file_format
-from headrace.wings.bench.speculation_rows import place_all
+from headrace.wings.bench.speculation_rows import copy_weights
 
 _DEPTH = 2
 """The number of times that the head is applied in training: to states of the model, then to its own."""
@@ -68,10 +68,10 @@ def train_head(
 
 def widen_head(small_dir: Path, directory: Path) -> Path:
     """Add the prediction head of the model in ``small_dir`` to the model in ``directory``, which is that model widened
-    (:func:`~headrace.wings.bench.speculation_rows.widen`), and return the path of the latter."""
+    (:func:`~headrace.wings.bench.speculation_rows.widen_model`), and return the path of the latter."""
     add_head(directory)
     large = load_file(directory / HEADS_FILE)
-    place_all(load_file(small_dir / HEADS_FILE), large)
+    copy_weights(load_file(small_dir / HEADS_FILE), large)
     save_file(large, directory / HEADS_FILE, metadata={"format": "pt"})
     return directory
 

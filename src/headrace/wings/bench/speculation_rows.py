@@ -71,13 +71,15 @@ class PhraseBook:
         return _FIRST + rng.integers(self._num, size=count).astype(np.int32)
 
 
-def demonstrations(rng: np.random.Generator, num: int) -> list[IntColumn]:
+def draw_demonstrations(rng: np.random.Generator, num: int) -> list[IntColumn]:
     """Return ``num`` texts of the book by a careless writer, each of the length of a prompt and its answer."""
     book = PhraseBook()
     return [book.text(rng, PROMPT + ANSWER, mistyped_frac=MISTYPED_FRAC) for _ in range(num)]
 
 
-def train(directory: Path, on_progress: Callable[[str], None], *, kind: str = SMALL.kind, steps: int = STEPS) -> Path:
+def train_model(
+    directory: Path, on_progress: Callable[[str], None], *, kind: str = SMALL.kind, steps: int = STEPS
+) -> Path:
     """Train a small model of the ``kind`` on texts of the book for ``steps`` steps, write the model into ``directory``,
     and return the path of this directory. ``on_progress`` is called with lines of progress."""
     cold = make_tiny(directory.with_name(f"{directory.name}-untrained"), replace(SMALL, kind=kind, init_std=0.08))
@@ -90,7 +92,7 @@ def train(directory: Path, on_progress: Callable[[str], None], *, kind: str = SM
     rng = np.random.default_rng(1)
     masks_T = np.arange(PROMPT + ANSWER) >= PROMPT
     for step in range(steps):
-        texts = demonstrations(rng, BATCH)
+        texts = draw_demonstrations(rng, BATCH)
         samples = [
             TrainSample(key=EpisodeKey(place, 0), spans=(Tokens.observed(ids),), mask_T=masks_T, advantage=1.0)
             for place, ids in enumerate(texts)
@@ -105,19 +107,19 @@ def train(directory: Path, on_progress: Callable[[str], None], *, kind: str = SM
 
 
 @torch.inference_mode()
-def widen(small_dir: Path, directory: Path) -> Path:
+def widen_model(small_dir: Path, directory: Path) -> Path:
     """Write a model of the size :data:`~headrace.wings.bench.engine.LARGE` into ``directory`` that computes the same
     function as the model of the size ``SMALL`` in ``small_dir``, and return its path. The larger matrices are filled up
     with zeros, and the outputs of the additional layers are zero, but all of them are computed."""
     model = load_model(ModelConfig(path=str(small_dir)))
     small = dict(model.named_parameters())
     model = load_model(ModelConfig(path=str(make_tiny(directory, replace(LARGE, kind=model.config.model_type)))))
-    place_all(small, dict(model.named_parameters()))
+    copy_weights(small, dict(model.named_parameters()))
     model.save_pretrained(directory)
     return directory
 
 
-def place_all(small: Mapping[str, Tensor], large: Mapping[str, Tensor]) -> None:
+def copy_weights(small: Mapping[str, Tensor], large: Mapping[str, Tensor]) -> None:
     """Write the tensors ``small`` of a model of the size ``SMALL`` into ``large``, those of a model of the size
     ``LARGE``, by their names. All other numbers of ``large`` become 0."""
     normed = any(name.endswith("k_norm.weight") for name in small)

@@ -34,9 +34,9 @@ from headrace.sync.config import TRANSPORTS, Route, RunPlaces, SyncConfig
 from headrace.sync.groups import ProcessGroup, join_local_group
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_receiver
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
 from headrace.wings.bench.engine import LARGE, SMALL
-from headrace.wings.bench.engine_peers import PeerProcess, worker
+from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.sync_group import measure_group
 from headrace.wings.bench.sync_worker import DEADLINE_S, TOKEN, SyncPlan, broadcast, tensors_of
 
@@ -63,7 +63,7 @@ class Size:
     """The number of versions per transport and codec."""
     commits: int
     """The number of commits in the engine that decodes."""
-    crossed: bool
+    is_crossed: bool
     """True where every transport is combined with every codec. Otherwise each transport is measured with the codec
     ``full`` and each codec with the transport ``shm``, since the cost of a codec does not depend on the transport."""
 
@@ -71,15 +71,17 @@ class Size:
         """Return the pairs (codec, transport) to measure for this size, from ``codecs`` and all transports."""
         every = itertools.product(codecs, TRANSPORTS.rows)
         return [
-            combination for combination in every if self.crossed or combination[0] == "full" or combination[1] == "shm"
+            combination
+            for combination in every
+            if self.is_crossed or combination[0] == "full" or combination[1] == "shm"
         ]
 
 
 FULL = (
-    Size(name="28M", spec=LARGE, rounds=8, commits=200, crossed=True),
-    Size(name="519M", spec=HALF_BILLION, rounds=3, commits=20, crossed=False),
+    Size(name="28M", spec=LARGE, rounds=8, commits=200, is_crossed=True),
+    Size(name="519M", spec=HALF_BILLION, rounds=3, commits=20, is_crossed=False),
 )
-QUICK = (Size(name="1M", spec=SMALL, rounds=2, commits=5, crossed=True),)
+QUICK = (Size(name="1M", spec=SMALL, rounds=2, commits=5, is_crossed=True),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ class _SyncBench:
         yield its client; the process ends with the context."""
         path = self.directory / "plan.json"
         path.write_bytes(msgspec.json.encode(plan))
-        with worker("learner", path, self.threads, module=WORKER) as opened:
+        with open_worker("learner", path, self.threads, module=WORKER) as opened:
             yield opened
 
 
@@ -121,10 +123,10 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
             _measure_commit_gaps(bench, size, rows, targets)
             _measure_groups(bench, size, rows, targets)
         _measure_broadcasts(bench, rows, targets)
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
-def plan_of(spec: TinySpec) -> SyncPlan:
+def full_plan(spec: TinySpec) -> SyncPlan:
     """Return the plan of the weights of a Qwen3 model of the size ``spec`` in bfloat16: the shape of each tensor by
     name."""
     kv = spec.hidden_size // spec.num_heads * spec.num_kv_heads
@@ -138,7 +140,7 @@ def plan_of(spec: TinySpec) -> SyncPlan:
     return SyncPlan(shapes=shapes, dtype="bfloat16")
 
 
-def adapters_of(plan: SyncPlan) -> SyncPlan:
+def adapter_plan(plan: SyncPlan) -> SyncPlan:
     """Return the plan of the weights of LoRA adapters of rank :data:`RANK` for all matrices of ``plan``, except the
     embedding."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -152,8 +154,8 @@ def _measure_combinations(bench: _SyncBench, size: Size, rows: list[Row], target
     """Measure the combinations of transport and codec for a model of this size, with all weights, or for the codec
     ``adapter`` with the weights of adapters. Append a row for each combination to ``rows``, and the targets of this
     size to ``targets``."""
-    whole = plan_of(size.spec)
-    for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapters_of(whole), ["adapter"])):
+    whole = full_plan(size.spec)
+    for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapter_plan(whole), ["adapter"])):
         with bench.learner(plan) as learner:
             copied = learner.call({"do": "copy"})
             for codec, transport in size.combinations(codecs):
@@ -222,7 +224,7 @@ def _measure_commit_gaps(bench: _SyncBench, size: Size, rows: list[Row], targets
     memory. Append a row to ``rows`` and a target to ``targets``."""
     bench.on_progress(f"{size.name}: commits while {BATCH} sequences decode")
     model = make_tiny(bench.directory / size.name, size.spec)
-    with worker("fed", model, bench.threads) as engine:
+    with open_worker("fed", model, bench.threads) as engine:
         request: dict[str, Any] = {"prompts": [[3, 4, 5, 6]] * BATCH, "lengths": [size.commits] * BATCH}
         answer = engine.call({**request, "commits": size.commits})
     gaps_ms = np.array(answer["gaps_s"]) * 1e3
@@ -240,7 +242,7 @@ def _measure_groups(bench: _SyncBench, size: Size, rows: list[Row], targets: lis
     directory = bench.directory / f"group-{size.name}"
     directory.mkdir()
     found = measure_group(
-        directory, plan_of(size.spec), name=size.name, rounds=size.rounds, on_progress=bench.on_progress
+        directory, full_plan(size.spec), name=size.name, rounds=size.rounds, on_progress=bench.on_progress
     )
     rows += found[0]
     targets += found[1]
@@ -252,7 +254,7 @@ def _measure_broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target
     shapes: dict[str, tuple[int, ...]] = {}
     for at in range(600):
         shapes |= {f"{at}.A": (RANK, 512), f"{at}.B": (512, RANK)}
-    for name, plan in (("adapters", SyncPlan(shapes=shapes, dtype="bfloat16")), ("28M", plan_of(LARGE))):
+    for name, plan in (("adapters", SyncPlan(shapes=shapes, dtype="bfloat16")), ("28M", full_plan(LARGE))):
         bench.on_progress(f"gloo: {name}")
         with bench.learner(plan) as learner:
             peer = _Peer(bench, learner, plan, bench.directory / f"gloo-{name}")

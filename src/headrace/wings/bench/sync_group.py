@@ -22,7 +22,7 @@ from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores
 from headrace.sync.config import Route
 from headrace.wings.bench.base import Row, Target, at_most
-from headrace.wings.bench.engine_peers import PeerProcess, worker
+from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.sync_group_worker import NUM_RANKS
 from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan
 from headrace.wings.plan.catalogue import HostFigures
@@ -61,25 +61,25 @@ class GroupMembers:
             rank.call({**request, "shared": shared})
         self.to = [engine.call(request)["address"] for engine in self.engines]
 
-    def take(self, version: int) -> list[float]:
+    def copy_weights(self, version: int) -> list[float]:
         """Change the weights of the ranks, and copy them as ``version``; return the seconds of each rank's copy."""
         request = {"do": "take", "version": version, "slot": version % 2}
-        return [answer["exposed_s"] for answer in at_once([(rank, request) for rank in self.ranks])]
+        return [answer["exposed_s"] for answer in call_all([(rank, request) for rank in self.ranks])]
 
     def send(self, version: int, *, again: bool = False) -> list[str]:
         """Announce ``version`` in the ranks, or with ``again`` send it again, and stage it in the engines. Return the
         error of each engine; empty where the version was staged."""
         request = {"do": "announce", "version": version, "slot": version % 2, "to": self.to, "again": again}
-        update = at_once([(rank, request) for rank in self.ranks])[0]["update"]
+        update = call_all([(rank, request) for rank in self.ranks])[0]["update"]
         stage = {"do": "stage", "update": update}
-        return [answer["error"] for answer in at_once([(engine, stage) for engine in self.engines])]
+        return [answer["error"] for answer in call_all([(engine, stage) for engine in self.engines])]
 
     def commit(self, version: int) -> None:
         """Commit ``version`` in the engines."""
-        at_once([(engine, {"do": "commit", "version": version}) for engine in self.engines])
+        call_all([(engine, {"do": "commit", "version": version}) for engine in self.engines])
 
 
-def at_once(calls: Sequence[tuple[PeerProcess, dict[str, Any]]]) -> list[dict[str, Any]]:
+def call_all(calls: Sequence[tuple[PeerProcess, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Make all ``calls`` (a process, and the request to it) at the same time, and return the answers in order."""
     with ThreadPoolExecutor(len(calls)) as threads:
         futures = [threads.submit(process.call, request) for process, request in calls]
@@ -96,8 +96,8 @@ def measure_group(
     path.write_bytes(msgspec.json.encode(plan))
     rows: list[Row] = []
     with ExitStack() as stack:
-        ranks = [stack.enter_context(worker(f"rank-{n}", path, 1, module=WORKER)) for n in range(NUM_RANKS)]
-        engines = [stack.enter_context(worker(f"engine-{n}", path, 1, module=WORKER)) for n in range(NUM_ENGINES)]
+        ranks = [stack.enter_context(open_worker(f"rank-{n}", path, 1, module=WORKER)) for n in range(NUM_RANKS)]
+        engines = [stack.enter_context(open_worker(f"engine-{n}", path, 1, module=WORKER)) for n in range(NUM_ENGINES)]
         members = GroupMembers(ranks=ranks, engines=engines)
         copies = [rank.call({"do": "copy"}) for rank in ranks]
         raw: dict[str, Any] = {"do": "raw", "directory": str(directory / "raw"), "engines": NUM_ENGINES}
@@ -139,7 +139,7 @@ def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, 
     ``predicts``, add the seconds that the planner predicts from rates of this machine, measured directly before and
     after the version."""
     clock = RealClock()
-    exposed_s = max(members.take(version))
+    exposed_s = max(members.copy_weights(version))
     hosts = [_measure_host(members, raw)] if predicts else []
     start_s = clock.now()
     errors = members.send(version)
@@ -149,7 +149,7 @@ def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, 
     hosts += [_measure_host(members, raw)] if predicts else []
     members.commit(version)
     start_s = clock.now()
-    at_once([(process, raw) for process in (*members.ranks, *members.engines)])
+    call_all([(process, raw) for process in (*members.ranks, *members.engines)])
     gloo_s = clock.now() - start_s
     found = {"group_s": group_s, "gloo_s": gloo_s, "exposed_s": exposed_s}
     if predicts:
@@ -162,7 +162,7 @@ def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, 
 def _measure_host(members: GroupMembers, raw: dict[str, Any]) -> HostFigures:
     """Return the rates of this machine on which the time of a version between its processes depends: of hashing, while
     both engines hash at once, and of one connection, while all connections are busy."""
-    hashed = at_once([(engine, {"do": "hash", "bytes": PROBE_BYTES}) for engine in members.engines])
+    hashed = call_all([(engine, {"do": "hash", "bytes": PROBE_BYTES}) for engine in members.engines])
     host = HostFigures(
         cores=num_cores(),
         memory_gb_s=NO_LIMIT, link_gb_s=NO_LIMIT, links=1,  # within one machine, the rates of its threads are the limit
@@ -173,7 +173,7 @@ def _measure_host(members: GroupMembers, raw: dict[str, Any]) -> HostFigures:
     probe = {**raw, "bytes": [CARRIED_BYTES // NUM_RANKS] * NUM_RANKS}
     clock = RealClock()
     start_s = clock.now()
-    at_once([(process, probe) for process in (*members.ranks, *members.engines)])
+    call_all([(process, probe) for process in (*members.ranks, *members.engines)])
     moved_s = clock.now() - start_s
     # the prediction assumes 1 GB/s for a connection, so that the ratio of the times is the rate in GB/s
     (broadcast,) = (phase for phase in _predict(host, CARRIED_BYTES).travel if phase.name == "broadcast")

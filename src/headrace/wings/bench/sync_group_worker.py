@@ -41,12 +41,12 @@ NUM_RANKS = 2
 class BenchSide(Protocol):
     """The contract of a side of the benchmark, a rank or an engine, which answers requests."""
 
-    def do(self, request: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Execute the request, whose field ``do`` names its kind, and return the answer to it."""
         ...
 
 
-class HalfLearner:
+class HalfLearnerRank:
     """One of two ranks of a learner, whose weights change a little before every publication."""
 
     def __init__(self, plan: SyncPlan, rank: int) -> None:
@@ -60,7 +60,7 @@ class HalfLearner:
         self._publisher: Publisher | None = None
         self._raw = _RawGroups(rank)
 
-    def do(self, request: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Execute a request and return the answer to it. The kinds are: ``open`` a publisher, ``take`` a copy of the
         weights, ``announce`` this copy as a version, ``copy`` the same number of bytes in memory, send them as ``raw``
         bytes, and ``hash`` some bytes."""
@@ -70,7 +70,7 @@ class HalfLearner:
             "announce": self._announce,
             "copy": self._copy,
             "raw": self._send_raw,
-            "hash": hash_probe,
+            "hash": measure_hash,
         }
         return kinds[request["do"]](request)
 
@@ -133,7 +133,7 @@ class HalfLearner:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
 
 
-class WholeEngine:
+class GroupEngine:
     """An engine that receives versions, without a model."""
 
     def __init__(self, plan: SyncPlan, index: int) -> None:
@@ -144,7 +144,7 @@ class WholeEngine:
         self._raw = _RawGroups(NUM_RANKS + index)
         self._member = 1 + index
 
-    def do(self, request: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Execute a request and return the answer to it. The kinds are: ``open`` a receiver and return its address,
         ``stage`` an update, ``commit`` a version, return ``sums`` of the weights in use, receive ``raw`` bytes, and
         ``hash`` some bytes."""
@@ -154,7 +154,7 @@ class WholeEngine:
             "commit": self._commit,
             "sums": self._sums,
             "raw": self._receive_raw,
-            "hash": hash_probe,
+            "hash": measure_hash,
         }
         return kinds[request["do"]](request)
 
@@ -192,7 +192,7 @@ class WholeEngine:
         return {}
 
 
-def hash_probe(request: dict[str, Any]) -> dict[str, Any]:
+def measure_hash(request: dict[str, Any]) -> dict[str, Any]:
     """Hash the request's number of ``bytes`` once, and return the seconds of the hash."""
     clock, probe = RealClock(), np.ones(request["bytes"], np.uint8)
     start_s = clock.now()
@@ -240,9 +240,9 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(spec["threads"])
     plan = msgspec.json.decode(Path(spec["model"]).read_bytes(), type=SyncPlan)
     role, _, number = spec["side"].partition("-")
-    side: BenchSide = HalfLearner(plan, int(number)) if role == "rank" else WholeEngine(plan, int(number))
+    side: BenchSide = HalfLearnerRank(plan, int(number)) if role == "rank" else GroupEngine(plan, int(number))
     for line in sys.stdin:
-        sys.stdout.write(json.dumps({"ok": side.do(json.loads(line))}) + "\n")
+        sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
         sys.stdout.flush()
 
 

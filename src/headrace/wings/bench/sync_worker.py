@@ -51,7 +51,7 @@ def tensors_of(plan: SyncPlan, *, seed: int | None = None) -> dict[str, Tensor]:
     return made
 
 
-class MovingLearner:
+class ChangingLearner:
     """A learner whose weights change a little before every publication."""
 
     def __init__(self, path: str) -> None:
@@ -63,7 +63,7 @@ class MovingLearner:
         self._publisher: Publisher | None = None
         self._group: ProcessGroup | None = None
 
-    def do(self, request: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Execute a request, whose field ``do`` names its kind, and return the answer to it. The kinds are: ``open`` a
         publisher, ``publish`` a version, ``copy`` the weights in memory, and ``broadcast`` them."""
         kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -178,10 +178,10 @@ def main(arguments: list[str]) -> None:
     until the input ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
-    side = MovingLearner(spec["model"])
+    side = ChangingLearner(spec["model"])
     try:
         for line in sys.stdin:
-            sys.stdout.write(json.dumps({"ok": side.do(json.loads(line))}) + "\n")
+            sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
             sys.stdout.flush()
     finally:
         side.close()

@@ -25,7 +25,7 @@ import psutil
 from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
 from headrace.wings.bench.engine import LARGE, SMALL
 
 NAME = "bench/model"
@@ -66,21 +66,21 @@ QUICK_SIZES = TinkerSizes(
 )  # fmt: skip
 
 
-def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
     """Run all measurements and return their report; with ``quick`` everything is small and the figures mean nothing.
-    ``tell`` is called with lines of progress. Raises :class:`~headrace.base.errors.ConfigError` where the client is not
-    installed."""
+    ``on_progress`` is called with lines of progress. Raises :class:`~headrace.base.errors.ConfigError` where the client
+    is not installed."""
     sizes, rows, targets = QUICK_SIZES if quick else FULL_SIZES, list[Row](), list[Target]()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         for name, spec in sizes.models:
-            tell(f"{name}: start")
+            on_progress(f"{name}: start")
             model = make_tiny(Path(scratch) / name, spec)
             with _server(model, Path(scratch) / f"state-{name}") as server:
-                bench = _TinkerBench(server, sizes, name, tell)
+                bench = _TinkerBench(server, sizes, name, on_progress)
                 bench.run(whole=spec is SMALL)
             rows += bench.rows
             targets += bench.targets
-    return report(rows, targets)
+    return make_report(rows, targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +191,10 @@ def _adam() -> Any:
 class _TinkerBench:
     """The measurements of one server, which are added to :attr:`rows` and :attr:`targets`."""
 
-    def __init__(self, server: _Server, sizes: TinkerSizes, name: str, tell: Callable[[str], None]) -> None:
-        """Prepare the measurements of ``server``. ``name`` is the size of the served model in the report; ``tell`` is
-        called with lines of progress."""
-        self._server, self._sizes, self._name, self._tell = server, sizes, name, tell
+    def __init__(self, server: _Server, sizes: TinkerSizes, name: str, on_progress: Callable[[str], None]) -> None:
+        """Prepare the measurements of ``server``. ``name`` is the size of the served model in the report;
+        ``on_progress`` is called with lines of progress."""
+        self._server, self._sizes, self._name, self._tell = server, sizes, name, on_progress
         self.rows: list[Row] = []
         self.targets: list[Target] = []
 

@@ -11,7 +11,7 @@ async def rollout(task: dict[str, Any], policy: Any) -> None:
     await policy.sample(policy.prompt_ids)
 
 
-async def graded(completion: str, answer: int) -> float:
+async def partial_credit(completion: str, answer: int) -> float:
     """Return, after 0.03 s, the fraction of the sum's digits that are correct and at their positions, for the demo.
 
     Answers of any length can have different rewards, so that groups have a learning signal.

@@ -70,14 +70,14 @@ def _run(name: str, options: Mapping[str, object], *, as_json: bool) -> None:
     hold."""
     starting(f"loading what the benchmark {name} needs")
     from headrace.wings.bench import run_benchmark
-    from headrace.wings.bench.base import show
+    from headrace.wings.bench.base import format_report
 
     progress = console(stderr=True)
     result = run_benchmark(name, on_progress=lambda line: progress.print(line, style="dim"), **options)
     if as_json:
         print_json(result)
     else:
-        console().print(show(result))
+        console().print(format_report(result))
     if not all(target.holds for target in result.targets):
         raise typer.Exit(1)
 

@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.errors import RunError
 from headrace.run.observe.svg import BLUE, GREEN, INK, ORANGE, SKY, SLATE, Drawing, Panel
 from headrace.run.session.directory import write_json
-from headrace.wings.bench.base import Report, report
+from headrace.wings.bench.base import Report, make_report
 from headrace.wings.compare.rows import RecipeRow
 from headrace.wings.compare.running import RecipeComparison
 from headrace.wings.compare.tables import markdown
@@ -21,7 +21,7 @@ from headrace.wings.compare.tables import markdown
 def report_of(made: RecipeComparison) -> Report:
     """Return the comparison as a report in the format of benchmarks: its rows as JSON objects, no targets, and a
     description of this machine."""
-    return report([msgspec.to_builtins(row) for row in made.rows], [])
+    return make_report([msgspec.to_builtins(row) for row in made.rows], [])
 
 
 def write(made: RecipeComparison) -> None:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.base.errors import ComponentDied, EngineFull, RequestError, SequenceFailed
 from headrace.base.net.auth import TokenAuth
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.messages.controller import EngineStats
 from headrace.launch.inprocess import LocalEngine
 from headrace.wings.serve.answering import (
@@ -225,7 +225,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     """Return the response to a request for a path or a method that is not served; it lists the paths that are
     served."""
     assert isinstance(error, HTTPException)
-    path = shown(request.url.path)
+    path = excerpt(request.url.path)
     known = "GET /health, /metrics, /v1/models; POST " + ", ".join((*COMPLETIONS, "/tokenize", "/detokenize"))
     problem = f"{request.method} is not for {path}" if error.status_code == 405 else f"there is nothing at {path}"
     code = "method_not_allowed" if error.status_code == 405 else "not_found"

@@ -13,7 +13,7 @@ import pydantic_core
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 
 LONG_BYTES = 2**16
 """Size in bytes above which a body is parsed by another thread, so that the event loop stays free for other
@@ -38,7 +38,7 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # browsers send this type across origins only after a CORS check
         raise Refusal(
-            f"the content type is {shown(kind)}, expected application/json",
+            f"the content type is {excerpt(kind)}, expected application/json",
             remedy="send the header 'Content-Type: application/json'",
             status=415,
             code="unsupported_media_type",
@@ -65,7 +65,7 @@ def _parse(data: bytes) -> dict[str, Any]:
         raise Refusal(f"the body is not JSON: {error}", remedy="send one JSON object", code="invalid_json") from None
     if not isinstance(tree, dict):
         raise Refusal(
-            f"the body is {shown(tree)}, not an object", remedy="send one JSON object: {...}", code="invalid_json"
+            f"the body is {excerpt(tree)}, not an object", remedy="send one JSON object: {...}", code="invalid_json"
         )
     return tree
 
@@ -77,7 +77,7 @@ def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
     for name, _ in pairs:
         if name in seen:
             raise Refusal(
-                f"{shown(name)} is there twice in one object",
+                f"{excerpt(name)} is there twice in one object",
                 remedy="give it once",
                 param=name[:100],
                 code="invalid_json",

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from headrace.base.errors import RequestError
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.chat import Tool
 from headrace.engine.structure import lark, refuse_endless
 from headrace.rollout.answers.base import END_THINK, THINK, ContentFilter, FramedParser, Parser
@@ -133,7 +133,7 @@ def _of_object(tool: Tool) -> Mapping[str, Any]:
     kind = tool.parameters.get("type", "object")
     if kind != "object":
         raise Refusal(
-            f"the parameters of the tool {shown(tool.name)} are of type {shown(kind)}, and arguments are an object",
+            f"the parameters of the tool {excerpt(tool.name)} are of type {excerpt(kind)}, and arguments are an object",
             remedy="give parameters of type 'object'",
             param="tools",
         )
@@ -141,6 +141,6 @@ def _of_object(tool: Tool) -> Mapping[str, Any]:
     try:
         refuse_endless(schema)
     except RequestError as error:
-        problem = f"the parameters of the tool {shown(tool.name)}: {error.problem}"
+        problem = f"the parameters of the tool {excerpt(tool.name)}: {error.problem}"
         raise Refusal(problem, remedy=error.remedy, param="tools") from None
     return schema

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.chat import Message, Tool
 from headrace.rollout.answers import parser_for
 from headrace.rollout.answers.base import THINK
@@ -83,7 +83,7 @@ class ServedTokenizer:
         taken = sorted(variables.keys() & _reserved(self._tokenizer))
         if taken:
             raise Refusal(
-                f"chat_template_kwargs holds {shown(taken[0])}, which is not the template's",
+                f"chat_template_kwargs holds {excerpt(taken[0])}, which is not the template's",
                 remedy="leave it out",
                 param="chat_template_kwargs",
             )
@@ -102,7 +102,7 @@ class ServedTokenizer:
             )
         except _TEMPLATE_ERRORS as error:
             raise Refusal(
-                f"the chat template refuses the messages: {shown(str(error), 200)}",
+                f"the chat template refuses the messages: {excerpt(str(error), 200)}",
                 remedy="look at the roles, their order and the contents that this model's template expects",
                 param="messages",
                 code="chat_template_error",

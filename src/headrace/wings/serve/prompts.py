@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import nearest
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.messages.engine import RequestOptions
 from headrace.base.types.sampling import Sampling
 from headrace.wings.agents.reading import named_answers, refuse_same_names
@@ -42,7 +42,7 @@ def check_model(model: str | None, served: ServedModel) -> None:
     names = (served.name, *served.agents)
     if model is not None and model not in names:
         raise Refusal(
-            f"model={shown(model)} is not served",
+            f"model={excerpt(model)} is not served",
             remedy=nearest(model[:100], names),
             status=404,
             param="model",
@@ -171,7 +171,7 @@ def _check_completion(body: CompletionBody, limits: ServeSection, agents: Sequen
         raise Refusal("max_tokens=0 asks for nothing", remedy="set max_tokens >= 1, or echo=true", param="max_tokens")
     if body.echo and body.logprobs is not None and body.model in agents:
         raise Refusal(
-            f"echo=true with logprobs: the logprobs of a prompt are those of the model, not of {shown(body.model)}",
+            f"echo=true with logprobs: the logprobs of a prompt are those of the model, not of {excerpt(body.model)}",
             remedy="leave logprobs or echo out, or name the model",
             param="echo",
             code="unsupported_value",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.chat import Message, Reply
 from headrace.wings.agents.base import ExchangeContext, Json
 from headrace.wings.agents.responses import ResponseForm, ResponsesBody
@@ -124,7 +124,7 @@ def _refuse_unsampled(body: ResponsesBody) -> None:
     for name, value in settings.items():
         if value not in ("", "none"):
             raise Refusal(
-                f"{name}={shown(value)} is not supported",
+                f"{name}={excerpt(value)} is not supported",
                 remedy=f"leave {name} out",
                 param=name,
                 code="unsupported_parameter",

@@ -10,7 +10,7 @@ import pydantic
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from headrace.base.errors import nearest
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 """Largest number of stop strings in one request, and of characters in one stop string."""
@@ -50,7 +50,7 @@ def read_body(kind: type[B], tree: Mapping[str, Any]) -> B:
         value = fields.pop(name)
         if not any(type(value) is type(harmless) and value == harmless for harmless in kind.unsupported[name]):
             raise Refusal(
-                f"{name}={shown(value)} is not supported",
+                f"{name}={excerpt(value)} is not supported",
                 remedy=f"leave {name} out",
                 param=name,
                 code="unsupported_parameter",
@@ -85,11 +85,11 @@ def _refusal(kind: type[StrictBody], detail: ErrorDetails) -> Refusal:
         case "extra_forbidden":
             known = kind.model_fields if len(detail["loc"]) == 1 else ()
             close = nearest(str(detail["loc"][-1])[:100], known) if known else "leave it out"
-            return Refusal(f"{shown(name)} is not a field", remedy=close, param=name[:100], code="unknown_parameter")
+            return Refusal(f"{excerpt(name)} is not a field", remedy=close, param=name[:100], code="unknown_parameter")
         case "missing":
             return Refusal(f"{name} is missing", remedy=f"give {top}", param=name, code="missing_required_parameter")
     return Refusal(
-        f"{name}={shown(value)}: {detail['msg'][:1].lower()}{detail['msg'][1:]}",
+        f"{name}={excerpt(value)}: {detail['msg'][:1].lower()}{detail['msg'][1:]}",
         remedy=f"change {top or 'the body'}",
         param=name if top else None,
     )

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.base.clock import Clock
 from headrace.base.errors import HeadraceError
 from headrace.base.net.connection import mark_authorized
-from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, shown
+from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, excerpt
 from headrace.wings.tinker import schema, wire
 from headrace.wings.tinker.catalog import Catalog
 from headrace.wings.tinker.jobs import ResultResponse
@@ -294,7 +294,7 @@ class _Routes:
             number."""
             page = [request.query_params.get(name, str(default)) for name, default in (("limit", 20), ("offset", 0))]
             if not all(map(is_number, page)):
-                raise Refusal(f"limit and offset are {shown(page)}", remedy="give whole numbers")
+                raise Refusal(f"limit and offset are {excerpt(page)}", remedy="give whole numbers")
             return JSONResponse(answer(await self._holder.ready(), request.query_params, *map(int, page)))
 
         return endpoint
@@ -421,7 +421,7 @@ def _not_found(request: Request, error: Exception) -> Response:
     why = why or REFUSED_PARTS.get(path.rpartition("/")[2])
     status = error.status_code if why is None else 404  # not 405, if the path has other methods
     why = why or "docs/tinker.md lists what is served"
-    return _refused(request, Refusal(f"{shown(path)} is not served", remedy=why, status=status))
+    return _refused(request, Refusal(f"{excerpt(path)} is not served", remedy=why, status=status))
 
 
 def _not_written(request: Request, error: Exception) -> Response:

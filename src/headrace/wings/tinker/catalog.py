@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.clock import Clock
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 from headrace.models.multilora import ATTENTION, HEAD, MLP
 from headrace.wings.tinker import schema
 from headrace.wings.tinker.files import OWN_FILES, checked_ttl, facts_of_state
@@ -39,7 +39,7 @@ class Catalog:
         :class:`~headrace.base.net.refusal.Refusal` (status 404) for an unknown id."""
         row = self._journal.one("SELECT * FROM models WHERE id = ?", model)
         if row is None:
-            raise Refusal(f"there is no model {shown(model)}", remedy="create it first", status=404)
+            raise Refusal(f"there is no model {excerpt(model)}", remedy="create it first", status=404)
         return row
 
     def checkpoint(self, path: str, *kinds: str) -> Any:
@@ -48,10 +48,10 @@ class Catalog:
         not among them."""
         row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind != 'ephemeral'", path)
         if row is None or (row["expires_s"] is not None and row["expires_s"] < self._clock.wall()):
-            raise Refusal(f"there is no checkpoint {shown(path, 200)}", remedy="list the checkpoints", status=404)
+            raise Refusal(f"there is no checkpoint {excerpt(path, 200)}", remedy="list the checkpoints", status=404)
         if kinds and row["kind"] not in kinds:
             raise Refusal(
-                f"{shown(path, 200)} holds {row['kind']}, and this needs {' or '.join(kinds)}",
+                f"{excerpt(path, 200)} holds {row['kind']}, and this needs {' or '.join(kinds)}",
                 remedy="give a path of that kind",
             )
         return row
@@ -147,7 +147,7 @@ class Catalog:
         """Return the path of one file of an external checkpoint. Raises :class:`Refusal` (status 404) for a file that
         :meth:`files_of` does not name."""
         if file not in self.files_of(model, name):
-            raise Refusal(f"there is no file {shown(file)}", remedy="take a URL of this server", status=404)
+            raise Refusal(f"there is no file {excerpt(file)}", remedy="take a URL of this server", status=404)
         row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
         return Path(row["directory"]) / file
 
@@ -161,7 +161,7 @@ class Catalog:
         client sent. Raises :class:`Refusal` (status 404) for an unknown session."""
         row = self._journal.one("SELECT * FROM sessions WHERE id = ?", session)
         if row is None:
-            raise Refusal(f"there is no session {shown(session)}", remedy="list them first", status=404)
+            raise Refusal(f"there is no session {excerpt(session)}", remedy="list them first", status=404)
         facts = facts_of(row)
         runs = self._journal.all("SELECT id FROM models WHERE session = ? ORDER BY number", session)
         samplers = self._journal.all("SELECT id FROM samplers WHERE session = ?", session)

@@ -20,7 +20,7 @@ import numpy as np
 
 from headrace.base.clock import Clock
 from headrace.base.errors import DataError, EngineFull, HeadraceError
-from headrace.base.net.refusal import Refusal, shown
+from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.episode import StopReason
 from headrace.base.types.tokens import Tokens
 from headrace.wings.tinker import schema, wire
@@ -101,7 +101,7 @@ class TinkerService:
         """End a session: move its models from memory to the disk, drop its samplers, and let the unnamed weights of its
         samplers expire. Raises :class:`Refusal` with status 404 if the session does not exist."""
         if self._journal.one("SELECT id FROM sessions WHERE id = ?", session) is None:
-            raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
+            raise Refusal(f"there is no session {excerpt(session)}", remedy="create a ServiceClient", status=404)
         self._journal.run("UPDATE sessions SET finished = 1 WHERE id = ?", session)
         self._park(session)
         self._journal.expire_unused(self._clock.wall())
@@ -143,7 +143,7 @@ class TinkerService:
         if session not in self._heartbeats_s:
             row = self._journal.one("SELECT finished FROM sessions WHERE id = ?", session)
             if row is None:
-                raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
+                raise Refusal(f"there is no session {excerpt(session)}", remedy="create a ServiceClient", status=404)
             if row["finished"]:
                 raise Refusal(f"session {session} has ended", remedy="create a ServiceClient", status=ended)
         self._heartbeats_s[session] = self._clock.now()
@@ -168,7 +168,7 @@ class TinkerService:
         spec = self.catalog.spec(self.catalog.checkpoint(given.path, "weights"))
         if self._base(given.base_model or spec["base"]) is not self._base(spec["base"]):
             raise Refusal(
-                f"base_model={shown(given.base_model or '')}: {shown(given.path, 200)} is of {spec['base']}",
+                f"base_model={excerpt(given.base_model or '')}: {excerpt(given.path, 200)} is of {spec['base']}",
                 remedy="leave base_model out",
             )
         self._touch_session(new.session_id)
@@ -496,7 +496,7 @@ class TinkerService:
         if ":sample:" in name:
             return await self._retrieve_samples(name)
         if not is_number(number) or self._journal.outcome(model, int(number)) is None:
-            raise Refusal(f"there is no request {shown(name)}", remedy="send it first", status=404)
+            raise Refusal(f"there is no request {excerpt(name)}", remedy="send it first", status=404)
         seq = int(number)
         event = self._result_events.setdefault((model, seq), asyncio.Event())
         found = self._journal.outcome(model, seq)  # read after the event was created, so that no result is missed
@@ -526,7 +526,7 @@ class TinkerService:
         has the request."""
         job = self._samples.get(name)
         gone = Refusal(
-            f"the promise {shown(name)} is not known any more", remedy="ask for the samples again", status=410
+            f"the promise {excerpt(name)} is not known any more", remedy="ask for the samples again", status=410
         )
         if job is None:
             raise gone
@@ -565,7 +565,7 @@ class TinkerService:
         """Return the record of the sampler with the id ``sampler``. Raises :class:`Refusal` for an unknown id."""
         row = self._journal.one("SELECT * FROM samplers WHERE id = ?", sampler)
         if row is None:
-            raise Refusal(f"there is no sampler {shown(sampler)}", remedy="create it first", status=404)
+            raise Refusal(f"there is no sampler {excerpt(sampler)}", remedy="create it first", status=404)
         return SamplerRecord.of(row)
 
     def _base_of(self, model: Any) -> ServedBase:
@@ -586,7 +586,7 @@ class TinkerService:
         if name not in self._bases:
             known = ", ".join(self._bases)
             remedy = f"take {known}, or start the server with --name {name[:60]}=DIR"
-            raise Refusal(f"there is no model {shown(name)}", remedy=remedy)
+            raise Refusal(f"there is no model {excerpt(name)}", remedy=remedy)
         return self._bases[name]
 
 

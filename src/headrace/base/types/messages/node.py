@@ -49,9 +49,9 @@ class Do(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
     supervisor: int
     """The number of the supervisor; the first call with a number creates it."""
-    what: Literal["describe_node", "begin", "ended", "computed_s", "halt_reason"]
+    method: Literal["describe_node", "start", "wait_until_ended", "computed_s", "halt_reason"]
     """The name of the method."""
-    asked: bytes = b""
+    argument: bytes = b""
     """The argument of the call as JSON; empty for calls without one."""
 
 

@@ -15,7 +15,7 @@ LIBRARY = "HEADRACE_CLAIMED_DEVICE"
 TORCH, DEVICES, PAGED = "torch", "headrace.models.devices", "headrace.models.paged"
 
 
-class WithDevice(importlib.abc.MetaPathFinder):
+class DeviceImportHook(importlib.abc.MetaPathFinder):
     """An import hook that loads the compiled library of the claimed device before torch and the Python part after
     torch. It also makes headrace find the device without a driver, and not choose Triton kernels for it."""
 
@@ -32,7 +32,7 @@ class WithDevice(importlib.abc.MetaPathFinder):
         spec: Any = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
-        def loaded(module: Any) -> None:
+        def execute(module: Any) -> None:
             """Execute the module, with the changes before and after."""
             if name == TORCH:
                 ctypes.CDLL(os.environ[LIBRARY])  # noqa: TID251 - before anything of headrace is imported
@@ -46,9 +46,9 @@ class WithDevice(importlib.abc.MetaPathFinder):
             else:
                 module.IMPLEMENTATIONS.pop("triton", None)
 
-        spec.loader.exec_module = loaded
+        spec.loader.exec_module = execute
         return spec
 
 
 if __name__ == "sitecustomize" and LIBRARY in os.environ:  # noqa: TID251 - only when Python imports it at start-up
-    sys.meta_path.insert(0, WithDevice())
+    sys.meta_path.insert(0, DeviceImportHook())

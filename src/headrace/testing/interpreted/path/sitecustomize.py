@@ -10,7 +10,7 @@ from typing import Any
 TOP_K = "vllm.v1.sample.ops.topk_topp_sampler"
 
 
-class WithoutTriton(importlib.abc.MetaPathFinder):
+class TritonImportHook(importlib.abc.MetaPathFinder):
     """An import hook that loads vLLM's module :data:`TOP_K` as if Triton were missing, so that it uses torch."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -22,14 +22,14 @@ class WithoutTriton(importlib.abc.MetaPathFinder):
         spec: Any = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
-        def loaded(module: Any) -> None:
+        def execute(module: Any) -> None:
             """Execute the module, and then set its ``HAS_TRITON`` to false."""
             load(module)
             module.HAS_TRITON = False
 
-        spec.loader.exec_module = loaded
+        spec.loader.exec_module = execute
         return spec
 
 
 if __name__ == "sitecustomize":  # only when Python itself imports it at start-up
-    sys.meta_path.insert(0, WithoutTriton())
+    sys.meta_path.insert(0, TritonImportHook())

@@ -21,12 +21,12 @@ from pathlib import Path
 from headrace.base.clock import RealClock
 from headrace.base.environ import program_environment
 from headrace.base.errors import ConfigError
-from headrace.wings.bench.base import Report, Row, Target, at_most, report
+from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
 from headrace.wings.bench.gpu.base import GpuStageOutcome
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
 from headrace.wings.bench.gpu.files import GpuFile, compare_figures, figures_of, rates_of, read_file, write_file
-from headrace.wings.bench.gpu.refusals import ask_card, folder_of_models, refuse_card, refuse_options
-from headrace.wings.bench.gpu.stages import chosen
+from headrace.wings.bench.gpu.refusals import model_folder, query_card, refuse_card, refuse_options
+from headrace.wings.bench.gpu.stages import choose_stages
 
 BUDGET_S = 600.0
 CLAIMED, CLAIMED_STAGE = "headrace.testing.claimed", "headrace.testing.claimed.stage"
@@ -51,13 +51,13 @@ def measure(
     where an option or the GPU cannot be used.
     """
     clock = RealClock()
-    names = chosen(stages)
+    names = choose_stages(stages)
     made = datetime.datetime.fromtimestamp(clock.wall()).strftime("%Y%m%d-%H%M%S")
     path = Path(out or f"gpu-{made}.json")
     refuse_options(budget=budget, vllm=vllm, out=path)
     before = read_file(Path(compare)) if compare else None
     card = "claimed" if pretend else _usable_card(names)
-    folder = Path(tempfile.gettempdir()) if pretend else folder_of_models()
+    folder = Path(tempfile.gettempdir()) if pretend else model_folder()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=folder) as scratch:
         plan = StagesPlan(names=names, budget_s=budget, directory=Path(scratch), pretend=pretend, vllm=vllm)
         if pretend:
@@ -80,7 +80,7 @@ def measure(
 def _usable_card(stages: Sequence[str]) -> str:
     """Return the name of this machine's GPU. Raises :class:`~headrace.base.errors.ConfigError` where the machine has no
     GPU on which the ``stages`` can run."""
-    card = ask_card()
+    card = query_card()
     refuse_card(card, stages)
     return card.name
 
@@ -124,4 +124,4 @@ def _report(outcomes: Sequence[GpuStageOutcome], before: GpuFile | None) -> Repo
     targets.append(at_most(" ".join(["stages that failed or were killed", *broken]), len(broken), 0, "stages"))
     if before is not None:
         rows += compare_figures(figures_of(outcomes), figures_of(before.stages))
-    return report(rows, targets)
+    return make_report(rows, targets)

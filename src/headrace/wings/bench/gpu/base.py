@@ -126,42 +126,42 @@ class StageContext:
         """Return the time until the process is killed, in seconds."""
         return self.request.seconds - (self.clock.now() - self.started_s)
 
-    def fits(self, what: str, needs_s: float) -> bool:
+    def has_time_for(self, what: str, needs_s: float) -> bool:
         """Return whether ``needs_s`` seconds are left for the measurement ``what``; if not, record in a row that the
         measurement is left out."""
         left_s = self.left_s()
         if left_s < needs_s:
-            self.row(what=what, left_out=f"{left_s:.0f} s are left, and it takes about {needs_s:g}; raise --budget")
+            self.add_row(what=what, left_out=f"{left_s:.0f} s are left, and it takes about {needs_s:g}; raise --budget")
         return left_s >= needs_s
 
     def attempt(self, what: str, act: Callable[[], object], *, needs_s: float = 0.0) -> None:
         """Call ``act``, the measurement ``what``, if ``needs_s`` seconds are left, and free its memory. A measurement
         that raises an error is recorded as a target that does not hold, and the stage continues."""
-        if not self.fits(what, 0.0 if self.pretend else needs_s):
+        if not self.has_time_for(what, 0.0 if self.pretend else needs_s):
             return
         try:
             act()
         except Exception as error:  # noqa: BLE001 - the boundary of a measurement
             traceback.print_exc()
-            self.row(what=what, failed=f"{type(error).__name__}: {error}"[:800])
-            self.target(at_most(f"{what}: failed", 1, 0, "measurements"))
+            self.add_row(what=what, failed=f"{type(error).__name__}: {error}"[:800])
+            self.add_target(at_most(f"{what}: failed", 1, 0, "measurements"))
         self.release()
 
-    def row(self, **columns: Any) -> None:
+    def add_row(self, **columns: Any) -> None:
         """Record one measurement, whose ``columns`` are values by name."""
         self._write(StageLine(row=columns))
 
-    def target(self, target: Target, *, measured: bool = False) -> None:
+    def add_target(self, target: Target, *, measured: bool = False) -> None:
         """Record a figure with its limit. A target that is ``measured`` in time is left out with ``--pretend``, where
         times mean nothing."""
         if not (measured and self.pretend):
             self._write(StageLine(target=target))
 
-    def figures(self, **numbers: float) -> None:
+    def add_figures(self, **numbers: float) -> None:
         """Record numbers by name for later stages, for the comparison with another file, and for ``headrace plan``."""
         self._write(StageLine(figures=numbers))
 
-    def timed(self, act: Callable[[], object]) -> float:
+    def measure_s(self, act: Callable[[], object]) -> float:
         """Call ``act``, and return the seconds until the device has finished its work."""
         self.wait()
         start_s = self.clock.now()
@@ -172,7 +172,7 @@ class StageContext:
     def shortest_s(self, act: Callable[[], object], times: int = 5) -> float:
         """Call ``act`` once as a warm-up and then ``times`` times, and return the shortest duration in seconds."""
         act()
-        return min(self.timed(act) for _ in range(times))
+        return min(self.measure_s(act) for _ in range(times))
 
     def _write(self, line: StageLine) -> None:
         """Append a line to the file of the stage, without buffering."""

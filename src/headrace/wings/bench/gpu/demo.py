@@ -17,7 +17,7 @@ from typing import Any
 from headrace.run.session.directory import read_status
 from headrace.wings.bench.base import at_least
 from headrace.wings.bench.gpu.base import StageContext
-from headrace.wings.bench.program import training
+from headrace.wings.bench.program import run_training
 from headrace.wings.recipes.demo import build_demo, lay_out, write_untrained
 
 ACCURACY = 0.9
@@ -71,14 +71,14 @@ async def _run_lives(stage: StageContext, run_file: Path, settings: Sequence[str
         if seen.summary:
             break
     accuracy, done = seen.summary.get("eval_after"), seen.summary.get("steps", 0)
-    stage.row(
+    stage.add_row(
         what="demo", killed=seen.kills, steps=done, eval_before=seen.summary.get("eval_before"), eval_after=accuracy,
         trained_tok_s=seen.summary.get("trained_tok_s"), errors=seen.errors[-300:],
     )  # fmt: skip
-    stage.target(at_least("demo, parts killed while it ran", len(seen.kills), 2, "parts"))
-    stage.target(at_least("demo, runs that ended after kills and a resume", float(bool(seen.summary)), 1, "runs"))
+    stage.add_target(at_least("demo, parts killed while it ran", len(seen.kills), 2, "parts"))
+    stage.add_target(at_least("demo, runs that ended after kills and a resume", float(bool(seen.summary)), 1, "runs"))
     if not stage.pretend:
-        stage.target(at_least("demo, held-out accuracy after", accuracy or 0.0, ACCURACY, "fraction"))
+        stage.add_target(at_least("demo, held-out accuracy after", accuracy or 0.0, ACCURACY, "fraction"))
 
 
 async def _run_life(
@@ -86,7 +86,7 @@ async def _run_life(
 ) -> None:
     """Run one life of ``headrace train`` with ``arguments`` until it ends, and add the observations to ``seen``.
     Meanwhile kill the processes with the roles ``victims``, one after the other."""
-    async with training(arguments, resume=resume) as program, asyncio.TaskGroup() as group:
+    async with run_training(arguments, resume=resume) as program, asyncio.TaskGroup() as group:
         assert program.stdout is not None
         assert program.stderr is not None
         killing = group.create_task(_kill(run_dir, seen, victims))
@@ -122,7 +122,7 @@ def _kill_ready(pids: Sequence[int], role: str, seen: DemoRun) -> None:
 
 async def _run_with_vllm(stage: StageContext, run_file: Path, folder: Path, settings: Sequence[str]) -> None:
     """Run the demo once more with vLLM as its engine, without kills, and record its accuracy."""
-    if not stage.fits("the demo with vLLM", 60):
+    if not stage.has_time_for("the demo with vLLM", 60):
         return
     own = [f"run.dir={folder / 'vllm'}", "engine.kind=vllm", f"engine.server.python={stage.request.vllm}"]
     chosen = [each for each in settings if not each.startswith("run.dir")] + own
@@ -130,5 +130,5 @@ async def _run_with_vllm(stage: StageContext, run_file: Path, folder: Path, sett
     seen = DemoRun()
     await _run_life(stage, arguments, folder / "vllm", seen, [], resume=False)
     accuracy = seen.summary.get("eval_after") or 0.0
-    stage.row(what="demo with vLLM", eval_after=accuracy, errors=seen.errors[-300:])
-    stage.target(at_least("demo with vLLM, held-out accuracy after", accuracy, ACCURACY, "fraction"))
+    stage.add_row(what="demo with vLLM", eval_after=accuracy, errors=seen.errors[-300:])
+    stage.add_target(at_least("demo with vLLM, held-out accuracy after", accuracy, ACCURACY, "fraction"))

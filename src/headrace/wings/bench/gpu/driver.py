@@ -73,12 +73,12 @@ def run_stages(
         kind = plan.kinds[name]
         left_s = end_s - clock.now()
         limit_s = left_s * kind.share_s / sum(plan.kinds[other].share_s for other in plan.names[place:])
-        if limit_s < kind.least_s:
+        if limit_s < kind.min_s:
             why = f"its share of the {max(0.0, left_s):.0f} s left is {max(0.0, limit_s):.0f} s, and it needs "
-            why += f"{kind.least_s:g}: raise --budget, or choose fewer --stages"
+            why += f"{kind.min_s:g}: raise --budget, or choose fewer --stages"
             outcomes.append(GpuStageOutcome(name=name, state="left out", why=why))
         else:
-            on_progress(f"{name}: {kind.what} (at most {limit_s:.0f} s)")
+            on_progress(f"{name}: {kind.description} (at most {limit_s:.0f} s)")
             outcomes.append(_run_stage(plan, name, limit_s, figures, clock))
             figures |= outcomes[-1].figures
         flush(outcomes)

@@ -31,7 +31,7 @@ class EngineCase:
     load: Load
     needs_s: float
     """The duration of the measurement on a fast GPU, with the creation of the model, in seconds."""
-    aimed: bool = False
+    has_target: bool = False
     """True where the fraction of the roofline has a target."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The fields of the sampling parameters that differ from their defaults."""
@@ -40,7 +40,7 @@ class EngineCase:
 CASES = (
     EngineCase(model=MEASURED[0], load=Load(sequences=1, prompt=960, new=64), needs_s=10),
     *(
-        EngineCase(model=name, load=Load(sequences=BATCH, prompt=960, new=64), needs_s=15, aimed=True)
+        EngineCase(model=name, load=Load(sequences=BATCH, prompt=960, new=64), needs_s=15, has_target=True)
         for name in MEASURED
     ),
     *(EngineCase(model=SMALL, load=Load(sequences=n, prompt=960, new=64), needs_s=6) for n in (1, 16, 64, BATCH)),
@@ -52,7 +52,7 @@ CASES = (
 """The measurements, the most important first."""
 TINY = (
     EngineCase(model=MEASURED[0], load=Load(sequences=1, prompt=20, new=3), needs_s=0),
-    EngineCase(model=MEASURED[0], load=Load(sequences=4, prompt=20, new=3), needs_s=0, aimed=True),
+    EngineCase(model=MEASURED[0], load=Load(sequences=4, prompt=20, new=3), needs_s=0, has_target=True),
     EngineCase(model=SMALL, load=Load(sequences=2, prompt=40, new=3), needs_s=0, sampling={"top_p": 0.95}),
 )
 """The measurements with ``--pretend``."""
@@ -83,21 +83,21 @@ def _measure(stage: StageContext, case: EngineCase, name: str, overhead: dict[st
     engine = open_engine(stage, folder, DTYPE, case.load)
     vocab = model_of(case.model, pretend=stage.pretend).settings["vocab_size"]
     figures = decode(stage, engine, case.load, vocab, **case.sampling)
-    least_s = floor_s(sizes, figures, case.load, stage.request.ceilings, 2)
-    share = least_s / figures.step_s
+    floor_step_s = floor_s(sizes, figures, case.load, stage.request.ceilings, 2)
+    share = floor_step_s / figures.step_s
     tok_s = case.load.sequences / figures.step_s
-    stage.row(
-        what=name, tok_s=tok_s, step_ms=figures.step_s * 1e3, floor_ms=least_s * 1e3, floor_by_step=share,
+    stage.add_row(
+        what=name, tok_s=tok_s, step_ms=figures.step_s * 1e3, floor_ms=floor_step_s * 1e3, floor_by_step=share,
         prefill_tok_s=figures.prefill_tok_s, context=figures.context, **figures.work, **_memory(engine, sizes.params),
     )  # fmt: skip
-    if case.aimed and least_s:
+    if case.has_target and floor_step_s:
         target = at_least(f"engine, {name}: floor of a step by the step", share, ROOFLINE, "fraction")
-        stage.target(target, measured=True)
-        share_without_overhead = least_s / max(least_s, figures.step_s - overhead.get("overhead_s", 0.0))
-        stage.figures(**{f"engine {case.model}": tok_s, "decode_share": share_without_overhead})
-    if not overhead and least_s:
-        overhead["overhead_s"] = max(0.0, figures.step_s - least_s)
-        stage.figures(**overhead)
+        stage.add_target(target, measured=True)
+        share_without_overhead = floor_step_s / max(floor_step_s, figures.step_s - overhead.get("overhead_s", 0.0))
+        stage.add_figures(**{f"engine {case.model}": tok_s, "decode_share": share_without_overhead})
+    if not overhead and floor_step_s:
+        overhead["overhead_s"] = max(0.0, figures.step_s - floor_step_s)
+        stage.add_figures(**overhead)
 
 
 def _memory(engine: NativeEngine, params: int) -> dict[str, float]:

@@ -104,7 +104,7 @@ def decode(stage: StageContext, engine: NativeEngine, load: Load, vocab: int, **
     for _ in range(WARM_STEPS):
         engine.step()
     first = (engine.stats().generated_tokens - before) / load.sequences
-    times_s = [stage.timed(engine.step) for _ in range(load.new)]
+    times_s = [stage.measure_s(engine.step) for _ in range(load.new)]
     counted = stage.work.count(lambda: [engine.step() for _ in range(PROFILED_STEPS)])
     engine.abort(ids)
     return DecodeFigures(

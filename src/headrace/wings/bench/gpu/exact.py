@@ -66,12 +66,12 @@ async def _sample_and_train(stage: StageContext, model: str, dtype: str) -> None
         metrics = policy.forward_backward(groups, [[1.0, -1.0, 0.5, -0.5]] * len(prompts)).metrics
         facts, stats = policy.facts, policy.engine.stats()
     difference = metrics["mismatch_abs"]
-    stage.row(
+    stage.add_row(
         what=f"engine against learner, {model}, {dtype}", mean_apart=difference, kl=metrics["mismatch_kl"],
         attention=facts["attention"], cache_tokens=room, preempted=stats.preempted, cached=stats.cached_tokens,
     )  # fmt: skip
     name = f"engine against learner, {model}, {dtype}: mean |Δ logprob|"
-    stage.target(at_most(name, difference, CLOSE[dtype], "nats"))
+    stage.add_target(at_most(name, difference, CLOSE[dtype], "nats"))
 
 
 def _check_contract(stage: StageContext) -> None:
@@ -90,15 +90,17 @@ def _check_contract(stage: StageContext) -> None:
     for line in process.stdout:
         if line.startswith("{"):
             found.append(json.loads(line))
-            stage.row(what=f"contract, {found[-1]['suite']}: {found[-1]['clause']}", **_short(found[-1]))
+            stage.add_row(what=f"contract, {found[-1]['suite']}: {found[-1]['clause']}", **_short(found[-1]))
     code = process.wait()
     late = not alarm.is_alive()
     alarm.cancel()
     if late:
-        stage.row(what="contract", left_out="its time was over: raise --budget, or choose fewer --stages")
+        stage.add_row(what="contract", left_out="its time was over: raise --budget, or choose fewer --stages")
     broken = [each["clause"] for each in found if each["result"].startswith("BROKEN")]
-    stage.target(at_most("contract of engines: clauses broken", len(broken) + bool(code and not late), 0, "clauses"))
-    stage.target(at_least("contract of engines: clauses checked", len(found), 1, "clauses"))
+    stage.add_target(
+        at_most("contract of engines: clauses broken", len(broken) + bool(code and not late), 0, "clauses")
+    )
+    stage.add_target(at_least("contract of engines: clauses checked", len(found), 1, "clauses"))
 
 
 def _short(found: dict[str, Any]) -> dict[str, Any]:

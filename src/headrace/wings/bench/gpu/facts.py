@@ -23,13 +23,13 @@ QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.width.cur
 def run(stage: StageContext) -> None:
     """Record versions, memory and links, and measure the ceilings."""
     found = probe()
-    stage.row(what="card", name=found.name, capability=".".join(map(str, found.capability)), gib=found.total / GIB)
-    stage.row(
+    stage.add_row(what="card", name=found.name, capability=".".join(map(str, found.capability)), gib=found.total / GIB)
+    stage.add_row(
         what="versions", python=platform.python_version(), torch=found.torch, cuda=found.cuda, triton=found.triton
     )
     names = VisibleGpus.of_this_process().names
-    stage.row(what="GPUs", visible=visible_gpus(), torch_sees=found.count, driver_names=list(names or ()))
-    stage.row(what="links", **_query_driver())
+    stage.add_row(what="GPUs", visible=visible_gpus(), torch_sees=found.count, driver_names=list(names or ()))
+    stage.add_row(what="links", **_query_driver())
     if stage.pretend:
         copied, side = 1 << 16, 32
     else:
@@ -70,8 +70,8 @@ def _measure_copies(stage: StageContext, num_bytes: int) -> None:
         f"{name}_gb_s": times * num_bytes / stage.shortest_s(partial(to.copy_, of)) / 1e9
         for name, (to, of, times) in pairs.items()
     }
-    stage.row(what="copies", mib=num_bytes / 2**20, **rates)
-    stage.figures(**rates)
+    stage.add_row(what="copies", mib=num_bytes / 2**20, **rates)
+    stage.add_figures(**rates)
 
 
 def _measure_products(stage: StageContext, side: int, dtype: torch.dtype) -> None:
@@ -80,5 +80,5 @@ def _measure_products(stage: StageContext, side: int, dtype: torch.dtype) -> Non
     left, right = (torch.full((side, side), 0.5, dtype=dtype, device=stage.request.device) for _ in range(2))
     seconds = stage.shortest_s(lambda: left @ right, times=10)
     rate = 2 * side**3 / seconds / 1e12
-    stage.row(what=f"products in {name}", side=side, tflops=rate)
-    stage.figures(**{f"product_{name}_tflops": rate})
+    stage.add_row(what=f"products in {name}", side=side, tflops=rate)
+    stage.add_figures(**{f"product_{name}_tflops": rate})

@@ -52,7 +52,7 @@ class DecodeCase:
 def run(stage: StageContext) -> None:
     """Check all kernels, and on a real device also measure them."""
     if not probe().triton:
-        stage.row(what="kernels", left_out="Triton is not installed: pip install 'headrace[cuda]'")
+        stage.add_row(what="kernels", left_out="Triton is not installed: pip install 'headrace[cuda]'")
         return
     case = DecodeCase(rows=64, context=1024, kv_heads=8, group=4)
     if stage.pretend:
@@ -76,7 +76,7 @@ def _check_kernel(
     from headrace.models.paged.triton import TritonAttention, columns
 
     if not columns(*sizes, dtype.itemsize):
-        stage.row(what=name, left_out="no card has room for a tile of these: such heads are gathered")
+        stage.add_row(what=name, left_out="no card has room for a tile of these: such heads are gathered")
         return
     device = torch.device("cpu" if stage.pretend else stage.request.device)
     geometry, qkv, cache = _inputs(case, sizes, dtype, device)
@@ -89,20 +89,20 @@ def _check_kernel(
     attention = TritonAttention(geometry, device)
     with torch.inference_mode():
         computed = attention.attend(qkv, cache.layers[0], attention_rule)
-        expected = defined(geometry, qkv[0], cache.layers[0], attention_rule)
+        expected = reference_attention(geometry, qkv[0], cache.layers[0], attention_rule)
     num_wrong = _count_wrong_writes(geometry, qkv, cache)
-    stage.target(at_most(f"write, {name}: numbers that differ", num_wrong, 0, "numbers"))
+    stage.add_target(at_most(f"write, {name}: numbers that differ", num_wrong, 0, "numbers"))
     worst = float((computed.double() - expected).abs().max() / expected.abs().max())
-    stage.target(at_most(f"decode, {name}: largest difference from float64", worst, CLOSE[dtype], "of largest"))
+    stage.add_target(at_most(f"decode, {name}: largest difference from float64", worst, CLOSE[dtype], "of largest"))
     if stage.pretend:
-        stage.row(what=f"decode, {name}", interpreted=True, worst=worst)
+        stage.add_row(what=f"decode, {name}", interpreted=True, worst=worst)
         return
     with torch.inference_mode():
         calls_s = stage.shortest_s(lambda: [attention.attend(qkv, cache.layers[0], attention_rule) for _ in range(20)])
         seconds = calls_s / 20
     window = given.get("window") or case.context
     read = int(np.minimum(geometry.starts_R + 1, window).sum()) * case.kv_heads * sum(sizes) * dtype.itemsize
-    stage.row(
+    stage.add_row(
         what=f"decode and write, {name}", us=seconds * 1e6, worst=worst,
         share_of_bandwidth=read / seconds / 1e9 / stage.request.ceilings.get("copy_device_gb_s", float("inf")),
     )  # fmt: skip
@@ -142,7 +142,7 @@ def _count_wrong_writes(geometry: Geometry, qkv: tuple[Tensor, Tensor, Tensor], 
     return sum(int((pool[blocks, :, within] != new).sum()) for new, pool in pairs)
 
 
-def defined(geometry: Geometry, query_RHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+def reference_attention(geometry: Geometry, query_RHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
     """Return the attention output ``[R, H, V]`` of one decoded token for each row, computed by the definition of
     attention in float64. The pools of ``layer`` must already contain the new keys and values."""
     outputs = []

@@ -21,7 +21,7 @@ from headrace.learner.core import LearnerCore
 from headrace.learner.footprint import LearnerSizes
 from headrace.models.shape import ModelShape
 from headrace.wings.bench.base import at_least, at_most
-from headrace.wings.bench.engine import lognormal
+from headrace.wings.bench.engine import draw_lengths
 from headrace.wings.bench.gpu.base import GIB, StageContext
 from headrace.wings.bench.gpu.learners import open_learner, random_batch
 from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, MIDDLE, MIXTURE, SINKS, SMALL, model_of, write_model
@@ -30,7 +30,7 @@ from headrace.wings.plan.costs import TrainingFlops
 MFU = 0.4
 """The target for the share of the rate of products."""
 DTYPE = "bfloat16"
-PACKED = lognormal(32, 896, 3840)
+PACKED = draw_lengths(32, 896, 3840)
 """The lengths of the answers of a step: very different, and about 32 thousand tokens together with their prompts."""
 PROMPT = 128
 
@@ -39,7 +39,7 @@ PROMPT = 128
 class LearnerCase:
     """One measurement of the learner: a model, a batch, and settings."""
 
-    what: str
+    description: str
     """The description of the case, for the report."""
     model: str
     needs_s: float
@@ -52,37 +52,38 @@ class LearnerCase:
     """The settings of the section ``[learner]``."""
     rank: int = 0
     """The rank of the adapter that is trained; 0: all weights are trained."""
-    aimed: bool = False
+    has_target: bool = False
     """True where the share of the rate of products has a target."""
 
 
 CASES = (
-    LearnerCase(what="4K packed", model=MEASURED[1], needs_s=25, aimed=True),
-    LearnerCase(what="4K packed", model=SMALL, needs_s=12),
+    LearnerCase(description="4K packed", model=MEASURED[1], needs_s=25, has_target=True),
+    LearnerCase(description="4K packed", model=SMALL, needs_s=12),
     LearnerCase(
-        what="recompute, optimizer in host memory", model=MIDDLE, needs_s=25,
+        description="recompute, optimizer in host memory", model=MIDDLE, needs_s=25,
         settings={"tokens_per_microbatch": 8192, "memory": {"recompute": True, "offload_optimizer": True}},
     ),
-    LearnerCase(what="LoRA of rank 16", model=LARGE, needs_s=40, rank=16),
+    LearnerCase(description="LoRA of rank 16", model=LARGE, needs_s=40, rank=16),
     LearnerCase(
-        what="8K tokens in one sample", model=SINKS, needs_s=20, answers=(8000,), prompt=190,
+        description="8K tokens in one sample", model=SINKS, needs_s=20, answers=(8000,), prompt=190,
         settings={"tokens_per_microbatch": 8192},
     ),
-    LearnerCase(what="4K packed", model=MIXTURE, needs_s=30),
+    LearnerCase(description="4K packed", model=MIXTURE, needs_s=30),
 )  # fmt: skip
 """The measurements, the most important first."""
 _SMALL = {"tokens_per_microbatch": 64}
 TINY = (
     LearnerCase(
-        what="packed", model=MEASURED[1], needs_s=0, answers=(5, 9, 12, 7), prompt=4, settings=_SMALL, aimed=True
+        description="packed", model=MEASURED[1], needs_s=0, answers=(5, 9, 12, 7), prompt=4, settings=_SMALL,
+        has_target=True,
     ),
     LearnerCase(
-        what="recompute, optimizer in host memory", model=MIDDLE, needs_s=0, answers=(5, 9), prompt=4,
+        description="recompute, optimizer in host memory", model=MIDDLE, needs_s=0, answers=(5, 9), prompt=4,
         settings={**_SMALL, "memory": {"recompute": True, "offload_optimizer": True}},
     ),
-    LearnerCase(what="LoRA", model=LARGE, needs_s=0, answers=(5, 9), prompt=4, rank=4, settings=_SMALL),
-    LearnerCase(what="sinks", model=SINKS, needs_s=0, answers=(40,), prompt=4, settings=_SMALL),
-    LearnerCase(what="mixture", model=MIXTURE, needs_s=0, answers=(5, 9), prompt=4, settings=_SMALL),
+    LearnerCase(description="LoRA", model=LARGE, needs_s=0, answers=(5, 9), prompt=4, rank=4, settings=_SMALL),
+    LearnerCase(description="sinks", model=SINKS, needs_s=0, answers=(40,), prompt=4, settings=_SMALL),
+    LearnerCase(description="mixture", model=MIXTURE, needs_s=0, answers=(5, 9), prompt=4, settings=_SMALL),
 )  # fmt: skip
 """The measurements with ``--pretend``."""
 
@@ -91,9 +92,9 @@ def run(stage: StageContext) -> None:
     """Measure the step with the target, check that packing does not change logprobs and that gradients agree with
     float32, and then measure the other steps."""
     for case in TINY if stage.pretend else CASES:
-        name = f"{case.model}, {case.what}"
+        name = f"{case.model}, {case.description}"
         stage.attempt(name, partial(_measure, stage, case, name), needs_s=case.needs_s)
-        if case.aimed:
+        if case.has_target:
             stage.attempt("packed against alone", partial(_compare_packing, stage))
             stage.attempt("gradients", partial(_compare_gradients, stage))
 
@@ -120,8 +121,8 @@ def _compare_packing(stage: StageContext) -> None:
     )
     packed_N, alone_N = (core.train(_batch(stage, core, SMALL, 8, answers)).log_pi_N for core in (together, alone))
     worst = float(np.nanmax(np.abs(packed_N - alone_N)))
-    stage.row(what="packed against alone, float32", tokens=len(packed_N), worst=worst)
-    stage.target(at_most("learner, packed samples by samples alone: largest |Δ log π|", worst, 2e-3, "nats"))
+    stage.add_row(what="packed against alone, float32", tokens=len(packed_N), worst=worst)
+    stage.add_target(at_most("learner, packed samples by samples alone: largest |Δ log π|", worst, 2e-3, "nats"))
 
 
 def _compare_gradients(stage: StageContext) -> None:
@@ -134,8 +135,8 @@ def _compare_gradients(stage: StageContext) -> None:
         core = open_learner(stage, folder, dtype, {"tokens_per_microbatch": 4096})
         norms.append(core.train(_batch(stage, core, SMALL, 8, answers)).metrics["grad_norm"])
     error = abs(norms[1] / norms[0] - 1)
-    stage.row(what="gradient in bfloat16 against float32", float32=norms[0], bfloat16=norms[1], apart=error)
-    stage.target(at_most("learner, norm of the gradient in bfloat16 by float32's: apart", error, 0.05, "fraction"))
+    stage.add_row(what="gradient in bfloat16 against float32", float32=norms[0], bfloat16=norms[1], apart=error)
+    stage.add_target(at_most("learner, norm of the gradient in bfloat16 by float32's: apart", error, 0.05, "fraction"))
 
 
 def _measure(stage: StageContext, case: LearnerCase, name: str) -> None:
@@ -153,13 +154,13 @@ def _measure(stage: StageContext, case: LearnerCase, name: str) -> None:
         / seconds
     )
     counted = stage.work.count(lambda: core.train(_batch(stage, core, case.model, case.prompt, case.answers)))
-    stage.row(
+    stage.add_row(
         what=name, tok_s=float(lengths.sum()) / seconds, step_s=seconds, mfu=share, first_step_s=times_s[0],
         peak_gib=torch.cuda.max_memory_allocated() / GIB, planned_gib=_planned_bytes(sizes, case) / GIB, **counted,
     )  # fmt: skip
-    if case.aimed and share:
-        stage.target(at_least(f"learner, {name}: operations by products", share, MFU, "fraction"), measured=True)
-        stage.figures(**{f"learner {case.model}": float(lengths.sum()) / seconds, "train_share": share})
+    if case.has_target and share:
+        stage.add_target(at_least(f"learner, {name}: operations by products", share, MFU, "fraction"), measured=True)
+        stage.add_figures(**{f"learner {case.model}": float(lengths.sum()) / seconds, "train_share": share})
 
 
 def _cost_model(sizes: ModelShape, rate: float, *, adapter: bool) -> TrainingFlops:

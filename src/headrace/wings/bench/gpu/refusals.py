@@ -65,7 +65,7 @@ def refuse_options(*, budget: float, vllm: str, out: Path) -> None:
         )
 
 
-def folder_of_models() -> Path:
+def model_folder() -> Path:
     """Return the folder for the random models of all stages: shared memory, or the usual folder for temporary files
     where shared memory has too little room. Raises :class:`~headrace.base.errors.ConfigError` where both have too
     little room."""
@@ -81,7 +81,7 @@ def folder_of_models() -> Path:
     )
 
 
-def ask_card() -> CardFacts:
+def query_card() -> CardFacts:
     """Return the facts about the GPU, which another process (:mod:`.probe`) reads. Raises
     :class:`~headrace.base.errors.ConfigError` where there is no driver, and where this process fails."""
     if not has_gpu_driver():

@@ -27,7 +27,7 @@ def run(stage: StageContext) -> None:
     """Run the turns of engine and learner, then cause a lack of memory."""
     stage.attempt("turns", lambda: asyncio.run(_take_turns(stage)))
     if stage.pretend:
-        stage.row(what="lack of memory", left_out="the claimed device has as much memory as the machine")
+        stage.add_row(what="lack of memory", left_out="the claimed device has as much memory as the machine")
     else:
         stage.attempt("lack of memory", lambda: _exceed_memory(stage))
 
@@ -52,14 +52,14 @@ async def _take_turns(stage: StageContext) -> None:
             await policy.publish("sleep")
             awake.append(torch.cuda.memory_allocated())
     reserved, held = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    stage.row(
+    stage.add_row(
         what=f"{ROUNDS} turns of engine and learner", asleep_gib=asleep[-1] / GIB, awake_gib=awake[-1] / GIB,
         reserved_gib=reserved / GIB, fragmented=1 - held / reserved if reserved else 0.0,
     )  # fmt: skip
     for name, column in (("asleep", asleep), ("awake", awake)):
         growth = column[-1] / column[1]
-        stage.target(at_most(f"sharing, memory {name} in the last turn by the second's", growth, GROWTH, "ratio"))
-    stage.target(at_least("sharing, turns", len(awake), ROUNDS, "turns"))
+        stage.add_target(at_most(f"sharing, memory {name} in the last turn by the second's", growth, GROWTH, "ratio"))
+    stage.add_target(at_least("sharing, turns", len(awake), ROUNDS, "turns"))
 
 
 def _exceed_memory(stage: StageContext) -> None:
@@ -83,6 +83,6 @@ def _exceed_memory(stage: StageContext) -> None:
         del core
         stage.release()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    stage.row(what="lack of memory", allowed_gib=28, said=message[:500], fits_with=tokens)
+    stage.add_row(what="lack of memory", allowed_gib=28, said=message[:500], fits_with=tokens)
     works = bool(message) and tokens >= 2048
-    stage.target(at_least("sharing, lack of memory: named setting works", float(works), 1, "settings"))
+    stage.add_target(at_least("sharing, lack of memory: named setting works", float(works), 1, "settings"))

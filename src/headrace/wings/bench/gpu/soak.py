@@ -47,6 +47,6 @@ async def _loop(stage: StageContext) -> None:
             host.append(memory_bytes("VmRSS"))
     for name, column, most_growth in (("device", device, GROWTH), ("host", host, HOST_GROWTH)):
         growth = column[-1] / column[len(column) // 3]
-        stage.row(what=f"memory of the {name}", rounds=len(column), last_mib=column[-1] / 2**20, growth=growth)
-        stage.target(at_most(f"soak, memory of the {name}: growth", growth, most_growth, "ratio"))
-    stage.target(at_least("soak, rounds", len(device), LEAST, "rounds"))
+        stage.add_row(what=f"memory of the {name}", rounds=len(column), last_mib=column[-1] / 2**20, growth=growth)
+        stage.add_target(at_most(f"soak, memory of the {name}: growth", growth, most_growth, "ratio"))
+    stage.add_target(at_least("soak, rounds", len(device), LEAST, "rounds"))

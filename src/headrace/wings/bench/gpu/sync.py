@@ -41,8 +41,8 @@ GAP_MS = 5.0
 
 def run(stage: StageContext) -> None:
     """Measure both codecs, and record in rows which transports are left out."""
-    stage.row(what="CUDA IPC", left_out="there is no transport within one GPU's memory: versions pass host memory")
-    stage.row(what="group", left_out="sends through host memory: headrace bench sync measures it")
+    stage.add_row(what="CUDA IPC", left_out="there is no transport within one GPU's memory: versions pass host memory")
+    stage.add_row(what="group", left_out="sends through host memory: headrace bench sync measures it")
     for name in (SMALL,) if stage.pretend else MEASURED:
         for codec in ("full", "delta"):
             stage.attempt(f"versions of {name}, {codec}", partial(_measure, stage, name, codec), needs_s=12)
@@ -64,13 +64,13 @@ def _measure(stage: StageContext, name: str, codec: str) -> None:
         found = [transfer.send_version() for _ in range(VERSIONS + 2)][2:]
         row: Row = {key: statistics.median(each[key] for each in found) for key in found[0]}
         seconds = row["exposed_s"] + row["announce_s"] + row["stage_s"]
-        stage.row(what=f"versions of {name}, {codec}", **row, gb_s=transfer.whole_bytes / seconds / 1e9)
-        stage.target(
+        stage.add_row(what=f"versions of {name}, {codec}", **row, gb_s=transfer.whole_bytes / seconds / 1e9)
+        stage.add_target(
             at_most(f"sync, {name}, {codec}: median commit gap", row["gap_s"] * 1e3, GAP_MS, "ms"), measured=True
         )
         if codec == "full":
             transfer.check_damage(path, name)
-            stage.figures(sync_gb_s=transfer.whole_bytes / seconds / 1e9, gap_s=row["gap_s"])
+            stage.add_figures(sync_gb_s=transfer.whole_bytes / seconds / 1e9, gap_s=row["gap_s"])
 
 
 def _engine(stage: StageContext, folder: Path, load: Load, codec: str, core: LearnerCore) -> NativeEngine:
@@ -99,7 +99,7 @@ class _VersionTransfer:
                 random_batch(self._core.version, prompt=4, answers=(9, 12, 7, 5), vocab=self._vocab, seed=self._version)
             )
         update, exposed_s, announce_s = self._publish()
-        stage_s = self._stage.timed(lambda: self._engine.stage(update))
+        stage_s = self._stage.measure_s(lambda: self._engine.stage(update))
         self._decode(3)
         self._engine.commit(self._version)
         self._decode(1)
@@ -120,8 +120,8 @@ class _VersionTransfer:
             self._engine.stage(update)
         except WeightsError as error:
             refused = error.problem
-        self._stage.row(what=f"one bit of {name} changed on the way", refused=refused[:200])
-        self._stage.target(at_least(f"sync, {name}: damaged versions refused", float(bool(refused)), 1, "versions"))
+        self._stage.add_row(what=f"one bit of {name} changed on the way", refused=refused[:200])
+        self._stage.add_target(at_least(f"sync, {name}: damaged versions refused", float(bool(refused)), 1, "versions"))
         self.send_version()
 
     def _publish(self) -> tuple[WeightUpdate, float, float]:
@@ -129,7 +129,7 @@ class _VersionTransfer:
         the seconds of the copy, and the seconds of the announcement."""
         self._version += 1
         slot = self._version % 2
-        exposed_s = self._stage.timed(lambda: self._publisher.copy(slot))
+        exposed_s = self._stage.measure_s(lambda: self._publisher.copy(slot))
         start_s = self._stage.clock.now()
         update = self._publisher.announce(self._version, slot)
         return update, exposed_s, self._stage.clock.now() - start_s

@@ -34,7 +34,7 @@ FAIR = 1.0
 def run(stage: StageContext) -> None:
     """Compare the two engines on each model of :data:`~.shapes.MEASURED`."""
     if not stage.request.vllm:
-        stage.row(what="vLLM beside it", left_out="no interpreter with vLLM was given: --vllm PYTHON")
+        stage.add_row(what="vLLM beside it", left_out="no interpreter with vLLM was given: --vllm PYTHON")
         return
     for name in MEASURED if not stage.pretend else (SMALL,):
         load = TINY if stage.pretend else LOAD
@@ -52,9 +52,9 @@ def _compare(stage: StageContext, name: str, load: Load) -> None:
     ours = _measure_native(stage, folder, dtype, load, prompts)
     stage.release()
     theirs = _measure_vllm(stage, folder, dtype, load, prompts)
-    stage.row(what=f"{name}, {load.sequences} x {load.prompt} + {load.new}", ours_tok_s=ours, **theirs)
+    stage.add_row(what=f"{name}, {load.sequences} x {load.prompt} + {load.new}", ours_tok_s=ours, **theirs)
     ratio = ours / theirs["tok_s"]
-    stage.target(at_least(f"engine, {name}: tok/s by vLLM's", ratio, FAIR, "ratio"), measured=True)
+    stage.add_target(at_least(f"engine, {name}: tok/s by vLLM's", ratio, FAIR, "ratio"), measured=True)
 
 
 def _measure_native(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]) -> float:
@@ -71,7 +71,7 @@ def _measure_native(stage: StageContext, folder: Path, dtype: str, load: Load, p
             engine.step()
 
     answer(0)
-    return load.sequences * load.new / stage.timed(lambda: answer(load.sequences))
+    return load.sequences * load.new / stage.measure_s(lambda: answer(load.sequences))
 
 
 def _measure_vllm(

@@ -67,7 +67,7 @@ class FarProcess:
         resources, and is killed at its end instead of being asked to shut down."""
         self._supervisor, self._pid, self._node, self._is_limited = supervisor, pid, node, kept
         self._end: asyncio.Future[FarExit] = asyncio.get_running_loop().create_future()
-        supervisor.call("ended").add_done_callback(self._record_end)
+        supervisor.call("wait_until_ended").add_done_callback(self._record_end)
 
     @property
     def pid(self) -> int:

@@ -52,7 +52,7 @@ class NodeReply(msgspec.Struct, frozen=True, kw_only=True):
     """A TCP port of the node that was free when the query was answered."""
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True):
+class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The order to a supervisor to start its process, sent as JSON."""
 
     name: str
@@ -114,18 +114,18 @@ class ProcessSupervisor:
         different machines."""
         return RealClock().now()
 
-    async def begin(self, order: bytes) -> int:
-        """Start the process that the encoded :class:`Begin` ``order`` describes, and return its process id. Raises
+    async def start(self, order: bytes) -> int:
+        """Start the process that the encoded :class:`StartOrder` ``order`` describes, and return its process id. Raises
         ``OSError`` if the system refuses."""
-        begin = msgspec.json.decode(order, type=Begin)
-        self._log = Path(begin.log) if begin.log else self._directory.path / "log"
+        start = msgspec.json.decode(order, type=StartOrder)
+        self._log = Path(start.log) if start.log else self._directory.path / "log"
         home = ProcessResources(
-            directory=self._directory.path, log=self._log, token=begin.token, num_threads=begin.num_threads
+            directory=self._directory.path, log=self._log, token=start.token, num_threads=start.num_threads
         )
-        self._process = await start_process(begin.name, begin.briefing, home)
+        self._process = await start_process(start.name, start.briefing, home)
         return self._process.pid
 
-    async def ended(self) -> bytes:
+    async def wait_until_ended(self) -> bytes:
         """Wait until the process has ended, end its child processes, and return the encoded :class:`FarExit`. The
         supervisor's directory is deleted."""
         process = self._running_process()
@@ -139,8 +139,8 @@ class ProcessSupervisor:
         return msgspec.json.encode(answer)
 
     async def drop(self) -> None:
-        """Kill the process immediately; without a process, delete the directory of the supervisor. :meth:`ended`
-        deletes it otherwise."""
+        """Kill the process immediately. Without a process, delete the directory of the supervisor, which
+        :meth:`wait_until_ended` deletes otherwise."""
         if self._process is None:
             self._directory.end()
         else:

@@ -20,7 +20,7 @@ from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.clients.pool import MachineGone
 from headrace.launch.starts import Briefing, EnvironmentStart
 from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, in_time
-from headrace.wings.cluster.far.supervisor import Begin, FarExit, NodeQuery, NodeReply, paths_of
+from headrace.wings.cluster.far.supervisor import FarExit, NodeQuery, NodeReply, StartOrder, paths_of
 
 LAST_S = 1.0
 """Longest wait for a machine's confirmation that it leaves, in seconds."""
@@ -146,14 +146,14 @@ class JoinedStarter:
         channel = ControllerChannel(site.directory, spec.name, controller.Message, host=self.host_address)
         peer = spec.make_peer(channel)
         try:
-            order = Begin(
+            order = StartOrder(
                 name=spec.name,
                 briefing=Briefing(start=start, addresses=channel.addresses),
                 token=site.token,
                 num_threads=spec.num_threads,
                 log=str(site.logs / f"{spec.name}.log") if found.shared else "",
             )
-            pid = await in_time(supervisor.call("begin", msgspec.json.encode(order)), self._timeout_s)
+            pid = await in_time(supervisor.call("start", msgspec.json.encode(order)), self._timeout_s)
         except BaseException:
             peer.close()
             raise
@@ -209,7 +209,7 @@ class _MachineSupervisor:
             answer.exception()  # marks the error as retrieved, since the caller may have been cancelled
 
         peer.expect(call, Done).add_done_callback(settle)
-        peer.send(Do(call=call, supervisor=self._number, what=method, asked=arguments[0] if arguments else b""))
+        peer.send(Do(call=call, supervisor=self._number, method=method, argument=arguments[0] if arguments else b""))
         return answer
 
     def kill(self) -> None:
@@ -228,12 +228,12 @@ def _has_result_type(method: str, answer: bytes | int | float) -> bool:
         match method:
             case "describe_node":
                 msgspec.json.decode(msgspec.convert(answer, bytes), type=NodeReply)
-            case "ended":
+            case "wait_until_ended":
                 msgspec.json.decode(msgspec.convert(answer, bytes), type=FarExit)
             case "halt_reason":
                 msgspec.convert(answer, bytes)
             case _:
-                msgspec.convert(answer, int if method == "begin" else float)
+                msgspec.convert(answer, int if method == "start" else float)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return True

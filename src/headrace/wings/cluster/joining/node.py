@@ -32,7 +32,7 @@ from headrace.base.types.messages.controller import Alive, Done, Failure, Leavin
 from headrace.base.types.messages.node import Do, Drop, Farewell, JoinAnswer, JoinRefused, JoinRequest, Welcome
 from headrace.launch.channel import ChannelAddresses, PartChannel, present_key
 from headrace.launch.starts import EnvironmentStart
-from headrace.wings.cluster.far.supervisor import Begin, ProcessSupervisor
+from headrace.wings.cluster.far.supervisor import ProcessSupervisor, StartOrder
 from headrace.wings.cluster.joining.invitation import Invitation, read_invitation
 
 ANSWER_S = 10.0
@@ -293,18 +293,18 @@ class _NodeDispatcher:
         try:
             supervisor = self.supervisors.get(order.supervisor) or ProcessSupervisor(self.address)
             self.supervisors[order.supervisor] = supervisor
-            match order.what:
+            match order.method:
                 case "describe_node":
-                    answer = supervisor.describe_node(order.asked)
-                case "begin":
-                    answer = await supervisor.begin(_require_environment(order.asked))
+                    answer = supervisor.describe_node(order.argument)
+                case "start":
+                    answer = await supervisor.start(_require_environment(order.argument))
                 case "computed_s":
                     answer = await supervisor.computed_s()
                 case "halt_reason":
                     answer = await supervisor.halt_reason()
-                case "ended":
+                case "wait_until_ended":
                     self.watched.add(order.supervisor)
-                    answer = await supervisor.ended()
+                    answer = await supervisor.wait_until_ended()
                     self._forget(order.supervisor)
         except (OSError, RunError, msgspec.DecodeError) as error:
             self.send(Failure(call=order.call, kind="RunError", problem=str(error), remedy="look at that machine"))
@@ -312,7 +312,8 @@ class _NodeDispatcher:
             self.send(Done(call=order.call, answer=answer))
 
     async def _drop(self, number: int) -> None:
-        """End the process of a supervisor, and remove the supervisor unless a call of its ``ended`` is pending."""
+        """End the process of a supervisor, and remove the supervisor unless a call of its ``wait_until_ended`` is
+        pending."""
         supervisor = self.supervisors.get(number)
         if supervisor is None:
             return
@@ -327,10 +328,10 @@ class _NodeDispatcher:
 
 
 def _require_environment(order: bytes) -> bytes:
-    """Return the encoded :class:`Begin` ``order`` unchanged. Raises :class:`~headrace.base.errors.RunError` if it would
-    start anything other than an environment, since joined machines run only environments."""
-    begin = msgspec.json.decode(order, type=Begin)
-    if not isinstance(begin.briefing.start, EnvironmentStart):
-        what = type(begin.briefing.start).__name__
+    """Return the encoded :class:`StartOrder` ``order`` unchanged. Raises :class:`~headrace.base.errors.RunError` if it
+    would start anything other than an environment, since joined machines run only environments."""
+    start = msgspec.json.decode(order, type=StartOrder)
+    if not isinstance(start.briefing.start, EnvironmentStart):
+        what = type(start.briefing.start).__name__
         raise RunError(f"the run wants to start {what} here", remedy="only environments run here")
     return order

@@ -33,7 +33,7 @@ from headrace.launch.order import LaunchOrder
 from headrace.launch.places import teacher_role
 from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start
 from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, in_time
-from headrace.wings.cluster.far.supervisor import Begin, NodeQuery, NodeReply, paths_of
+from headrace.wings.cluster.far.supervisor import NodeQuery, NodeReply, StartOrder, paths_of
 from headrace.wings.cluster.ray.cluster import Actor, RayCluster, RayReservation, own_address, refuse_absent
 
 WARN_S = 20.0
@@ -154,7 +154,7 @@ class RayStarter:
         peer = spec.make_peer(channel)
         try:
             peer.clock_ahead_s = 0.0 if host == LOOPBACK else await self._clock_ahead_s(actor, deadline_s)
-            order = Begin(
+            order = StartOrder(
                 name=spec.name,
                 briefing=Briefing(start=await self._with_node_address(spec.start, found), addresses=channel.addresses),
                 token=site.token,
@@ -162,7 +162,7 @@ class RayStarter:
                 log=str(site.logs / f"{spec.name}.log") if found.shared else "",
             )
             left_s = max(0.0, deadline_s - self._clock.now())
-            pid = await in_time(actor.call("begin", msgspec.json.encode(order)), left_s)
+            pid = await in_time(actor.call("start", msgspec.json.encode(order)), left_s)
         except BaseException:
             peer.close()
             raise
