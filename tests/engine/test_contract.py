@@ -38,7 +38,7 @@ class TextPartSuite(Suite):
 
 SUITES_HERE = {
     **SUITES,
-    "wrapper": TextPartSuite(kind="gemma3", clauses=CLAUSES, has=lambda can: can.embedded),
+    "wrapper": TextPartSuite(kind="gemma3", clauses=CLAUSES, is_supported=lambda can: can.embedded),
     "longrope": Suite(
         kind="llama",
         extra={
@@ -53,7 +53,7 @@ SUITES_HERE = {
             },
         },
         clauses=CLAUSES,
-        has=lambda can: can.embedded,
+        is_supported=lambda can: can.embedded,
     ),
     "hybrid": Suite(
         kind="qwen3_5_text",
@@ -66,7 +66,7 @@ SUITES_HERE = {
             "initializer_range": 0.1,  # beyond, float32 itself is not exact to the contract's 1e-4
         },
         clauses=CLAUSES,
-        has=lambda can: can.embedded,
+        is_supported=lambda can: can.embedded,
     ),
 }
 CASES = [

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.sync.codecs import CODECS
 from headrace.sync.config import Route
-from headrace.testing.sync import CHECKS, line
+from headrace.testing.sync import CHECKS, open_pair
 
 for codec in CODECS:
     for place, check in enumerate(CHECKS):

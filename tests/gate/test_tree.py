@@ -53,7 +53,7 @@ def test_rooms_stand_in_the_list_once() -> None:
 def test_the_core_imports_no_wing() -> None:
     """What a wing brings, the core finds through its entry point."""
     found = Graph(Tree(ROOT)).core_to_wings()
-    assert not [each for each in found if not each.by.startswith("headrace.testing")]
+    assert not [each for each in found if not each.importer.startswith("headrace.testing")]
 
 
 def test_constraints_pin_every_dependency_of_ci_exactly() -> None:

@@ -23,7 +23,7 @@ def test_changed_inputs_of_every_format_are_taken_or_refused_and_nothing_breaks(
     assert len(every) >= 13
     for what in every:
         counted = fuzz._read_all(what, EACH, "tests")
-        assert (counted.crashes, counted.forged) == (0, 0), counted.first
+        assert (counted.crashes, counted.forged) == (0, 0), counted.problems
         assert counted.accepted + counted.refused == EACH
         assert counted.refused > EACH // 3
 
@@ -51,7 +51,7 @@ def test_a_reader_that_breaks_or_takes_what_nobody_sent_is_counted_and_shown(err
     counted = fuzz._read_all(Format(name="x", share=1, seeds=[b"sound"], change=once, read=read), 100, "0")
     assert getattr(counted, kind) > 20
     assert counted.accepted > 20
-    assert str(error) in counted.first[0]
+    assert str(error) in counted.problems[0]
 
 
 def test_a_receiver_that_checks_no_hashes_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_padded_batches_hold_every_token_once() -> None:
 
 @pytest.mark.parametrize("side", ["dense", "chunked", "tiled"])
 def test_memory_under_a_head_is_at_least_its_gradient(side: str) -> None:
-    answer = learner_worker.SIDES[side]("").do({"tokens": 64, "vocab": 200_000, "hidden": 32})
+    answer = learner_worker.SIDES[side]("").handle({"tokens": 64, "vocab": 200_000, "hidden": 32})
     assert answer["extra_bytes"] > 200_000 * 32 * 4
     assert answer["seconds"] > 0
 

@@ -251,7 +251,7 @@ async def scored(child: Child, text: str) -> Scored:
 def test_a_part_on_a_node_is_the_same_process_in_the_same_jail_and_ends_the_same_way(tmp_path: Path) -> None:
     async def main() -> None:
         async with on_seats(tmp_path, Seats([Seat()]), grader(tmp_path)) as child:
-            assert (await scored(child, "four")).rewards == (4.0,)
+            assert (await scored(child, "four")).calls[0].rewards == (4.0,)
             assert (child.node, child.state) == (HERE, "ready")
             assert await child.computed_s() > 0
         assert not is_alive(child.pid)

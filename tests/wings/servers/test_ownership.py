@@ -98,7 +98,7 @@ def test_run_that_finds_the_weights_of_another_ends_and_has_none_of_its_tokens(
     monkeypatch.setattr(make, "own_server", lambda _: nullcontext())  # as on different machines
     first = shared.run()
     number = first.add([3, 4, 5], max_new_tokens=LONGER)
-    first.until(lambda: bool(first.outputs[number].ids))
+    first.run_until(lambda: bool(first.outputs[number].ids))
     second = shared.run()
     late = first.add([3, 4], max_new_tokens=LONGER)
     told = ends(first, late)
