@@ -1,4 +1,4 @@
-"""What several processes of one test run share: it is made by the first that needs it, and the others wait."""
+"""What several tests share: it is made once for all processes of a test run, and holds what the selected tests need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from filelock import FileLock
@@ -20,6 +20,17 @@ def shared_directory(factory: pytest.TempPathFactory, name: str) -> Path:
     directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / f"once-{name}"
     directory.mkdir(exist_ok=True)
     return directory
+
+
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """The values of ``parameter`` in those tests of the requesting module that this test run has selected, so that a
+    fixture of the module computes no case that nobody looks at."""
+    tests = (item.callspec.params for item in request.session.items if item.path == request.path and _has_cases(item))
+    return list(dict.fromkeys(params[parameter] for params in tests if parameter in params))
+
+
+def _has_cases(item: pytest.Item) -> bool:
+    return hasattr(item, "callspec")
 
 
 def once(directory: Path, name: str, make: Callable[[], T]) -> T:

@@ -28,13 +28,13 @@ def stop(pid: int) -> None:
 
 def test_a_worker_that_is_stopped_before_it_has_begun_with_a_call_is_replaced(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running_pool(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at:
+        async with running_pool(tmp_path, DEEDS, timeout_s=1.0, within_s=45.0) as at:
             assert await at.score("slow 0") == [ONE]
             stop(at.children[0].working_pid)
             assert await at.score(*["slow 0"] * 3) == [ONE] * 3
             assert len(at.children) == 2
             first, second = at.warnings
-            assert first.startswith("a scoring worker has begun with no call for 2 s (scorer-0 ")
+            assert first.startswith("a scoring worker has begun with no call for 1 s (scorer-0 ")
             assert "stopped (SIGSTOP; kill -CONT" in first
             assert first.endswith("it is replaced, its calls are made again")
             assert second.startswith("a scoring worker died (scorer-0 ")
@@ -44,7 +44,7 @@ def test_a_worker_that_is_stopped_before_it_has_begun_with_a_call_is_replaced(tm
 
 def test_calls_under_a_worker_that_is_stopped_are_made_again_and_not_blamed(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running_pool(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at, asyncio.TaskGroup() as group:
+        async with running_pool(tmp_path, DEEDS, timeout_s=1.0, within_s=45.0) as at, asyncio.TaskGroup() as group:
             waiting = group.create_task(at.pool.score(task(), ("together here",)))
             await until((tmp_path / "here").exists)
             stop(at.children[0].working_pid)
@@ -58,11 +58,11 @@ def test_calls_under_a_worker_that_is_stopped_are_made_again_and_not_blamed(tmp_
 
 def test_a_reward_is_not_late_because_its_controller_was_stopped(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running_pool(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at, asyncio.TaskGroup() as group:
+        async with running_pool(tmp_path, DEEDS, timeout_s=1.0, within_s=45.0) as at, asyncio.TaskGroup() as group:
             waiting = group.create_task(at.pool.score(task(), ("together here",)))
             await until((tmp_path / "here").exists)
             (tmp_path / "come").touch()
-            threading.Event().wait(5.0)  # the controller receives nothing and does nothing
+            threading.Event().wait(2.5)  # the controller receives nothing and does nothing
             assert await waiting == ONE
             assert not at.warnings
 

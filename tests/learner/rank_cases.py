@@ -239,22 +239,28 @@ class Messages(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def once(directory: Path) -> Found:
+SUMMED: dict[str, tuple[str, dict[str, int]]] = {
+    "data": ("dense", {"data": 2}),
+    "replicate": ("tied", {"replicate": 2}),
+    "context": ("dense", {"context": 2}),
+    "expert": ("experts", {"expert": 2, "data": 2}),
+}
+"""The kinds and layouts whose whole gradients are summed at the end of a batch."""
+
+
+def summed(directory: Path, name: str) -> Found:
     """Gradients of two batches of several micro-batches, how far they are from those that are summed after every
     micro-batch, and how many messages have summed a batch's: after every micro-batch, and at its end."""
-    found: Found = {}
-    for kind, layout in (
-        ("dense", {"data": 2}),
-        ("tied", {"replicate": 2}),
-        ("dense", {"context": 2}),
-        ("experts", {"expert": 2, "data": 2}),
-    ):
-        (expected, after_each, _), (grads, at_the_end, number) = (
-            _summed(directory, kind, layout, whole_gradients=whole_gradients) for whole_gradients in (False, True)
-        )
-        apart = max(_apart(one, expected[name]) for name, one in grads.items())
-        found[next(iter(layout))] = {"micro-batches": number, "sent": [after_each, at_the_end], "apart": apart}
-    return found
+    kind, layout = SUMMED[name]
+    (expected, after_each, _), (grads, at_the_end, number) = (
+        _summed(directory, kind, layout, whole_gradients=whole_gradients) for whole_gradients in (False, True)
+    )
+    apart = max(_apart(one, expected[key]) for key, one in grads.items())
+    return {"micro-batches": number, "sent": [after_each, at_the_end], "apart": apart}
+
+
+for _name in SUMMED:
+    globals()[f"summed_{_name}"] = lambda directory, name=_name: summed(directory, name)
 
 
 def _summed(

@@ -108,18 +108,24 @@ AVERAGE = {"reference": {"kind": "ema", "decay": 0.8}}
 DISTIL = {"loss": "distill"}
 
 
-def kept(directory: Path) -> Found:
-    """Three steps with a penalty to an average of the weights; a snapshot after the second."""
-    found = {}
-    for name, layout in {"data": {"data": 2}, "tensor": {"tensor": 2}, "context": {"context": 2}}.items():
-        learner = _learner(directory, layout, algo=PENALTY, config=AVERAGE)
-        found[name] = penalised(learner.train, range(2))
-        if name == "data":
-            _save(learner, directory / "kept_by_two")
-        found[name] += penalised(learner.train, range(2, 3))
-    resumed = _learner(directory, {"tensor": 2}, kind="kept_by_two", algo=PENALTY, config=AVERAGE)
-    resumed.core.restore(directory / "kept_by_two", weights=False)
-    return {**found, "resumed": penalised(resumed.train, range(2, 3))}
+LAYOUTS = ("data", "tensor", "context")
+"""The ways to lay out two ranks that share the work of a batch."""
+
+
+def _kept(directory: Path, layout: str) -> Found:
+    """Three steps with a penalty to averaged weights; data-parallel ranks save a snapshot after the second."""
+    learner = _learner(directory, {layout: 2}, algo=PENALTY, config=AVERAGE)
+    found = penalised(learner.train, range(2))
+    if layout == "data":
+        _save(learner, directory / "kept_by_two")
+    return {"found": found + penalised(learner.train, range(2, 3))}
+
+
+def kept_resumed(directory: Path) -> Found:
+    """The third step, from that snapshot, over tensor-parallel ranks."""
+    learner = _learner(directory, {"tensor": 2}, kind="kept_by_two", algo=PENALTY, config=AVERAGE)
+    learner.core.restore(directory / "kept_by_two", weights=False)
+    return {"found": penalised(learner.train, range(2, 3))}
 
 
 def penalised(train: Callable[[Batch], dict[str, float]], steps: range) -> list[list[float]]:
@@ -133,13 +139,15 @@ FLAT = {"eps": 1e-3}
 """An ε at which AdamW does not turn roundings into steps."""
 
 
-def updates(directory: Path) -> Found:
+def _updates(directory: Path, layout: str) -> Found:
     """Two batches, with several updates of each."""
-    found = {}
-    for name, layout in {"data": {"data": 2}, "tensor": {"tensor": 2}, "context": {"context": 2}}.items():
-        learner = _learner(directory, layout, algo=SEVERAL, config=FLAT)
-        found[name] = several(learner.train)
-    return found
+    learner = _learner(directory, {layout: 2}, algo=SEVERAL, config=FLAT)
+    return {"found": several(learner.train)}
+
+
+for _layout in LAYOUTS:
+    globals()[f"kept_{_layout}"] = lambda directory, layout=_layout: _kept(directory, layout)
+    globals()[f"updates_{_layout}"] = lambda directory, layout=_layout: _updates(directory, layout)
 
 
 def several(train: Callable[[Batch], dict[str, float]]) -> list[list[float]]:

@@ -19,10 +19,10 @@ from headrace.base.environ import RankPlace, child_environment, rank_environment
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from tests.learner.builders import Setup, gradients, random_batch, tiny
-from tests.learner.rank_cases import BUNDLES, LAYOUTS
+from tests.learner.rank_cases import BUNDLES, LAYOUTS, SUMMED
 from tests.models.kinds import HYBRIDS
 from tests.models.kinds import KINDS as MODEL_KINDS
-from tests.once import once, shared_directory
+from tests.once import once, selected, shared_directory
 from tests.venvs import python_with
 
 Found = dict[str, Any]
@@ -80,6 +80,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 TWO = [name for name, (_, ways) in LAYOUTS.items() if torch.tensor(list(ways.values())).prod() == 2 or "ep2" in name]
 FOUR = [name for name in LAYOUTS if name not in TWO]
+SHARED = ("dense", "tied", "experts", "capped", "llama4_text")
+"""The kinds of models that other tests than those of a layout need."""
 
 
 def run(directory: Path, num_ranks: int, cases: list[str]) -> Found:
@@ -124,8 +126,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(place: Path) -> Found:
-    return once(place, "alone", lambda: {kind: reference(place, kind) for kind in KINDS})
+def alone(request: pytest.FixtureRequest, place: Path) -> Found:
+    kinds = dict.fromkeys([*SHARED, *(LAYOUTS[layout][0] for layout in selected(request, "layout"))])
+    return once(place, "alone", lambda: {kind: reference(place, kind) for kind in kinds})
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +139,12 @@ def curve_alone(place: Path, alone: Found) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def two(place: Path, alone: Found) -> Found:
+def two(request: pytest.FixtureRequest, place: Path, alone: Found) -> Found:
     once(place, "damage", lambda: damage(place))
-    others = ["words", "refusals", "idle", "curve", "resume", "experts_snapshot", "memory", "masters", "muon"]
-    return once(place, "two", lambda: run(place, 2, [*TWO, *others, "once", "tiles", "vocabulary", "death"]))
+    cases = [layout for layout in selected(request, "layout") if layout in TWO]
+    cases += [f"summed_{layout}" for layout in selected(request, "summed")]
+    cases += ["words", "refusals", "idle", "curve", "resume", "experts_snapshot", "memory", "masters", "muon"]
+    return once(place, "two", lambda: run(place, 2, [*cases, "tiles", "vocabulary", "death"]))
 
 
 @pytest.fixture(scope="module")
@@ -263,15 +268,14 @@ def test_saving_memory_changes_no_bit_of_the_weights(two: Found, setting: str) -
     assert answer(two, "memory")[setting]
 
 
-def test_whole_gradients_are_summed_once_for_all_micro_batches(two: Found) -> None:
-    found = answer(two, "once")
-    assert found.keys() == {"data", "replicate", "context", "expert"}
-    for name, each in found.items():
-        assert each["micro-batches"] > 2, name
-        assert each["apart"] < 1e-6, name
-    for name in ("data", "replicate"):
-        after_each, at_the_end = found[name]["sent"]
-        assert after_each == found[name]["micro-batches"] * at_the_end > 0
+@pytest.mark.parametrize("summed", SUMMED)
+def test_whole_gradients_are_summed_once_for_all_micro_batches(two: Found, summed: str) -> None:
+    found = answer(two, f"summed_{summed}")
+    assert found["micro-batches"] > 2
+    assert found["apart"] < 1e-6
+    if summed in ("data", "replicate"):
+        after_each, at_the_end = found["sent"]
+        assert after_each == found["micro-batches"] * at_the_end > 0
 
 
 def test_a_head_that_is_a_matrix_is_computed_in_tiles(two: Found) -> None:

@@ -31,7 +31,7 @@ from tests.learner.rank_adapter_cases import (  # fmt: skip
     trained,
 )
 from tests.learner.test_parallel import KINDS, Found, answer, run
-from tests.once import once, shared_directory
+from tests.once import once, selected, shared_directory
 
 OF_TWO = [name for name in ADAPTED if name != "on_four"]
 LOSS = 3e-6
@@ -68,14 +68,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(place: Path) -> Found:
-    return once(place, "alone", lambda: found_alone(place))
+def alone(request: pytest.FixtureRequest, place: Path) -> Found:
+    names = dict.fromkeys(["policy", "on_four", *selected(request, "name")])
+    return once(place, "alone", lambda: found_alone(place, list(names)))
 
 
-def found_alone(place: Path) -> Found:
+def found_alone(place: Path, names: list[str]) -> Found:
     """What one process finds; gradients and weights beside it, for the ranks."""
     found: Found = {}
-    for name, adapted in ADAPTED.items():
+    for name in names:
+        adapted = ADAPTED[name]
         learner = learner_of(place, adapted, begin(place, name))
         found[name], gradients = five_steps(learner, adapted)
         save_file(gradients, place / f"{name}.gradients")
@@ -95,9 +97,10 @@ def found_alone(place: Path) -> Found:
 
 
 @pytest.fixture(scope="module")
-def two(place: Path, alone: Found) -> Found:
-    others = ["fresh", "saved", "kept_adapters", "unsaved", "published", "several_learners"]
-    return once(place, "two", lambda: run(place, 2, [*(f"adapted_{name}" for name in OF_TWO), *others]))
+def two(request: pytest.FixtureRequest, place: Path, alone: Found) -> Found:
+    cases = [f"adapted_{name}" for name in selected(request, "name")]
+    cases += ["fresh", "saved", "kept_adapters", "unsaved", "published", "several_learners"]
+    return once(place, "two", lambda: run(place, 2, cases))
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from tests.learner.rank_core_cases import (  # fmt: skip
     AVERAGE,
     DISTIL,
     FLAT,
+    LAYOUTS,
     MOVING,
     PENALTY,
     SEVERAL,
@@ -24,11 +25,11 @@ from tests.learner.rank_core_cases import (  # fmt: skip
     several,
 )
 from tests.learner.test_parallel import KINDS, Found, answer, run
-from tests.once import once, shared_directory
+from tests.once import once, selected, shared_directory
 
 CASES = [
-    *("replay", "shared", "flex", "selecting", "parts", "scores", "from_one", "halves_of_weights", "curve"),
-    *("balanced", "biases", "kept", "taught", "updates", "full"),
+    *("parts", "scores", "from_one", "halves_of_weights", "curve", "biases", "kept_data", "kept_resumed", "taught"),
+    "full",
 ]
 CONFIG = {"tokens_per_microbatch": 30}
 
@@ -42,14 +43,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(place: Path) -> Found:
-    return once(place, "alone", lambda: found_alone(place))
+def alone(request: pytest.FixtureRequest, place: Path) -> Found:
+    return once(place, "alone", lambda: found_alone(place, selected(request, "name")))
 
 
-def found_alone(place: Path) -> Found:
+def found_alone(place: Path, names: list[str]) -> Found:
     """What one process finds; gradients beside it, for the ranks."""
     found: Found = {}
-    for name, special in SPECIAL.items():
+    for name in names:
+        special = SPECIAL[name]
         learner = Setup(
             model_dir=place / special.kind, algo=special.algo, config={**CONFIG, **special.config}
         ).learner()
@@ -88,8 +90,10 @@ def kept_alone(place: Path) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def two(place: Path, alone: Found) -> Found:
-    return once(place, "two", lambda: run(place, 2, CASES))
+def two(request: pytest.FixtureRequest, place: Path, alone: Found) -> Found:
+    cases = [*selected(request, "name"), *(f"updates_{layout}" for layout in selected(request, "updating"))]
+    cases += [f"kept_{layout}" for layout in selected(request, "averaging") if layout != "data"]
+    return once(place, "two", lambda: run(place, 2, [*cases, *CASES]))
 
 
 def assert_metrics(found: Found, expected: Found) -> None:
@@ -131,25 +135,29 @@ def test_biases_of_experts_move_as_in_one_process_and_are_in_the_snapshot(
     assert {name: bias.tolist() for name, bias in saved.items()} == alone["biases"]
 
 
-def test_an_average_of_sharded_weights_is_that_of_whole_ones(two: Found, alone: Found) -> None:
-    found, expected = answer(two, "kept"), alone["kept"]
+@pytest.mark.parametrize("averaging", LAYOUTS)
+def test_an_average_of_sharded_weights_is_that_of_whole_ones(two: Found, alone: Found, averaging: str) -> None:
+    found, expected = answer(two, f"kept_{averaging}")["found"], alone["kept"]
     assert expected[2][1] > 0
-    for layout in ("data", "tensor", "context"):
-        for step in range(3):
-            assert found[layout][step] == pytest.approx(expected[step], rel=1e-3, abs=1e-6), layout
-    assert found["resumed"][0] == pytest.approx(expected[2], rel=1e-3, abs=1e-6)
+    for step in range(3):
+        assert found[step] == pytest.approx(expected[step], rel=1e-3, abs=1e-6)
 
 
-def test_several_updates_over_ranks_are_those_of_one_process(two: Found, alone: Found) -> None:
-    found, expected = answer(two, "updates"), alone["updates"]
+def test_ranks_of_another_cut_go_on_with_the_average_that_ranks_saved(two: Found, alone: Found) -> None:
+    (found,) = answer(two, "kept_resumed")["found"]
+    assert found == pytest.approx(alone["kept"][2], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("updating", LAYOUTS)
+def test_several_updates_over_ranks_are_those_of_one_process(two: Found, alone: Found, updating: str) -> None:
+    found, expected = answer(two, f"updates_{updating}")["found"], alone["updates"]
     assert expected[1][3] == 4
-    for layout in ("data", "tensor", "context"):
-        for step in range(2):
-            assert found[layout][step] == pytest.approx(expected[step], rel=1e-3, abs=1e-5), layout
+    for step in range(2):
+        assert found[step] == pytest.approx(expected[step], rel=1e-3, abs=1e-5)
 
 
 def test_one_process_goes_on_with_the_average_that_ranks_saved(two: Found, alone: Found, place: Path) -> None:
-    answer(two, "kept")
+    answer(two, "kept_data")
     learner = Setup(model_dir=place / "dense", algo=PENALTY, config={**CONFIG, **AVERAGE}).learner()
     learner.restore(place / "kept_by_two")
     (found,) = penalised(lambda batch: learner.train(batch).metrics, range(2, 3))

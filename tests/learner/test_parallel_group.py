@@ -9,7 +9,7 @@ import pytest
 from tests.learner.builders import tiny
 from tests.learner.rank_group_cases import SENT
 from tests.learner.test_parallel import KINDS, Found, answer, run
-from tests.once import once, shared_directory
+from tests.once import once, selected, shared_directory
 
 FOUR = [name for name in SENT if name.endswith(("_tp2", "2x2_delta")) and name != "sent_tp2"]
 TWO = [name for name in SENT if name not in FOUR]
@@ -24,8 +24,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(place: Path) -> Found:
-    return once(place, "two", lambda: run(place, 2, [*TWO, "refused_fp8"]))
+def two(request: pytest.FixtureRequest, place: Path) -> Found:
+    cases = [case for case in selected(request, "case") if case in TWO]
+    return once(place, "two", lambda: run(place, 2, [*cases, "refused_fp8"]))
 
 
 @pytest.fixture(scope="module")

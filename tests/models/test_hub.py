@@ -101,14 +101,16 @@ def run_file(tmp_path: Path, models: dict[str, Path]) -> Path:
     return made
 
 
-def test_a_dry_run_takes_the_small_files_alone_and_a_run_the_weights_once(
-    program: Run, run_file: Path, hub: FakeHub
-) -> None:
+def test_a_dry_run_takes_the_small_files_alone(program: Run, run_file: Path, hub: FakeHub) -> None:
     planned = program("train", run_file, "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert 'model.path = "acme/tiny@' in planned.stdout
     assert "config.json" in hub.fetched
     assert not {name for name in hub.fetched if name.endswith((".safetensors", ".bin", ".py"))}
+
+
+def test_a_run_after_a_dry_run_takes_the_weights(program: Run, run_file: Path, hub: FakeHub) -> None:
+    assert program("train", run_file, "--dry-run").returncode == 0
     done = program("train", run_file)
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in hub.fetched

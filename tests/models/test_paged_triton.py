@@ -23,9 +23,10 @@ inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that in
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that interprets")
-def test_kernels_give_what_the_definition_gives() -> None:
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_give_what_the_definition_gives(cases: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", cases, __file__],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

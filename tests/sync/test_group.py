@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(params=["full", "delta"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with open_pair(Route(transport="group", codec=request.param, deadline_s=2.0), seed=3) as made:
+    with open_pair(Route(transport="group", codec=request.param, deadline_s=1.0), seed=3) as made:
         made.transfer()
         made.learn()
         yield made

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,35 @@ def learned(directory: Path, model: Path, lora: bool = False, **sync: Any) -> tu
     return summary, weights
 
 
+@contextmanager
+def counted_orders() -> Iterator[Counter[type]]:
+    """The number of messages of each type that controllers send to their parts in the body."""
+    ordered = Counter[type]()
+    send = ControllerChannel.send
+
+    def counted(channel: ControllerChannel, message: object) -> None:
+        ordered[type(message)] += 1
+        send(channel, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ControllerChannel, "send", counted)
+        yield ordered
+
+
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    return learned(tmp_path_factory.mktemp("usual") / "run", model)
+def usual_with_orders(
+    tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> tuple[tuple[dict[str, Any], dict[str, bytes]], Counter[type]]:
+    """What is learned with the settings of every day, and the orders that the controller has given."""
+    with counted_orders() as ordered:
+        return learned(tmp_path_factory.mktemp("usual") / "run", model), ordered
+
+
+@pytest.fixture
+def usual(
+    usual_with_orders: tuple[tuple[dict[str, Any], dict[str, bytes]], Counter[type]],
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    return usual_with_orders[0]
 
 
 @pytest.mark.parametrize(
@@ -58,21 +86,21 @@ def test_lossless_way_learns_bit_for_bit_the_same(
     assert summary["warnings"] == usual[0]["warnings"]
 
 
-@pytest.mark.parametrize(
-    ("interrupt", "num_commits"), [("inflight", 0), pytest.param("drain", 0, marks=pytest.mark.slow), ("sleep", 4)]
-)
-def test_versions_come_into_use_without_orders_of_the_controller_unless_the_engine_sleeps(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, interrupt: str, num_commits: int
+def test_versions_come_into_use_without_orders_of_the_controller(
+    usual_with_orders: tuple[tuple[dict[str, Any], dict[str, bytes]], Counter[type]],
 ) -> None:
-    ordered = Counter[type]()
-    send = ControllerChannel.send
+    (summary, _), ordered = usual_with_orders
+    assert summary["versions"] == [0, 3]
+    assert (ordered[Publish], ordered[Stage], ordered[Commit]) == (4, 0, 0)
 
-    def counted(channel: ControllerChannel, message: object) -> None:
-        ordered[type(message)] += 1
-        send(channel, message)
 
-    monkeypatch.setattr(ControllerChannel, "send", counted)
-    summary, _ = learned(tmp_path / "run", model, interrupt=interrupt)
+@pytest.mark.slow
+@pytest.mark.parametrize(("interrupt", "num_commits"), [("drain", 0), ("sleep", 4)])
+def test_only_an_engine_that_sleeps_is_ordered_to_use_versions(
+    tmp_path: Path, model: Path, interrupt: str, num_commits: int
+) -> None:
+    with counted_orders() as ordered:
+        summary, _ = learned(tmp_path / "run", model, interrupt=interrupt)
     assert summary["versions"] == [0, 3]
     assert (ordered[Publish], ordered[Stage], ordered[Commit]) == (4, 0, num_commits)
 

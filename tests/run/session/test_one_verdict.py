@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,20 @@ from headrace.run.observe.words import percent
 from headrace.wings.view.figures import overview
 from headrace.wings.view.run import OpenRun
 from headrace.wings.view.timeline import timeline
-from tests.run.session.runs import make_run, verb
+from tests.run.session.runs import make_run, tiny_model, verb
 
 
-def test_summary_dashboard_report_and_sentence_have_the_same_figures(tmp_path: Path, model_dir: Path) -> None:
-    run_file = make_run(tmp_path, model_dir, run={"dir": "run", "steps": 4}, observe={"view": "plain", "report": True})
-    said = verb("train", run_file)
-    run_dir = tmp_path / "run"
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of a run that has ended, and what the program said."""
+    place = tmp_path_factory.mktemp("finished")
+    observe = {"view": "plain", "report": True}
+    run_file = make_run(place, tiny_model(place / "tiny"), run={"dir": "run", "steps": 4}, observe=observe)
+    return place / "run", verb("train", run_file)
+
+
+def test_summary_dashboard_report_and_sentence_have_the_same_figures(finished: tuple[Path, str]) -> None:
+    run_dir, said = finished
     summary = json.loads((run_dir / "summary.json").read_text())
     account, verdict = summary["account"], summary["verdict"]
     for side in ("learner", "engine"):
@@ -53,10 +61,8 @@ def test_summary_dashboard_report_and_sentence_have_the_same_figures(tmp_path: P
     assert json.loads(verb("status", run_dir, "--json"))["verdict"] == verdict
 
 
-def test_the_trace_alone_says_what_the_run_has_said(tmp_path: Path, model_dir: Path) -> None:
-    run_file = make_run(tmp_path, model_dir, run={"dir": "run", "steps": 4})
-    verb("train", run_file)
-    run_dir = tmp_path / "run"
+def test_the_trace_alone_says_what_the_run_has_said(finished: tuple[Path, str], tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
     told = load_run(run_dir).account
     assert told is not None
     for name in ("summary.json", "live.json"):

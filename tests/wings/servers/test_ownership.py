@@ -69,8 +69,9 @@ def ends(rig: Rig, number: int) -> ComponentDied:
 
 
 def test_second_run_of_a_machine_is_refused_until_the_first_has_ended(
-    wanted: ServeRequirements, tmp_path: Path
+    wanted: ServeRequirements, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ownership, "EXIT_S", 0.5)
     with ExitStack() as opened:
         shared = Shared(opened, "vllm", wanted, tmp_path)
         shared.run()

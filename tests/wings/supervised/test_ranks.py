@@ -31,7 +31,7 @@ from headrace.wings.supervised.session import sft
 from tests.launch.test_forking import gone
 from tests.learner.builders import gradients
 from tests.learner.test_parallel import Found, answer, run
-from tests.once import once, shared_directory
+from tests.once import once, selected, shared_directory
 from tests.wings.supervised.material import chat_model, conversations, settings, write_rows
 from tests.wings.supervised.rank_cases import BY_WEIGHTS, layouts_of
 from tests.wings.supervised.test_against_trl import PLAIN, learner_of, prepared_for
@@ -53,14 +53,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, place: Path) -> Found:
-    return once(place, "alone", lambda: found_alone(place, model))
+def alone(request: pytest.FixtureRequest, model: Path, place: Path) -> Found:
+    return once(place, "alone", lambda: found_alone(place, model, selected(request, "name")))
 
 
-def found_alone(directory: Path, model: Path) -> Found:
-    """What one process finds for every loss, and for two losses of an adapter; with files for the ranks."""
+def found_alone(directory: Path, model: Path, names: list[str]) -> Found:
+    """What one process finds for losses of given names, some of them of an adapter; with files for the ranks."""
     alone: Found = {}
-    for name in COMPARED:
+    for name in names:
         loss, _, adapter = name.partition(" with an ")
         lora = {"model": {"lora": LORA}} if adapter else {}
         prepared = prepared_for(loss, model, directory / "run", **lora)
