@@ -69,7 +69,7 @@ def unreached(request: pytest.FixtureRequest, tmp_path: Path, network: Network) 
     folder = str(tmp_path / "weights")
     codec = request.param
     route = Route(transport="group", codec=codec, deadline_s=DEADLINE_S, silence_s=UNREACHED_S, fallback=folder)
-    with line(route, seed=3) as made:
+    with open_pair(route, seed=3) as made:
         yield made
 
 
