@@ -237,6 +237,30 @@ def test_two_removals_at_once_leave_one_engine() -> None:
     resized(2, play)
 
 
+def test_engines_that_are_being_added_are_counted_when_the_next_change_looks_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse_no_room(starter: object, names: tuple[str, ...]) -> None:
+        await asyncio.sleep(0.2)
+        if len(names) > 1:
+            raise ConfigError(f"the cluster has no room for {len(names)} more engines", remedy="add nodes")
+
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            late = group.create_task(catching_up(made))
+            outcomes = await asyncio.gather(*(made.resizer.add(1, ignore) for _ in range(2)), return_exceptions=True)
+            assert outcomes[0] == ("engine-1",)
+            assert isinstance(outcomes[1], ConfigError)
+            problem = "the cluster has no room for 2 more engines; of these, engine-1 is being added already"
+            assert outcomes[1].problem == problem
+            assert await made.resizer.add(1, ignore) == ("engine-2",)
+            late.cancel()
+
+    launcher = SimpleNamespace(refuse_no_room=refuse_no_room)
+    monkeypatch.setattr("headrace.launch.resizing.LAUNCHERS", SimpleNamespace(load=lambda kind: launcher))
+    resized(1, play)
+
+
 def test_added_engine_can_be_removed_before_it_serves_and_its_name_is_free_again() -> None:
     async def play(made: ResizedEngines) -> None:
         async with asyncio.TaskGroup() as group:

@@ -197,12 +197,14 @@ def _one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starter, "own_address", lambda: HERE)
 
 
-def launcher(run_dir: Path, seats: Seats, timeout_s: float = 30.0) -> starter.RayStarter:
+def launcher(
+    run_dir: Path, seats: Seats, timeout_s: float = 30.0, reserved: tuple[str, ...] = ()
+) -> starter.RayStarter:
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / "mark").touch()
     launch = LaunchConfig(kind="ray", start_timeout_s=timeout_s)
     order = SimpleNamespace(launch=launch, run_dir=run_dir, on_event=lambda event: None)
-    return starter.RayStarter(order, seats, None, "mark")  # type: ignore[arg-type]
+    return starter.RayStarter(order, seats, reserved, "mark")  # type: ignore[arg-type]
 
 
 def spec(start: Start, name: str = "scorer-0") -> ProcessSpec:
@@ -290,6 +292,35 @@ def test_a_node_that_is_lost_while_a_part_starts_there_is_made_up_for_by_another
         async with on_seats(tmp_path, seats, grader(tmp_path)) as child:
             assert child.state == "starting"
         assert len(seats.taken) == 2
+
+    asyncio.run(main())
+
+
+def test_engine_that_has_found_its_node_does_not_count_among_those_that_need_room(tmp_path: Path) -> None:
+    class Loading(Seat):
+        def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+            if method == "begin":
+                begun.set()
+                return asyncio.get_running_loop().create_future()
+            return Seat.call(self, method, *arguments)
+
+    class Cluster(Seats):
+        async def refuse_no_room(self, share: ResourceShare, num: int) -> None:
+            asked.append(num)
+
+    begun, asked = asyncio.Event(), list[int]()
+
+    async def main() -> None:
+        made = launcher(tmp_path, Cluster([Loading()]), reserved=("engine",))
+        site = Rendezvous(directory=tmp_path, logs=tmp_path / "logs", token=TOKEN, on_spans=lambda _: None)
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(made.start(site, spec(grader(tmp_path), "engine-1")))
+            await made.refuse_no_room(("engine-1", "engine-2"))
+            await begun.wait()
+            await made.refuse_no_room(("engine-1", "engine-2"))
+            starting.cancel()
+        await made.refuse_no_room(("engine", "engine-1", "engine-2"))
+        assert asked == [2, 1, 2]
 
     asyncio.run(main())
 

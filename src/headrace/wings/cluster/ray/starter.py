@@ -99,6 +99,8 @@ class RayStarter:
         """Address at which the learner's ranks form their process group, on the node of rank 0; empty before rank 0 has
         started."""
         self._waiting_actors: dict[str, Actor] = {}
+        self._found_node: set[str] = set()
+        """The parts that are being started on a node that they have found: they have their resources."""
 
     def start_actors(self, names: Iterable[str]) -> None:
         """Start the actors of the parts with these ``names`` now, so that the actors start in parallel; :meth:`start`
@@ -107,8 +109,9 @@ class RayStarter:
 
     async def refuse_no_room(self, names: Sequence[str]) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if the cluster has no free resources for the engines
-        ``names``. One that the run had at its start gets the bundle back that is still reserved for it."""
-        num = sum(name not in self._reservation for name in names)
+        ``names``, which are not started yet. One that the run had at its start gets the bundle back that is still
+        reserved for it, and one that is being started may have its resources already."""
+        num = sum(name not in self._reservation and name not in self._found_node for name in names)
         if num:
             await self._cluster.refuse_no_room(self._order.launch.ray.engine, num)
 
@@ -140,6 +143,8 @@ class RayStarter:
                     ) from None
                 if not isinstance(error, SupervisorLost):
                     raise
+            finally:
+                self._found_node.discard(spec.name)
             await asyncio.sleep(RETRY_S)
 
     async def _start_through(
@@ -148,6 +153,7 @@ class RayStarter:
         """Start the process through ``actor`` on the actor's node, and return the controller's side of the process's
         channel and a handle of the process."""
         found = await self._query_node(actor, spec, deadline_s)
+        self._found_node.add(spec.name)
         _refuse_node(found, spec, self._order)
         host = LOOPBACK if found.address == self.host_address else self.host_address
         channel = ControllerChannel(site.directory, spec.name, controller.Message, host=host)
