@@ -203,13 +203,15 @@ class FleetResizer:
 
     def _status_of(self, name: str) -> EngineStatus:
         """Return the status of the engine ``name``."""
-        child = self._engines.children.get(name)
-        facts = self._processes.facts().get(name, {})
+        child, state = self._engines.children.get(name), self._engines.status(name)
+        if child is not None and child.state == "ended":  # another process is about to take its place
+            child, state = None, state if state == "leaving" else "starting"
+        facts = {} if child is None else self._processes.facts().get(name, {})
         ready = child is not None and child.state == "ready"
         return EngineStatus(
             name=name,
             pid=0 if child is None else child.pid,
-            state=self._engines.status(name) if child is None or ready else child.state,
+            state=state if child is None or ready else child.state,
             version=self._engines.client(name).stats().version if ready else -1,
             device=self._processes.places.device(name),
             threads=int(facts["threads"]) if "threads" in facts else None,

@@ -212,9 +212,29 @@ class Supervisor(ABC):
         self.report(Recovery(part=name, cause=outage.cause, seconds=seconds, carried_over=outage.carried_over))
 
     async def _start_one(self, name: str) -> None:
-        """Start the process ``name``. It has not loaded anything yet when this returns."""
-        self.children[name] = await self._start(name)
+        """Start the process ``name``. It has not loaded anything yet when this returns. Raises
+        :class:`~headrace.base.errors.HeadraceError` if it cannot be started, or was removed before it was started: on a
+        cluster, it may have to wait for a machine."""
+        async with asyncio.TaskGroup() as group:
+            start = group.create_task(self._start_or_error(name))
+            removal = group.create_task(self._kill_events[name].wait())
+            await asyncio.wait([start, removal], return_when=asyncio.FIRST_COMPLETED)
+            start.cancel()
+            removal.cancel()
+        if start.cancelled():
+            raise ComponentDied(f"{name} was removed before it was started", remedy="add another one")
+        outcome = start.result()
+        if isinstance(outcome, HeadraceError):
+            raise outcome
+        self.children[name] = outcome
         self._update_patience()
+
+    async def _start_or_error(self, name: str) -> Child | HeadraceError:
+        """Start the process ``name``, and return it, or the error with which it could not be started."""
+        try:
+            return await self._start(name)
+        except HeadraceError as error:
+            return error
 
     def _update_patience(self) -> None:
         """Set whether the controller waits for answers of a stopped process beyond their deadlines. It does so if there

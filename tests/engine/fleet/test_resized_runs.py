@@ -237,6 +237,32 @@ def test_two_removals_at_once_leave_one_engine() -> None:
     resized(2, play)
 
 
+@pytest.mark.parametrize("added", [True, False])
+def test_engine_that_waits_for_a_machine_is_removed_at_once(*, added: bool) -> None:
+    async def play(made: ResizedEngines) -> None:
+        now_s = asyncio.get_running_loop().time
+        made.stuck.add("engine-1")
+        async with asyncio.TaskGroup() as group:
+            if added:
+                adding = group.create_task(refused_addition(made))
+            else:
+                made.processes[1].die()
+            await asyncio.sleep(1.0)
+            waiting = made.resizer.status()[1]
+            assert (waiting.name, waiting.state, waiting.pid) == ("engine-1", "starting", 0)
+            asked_s = now_s()
+            assert await made.resizer.remove("engine-1", 1, 60.0, ignore) == ("engine-1",)
+            assert now_s() - asked_s < 1.0
+            if added:
+                assert "engine-1 was not added: engine-1 was removed before it was started" in await adding
+            made.stuck.clear()
+            late = group.create_task(catching_up(made))
+            assert await made.resizer.add(1, ignore) == ("engine-1",)
+            late.cancel()
+
+    resized(1 if added else 2, play)
+
+
 def test_engines_that_are_being_added_are_counted_when_the_next_change_looks_for_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
