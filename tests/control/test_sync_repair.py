@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import NeedsFull, WeightsError
+from headrace.base.errors import NeedsFull, StallError, WeightsError
 from headrace.base.types.weights import WeightUpdate
 from headrace.learner.base import Publication
 from headrace.run.session.running import first_cause
@@ -38,6 +40,12 @@ class AgainLearner(FakeLearner):
         return await super().resend(publication)
 
 
+class HungLearner(FakeLearner):
+    async def resend(self, publication: Publication) -> WeightUpdate:
+        await asyncio.Event().wait()
+        raise AssertionError("it waits for ever")
+
+
 class SpoiltLearner(FakeLearner):
     async def resend(self, publication: Publication) -> WeightUpdate:
         raise WeightsError("version 1 has changed in the learner's buffer", remedy="publish a newer version")
@@ -67,3 +75,11 @@ def test_version_that_cannot_be_sent_again_ends_the_run_with_the_reason(tmp_path
     cause = first_cause(caught.value)
     assert isinstance(cause, WeightsError)
     assert "has changed in the learner's buffer" in str(cause)
+
+
+def test_learner_that_does_not_send_a_version_again_is_the_one_that_the_run_waits_for(tmp_path: Path) -> None:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked into below
+        live(Plan(run_dir=tmp_path, run={"stall_timeout_s": 20.0}, learner=HungLearner, engine=NoisyEngine))
+    cause = first_cause(caught.value)
+    assert isinstance(cause, StallError)
+    assert re.search(r"  sync +waits \d+ s for version 1, sent again, which learner brings", cause.problem)

@@ -295,7 +295,9 @@ def test_added_engine_can_be_removed_before_it_serves_and_its_name_is_free_again
             await asyncio.sleep(0.11)
             assert made.engines.status("engine-1") == "starting"
             assert await made.resizer.remove("engine-1", 1, 5.0, ignore) == ("engine-1",)
-            assert "engine-1 was not added: engine-1 was removed" in await adding
+            refused = await adding
+            assert "engine-1 was not added: engine-1 was removed" in refused
+            assert refused.endswith("remedy: add another one")
             assert await made.resizer.add(1, ignore) == ("engine-1",)
             late.cancel()
         assert made.engines.names == made.places.policy == ("engine", "engine-1")

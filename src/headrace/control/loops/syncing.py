@@ -145,7 +145,8 @@ class SyncLoop:
             if engine_set is not None:
                 await engine_set.wait_for_any()
             try:
-                return await self._state.parts.learner.resend(publication)
+                with self._state.board.waiting("sync", f"version {publication.version}, sent again", on="learner"):
+                    return await self._state.parts.learner.resend(publication)
             except WeightsError as error:
                 if before is not None and self._drop_lagging(publication.version, error):
                     return before
