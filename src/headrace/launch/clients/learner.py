@@ -47,7 +47,7 @@ class RankClient(Peer):
     def last_report(self) -> str:
         """Return the unit of work that the rank has reported last, and how many units it has finished."""
         if self.working is None:
-            return ""
+            return "it has reported no work yet"
         unit = self.working.what or "waiting for orders"
         return f"it reported last: {unit}, after {self.working.num_units} units of work"
 
