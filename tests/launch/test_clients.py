@@ -27,6 +27,7 @@ from headrace.base.types.messages.controller import (
     Staged,
     StageOutcome,
     TokenChunk,
+    Working,
 )
 from headrace.base.types.messages.engine import ANNOUNCED
 from headrace.base.types.sampling import Sampling
@@ -71,8 +72,13 @@ def test_a_snapshot_may_wait_for_a_step_that_takes_hours_but_its_announcement_ma
             client._route(SnapshotTaken(call=0, seconds=0.1))
             publication = await taking
         assert client.awaits_answer, "it is hashing and sending the version"
-        with pytest.raises(DeadlineError, match="publish version 1"):
+        client._route(Working(num_units=9, what="", since_s=0.5, usual_s=0.1))
+        with pytest.raises(DeadlineError) as late:
             await client.wait_until_published(publication)
+        assert late.value.problem == (
+            "learner has not answered for 60 s: publish version 1; it reported last: waiting for orders, after 9 "
+            "units of work"
+        )
 
     run_virtual(main())
 
@@ -188,8 +194,14 @@ def test_commit_that_follows_from_the_announcement_is_awaited_and_not_ordered_ag
 def test_engine_that_dies_or_says_nothing_of_an_announced_version_does_not_keep_the_controller_waiting() -> None:
     async def main() -> None:
         client = engine_client()
-        with pytest.raises(DeadlineError, match="stage version 3"):
+        client._route(Chunks(chunks=(), stats=EngineStats(version=2, steps=70, running=5)))
+        with pytest.raises(DeadlineError) as late:
             await client.stage(announced(3, "ipc:///run/part.orders"))
+        assert late.value.problem == (
+            "engine has not answered for 60 s: stage version 3, which the learner has published; it reported last: "
+            "version 2 in use, 70 steps made, 5 sequences running"
+        )
+        assert late.value.remedy.endswith("if the machine is only slow, raise sync.deadline_s")
         staging = asyncio.ensure_future(client.stage(announced(4, "ipc:///run/part.orders")))
         await asyncio.sleep(1.0)
         client.close()

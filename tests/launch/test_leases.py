@@ -6,9 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from headrace.launch.leases import Lease, sweep
+import pytest
+
+from headrace.launch.leases import LOCK, Lease, sweep
 
 HOLDER = """
 import sys, threading
@@ -38,4 +42,44 @@ def test_what_a_killed_run_left_is_swept_and_what_a_running_one_uses_is_not(tmp_
 def test_the_end_of_a_lease_leaves_nothing(tmp_path: Path) -> None:
     for lease in (Lease.directory(tmp_path), Lease.file(tmp_path)):
         lease.end()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("removed", range(4))
+def test_directory_whose_removal_was_interrupted_anywhere_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: int
+) -> None:
+    lease = Lease.directory(tmp_path)
+    for name in ("a.orders", "z.reports"):
+        (lease.path / name).touch()
+    left = removed
+
+    def interrupted(remove: Callable[..., None]) -> Callable[..., None]:
+        def maybe(path: Path | str, *args: Any, **kwargs: Any) -> None:
+            nonlocal left
+            if not left:
+                raise KeyboardInterrupt
+            left -= 1
+            remove(path, *args, **kwargs)
+
+        return maybe
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", interrupted(os.unlink))
+        patch.setattr(os, "rmdir", interrupted(os.rmdir))
+        with pytest.raises(KeyboardInterrupt):
+            lease.end()
+    os.close(lease._descriptor)  # as the kernel does when the process ends
+    assert lease.path.exists()
+    sweep(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_directory_that_is_in_use_is_not_swept_when_somebody_has_deleted_its_lock(tmp_path: Path) -> None:
+    lease = Lease.directory(tmp_path)
+    (lease.path / "a.orders").touch()
+    (lease.path / LOCK).unlink()
+    sweep(tmp_path)
+    assert os.listdir(lease.path) == ["a.orders"]
+    lease.end()
     assert os.listdir(tmp_path) == []

@@ -48,6 +48,8 @@ class SiblingRequest(NamedTuple):
 
 OnSiblingChunks = Callable[[Sequence[tuple[int, TokenChunk]]], Awaitable[None]]
 """Called with chunks that arrived together, each with the index of its sibling."""
+EndEngine = Callable[[str, str, str], None]
+"""A function that ends the process of an engine, given the engine's name, the reason and the remedy."""
 
 
 @runtime_checkable

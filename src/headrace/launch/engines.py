@@ -177,7 +177,7 @@ class Engines(Supervisor):
             async with asyncio.timeout(drain_s):
                 await self._drain(name)
         if not ended.done():
-            self.order_kill(name, f"{name} was removed")
+            self.order_kill(name, f"{name} was removed", "add another one")  # as its addition may still wait
         return await ended
 
     async def _missing_first_weights(self, name: str) -> str:

@@ -65,8 +65,17 @@ def sweep(root: Path) -> None:
     for path in root.glob("headrace-*"):
         if _NAME.match(path.name):
             with contextlib.suppress(OSError):  # in use, of another user, or just removed by another run
-                os.close(_open_locked(path / LOCK if path.is_dir() else path, new=False))
-                _remove(path)
+                _sweep_one(path)
+
+
+def _sweep_one(path: Path) -> None:
+    """Remove the lease ``path``. Raises ``OSError`` if a process uses it, or if it cannot be removed."""
+    try:
+        os.close(_open_locked(path / LOCK if path.is_dir() else path, new=False))
+    except FileNotFoundError:
+        path.rmdir()  # only an empty directory, all that is left where a removal was interrupted after the lock
+    else:
+        _remove(path)
 
 
 def _new_path(root: Path) -> Path:
@@ -89,8 +98,13 @@ def _open_locked(path: Path, *, new: bool = True) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file or a directory, if it exists."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
+    """Delete a file or a directory, if it exists. The lock of a directory is deleted after everything else, so that
+    :func:`sweep` finds a directory whose removal is interrupted."""
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
+        return
+    for entry in path.iterdir():
+        if entry.name != LOCK:
+            with contextlib.suppress(OSError):
+                _remove(entry)
+    shutil.rmtree(path, ignore_errors=True)

@@ -3,7 +3,7 @@
     add N     refused, or N names and devices ──▶ each engine loads, takes the newest weights, and serves
     remove    refused, or names ──▶ each engine ends its sequences, and then its process
 
-A change chooses its engines and devices without a wait in between, so that two changes never choose the same engine or
+Changes choose their engines and devices one after the other, so that two changes never choose the same engine or
 device; the chosen engines are then started or removed at the same time. An added engine is treated as every other
 engine as soon as it serves: it is started again if it dies. An engine that cannot be started again is lost, whether the
 run began with it or it was added, as long as the run has another engine that is not being removed and has served. The
@@ -37,6 +37,8 @@ class FleetResizer:
         self._processes, self._engines = processes, engines
         self._clock = engines.clock
         self._on_change: OnEngineChange = self._report_during_start
+        self._choosing = asyncio.Lock()
+        """Held while engines to add are chosen and room for them is sought, so that the next change counts them."""
         self._lost: dict[str, None] = {}
         """The names of the engines that were lost and have not been added again, in order."""
         engines.send_losses_to(self._lose)
@@ -60,9 +62,10 @@ class FleetResizer:
         """Add ``num`` engines, and wait until all of them serve; see :meth:`EngineChanges.add
         <headrace.launch.order.EngineChanges.add>`."""
         self._refuse_fixed()
-        self._processes.places.refuse_too_many(num)
-        await self._refuse_no_room(num)
-        names = self._processes.places.add(num)
+        async with self._choosing:
+            self._processes.places.refuse_too_many(num)
+            await self._refuse_no_room(num)
+            names = self._processes.places.add(num)
         on_progress(f"{', '.join(names)} {_starts(names)} on {self._devices(names)}")
         outcomes = await asyncio.gather(*(self._add(name, on_progress) for name in names), return_exceptions=True)
         self._raise_first(names, outcomes)
@@ -163,7 +166,15 @@ class FleetResizer:
             raise ConfigError(
                 f"the run has {present} engines, and {num} more cannot be added: {error.problem}", remedy=error.remedy
             ) from None
-        await refuse_no_room(self._processes.starter, self._processes.places.free_names(num))
+        # engines that are being added and have no process yet may still wait for the room that is free now
+        waiting = tuple(name for name in self._processes.places.policy if name not in self._engines.children)
+        try:
+            await refuse_no_room(self._processes.starter, (*waiting, *self._processes.places.free_names(num)))
+        except ConfigError as error:
+            if not waiting:
+                raise
+            being = f"{', '.join(waiting)} {'is' if len(waiting) == 1 else 'are'} being added already"
+            raise ConfigError(f"{error.problem}; of these, {being}", remedy=error.remedy) from None
 
     def _removable(self, name: str, num: int) -> tuple[str, ...]:
         """Return the names of the engines to remove: ``name`` or, if ``name`` is empty, the last ``num`` engines.
@@ -192,13 +203,15 @@ class FleetResizer:
 
     def _status_of(self, name: str) -> EngineStatus:
         """Return the status of the engine ``name``."""
-        child = self._engines.children.get(name)
-        facts = self._processes.facts().get(name, {})
+        child, state = self._engines.children.get(name), self._engines.status(name)
+        if child is not None and child.state == "ended":  # another process is about to take its place
+            child, state = None, state if state == "leaving" else "starting"
+        facts = {} if child is None else self._processes.facts().get(name, {})
         ready = child is not None and child.state == "ready"
         return EngineStatus(
             name=name,
             pid=0 if child is None else child.pid,
-            state=self._engines.status(name) if child is None or ready else child.state,
+            state=state if child is None or ready else child.state,
             version=self._engines.client(name).stats().version if ready else -1,
             device=self._processes.places.device(name),
             threads=int(facts["threads"]) if "threads" in facts else None,

@@ -36,7 +36,11 @@ RESTART_WINDOW_S = 600.0
 LAST_MESSAGES_S = 0.05
 """Seconds to wait for the last messages of a process after its death was detected."""
 REMEDY = "fix the cause, then --resume: nothing that was finished is lost"
-"""The remedy in the error that ends a run because of a dead process."""
+"""The remedy in the error that ends a run because of a dead process. A remedy for the cause may follow it."""
+LOG_REMEDY = "look at its log in the run directory"
+"""The remedy in the error about a dead process, where nothing better is known."""
+START_REMEDY = f"{LOG_REMEDY}; raise launch.start_timeout_s for a large model"
+"""The remedy in the error about a process that does not become ready in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,7 @@ class Supervisor(ABC):
         self.children: dict[str, Child] = {}
         """The current process of each name."""
         self._kill_events = {name: asyncio.Event() for name in names}
-        self._kill_reasons: dict[str, str] = {}
+        self._kill_reasons: dict[str, ComponentDied] = {}
         self._deaths: deque[float] = deque(maxlen=config.restarts or None)
         self.restarts = Counter[str]()
         """The number of times that each process was started again, by name."""
@@ -192,9 +196,10 @@ class Supervisor(ABC):
         if removal is not None and not removal.done():
             removal.set_result(carried_over)
 
-    def order_kill(self, name: str, why: str) -> None:
-        """Make the task that supervises the process ``name`` kill it. ``why`` becomes the cause of its end."""
-        self._kill_reasons[name] = f"{why}: it was ended"
+    def order_kill(self, name: str, why: str, remedy: str = LOG_REMEDY) -> None:
+        """Make the task that supervises the process ``name`` kill it. ``why`` becomes the cause of its end, and
+        ``remedy`` says what the user can do about it."""
+        self._kill_reasons[name] = ComponentDied(f"{why}: it was ended", remedy=remedy)
         self._kill_events[name].set()
 
     def report(self, recovery: Recovery) -> None:
@@ -207,9 +212,29 @@ class Supervisor(ABC):
         self.report(Recovery(part=name, cause=outage.cause, seconds=seconds, carried_over=outage.carried_over))
 
     async def _start_one(self, name: str) -> None:
-        """Start the process ``name``. It has not loaded anything yet when this returns."""
-        self.children[name] = await self._start(name)
+        """Start the process ``name``. It has not loaded anything yet when this returns. Raises
+        :class:`~headrace.base.errors.HeadraceError` if it cannot be started, or was removed before it was started: on a
+        cluster, it may have to wait for a machine."""
+        async with asyncio.TaskGroup() as group:
+            start = group.create_task(self._start_or_error(name))
+            removal = group.create_task(self._kill_events[name].wait())
+            await asyncio.wait([start, removal], return_when=asyncio.FIRST_COMPLETED)
+            start.cancel()
+            removal.cancel()
+        if start.cancelled():
+            raise ComponentDied(f"{name} was removed before it was started", remedy="add another one")
+        outcome = start.result()
+        if isinstance(outcome, HeadraceError):
+            raise outcome
+        self.children[name] = outcome
         self._update_patience()
+
+    async def _start_or_error(self, name: str) -> Child | HeadraceError:
+        """Start the process ``name``, and return it, or the error with which it could not be started."""
+        try:
+            return await self._start(name)
+        except HeadraceError as error:
+            return error
 
     def _update_patience(self) -> None:
         """Set whether the controller waits for answers of a stopped process beyond their deadlines. It does so if there
@@ -223,11 +248,11 @@ class Supervisor(ABC):
         outage: Outage | None = None
         while True:
             child = self.children[name]
-            cause = await self._run_until_death(child, outage)
+            death = await self._run_until_death(child, outage)
             if name in self._removals or name in self._additions:
-                self._end_without_restart(child, cause)
+                self._end_without_restart(child, death)
                 return
-            outage = self._record_death(child, cause, outage)
+            outage = self._record_death(child, death, outage)
             child.close()
             self._kill_events[name].clear()
             try:
@@ -241,19 +266,18 @@ class Supervisor(ABC):
                     self._on_loss(name, error)
                 return
 
-    def _end_without_restart(self, child: Child, cause: str) -> None:
+    def _end_without_restart(self, child: Child, death: ComponentDied) -> None:
         """Stop using the process ``child``, which has ended because it is being removed, or which was added and has
         ended before it served. In the latter case, the caller of :meth:`add` receives its error."""
         carried_over, served = self.leave(child.role), self._additions.get(child.role)
         child.close()
         self._forget(child.role, carried_over)
         if served is not None and not served.done():
-            error = child.peer.reported_error or ComponentDied(cause, remedy="look at its log in the run directory")
-            served.set_exception(error)
+            served.set_exception(child.peer.reported_error or death)
 
-    async def _run_until_death(self, child: Child, outage: Outage | None) -> str:
-        """Supervise one process until its end, and return the cause of its end. ``outage`` is the outage that this
-        process will end; ``None`` at the first start."""
+    async def _run_until_death(self, child: Child, outage: Outage | None) -> ComponentDied:
+        """Supervise one process until its end, and return the error that names the cause of its end. ``outage`` is the
+        outage that this process will end; ``None`` at the first start."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(child.peer.listen()),
@@ -266,8 +290,10 @@ class Supervisor(ABC):
             await asyncio.sleep(LAST_MESSAGES_S)
             for task in tasks:
                 task.cancel()
-        reason, place = self._kill_reasons.pop(child.role, ""), child.peer.fact("place")
-        return (f"{reason} ({place})" if place else reason) if reason else cause
+        reason, place = self._kill_reasons.pop(child.role, None), child.peer.fact("place")
+        if reason is None:
+            return ComponentDied(cause, remedy=LOG_REMEDY)
+        return ComponentDied(f"{reason.problem} ({place})", remedy=reason.remedy) if place else reason
 
     async def _serve_when_ready(self, child: Child, outage: Outage | None) -> None:
         """Use a new process when it is ready. ``outage`` is the outage that it will end; ``None`` at the first start.
@@ -277,12 +303,10 @@ class Supervisor(ABC):
         await asyncio.wait([child.peer.ready], timeout=limit_s)
         if not child.peer.ready.done() and outage is None and child.role not in self._additions:
             halted = child.peer.halted and f"; it {child.peer.halted}"
-            raise DeadlineError(
-                f"{child.role} did not start within {limit_s:g} s{halted}",
-                remedy="look at its log in the run directory; raise launch.start_timeout_s for a large model",
-            )
+            raise DeadlineError(f"{child.role} did not start within {limit_s:g} s{halted}", remedy=START_REMEDY)
         if not child.peer.ready.done():
-            self.order_kill(child.role, f"{child.role} (pid {child.pid}) did not start within {limit_s:g} s")
+            why = f"{child.role} (pid {child.pid}) did not start within {limit_s:g} s"
+            self.order_kill(child.role, why, START_REMEDY)
             return
         await self.serve(child, outage)
 
@@ -309,27 +333,27 @@ class Supervisor(ABC):
         why = f"{child.role} (pid {child.pid}) {child.peer.halted}, and has owed an answer for {stopped_s:g} s"
         self.order_kill(child.role, why)
 
-    def _record_death(self, child: Child, cause: str, outage: Outage | None) -> Outage:
+    def _record_death(self, child: Child, death: ComponentDied, outage: Outage | None) -> Outage:
         """Count the death of ``child`` as one of the allowed restarts, report it, and return the outage that begins, or
         the earlier outage that continues. Raises the error that ends the run if the process must not be started
         again."""
         carried_over, now_s = self.leave(child.role), self.clock.now()
         error = child.peer.reported_error
+        problem, remedy = (error or death).problem, f"{REMEDY}; {death.remedy}"
         is_killed = error is None and child.killed
         failed_first_start = outage is None and not child.peer.ready.done() and not is_killed
         if not self._config.restarts or failed_first_start or isinstance(error, EngineUnfit):
-            raise error or ComponentDied(cause, remedy=REMEDY)
+            raise error or ComponentDied(problem, remedy=remedy)
         # The length of the deque is the number of allowed restarts, so its first entry is the oldest relevant death.
         if len(self._deaths) == self._config.restarts and now_s - self._deaths[0] < RESTART_WINDOW_S:
-            problem = cause if error is None else error.problem
             minutes = RESTART_WINDOW_S / 60
             raise ComponentDied(
                 f"{problem}\n  launch.engine_restarts={self._config.restarts} in {minutes:g} minutes are used up",
-                remedy=REMEDY,
+                remedy=remedy,
             )
         self._deaths.append(now_s)
         self.restarts[child.role] += 1
-        cause_line = (cause if error is None else error.problem).partition("\n")[0]
+        cause_line = problem.partition("\n")[0]
         outage_now = Outage(cause=cause_line, since_s=now_s, carried_over=carried_over)
         # the process died again before it served: the sequences of the first death are still waiting
         if outage is not None and outage.carried_over:

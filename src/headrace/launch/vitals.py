@@ -128,12 +128,13 @@ class Vitals:
     """The time of the latest check of processes on other machines."""
 
     def standstills(self) -> list[Standstill]:
-        """Return descriptions of the processes that make no progress now: stopped processes, and ranks of the learner
-        that neither compute nor read or write. The stall watchdog names them."""
+        """Return descriptions of the processes that make no progress now: stopped processes, with their last reports,
+        and ranks of the learner that neither compute nor read or write. The stall watchdog names them."""
+        reports = {(child.role, child.pid): child.peer.last_report() for child in self.children()}
         stopped = [
-            Standstill(words=self._describe(name, pid, stop), stopped=True)
-            for (name, pid), stop in self._stops.items()
-        ]  # fmt: skip
+            Standstill(words="; ".join(filter(None, (self._describe(*key, stop), reports.get(key)))), stopped=True)
+            for key, stop in self._stops.items()
+        ]
         return stopped + [
             Standstill(words=work.standstill, stopped=False) for work in self._works.values() if work.standstill
         ]

@@ -79,7 +79,7 @@ MESSAGES = [
         ),
     ),
     (controller, LogprobsReply(call=1, logprobs_N=np.zeros(0, np.float32))),
-    (controller, Scored(call=1, rewards=(0.5, None))),
+    (controller, Scored(call=1, calls=(CallScores(rewards=(0.5, None)), CallScores(rewards=(), error="no")))),
     (
         engine,
         Generate(

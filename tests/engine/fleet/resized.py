@@ -115,6 +115,8 @@ class ResizedEngines:
         """What the ledger of a run would keep."""
         self.homeless: set[str] = set()
         """The engines that nobody has room for."""
+        self.stuck: set[str] = set()
+        """The engines that wait very long for a machine."""
         self.uprooting = 0.0
         """How likely it is that an engine that dies finds no room again, where another engine is there."""
         self.order = order = SimpleNamespace(
@@ -143,7 +145,7 @@ class ResizedEngines:
         assert lost == (" is lost, " in text)
 
     async def _start(self, name: str) -> MortalProcess:
-        await asyncio.sleep(self.pace.uniform(0.0, 0.1))
+        await asyncio.sleep(1000.0 if name in self.stuck else self.pace.uniform(0.0, 0.1))
         uprooted = name in self.engines.children and self.pace.random() < self.uprooting
         stay = [each for each in self.living() if each.role != name and self.engines.will_restart(each.role)]
         if name in self.homeless or (uprooted and stay):

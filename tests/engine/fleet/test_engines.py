@@ -194,7 +194,10 @@ def test_without_restarts_the_first_death_ends_the_run() -> None:
 def test_without_restarts_the_hang_of_an_engine_ends_the_run_unless_it_is_an_added_one_that_never_served(
     *, added: bool
 ) -> None:
-    problem = "has not answered for 60 s: stage version 0: it was ended"
+    problem = (
+        "has not answered for 60 s: stage version 0, which the learner has published; it reported last: no weights in "
+        "use, 0 steps made, 0 sequences running: it was ended"
+    )
 
     async def play(stage: Stage) -> None:
         async with asyncio.TaskGroup() as group:
@@ -210,6 +213,9 @@ def test_without_restarts_the_hang_of_an_engine_ends_the_run_unless_it_is_an_add
                 (error,) = await adding
                 assert isinstance(error, ComponentDied)
                 assert error.problem == f"engine-1 {problem}"
+                assert error.remedy.startswith("look at logs/engine-1.log"), (
+                    "the run goes on: there is nothing to resume"
+                )
                 assert stage.engines.fleet.names == ("engine",)
                 stage.now("engine").die()
             await asyncio.sleep(100.0)
@@ -217,6 +223,8 @@ def test_without_restarts_the_hang_of_an_engine_ends_the_run_unless_it_is_an_add
     cause = ends_with({"names": ("engine",), "restarts": 0, "version": NOT_SAMPLED}, play)
     assert isinstance(cause, ComponentDied)
     assert cause.problem.startswith("engine (pid 6) was killed by SIGKILL" if added else f"engine {problem}")
+    assert "then --resume" in cause.remedy
+    assert added or cause.remedy.endswith("if the machine is only slow, raise sync.deadline_s")
 
 
 def test_first_start_that_fails_is_told_in_the_words_of_the_engine() -> None:

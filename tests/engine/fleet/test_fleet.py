@@ -317,7 +317,7 @@ async def test_reader_that_leaves_early_frees_its_place_and_withdraws_the_reques
 @in_virtual_time
 async def test_engine_that_says_nothing_while_it_has_sequences_is_ended() -> None:
     ended: list[tuple[str, str]] = []
-    fleet, engines = fleet_of("a", "b", end=lambda name, why: ended.append((name, why)))
+    fleet, engines = fleet_of("a", "b", end=lambda name, why, remedy: ended.append((name, why)))
     await bring(fleet, 0)
     engines["a"].pace = 1e6
     async with asyncio.TaskGroup() as group:
@@ -338,7 +338,7 @@ async def test_engine_that_says_nothing_while_it_has_sequences_is_ended() -> Non
 @in_virtual_time
 async def test_engine_that_others_ask_is_judged_by_the_counters_that_it_reports() -> None:
     ended: list[str] = []
-    fleet, engines = fleet_of("a", "b", end=lambda name, why: ended.append(name))
+    fleet, engines = fleet_of("a", "b", end=lambda name, why, remedy: ended.append(name))
     fleet.follow(lambda name: None)
     await bring(fleet, 0)
     silent = EngineStats(version=0, running=3)
@@ -360,7 +360,7 @@ async def test_engine_that_does_not_answer_in_time_is_ended_where_somebody_can_a
             raise DeadlineError("late has not answered for 60 s: commit version 0", remedy="look at its log")
 
     ended: list[str] = []
-    for end in (lambda name, why: ended.append(f"{name}: {why}"), None):
+    for end in (lambda name, why, remedy: ended.append(f"{name}: {why}; {remedy}"), None):
         fleet = Fleet(VirtualClock(), size=2, end=end)
         fleet.join("late", Late("late"))
         fleet.join("good", Mortal("good"))
@@ -371,7 +371,7 @@ async def test_engine_that_does_not_answer_in_time_is_ended_where_somebody_can_a
         else:
             await fleet.commit(0)
             await sample(fleet, 1)
-    assert ended == ["late: late has not answered for 60 s: commit version 0"]
+    assert ended == ["late: late has not answered for 60 s: commit version 0; look at its log"]
 
 
 @in_virtual_time

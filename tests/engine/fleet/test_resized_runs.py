@@ -237,6 +237,56 @@ def test_two_removals_at_once_leave_one_engine() -> None:
     resized(2, play)
 
 
+@pytest.mark.parametrize("added", [True, False])
+def test_engine_that_waits_for_a_machine_is_removed_at_once(*, added: bool) -> None:
+    async def play(made: ResizedEngines) -> None:
+        now_s = asyncio.get_running_loop().time
+        made.stuck.add("engine-1")
+        async with asyncio.TaskGroup() as group:
+            if added:
+                adding = group.create_task(refused_addition(made))
+            else:
+                made.processes[1].die()
+            await asyncio.sleep(1.0)
+            waiting = made.resizer.status()[1]
+            assert (waiting.name, waiting.state, waiting.pid) == ("engine-1", "starting", 0)
+            asked_s = now_s()
+            assert await made.resizer.remove("engine-1", 1, 60.0, ignore) == ("engine-1",)
+            assert now_s() - asked_s < 1.0
+            if added:
+                assert "engine-1 was not added: engine-1 was removed before it was started" in await adding
+            made.stuck.clear()
+            late = group.create_task(catching_up(made))
+            assert await made.resizer.add(1, ignore) == ("engine-1",)
+            late.cancel()
+
+    resized(1 if added else 2, play)
+
+
+def test_engines_that_are_being_added_are_counted_when_the_next_change_looks_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse_no_room(starter: object, names: tuple[str, ...]) -> None:
+        await asyncio.sleep(0.2)
+        if len(names) > 1:
+            raise ConfigError(f"the cluster has no room for {len(names)} more engines", remedy="add nodes")
+
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            late = group.create_task(catching_up(made))
+            outcomes = await asyncio.gather(*(made.resizer.add(1, ignore) for _ in range(2)), return_exceptions=True)
+            assert outcomes[0] == ("engine-1",)
+            assert isinstance(outcomes[1], ConfigError)
+            problem = "the cluster has no room for 2 more engines; of these, engine-1 is being added already"
+            assert outcomes[1].problem == problem
+            assert await made.resizer.add(1, ignore) == ("engine-2",)
+            late.cancel()
+
+    launcher = SimpleNamespace(refuse_no_room=refuse_no_room)
+    monkeypatch.setattr("headrace.launch.resizing.LAUNCHERS", SimpleNamespace(load=lambda kind: launcher))
+    resized(1, play)
+
+
 def test_added_engine_can_be_removed_before_it_serves_and_its_name_is_free_again() -> None:
     async def play(made: ResizedEngines) -> None:
         async with asyncio.TaskGroup() as group:
@@ -245,7 +295,9 @@ def test_added_engine_can_be_removed_before_it_serves_and_its_name_is_free_again
             await asyncio.sleep(0.11)
             assert made.engines.status("engine-1") == "starting"
             assert await made.resizer.remove("engine-1", 1, 5.0, ignore) == ("engine-1",)
-            assert "engine-1 was not added: engine-1 was removed" in await adding
+            refused = await adding
+            assert "engine-1 was not added: engine-1 was removed" in refused
+            assert refused.endswith("remedy: add another one")
             assert await made.resizer.add(1, ignore) == ("engine-1",)
             late.cancel()
         assert made.engines.names == made.places.policy == ("engine", "engine-1")

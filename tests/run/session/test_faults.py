@@ -122,5 +122,5 @@ def test_answers_that_are_not_what_was_recorded_are_found_out(ended: Path, lost:
     at, tokens = next(iter(answers.items()))
     other = {at: LOSSES[lost](tokens)}
     assert wrong(verdict(ended, run_dir, LedgerSnapshot(partial_turns=other))) == {"broken"}
-    assert wrong(verdict(ended, run_dir, LedgerSnapshot(ended=other))) == {"broken"}
-    assert wrong(verdict(ended, run_dir, LedgerSnapshot(partial_turns=answers, ended=answers))) == set()
+    assert wrong(verdict(ended, run_dir, LedgerSnapshot(finished_answers=other))) == {"broken"}
+    assert wrong(verdict(ended, run_dir, LedgerSnapshot(partial_turns=answers, finished_answers=answers))) == set()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.clock import RealClock
-from tests.run.session.runs import components, make_run, running, wait_gone
+from tests.run.session.runs import PROGRAM, components, make_run, running, wait_gone
 
 SLOW_REWARD = """
     import time
@@ -41,7 +41,7 @@ def a_run(directory: Path, model: Path, reward: str, **sections: dict) -> Path:
 
 def assert_told(words: str, problem: str, remedy: str, *waits: str) -> None:
     """Problem, one line for each loop with what it was at, remedy; nothing else."""
-    assert re.search(rf"^error: {problem}", words), words
+    assert re.search(rf"^error: {problem}", words, re.MULTILINE), words
     for loop in ("rollout", "scoring", "learner", "sync"):
         assert re.search(rf"^  {loop} +(waits|busy) \d+ s (for|with) ", words, re.MULTILINE), words
     for wait in waits:
@@ -68,6 +68,64 @@ def test_an_engine_that_stands_still_ends_the_run_after_the_stall_timeout(tmp_pa
         "raise run.stall_timeout_s",
         "which engine brings|owed by engine",
         "unblocked by learner, engine",
+    )
+
+
+STRICKEN = """
+import os
+import signal
+
+from headrace.base.types.messages.controller import Published
+from headrace.base.types.messages.engine import Stage
+from headrace.launch.clients import EngineClient, LearnerClient
+from headrace.run.cli import main
+
+send, route = EngineClient.send, LearnerClient._route
+
+def lost(client, message):
+    if not isinstance(message, Stage) or message.update.version != 2:
+        send(client, message)
+
+def stopped(client, message):
+    if isinstance(message, Published) and client.working is not None:  # it reports its work once a second
+        os.kill(client.ready.result().pid, signal.SIGSTOP)  # as if it had been stopped a moment before
+    else:
+        route(client, message)
+
+EngineClient.orders_address = ""  # as on another machine, where the controller passes the weights on
+{fault}
+main()
+"""
+
+
+@pytest.mark.slow
+def test_engine_that_gets_no_weights_ends_a_run_without_restarts_with_what_both_sides_did_last(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    run_file = a_run(tmp_path, model_dir, SLOW_REWARD, launch={"engine_restarts": 0}, sync={"deadline_s": 4.0})
+    words = ended(run_file, program=STRICKEN.format(fault="EngineClient.send = lost"))
+    assert_told(
+        words,
+        r"engine has not answered for 4 s: stage version 2, which the learner has published; it reported last: "
+        r"version 1 in use, \d+ steps made, \d+ sequences running: it was ended",
+        "--resume.*look at logs/engine.log in the run directory; if the machine is only slow, raise sync.deadline_s",
+        r"sync +waits \d+ s for the staging of version 2, which engine brings",
+    )
+
+
+@pytest.mark.slow
+def test_learner_that_is_stopped_in_a_publication_ends_the_run_with_what_it_did_last(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    run_file = a_run(tmp_path, model_dir, SLOW_REWARD, run={"stall_timeout_s": 1.0})
+    words = ended(run_file, program=STRICKEN.format(fault="LearnerClient._route = stopped"))
+    assert_told(
+        words,
+        r"nothing has moved for \d+ s \(12 times run.stall_timeout_s=1, because a process is stopped\).*; learner "
+        r"\(pid (\d+)\) is stopped \(SIGSTOP; kill -CONT \1 lets it continue\), for \d+ s; it reported last: .+, after "
+        r"\d+ units of work$",
+        "look at the part that owes an answer: its log is in the run directory",
+        r"sync +waits \d+ s for the announcement of version \d+, which learner brings",
     )
 
 
@@ -141,9 +199,9 @@ def struck(run_file: Path, role: str, blow: signal.Signals, *, within_s: float) 
     return words, seconds
 
 
-def ended(run_file: Path) -> str:
+def ended(run_file: Path, program: str = PROGRAM) -> str:
     """What a program says that ends by itself."""
-    with running("train", run_file) as life:
+    with running("train", run_file, program=program) as life:
         words = life.rest(START_S)
         assert life.process.returncode == 1
     assert json.loads((run_file.parent / "run" / "summary.json").read_text())["status"] == "failed"

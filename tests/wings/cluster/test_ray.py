@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+import sys
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -197,12 +198,14 @@ def _one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starter, "own_address", lambda: HERE)
 
 
-def launcher(run_dir: Path, seats: Seats, timeout_s: float = 30.0) -> starter.RayStarter:
+def launcher(
+    run_dir: Path, seats: Seats, timeout_s: float = 30.0, reserved: tuple[str, ...] = ()
+) -> starter.RayStarter:
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / "mark").touch()
     launch = LaunchConfig(kind="ray", start_timeout_s=timeout_s)
     order = SimpleNamespace(launch=launch, run_dir=run_dir, on_event=lambda event: None)
-    return starter.RayStarter(order, seats, None, "mark")  # type: ignore[arg-type]
+    return starter.RayStarter(order, seats, reserved, "mark")  # type: ignore[arg-type]
 
 
 def spec(start: Start, name: str = "scorer-0") -> ProcessSpec:
@@ -290,6 +293,67 @@ def test_a_node_that_is_lost_while_a_part_starts_there_is_made_up_for_by_another
         async with on_seats(tmp_path, seats, grader(tmp_path)) as child:
             assert child.state == "starting"
         assert len(seats.taken) == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("have_found_nodes", [False, True])
+def test_engines_are_added_while_others_start_as_long_as_all_of_them_have_room(
+    monkeypatch: pytest.MonkeyPatch, *, have_found_nodes: bool
+) -> None:
+    free = {"CPU": 3.0}
+    ray = SimpleNamespace(available_resources=free.copy, nodes=list)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    made, share, starting = cluster.RayCluster(ours=False), ResourceShare(cpus=1), set[str]()
+    monkeypatch.setattr(made, "describe_resources", Seats([]).describe_resources)
+
+    async def begin(*names: str) -> None:
+        await made.refuse_no_room(share, [*sorted(starting), *names], starting)
+        starting.update(names)
+        free["CPU"] -= len(names) * have_found_nodes
+
+    async def main() -> None:
+        await begin("engine-1")
+        await begin("engine-2")
+        with pytest.raises(ConfigError, match="the cluster has no room for 4 more engines, which ask for 1 CPU each"):
+            await begin("engine-3", "engine-4")
+        starting.discard("engine-1")  # it has started
+        free["CPU"] = 1.0 if have_found_nodes else 2.0
+        await begin("engine-3")
+        with pytest.raises(ConfigError, match="the cluster has no room for 3 more engines"):
+            await begin("engine-4")
+        starting.clear()
+        free["CPU"] = 0.0
+        with pytest.raises(ConfigError, match="the cluster has no room for one more engine: 1 CPU; it has 1 node"):
+            await begin("engine-4")
+        free["CPU"] = 1.0
+        await begin("engine-4")
+
+    asyncio.run(main())
+
+
+def test_starter_asks_for_the_engines_without_a_bundle_and_tells_which_of_them_are_starting(tmp_path: Path) -> None:
+    class Loading(Seat):
+        def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+            return asyncio.get_running_loop().create_future()
+
+    class Cluster(Seats):
+        async def refuse_no_room(self, share: ResourceShare, names: Sequence[str], starting: Container[str]) -> None:
+            asked.append([(name, name in starting) for name in names])
+
+    asked: list[Any] = []
+
+    async def main() -> None:
+        made = launcher(tmp_path, Cluster([Loading()]), reserved=("engine",))
+        site = Rendezvous(directory=tmp_path, logs=tmp_path / "logs", token=TOKEN, on_spans=lambda _: None)
+        async with asyncio.TaskGroup() as group:
+            start = group.create_task(made.start(site, spec(grader(tmp_path), "engine-1")))
+            await asyncio.sleep(0)
+            await made.refuse_no_room(("engine", "engine-1", "engine-2"))
+            start.cancel()
+        await made.refuse_no_room(("engine-1",))
+        await made.refuse_no_room(("engine",))
+        assert asked == [[("engine-1", True), ("engine-2", False)], [("engine-1", False)]]
 
     asyncio.run(main())
 

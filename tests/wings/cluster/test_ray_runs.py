@@ -200,6 +200,40 @@ def test_engine_is_added_in_the_free_resources_of_the_cluster_and_removed_and_on
     assert found["conservation"]["groups"]["dropped"] == {}
 
 
+def test_two_additions_at_once_share_the_room_and_a_resumed_run_has_the_engines_of_its_file_and_says_so(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    slow = SLOW_REWARD.replace("0.03", "0.1")
+    path = run_file(tmp_path, model_dir, reward=slow, run={"dir": "run", "steps": 100_000})
+    with ray_nodes(3) as nodes:
+        with under_way(nodes, path) as process:
+            adding = [
+                subprocess.Popen(
+                    nodes.command("engines", run_dir, "add"), stderr=subprocess.PIPE, text=True, env=environment()
+                )
+                for _ in range(2)
+            ]
+            refusals = [each.communicate(timeout=DEADLINE_S)[1] for each in adding]
+            assert sorted(each.returncode for each in adding) == [0, 1]
+            assert any("the cluster has no room for " in said for said in refusals)
+            assert read(run_dir / "status.json")["engines"] == 2
+            process.kill()
+            process.wait()
+        command = nodes.command("train", path, *on(nodes, "flow.max_idle_batches=100000"), "--resume")
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment(), **pipes) as resumed:
+            life = Running(resumed)
+            life.until_step()
+            resumed.send_signal(signal.SIGINT)
+            life.rest(DEADLINE_S)
+        assert "the run had 2 engines when it ended, and begins again with engine.count=1" in "".join(life.lines)
+        assert resumed.returncode == 0
+        found = books(run_dir, nodes)
+    assert_balanced(found)
+    assert found["conservation"]["groups"]["dropped"] == {}
+
+
 def test_ranks_of_a_learner_are_actors_on_several_nodes(nodes: Nodes, tmp_path: Path, model_dir: Path) -> None:
     nodes.tell("add")
     path = run_file(tmp_path, model_dir)

@@ -110,10 +110,10 @@ def test_run_that_finds_the_weights_of_another_ends_and_has_none_of_its_tokens(
     if early.reason is None:
         assert early.ids == []
     else:  # on a busy machine it was whole before the other weights came, and is of its own
-        assert_close(early.logprobs, first.reference(0, early))
+        assert_close(early.logprobs, first.reference_logprobs(0, early))
     assert first.outputs[late].ids == []
     (fine,) = second.finish(second.add([3, 4, 5]))
-    assert_close(fine.logprobs, second.reference(0, fine))
+    assert_close(fine.logprobs, second.reference_logprobs(0, fine))
 
 
 def test_server_that_was_started_again_has_weights_that_nobody_gave_it(shared: Shared) -> None:

@@ -124,6 +124,12 @@ class Interrupt(enum.StrEnum):
     """The engine frees its cache and stops while the learner makes a step; after the commit, sequences continue as with
     ``abort_resume``."""
 
+    @property
+    def stops_generation(self) -> bool:
+        """Whether an engine stops sampling for a commit. All engines commit at once if it does not, unless
+        ``sync.rolling`` is set."""
+        return self not in (Interrupt.INFLIGHT, Interrupt.STREAM)
+
 
 class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
     """The costs of one commit in an engine."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
-from headrace.base.errors import DeadlineError, NeedsFull, WeightsError
+from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.weights import NUM_SLOTS, Interrupt, SwapReport, WeightUpdate
 from headrace.control.board import LoopContract
 from headrace.control.state import RunState
@@ -145,7 +145,8 @@ class SyncLoop:
             if engine_set is not None:
                 await engine_set.wait_for_any()
             try:
-                return await self._state.parts.learner.resend(publication)
+                with self._state.board.waiting("sync", f"version {publication.version}, sent again", on="learner"):
+                    return await self._state.parts.learner.resend(publication)
             except WeightsError as error:
                 if before is not None and self._drop_lagging(publication.version, error):
                     return before
@@ -198,37 +199,23 @@ class SyncLoop:
         return engine_set is not None and engine_set.drop_lagging(version, why.problem)
 
     async def _stage_and_commit(self, update: WeightUpdate) -> SwapReport:
-        """Stage an update on the engines and commit it, without retries, and return the report on the commit. The error
-        of a missed deadline contains the last known state of engine and learner."""
+        """Stage an update on the engines and commit it, without retries, and return the report on the commit."""
         state, version = self._state, update.version
         clock, engine = state.parts.clock, state.parts.engine
         start_s = clock.now()
         if update.note:
             state.warn(update.note)
-        try:
-            with state.board.waiting("sync", f"the staging of version {version}", on="engine"):
-                await engine.stage(update)
-            state.span("sync", "stage", start_s, version)
-            start_s = clock.now()
-            with state.board.waiting("sync", f"the commit of version {version}", on="engine"):
-                report = await engine.commit(version, state.parts.interrupt)
-            if state.parts.interrupt is Interrupt.SLEEP and state.flow.state.next_step > version:
-                # the engine woke up for the commit, and the learner still has a step to train
-                await engine.pause(release=True)
-        except DeadlineError as late:
-            raise DeadlineError(f"{late.problem}; {self._last_known_state(update)}", remedy=late.remedy) from None
+        with state.board.waiting("sync", f"the staging of version {version}", on="engine"):
+            await engine.stage(update)
+        state.span("sync", "stage", start_s, version)
+        start_s = clock.now()
+        with state.board.waiting("sync", f"the commit of version {version}", on="engine"):
+            report = await engine.commit(version, state.parts.interrupt)
+        if state.parts.interrupt is Interrupt.SLEEP and state.flow.state.next_step > version:
+            # the engine woke up for the commit, and the learner still has a step to train
+            await engine.pause(release=True)
         state.span("sync", "commit", start_s, version)
         return report
-
-    def _last_known_state(self, update: WeightUpdate) -> str:
-        """Return a clause, for an error message, that says what learner and engine last reported about the version of
-        ``update``."""
-        engine = self._state.parts.engine.stats()
-        return (
-            f"the learner's last word: version {update.version} is published ({update.num_bytes} bytes at "
-            f"{update.path!r}); the engine's: version {engine.version} in use, {engine.steps} steps made, "
-            f"{engine.running} sequences running"
-        )
 
     def _mark_committed(self, slot: int) -> None:
         """Record that ``slot`` is the buffer of the committed version, and free the buffer of the version before it."""

@@ -33,15 +33,12 @@ from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import NO_TOKENS, FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
-from headrace.engine.base import Engine, OnSiblingChunks, SiblingRequest
+from headrace.engine.base import EndEngine, Engine, OnSiblingChunks, SiblingRequest
 from headrace.engine.fleet.member import TICK_S, FleetCounters, Member, StickyRoutes, combine_reports, gather_all
 from headrace.engine.fleet.routed import MAX_DEATHS_WITHOUT_TOKEN, RoutedRequest
 from headrace.engine.fleet.router import EngineState, Router
 
 A = TypeVar("A")
-
-NON_STOPPING = frozenset({Interrupt.INFLIGHT, Interrupt.STREAM})
-"""Commit modes that do not stop generation. All engines commit at once in these modes, unless ``rolling`` is set."""
 
 
 class Fleet:
@@ -49,12 +46,12 @@ class Fleet:
     and distributes weights through it as if there were one engine.
 
     ``size`` is the intended number of engines. ``rolling`` is how many may commit at once; ``None``: one by one where
-    the commit stops generation, all where it does not. ``end`` is called with the name of an engine to end and the
-    reason; without it, the failure of an engine is raised to the caller.
+    the commit stops generation, all where it does not. ``end`` is called with the name of an engine to end, the
+    reason and the remedy; without it, the failure of an engine is raised to the caller.
     """
 
     def __init__(
-        self, clock: Clock, *, size: int = 1, rolling: int | None = None, end: Callable[[str, str], None] | None = None
+        self, clock: Clock, *, size: int = 1, rolling: int | None = None, end: EndEngine | None = None
     ) -> None:
         """Make a fleet without members; engines are added by :meth:`join`. The arguments are described at the class."""
         self._clock, self._rolling, self._end = clock, rolling, end
@@ -199,7 +196,7 @@ class Fleet:
         from the controller: there is one engine, or all may commit at once without stopping generation. It is false for
         ``Interrupt.SLEEP``, because the commit wakes engines that sleep, and the controller decides when."""
         alone = self._counters.size == 1
-        return mode is not Interrupt.SLEEP and (alone or (self._rolling is None and mode in NON_STOPPING))
+        return mode is not Interrupt.SLEEP and (alone or (self._rolling is None and not mode.stops_generation))
 
     def drop_lagging(self, version: int, why: str) -> bool:
         """Mark the engines that lack ``version`` as having missed it for the reason ``why``, if another engine has
@@ -223,13 +220,13 @@ class Fleet:
                     self._remove_silent(member, member.silence_error(load))
 
     def _remove_silent(self, member: Member, error: DeadlineError) -> None:
-        """Remove an engine that has been silent for too long, and let the launcher end its process, with the text of
-        ``error`` as the reason. Without a launcher (``end`` is ``None``), raise ``error``."""
+        """Remove an engine that has been silent for too long, and let the launcher end its process, with the texts
+        of ``error``. Without a launcher (``end`` is ``None``), raise ``error``."""
         if self._end is None:
             raise error
         if self._members.get(member.name) is member:  # and not a successor of the same name
             self._drop(member)
-            self._end(member.name, error.problem)
+            self._end(member.name, error.problem, error.remedy)
 
     def _drop(self, member: Member) -> None:
         """Remove a member that has died: no more requests are routed to it, and its counters stay in the fleet's
@@ -540,7 +537,7 @@ class Fleet:
         the mode does not stop generation, else one."""
         if self._rolling is not None:
             return self._rolling
-        return max(1, len(self._members)) if mode in NON_STOPPING else 1
+        return 1 if mode.stops_generation else max(1, len(self._members))
 
     @contextmanager
     def _tolerating_loss(self, member: Member) -> Iterator[None]:

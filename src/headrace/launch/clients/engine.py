@@ -39,6 +39,7 @@ from headrace.base.types.sampling import Sampling
 from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.trace import Span
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine import PLAIN, RequestOptions
 from headrace.engine.base import OnSiblingChunks, SiblingRequest
@@ -159,25 +160,24 @@ class EngineClient(Peer):
         call = self.next_call()
         reply = self.expect(call, Staged)
         self.send(Stage(call=call, update=update))
-        return (await self.answer(reply, f"stage version {update.version}", self._deadline_s)).seconds
+        return (await self.answer(reply, _staging(update.version), self._deadline_s)).seconds
 
     async def _wait_until_staged(self, version: int) -> float:
         """Wait until the engine has staged ``version``, which the learner has announced to it, and return the seconds
         that this took. Raises the error with which the engine refused the version."""
         outcome = self._stage_outcome
         if outcome is None or outcome.version != version:
-            outcome = await self._wait_for_report(StageOutcome, version, "stage")
+            outcome = await self._wait_for_report(StageOutcome, _staging(version), version)
         if outcome.failure is not None:
             raise error_of(outcome.failure)
         return outcome.seconds
 
-    async def _wait_for_report(self, kind: type[R], version: int, what: str) -> R:
+    async def _wait_for_report(self, kind: type[R], what: str, version: int) -> R:
         """Wait for the report of type ``kind`` about ``version``, which the engine sends without an order from the
-        controller, and return it. ``what`` (``stage`` or ``commit``) names the operation in the error if the report
-        does not arrive in time."""
+        controller, and return it. ``what`` names the operation in the error if the report does not arrive in time."""
         future = self._announced_reports[version, kind] = self.expect(self.next_call(), kind)
         try:
-            return await self.answer(future, f"{what} version {version}", self._deadline_s)
+            return await self.answer(future, what, self._deadline_s)
         finally:
             del self._announced_reports[version, kind]
 
@@ -204,7 +204,7 @@ class EngineClient(Peer):
         outcome, report_message = self._stage_outcome, self._committed
         if outcome is not None and outcome.version == version and outcome.commits:
             if report_message is None or report_message.report.version != version:
-                report_message = await self._wait_for_report(Committed, version, "commit")
+                report_message = await self._wait_for_report(Committed, f"commit version {version}", version)
             return report_message.report
         call = self.next_call()
         reply = self.expect(call, Committed)
@@ -259,6 +259,12 @@ class EngineClient(Peer):
     def stats(self) -> EngineStats:
         """Return the latest counters that the engine has sent."""
         return self._stats
+
+    def last_report(self) -> str:
+        """Return the weights, the steps and the sequences that the engine has reported last."""
+        stats = self._stats
+        weights = "no weights" if stats.version == NOT_SAMPLED else f"version {stats.version}"
+        return f"it reported last: {weights} in use, {stats.steps} steps made, {stats.running} sequences running"
 
     def close(self) -> None:
         """Close the channel, because the engine's process has ended. Tasks that read a stream or wait for an answer
@@ -330,3 +336,9 @@ class EngineClient(Peer):
             for request in requests:
                 if (stream := self._streams.get(request.request_id)) is not None:
                     stream.fail(error)
+
+
+def _staging(version: int) -> str:
+    """Return the name, for an error message, of the operation by which an engine stages ``version``. It shows that the
+    learner has done its part."""
+    return f"stage version {version}, which the learner has published"

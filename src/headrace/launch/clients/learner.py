@@ -44,6 +44,13 @@ class RankClient(Peer):
     heard_s = 0.0
     """The time at which that report arrived, in seconds on the clock of this process."""
 
+    def last_report(self) -> str:
+        """Return the unit of work that the rank has reported last, and how many units it has finished."""
+        if self.working is None:
+            return "it has reported no work yet"
+        unit = self.working.what or "waiting for orders"
+        return f"it reported last: {unit}, after {self.working.num_units} units of work"
+
     def handle(self, message: object) -> None:
         """Store a report about the rank's work, and the time of its arrival. Any other message raises
         :class:`~headrace.base.errors.RunError`."""

@@ -102,12 +102,19 @@ class Peer:
             async with TimeLimit(deadline_s, is_paused=lambda: bool(self.halted) and self.waits_while_halted):
                 return await future
         except TimeoutError:
+            last = self.last_report()
             raise DeadlineError(
-                f"{self.name} has not answered for {deadline_s:g} s: {what}",
-                remedy=f"look at logs/{self.name}.log in the run directory; is the machine overloaded?",
+                f"{self.name} has not answered for {deadline_s:g} s: {what}{last and f'; {last}'}",
+                remedy=f"look at logs/{self.name}.log in the run directory; if the machine is only slow, raise "
+                "sync.deadline_s",
             ) from None
         finally:
             future.cancel()
+
+    def last_report(self) -> str:
+        """Return what the process has reported last about its work, as a clause for an error message; empty if it
+        reports nothing about it."""
+        return ""
 
     async def wait_until_ready(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
         """Wait until the process is ready, or until ``dying`` is done because the process has died. Return whether it

@@ -11,14 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace.base.types.weights import Interrupt
 from headrace.engine.fleet.router import allowed_load
 from headrace.wings.plan.costs import EngineCost, FailureCost, SyncCost
 from headrace.wings.plan.engine import WAITING_INTERRUPTS, EngineCounts, SimulatedAnswer, SimulatedEngine
 from headrace.wings.plan.events import EventQueue
-
-_STOPPING_INTERRUPTS = frozenset(Interrupt) - {Interrupt.INFLIGHT, Interrupt.STREAM}
-"""Interrupts that stop an engine during its commit. By default, engines then commit one after another."""
 
 
 class SimulatedFleet:
@@ -146,7 +142,7 @@ class SimulatedFleet:
         """Begin the commit of the next engines, as many at a time as ``sync.rolling`` allows. If all engines have
         committed, call the callback of :meth:`commit`."""
         mode = self._sync.interrupt
-        default = 1 if mode in _STOPPING_INTERRUPTS else len(self.engines)
+        default = 1 if mode.stops_generation else len(self.engines)
         while self._to_commit and len(self._committing) < (self._sync.rolling or default):
             engine = self._to_commit.popleft()
             if not engine.up:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +141,10 @@ class RayCluster:
         connection, so that :meth:`leave` closes it."""
         self._ours = ours
         self._placement_group: Any = None
+        self._free_before: Mapping[str, float] = {}
+        """The free resources when no engine was being added."""
+        self._num_accepted = 0
+        """The number of engines for which there has been room since then."""
 
     @classmethod
     async def connect(cls, address: str) -> RayCluster:
@@ -211,18 +215,31 @@ class RayCluster:
                 )
         return RayReservation(self._placement_group, parts)
 
-    async def refuse_no_room(self, share: ResourceShare, num: int) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` if less than ``num`` times the resources ``share`` are free
-        in the cluster now. Whether one node has them together is found out when the parts start."""
+    async def refuse_no_room(self, share: ResourceShare, names: Sequence[str], starting: Container[str]) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if the cluster has no free resources for the engines
+        ``names``, which ask for ``share`` each. Those in ``starting`` were accepted before, and may have their
+        resources already. Whether one node has them together is found out when the parts start."""
         import ray
 
         free: Mapping[str, float] = await asyncio.to_thread(ray.available_resources)
-        if any(free.get(name, 0.0) < num * amount for name, amount in bundle(share).items()):
-            each = f"{num} more engines, which ask for {share} each" if num > 1 else f"one more engine: {share}"
+        num = sum(name not in starting for name in names)
+        if num == len(names):
+            self._free_before, self._num_accepted = free, 0
+
+        def has_room(free: Mapping[str, float], num: int) -> bool:
+            """Return whether ``free`` is enough for ``num`` engines."""
+            return all(free.get(name, 0.0) >= num * amount for name, amount in bundle(share).items())
+
+        # nothing tells whether an engine that is starting has its resources: either it has not, or all had them before
+        fits = has_room(free, len(names)) or has_room(self._free_before, self._num_accepted + num)
+        if not (has_room(free, num) and fits):
+            each = f"{len(names)} more engines, which ask for {share} each"
+            each = each if len(names) > 1 else f"one more engine: {share}"
             raise ConfigError(
                 f"the cluster has no room for {each}; {await self.describe_resources()}",
                 remedy="add nodes first, or remove an engine; [launch.ray.engine] says what an engine asks for",
             )
+        self._num_accepted += num
 
     async def describe_resources(self) -> str:
         """Return a sentence about the resources of the cluster, in total and free, for messages."""

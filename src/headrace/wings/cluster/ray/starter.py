@@ -99,6 +99,8 @@ class RayStarter:
         """Address at which the learner's ranks form their process group, on the node of rank 0; empty before rank 0 has
         started."""
         self._waiting_actors: dict[str, Actor] = {}
+        self._starting: set[str] = set()
+        """The parts that are being started, and may still wait for a node."""
 
     def start_actors(self, names: Iterable[str]) -> None:
         """Start the actors of the parts with these ``names`` now, so that the actors start in parallel; :meth:`start`
@@ -107,10 +109,10 @@ class RayStarter:
 
     async def refuse_no_room(self, names: Sequence[str]) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if the cluster has no free resources for the engines
-        ``names``. One that the run had at its start gets the bundle back that is still reserved for it."""
-        num = sum(name not in self._reservation for name in names)
-        if num:
-            await self._cluster.refuse_no_room(self._order.launch.ray.engine, num)
+        ``names``, which have no processes yet. One that the run had at its start gets the bundle back that is still
+        reserved for it."""
+        if without_bundle := [name for name in names if name not in self._reservation]:
+            await self._cluster.refuse_no_room(self._order.launch.ray.engine, without_bundle, self._starting)
 
     def _actor(self, name: str) -> Actor:
         """Start an actor for the part ``name``, with the resources of its role."""
@@ -120,6 +122,14 @@ class RayStarter:
         """Start a process on a node with free resources, and on another node if that node is lost during the start.
         Return the controller's side of the process's channel, and a handle of the process. Raises
         :class:`~headrace.base.errors.DeadlineError` if no node has the resources within ``launch.start_timeout_s``."""
+        self._starting.add(spec.name)
+        try:
+            return await self._start_on_any_node(site, spec)
+        finally:
+            self._starting.discard(spec.name)
+
+    async def _start_on_any_node(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
+        """Start a process as :meth:`start` does, with one node after the other."""
         timeout_s = self._order.launch.start_timeout_s
         share = share_of(spec.name, self._order.launch.ray)
         deadline_s = self._clock.now() + timeout_s
