@@ -15,7 +15,7 @@ from headrace.base.types.batch import Batch
 from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages import controller, engine, environment, learner, node, rollout, scorer
 from headrace.base.types.messages.codec import MessageCodec
-from headrace.base.types.messages.controller import Chunks, EngineStats, LogprobsReply, Ready, Scored
+from headrace.base.types.messages.controller import CallScores, Chunks, EngineStats, LogprobsReply, Ready, Scored
 from headrace.base.types.messages.engine import Generate, GenerateRequest, Stage
 from headrace.base.types.messages.learner import Logprobs, Train
 from headrace.base.types.messages.parts import MessagePart
