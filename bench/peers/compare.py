@@ -73,15 +73,15 @@ def main() -> None:
             with tempfile.TemporaryDirectory(prefix="headrace-peers-") as scratch:
                 task = TASKS[name](Path(scratch) / "task", given.seed + pair)
                 settings = {
-                    **asdict(task), "directory": str(task.directory), "scratch": f"{scratch}/run",
-                    "seed": given.seed + pair, "threads": given.threads,
+                    **asdict(task), "directory": str(task.directory), "seed": given.seed + pair,
+                    "threads": given.threads,
                 }  # fmt: skip
                 if given.max_age is not None:
                     settings["max_age"] = given.max_age
                 if given.quick:
                     settings |= {"steps": SKIPPED + 2, "every": 2 if task.every else 0}
                 for side in SIDES[:: 1 if pair % 2 else -1]:
-                    pairs[-1][side] = measure_run(side, settings, task)
+                    pairs[-1][side] = measure_run(side, {**settings, "scratch": f"{scratch}/{side}"}, task)
                     print(name, pair, side, json.dumps(without_columns(pairs[-1][side])), file=sys.stderr, flush=True)
         rows += [{"task": name, "pair": index, **pair} for index, pair in enumerate(pairs)]
         targets += make_targets(name, pairs)
