@@ -51,6 +51,7 @@ def test_no_lever_is_named_that_an_adapter_cannot_pull(model_dir) -> None:
     sizes = replace(sizes_of(model, LearnerConfig()), on_host=False)
     assert [setting.partition(" ")[0] for setting in levers(sizes)] == [
         "learner.tokens_per_microbatch", "learner.memory.recompute", "learner.memory.offload_activations",
+        "learner.parallel.data",
     ]  # fmt: skip
 
 

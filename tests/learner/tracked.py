@@ -81,11 +81,6 @@ class _Tracker(MemTracker):
     def now(self) -> int:
         return int(self._curr_mem_snap.get(CPU, {"Total": 0})["Total"])
 
-    def peak(self) -> int:
-        """Return the most bytes since the last call."""
-        most, self.most_bytes = self.most_bytes, 0
-        return most
-
 
 class _MadeUpNumbers(TorchFunctionMode):
     """Answers a program that reads a number from a fake tensor: every test succeeds, and every number is 1."""
@@ -105,11 +100,8 @@ class _MadeUpNumbers(TorchFunctionMode):
 
 def peak_bytes(case: Case) -> int:
     """Return the most bytes that a rank of this learner holds at a time in a step of two micro-batches or more, with
-    the optimizer's state of earlier steps."""
-    return measure(case)["peak"]
-
-
-def measure(case: Case) -> dict[str, int]:
+    the optimizer's state of earlier steps. Every pass has a backward pass, since the ranks of a sharded model would
+    otherwise keep gathered weights."""
     with _as_on_a_gpu(), _ranks(case) as ranks, ExitStack() as stack:
         meshes = _meshes(case, ranks)
         stack.enter_context(_prompt_collection())
@@ -119,31 +111,16 @@ def measure(case: Case) -> dict[str, int]:
         tracker.track_external(model)
         with tracker:
             learner = _learner(case, ranks, model)
-        found = {"weights": tracker.now()}
         batch = batch_of(case.learner.tokens_per_microbatch // case.longest, case.longest)
         work = _work(batch)
         micro = MicroBatch.whole(batch.lengths_S)
         with tracker:
             _pass(learner, work, micro)
-            found["first"] = tracker.peak()
             learner._optimizer.allocate()
-            found["static"] = tracker.now()
-        with tracker:
-            result = learner._forward(work.batch, work.mask_N, micro)
-            found["forward"] = tracker.peak()
-            gc.collect()
-            found["kept"] = tracker.now()
-            del result
-        gc.collect()
-        with tracker:
             _pass(learner, work, micro)
-            found["passes"] = tracker.peak()
-        with tracker:
             learner._optimizer.clip_norms(1.0)
             learner._optimizer.step(1e-3)
-            found["update"] = tracker.peak()
-        found["peak"] = max(found[name] for name in ("first", "passes", "update"))
-        return found
+        return tracker.most_bytes
 
 
 def _pass(learner: LearnerCore, work: StepWork, micro: MicroBatch) -> None:

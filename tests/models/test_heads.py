@@ -20,11 +20,16 @@ from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan
 from headrace.models.heads import HEADS_FILE, LAYOUTS, copy_later, later_tensors, load_head, refuse_headless
+from headrace.models.kernels.build import Unavailable
+from headrace.models.kernels.deterministic import InvariantPlan
+from headrace.models.kernels.ops import kernels
 from tests.models.headed import HEADED, Headed, headed
 from tests.models.kinds import tiny
 
 __all__ = ["headed"]
 NUM = 9
+PARTS = ((0, 1), (1, 10), (10, 29), (29, 40))
+"""The first tokens of four sequences, and those after their last."""
 
 
 @pytest.fixture
@@ -99,6 +104,19 @@ def test_a_head_of_mimo_takes_the_state_before_the_embedding_and_is_a_layer_of_q
         turn = plain.model.rotary_emb(x, torch.arange(NUM)[None])
         expected = norm("final_layernorm", layer(x, position_embeddings=turn)[0])
     torch.testing.assert_close(found_NH, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(isinstance(kernels(), Unavailable), reason="no kernels here")
+@torch.no_grad()
+def test_a_head_of_a_deterministic_model_computes_the_same_bits_beside_other_sequences(headed: Headed) -> None:
+    """The head's router has four experts, of which torch computes the last sigmoids of a pass by another formula."""
+    config = ModelConfig(path=str(headed("glm4_moe")), deterministic=True)
+    head = load_head(config, load_model(config))
+    for seed in range(8):
+        given_2NH = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(seed))
+        beside_NH = head(given_2NH[0], given_2NH[1], InvariantPlan([end - start for start, end in PARTS]))
+        alone_NH = [head(*given_2NH[:, start:end], InvariantPlan([end - start])) for start, end in PARTS]
+        assert torch.equal(torch.cat(alone_NH), beside_NH)
 
 
 def test_the_first_token_of_a_later_one_changes_no_earlier_state(headed: Headed) -> None:

@@ -130,12 +130,19 @@ class LearnerSizes:
             activations_bytes=kept * self.shape.layers + self._ends_bytes(),
             head_bytes=self._head_bytes(),
         )
-        yield replace(
+        in_layer = replace(
             static,
             gradients_bytes=static.gradients_bytes + (0.0 if self.gathers else table),
-            gathered_bytes=self._gathered_layer_bytes() + self._held_table_bytes(),
+            gathered_bytes=self._gathered_layer_bytes(first=True) + self._held_table_bytes(),
             activations_bytes=kept * (self.shape.layers - 1) + layer,
         )
+        yield in_layer
+        if self.shape.layers > 2:
+            yield replace(
+                in_layer,
+                gathered_bytes=self._gathered_layer_bytes() + self._held_table_bytes(),
+                activations_bytes=kept * (self.shape.layers - 2) + layer,
+            )
         ended = static.gradients_bytes + self._pass_gradient_bytes()
         yield replace(
             static,
@@ -222,8 +229,9 @@ class LearnerSizes:
 
     # layers and tables of other ranks
 
-    def _gathered_layer_bytes(self) -> float:
-        """Return the bytes of the weights and the gradients of the layers that are gathered at a time."""
+    def _gathered_layer_bytes(self, *, first: bool = False) -> float:
+        """Return the bytes of the weights and the gradients of the layers that are gathered at a time; with ``first``,
+        in the first layer of a backward pass, before the buffer and the sums of a former layer exist."""
         shape, ways = self.shape, self.config.parallel
         if not self.gathers:
             return 0.0
@@ -233,7 +241,8 @@ class LearnerSizes:
             own += experts / ways.tensor
         elif self.num_shards > ways.expert:
             own += experts / ways.expert
-        return own * self._gathered_numbers()
+        numbers = self.itemsize * (2 + self._trains_base) if first else self._gathered_numbers()
+        return own * numbers
 
     def _gathered_table_bytes(self) -> float:
         """Return the bytes of the weights and the gradients of the head, or of the embeddings, while it is gathered."""
@@ -270,9 +279,13 @@ class LearnerSizes:
 
     def _layer_bytes(self) -> float:
         """Return the bytes that one layer needs in its backward pass: what it keeps, or computes again, and the
-        gradients of its largest tensors."""
-        passing = self.tokens * (self._token_bytes() + self._passing_bytes())
-        return passing + 2 * self.score_bytes(1) + 2 * self._merged_bytes()
+        gradients of its largest tensors. The feed-forward part comes first, and what it keeps is freed before the
+        gradients of attention are computed. Merged experts have gradients of their size; when the last of these is
+        computed, the third of the merged weights that belongs to the last product is already freed."""
+        forward = self.tokens * (self._token_bytes() + self._forward_passing_bytes())
+        attention = self.tokens * self._attention_backward_bytes()
+        scores, merged = self.score_bytes(1), self._merged_bytes()
+        return max(forward + scores + 5 / 3 * merged, attention + 2 * scores)
 
     def _merged_bytes(self) -> float:
         """Return the bytes of the experts' weights of one layer after adapters are merged into them, which autograd
@@ -313,15 +326,28 @@ class LearnerSizes:
         each = w * (vectors * inner + (1 + trains) * shape.hidden) + 24
         return shape.chosen * each + 4 * shape.num_experts
 
-    def _passing_bytes(self) -> float:
-        """Return the bytes of the gradients in the backward pass of one layer for one token, beside what is kept."""
+    def _forward_passing_bytes(self) -> float:
+        """Return the bytes of the gradients in the backward pass of the feed-forward part of one layer for one token,
+        beside what the layer keeps. Adapters of its products compute their gradients in float32."""
         shape, w = self.shape, self.itemsize
         inner = shape.inner / self.config.parallel.tensor * max(1, shape.chosen)
-        hidden = shape.hidden * (1 + shape.chosen)
-        forward = w * hidden + (12 * inner if self.adapted else 2 * w * inner + 4 * shape.hidden)
+        hidden = w * shape.hidden * (1 + shape.chosen)
+        if not self.adapted:
+            return hidden + 2 * w * inner + 4 * shape.hidden
+        return hidden + (12 if shape.num_experts else 4 + w) * inner
+
+    def _attention_backward_bytes(self) -> float:
+        """Return the bytes of one layer for one token while the gradients of its attention are computed: either all
+        that attention keeps and the gradients of queries, keys and values, or, where heads have norms, the queries and
+        keys before these norms and five tensors of the norm of the queries in float32."""
+        shape, w = self.shape, self.itemsize
         queries, keys = (width / self.config.parallel.tensor for width in (shape.attention_width, shape.kv_width))
-        attention = w * (3 * queries + 2 * keys) + (8 * (queries + keys) if shape.normed_heads else 0)
-        return max(forward, attention)
+        kept = self._token_bytes() - self._feed_forward_bytes()
+        core = kept + w * (3 * queries + 2 * keys)
+        if not shape.normed_heads:
+            return core
+        freed = w * (2 * queries + 2 * keys) + self._trains_base * w * (queries + keys)
+        return max(core, kept - freed + 20 * queries)
 
     @property
     def _score_share(self) -> float:

@@ -154,7 +154,12 @@ def load_head(config: ModelConfig, model: PreTrainedModel) -> PredictionHead:
     own = [tensors.pop(name) for name in layout.own]
     layer = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNREAD)}
     small = _one_layer(config, read, layer, own[-1])
-    return PredictionHead(small, own[:3], hidden_first=layout.hidden_first).to(model.device)
+    head = PredictionHead(small, own[:3], hidden_first=layout.hidden_first).to(model.device)
+    if config.deterministic:
+        from headrace.models.kernels.deterministic import make_head_deterministic
+
+        make_head_deterministic(head)
+    return head
 
 
 def wanted_head(speculation: str, config: ModelConfig, model: PreTrainedModel) -> PredictionHead | None:

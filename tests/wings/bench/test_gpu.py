@@ -81,6 +81,8 @@ def test_a_stage_that_fails_or_hangs_takes_nothing_from_the_others(
 def test_stages_that_no_longer_fit_are_left_out_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes, _ = ran(tmp_path, monkeypatch, 1.0, first=1, hanging=1)
     assert [outcome.state for outcome in outcomes] == ["left out", "out of time"]
+    assert outcomes[1].why.startswith("killed after ")
+    assert "raise --budget" in outcomes[1].why
     assert "it needs 5" in outcomes[0].why
     assert "raise --budget" in outcomes[0].why
 

@@ -30,6 +30,7 @@ from headrace.models.kernels.panels import PackedProduct
 from headrace.models.paged.base import BLOCK, Geometry, LayerShape, PagedCache
 from headrace.models.paged.compiled import CompiledAttention
 from headrace.models.paged.plan import PagedPlan
+from headrace.models.predicting import PredictionHead
 from headrace.models.recurrent import recurrent_layers
 from headrace.models.routing import find_routing
 from headrace.models.routing.find import is_router
@@ -309,6 +310,13 @@ def make_deterministic(model: nn.Module) -> FuseReport:
         elif isinstance(fused, Fused):
             module.forward = _FusedForward(fused)
     return report
+
+
+def make_head_deterministic(head: PredictionHead) -> None:
+    """Replace the forward methods of the prediction head of a deterministic model by batch-invariant kernels, so that
+    drafts do not depend on the batch. Raises the errors of :func:`make_deterministic`."""
+    make_deterministic(head.layer)
+    head.projection.forward = _InvariantForward(head.projection, _InvariantProducts)  # type: ignore[method-assign]
 
 
 def _make_mixtures_invariant(model: nn.Module) -> None:

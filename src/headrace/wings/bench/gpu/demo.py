@@ -33,7 +33,7 @@ class DemoRun:
     summary: dict[str, Any] = field(default_factory=dict)
     """The summary that the run prints at its end; empty before."""
     errors: str = ""
-    """The standard error of the last life."""
+    """The standard error of the last life, if it failed."""
 
 
 def run(stage: StageContext) -> None:
@@ -94,8 +94,9 @@ async def _run_life(
         async with asyncio.timeout(max(5.0, stage.left_s() - 5.0)):
             output = (await program.stdout.read()).decode()
         killing.cancel()
-        seen.errors = (await errors).decode()
-        if not await program.wait():
+        failed = await program.wait()
+        seen.errors = (await errors).decode() if failed else ""  # a run that ends well writes its progress there
+        if not failed:
             seen.summary = json.loads(output[output.index("{") :])
 
 

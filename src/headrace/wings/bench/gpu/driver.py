@@ -116,8 +116,9 @@ def _run_stage(
         _end(process)
     found = read_lines(lines)
     state = "out of time" if timed_out else "failed" if process.returncode else "done"
+    remedy = f"killed after {limit_s:.0f} s: raise --budget, or choose fewer --stages\n" if timed_out else ""
     return GpuStageOutcome(
-        name=name, state=state, why="" if state == "done" else _log_tail(log), seconds=clock.now() - start_s,
+        name=name, state=state, why="" if state == "done" else remedy + _log_tail(log), seconds=clock.now() - start_s,
         processor_s=processor_s, limit_s=limit_s,
         rows=[line.row for line in found if line.row is not None],
         targets=[line.target for line in found if line.target is not None],
