@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace.base.types.messages.scorer import ScoreCompletions
-from headrace.launch.clients import scoring
-from headrace.launch.clients.shortcalls import ShortCalls
+from headrace.base.types.messages.controller import CallScores, Scored
+from headrace.base.types.messages.scorer import ScoreCompletions, ScoreTogether
+from headrace.launch.clients import scoring, shortcalls
+from headrace.launch.clients.shortcalls import MAX_BYTES, ShortCalls
 from headrace.rollout.scoring import Scores
 from tests.launch.test_scorer_pool import DEEDS
 from tests.launch.workers import running_pool, task
@@ -27,28 +28,32 @@ class Worker:
     def __init__(self, *, max_orders: int = 1, max_completions: int = 100) -> None:
         self.orders: list[list[tuple[str, ...]]] = []
         self.answers: list[asyncio.Future[bool]] = []
+        self.sent = [asyncio.Event() for _ in range(8)]
         self.ending = False
         self.tasks: set[asyncio.Task[None]] = set()
+        self.max_completions = max_completions
         self.calls = ShortCalls(
-            self.send, start=self.start, max_orders=lambda: max_orders, max_completions=lambda: max_completions
+            self.send, start=self.start, max_orders=lambda: max_orders, max_completions=lambda: self.max_completions
         )
 
-    def start(self, work: Coroutine[Any, Any, None]) -> bool:
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
         if self.ending:
             work.close()
-            return False
-        self.tasks.add(asyncio.create_task(work))
-        return True
+            return None
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        return task
 
     async def send(self, requests: Sequence[ScoreCompletions]) -> Sequence[Scores] | None:
+        self.sent[len(self.orders)].set()
         self.orders.append([each.completions for each in requests])
         self.answers.append(asyncio.get_running_loop().create_future())
         if not await self.answers[-1]:
             return None
         return [Scores(rewards=tuple(float(text) for text in each.completions)) for each in requests]
 
-    def score(self, *completions: str) -> asyncio.Task[Scores | None]:
-        return asyncio.create_task(self.calls.score(request(*completions)))
+    def score(self, *completions: str, num_bytes: int = 0) -> asyncio.Task[Scores | None]:
+        return asyncio.create_task(self.calls.score(request(*completions), num_bytes))
 
     async def settle(self) -> None:
         for _ in range(8):
@@ -89,6 +94,54 @@ def test_an_order_has_no_more_completions_than_allowed_but_one_request_in_any_ca
     asyncio.run(main())
 
 
+def test_an_order_of_several_requests_has_a_limit_of_bytes() -> None:
+    async def main() -> None:
+        worker = Worker(max_orders=3)
+        calls = [worker.score("1", num_bytes=MAX_BYTES + 1)]
+        calls += [worker.score(str(each), num_bytes=MAX_BYTES // 2) for each in range(2, 5)]
+        await worker.settle()
+        assert worker.orders == [[("1",)], [("2",), ("3",)], [("4",)]]
+        for answer in worker.answers:
+            answer.set_result(True)
+        assert None not in await asyncio.gather(*calls)
+
+    asyncio.run(main())
+
+
+def test_calls_wait_for_no_order_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shortcalls, "LONG_S", 0.01)
+
+    async def main() -> None:
+        worker = Worker()
+        hanging = worker.score("1")
+        await worker.settle()
+        waiting = worker.score("2")
+        async with asyncio.timeout(60):
+            await worker.sent[1].wait()
+        worker.answers[1].set_result(True)
+        assert (await waiting) == Scores(rewards=(2.0,))
+        worker.answers[0].set_result(False)
+        assert await hanging is None
+
+    asyncio.run(main())
+
+
+def test_calls_that_are_not_short_any_more_have_no_joint_order() -> None:
+    async def main() -> None:
+        worker = Worker()
+        sent = worker.score("1")
+        await worker.settle()
+        waiting = [worker.score("2"), worker.score("3")]
+        await worker.settle()
+        worker.max_completions = 0
+        worker.answers[0].set_result(True)
+        assert await asyncio.gather(*waiting) == [None, None]
+        assert await sent is not None
+        assert len(worker.orders) == 1
+
+    asyncio.run(main())
+
+
 def test_calls_of_a_lost_order_have_no_scores_and_the_next_order_goes_out() -> None:
     async def main() -> None:
         worker = Worker()
@@ -118,6 +171,14 @@ def test_an_order_that_is_cancelled_or_cannot_begin_leaves_no_caller_waiting() -
         for order in worker.tasks:
             order.cancel()
         assert await asyncio.gather(sent, waiting, worker.score("3")) == [None, None, None]
+        worker.ending = False
+        new = worker.score("4")
+        await asyncio.sleep(0)  # the order is planned
+        await asyncio.sleep(0)  # its task is there
+        assert len(worker.tasks) == 2
+        for order in worker.tasks:  # the new one before it has run
+            order.cancel()
+        assert await new is None
 
     asyncio.run(main())
 
@@ -146,3 +207,47 @@ def test_groups_that_end_together_are_scored_in_few_orders_until_an_order_is_los
             assert num_orders == (20 if deed else 1)
 
     asyncio.run(main())
+
+
+def test_a_group_is_scored_while_calls_of_others_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "SHORT_S", 10.0)
+
+    async def main() -> None:
+        async with running_pool(tmp_path, DEEDS, timeout_s=40.0) as at:
+            await at.pool.score(task(), ("slow 0",))
+            hanging = []
+            for _ in range(scoring.ORDERS_PER_WORKER):
+                hanging.append(asyncio.create_task(at.pool.score(task(), ("hang", "slow 0"))))
+                await asyncio.sleep(0.05)
+            assert (await at.pool.score(task(), ("slow 0", "slow 0"))).rewards == (1.0, 1.0)
+            assert not any(each.done() for each in hanging)
+            for each in hanging:
+                each.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_answers_with_too_few_rewards_is_replaced_and_the_pool_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = scoring._answers_all
+    answers = iter([False])
+    monkeypatch.setattr(scoring, "_answers_all", lambda *given: next(answers, True) and complete(*given))
+
+    async def main() -> None:
+        async with running_pool(tmp_path, DEEDS) as at:
+            assert (await at.pool.score(task(), ("slow 0",))).rewards == (1.0,)
+            assert len(at.children) > 1
+            assert any("another number of rewards" in warning for warning in at.warnings), at.warnings
+
+    asyncio.run(main())
+
+
+def test_an_answer_has_a_reward_or_an_error_for_each_completion() -> None:
+    fine, failed, short = CallScores(rewards=(1.0,)), CallScores(rewards=(), error="no"), CallScores(rewards=())
+    together = ScoreTogether(call=0, requests=(request("1", "2"), request("3")))
+    assert scoring._answers_all(Scored(call=0, calls=(fine, failed, fine)), together)
+    assert not scoring._answers_all(Scored(call=0, calls=(fine, failed)), together)
+    assert not scoring._answers_all(Scored(call=0, calls=(fine, short, fine)), together)
+    assert scoring._answers_all(Scored(call=0, calls=(CallScores(rewards=(1.0, None)),)), request("1", "2"))
+    assert not scoring._answers_all(Scored(call=0, calls=()), request("1"))

@@ -55,6 +55,21 @@ def test_a_reward_of_one_completion_gets_what_it_asks_for(load: Load, head: str,
     assert scored(reward) == Scores(rewards=(0.5,))
 
 
+@pytest.mark.parametrize("code", ["async def reward(completion):", "reward = lambda completion: later()"])
+def test_the_time_of_a_reward_that_waits_is_the_time_for_which_it_waits(load: Load, code: str) -> None:
+    reward = load(f"""
+        import asyncio
+
+        async def later():
+            await asyncio.sleep(0.05)
+            return 1.0
+
+        {code if code.startswith("reward") else code + " return await later()"}
+    """)
+    assert scored(reward) == Scores(rewards=(1.0,))
+    assert 0.05 <= reward.times.mean_s < 60
+
+
 @pytest.mark.parametrize("head", ["def", "async def"])
 def test_a_reward_over_lists_gets_columns_as_long_as_the_completions(load: Load, head: str) -> None:
     reward = load(f"""

@@ -190,7 +190,8 @@ class Intake:
             problem = request_problem(request, self._bounds.vocab_size)
             if problem:
                 raise RequestError(f"{name}: {problem}", remedy="correct its sampling")
-            self._last_checked = options
+            # the dictionary of a bias belongs to the caller, who may change it
+            self._last_checked = () if request.sampling.logit_bias else options
         checked = check_ids("prompt", request.prompt_ids_T, self._bounds.vocab_size)
         if checked.problem:
             raise RequestError(

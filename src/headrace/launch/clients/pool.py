@@ -483,12 +483,14 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 return
             await worker.left.wait()
 
-    def in_background(self, work: Coroutine[Any, Any, None], group: WorkerGroup | None = None) -> bool:
+    def in_background(
+        self, work: Coroutine[Any, Any, None], group: WorkerGroup | None = None
+    ) -> asyncio.Task[None] | None:
         """Start ``work`` as a task that ends with the workers of ``group``; ``None`` means the workers of this machine.
-        Return ``False`` if the workers are already ending and no task may begin."""
+        Return the task, or ``None`` if the workers are already ending and no task may begin."""
         tasks = (group or self._own_group).tasks
         assert tasks is not None
-        return start_in(tasks, work) is not None
+        return start_in(tasks, work)
 
     # -- slots and workers --------------------------------------------------------------------------------------------
 
@@ -528,8 +530,9 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 worker.settled.set()
                 self._wake_waiting()
             watching = tasks.create_task(self._kill_when_stuck(worker))
-            cause = await dying
-            worker.cause = peer.protocol_violation or cause.partition("\n")[0]
+            end = await dying
+            cause = peer.protocol_violation or end
+            worker.cause = cause.partition("\n")[0]
             if slot.worker is worker:  # the slot of a retired worker may contain another worker
                 slot.worker = None
             watching.cancel()

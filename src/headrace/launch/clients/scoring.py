@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.clock import NUM_CHECKS, RealClock, TimeLimit, being_cancelled
+from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Scored, Started
 from headrace.base.types.messages.scorer import ScoreCompletions, ScoreTogether
 from headrace.base.types.task import Task
@@ -33,10 +34,17 @@ SHORT_S = 5e-3
 """Total seconds that the calls of one order may take, estimated from the durations of recent calls."""
 MAX_TOGETHER = 256
 """Largest number of completions in one order."""
+FEWEST_JOINED = 10
+"""Number of completions that must fit into one order, so that requests share orders."""
+ALONE = 1000
+"""Number of answers after a lost order for which requests share no order."""
 ORDERS_PER_WORKER = 2
 """Number of orders of short calls that are out for each worker: one that it executes, and the next."""
 MOST_BLOCKED = 8
 """Number of consecutive calls that may block their worker. After that, other calls fail without being made."""
+
+
+_CODEC = MessageCodec(ScoreCompletions)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -136,13 +144,13 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self._mean_s = math.inf
         """The mean duration of a call of the reward function in seconds, as the worker that answered last has measured
         it; infinite before the first answer."""
-        self._joins_requests = True
-        """Whether the completions of several requests may share an order: until an order is lost or late."""
+        self._num_alone = 0
+        """The number of next answers for which requests share no order, since one was lost or late."""
         self._short_calls = ShortCalls(
             self._score_together,
             start=self.in_background,
             max_orders=lambda: ORDERS_PER_WORKER * self.num_up,
-            max_completions=self._max_together,
+            max_completions=self._max_joined,
         )
         self._num_tried = 0  # calls that are running
         self._num_blocked = 0  # consecutive calls that blocked their worker until their time limit
@@ -155,9 +163,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         than the overhead of an order, all calls are sent to one worker in a single order, together with those of other
         tasks that are to be scored now; otherwise each call is a separate, concurrent order."""
         request = self._request(task, completions, context)
-        is_short = not self.by_group and len(completions) * self._mean_s <= SHORT_S
-        if is_short and (self._joins_requests or len(completions) > 1):
-            scores = await self._short_calls.score(request)
+        if not self.by_group and len(completions) <= self._max_together():
+            scores = await self._score_shortly(request)
             if scores is not None:
                 return scores
         if self.by_group or len(completions) == 1:
@@ -166,22 +173,43 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             calls = [group.create_task(self._answer(request.order_for(index))) for index in range(len(completions))]
         return _join([call.result().of(0) for call in calls])
 
+    async def _score_shortly(self, request: ScoreCompletions) -> Scores | None:
+        """Score all completions of a request, whose calls are short, in one order, which other requests may share.
+        Return ``None`` if each call has to be made by an order of its own."""
+        if not self._max_joined():
+            scores = await self._score_together([request]) if len(request.completions) > 1 else None
+            return None if scores is None else scores[0]
+        try:
+            num_bytes = len(_CODEC.encode(request))
+        except (TypeError, ValueError, OverflowError, NotImplementedError):
+            return None  # the order of its own fails with the reason
+        return await self._short_calls.score(request, num_bytes)
+
     async def _score_together(self, requests: Sequence[ScoreCompletions]) -> list[Scores] | None:
         """Order a worker to score all completions of ``requests``, one after the other, and return the scores of each
-        request. Return ``None`` if the order was lost or late, because it is not known which of the calls is the cause.
-        From then on an order has the completions of one request only."""
-        async with self.capacity_for_one():
-            call = ScoreCall(request=ScoreTogether(call=0, requests=tuple(requests)))
-            outcome = await self.attempt_in(await self.worker(), call)
+        request. Return ``None`` if one of the calls has killed the worker or was late, because it is not known which.
+        For the next :data:`ALONE` answers requests then share no order."""
+        call = ScoreCall(request=ScoreTogether(call=0, requests=tuple(requests)))
+        outcome: Scores | CallLoss = CallLoss.INNOCENT
+        while outcome is CallLoss.INNOCENT:
+            async with self.capacity_for_one():
+                outcome = await self.attempt_in(await self.worker(), call)
         if isinstance(outcome, CallLoss) or outcome.failure:
-            self._joins_requests = False
+            self._num_alone = ALONE
             return None
         graded = iter(outcome.graded)
         return [_join(list(itertools.islice(graded, len(request.completions)))) for request in requests]
 
+    def _max_joined(self) -> int:
+        """Return the largest number of completions in an order that several requests share; 0 if they share none. Only
+        calls of which many fit into an order do: longer ones may be waiting, and then are made side by side."""
+        most = self._max_together()
+        return most if most >= FEWEST_JOINED and not self._num_alone else 0
+
     def _max_together(self) -> int:
-        """Return the largest number of completions in one order of short calls."""
-        return min(MAX_TOGETHER, int(SHORT_S / max(self._mean_s, 1e-9))) if self._joins_requests else 1
+        """Return the largest number of completions in one order, all of which are expected to take less than
+        :data:`SHORT_S`, and far less than the time limit; 0 if a call takes longer."""
+        return min(MAX_TOGETHER, int(min(SHORT_S, self._timeout_s / 20) / max(self._mean_s, 1e-9)))
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
@@ -259,7 +287,12 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         finally:
             started.cancel()
             scored.cancel()
+        if not _answers_all(answer, call.request):
+            peer.protocol_violation = f"{peer.name} answered a call with another number of rewards than completions"
+            await worker.process.kill()
+            return CallLoss.DIED
         worker.group.idle_deaths, worker.answered, self._num_blocked = 0, True, 0
+        self._num_alone = max(0, self._num_alone - 1)
         self._mean_s = answer.mean_s
         calls = [
             Scores(rewards=each.rewards, failure=each.error, metrics=each.metrics, extra=each.extra)
@@ -320,6 +353,17 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             f"a scoring worker has begun with no call for {self._timeout_s:g} s ({worker.process.peer.name} "
             f"{await worker.process.halt_reason() or 'does not answer'}): it is replaced, its calls are made again"
         )
+
+
+def _answers_all(answer: Scored, request: ScoreCompletions | ScoreTogether) -> bool:
+    """Return whether ``answer`` has a reward, or an error in its place, for each completion of ``request``."""
+    if isinstance(request, ScoreTogether):
+        sizes = [1] * sum(len(each.completions) for each in request.requests)
+    else:
+        sizes = [len(request.completions)]
+    if len(answer.calls) != len(sizes):
+        return False
+    return all(each.error or len(each.rewards) == size for each, size in zip(answer.calls, sizes, strict=True))
 
 
 def _join(graded: Sequence[Graded]) -> Scores:

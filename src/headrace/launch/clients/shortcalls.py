@@ -5,16 +5,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.scoring import Scores
 
+LONG_S = 0.1
+"""Seconds after which an order does not count as out any more: one of its calls waits or hangs, and the others are not
+to wait for it."""
+MAX_BYTES = 1 << 20
+"""Largest size of an order of several requests, in bytes."""
+
 SendTogether = Callable[[Sequence[ScoreCompletions]], Awaitable[Sequence[Scores] | None]]
 """A function that lets a worker score several requests in one order, and returns the scores of each; ``None`` if the
 order was lost or late."""
+Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None] | None]
+"""A function that starts a task of the pool, and returns ``None`` if the pool is ending and starts no more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,80 +31,98 @@ class _ShortCall:
     """A request that waits for its scores."""
 
     request: ScoreCompletions
+    num_bytes: int
+    """The size of the request as a message."""
     outcome: asyncio.Future[Scores | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The scores of the request; ``None`` if the order was lost or late."""
+    """The scores of the request; ``None`` if they have to be computed by an order of its own."""
 
     def end(self, scores: Scores | None) -> None:
-        """Give the caller its scores, unless the caller has been cancelled."""
+        """Give the caller its scores, unless it has an outcome already or was cancelled."""
         if not self.outcome.done():
             self.outcome.set_result(scores)
 
 
 class ShortCalls:
     """The short calls that wait for an order. While as many orders are out as ``max_orders`` returns, further calls
-    wait, and the next order takes all of them, up to ``max_completions`` completions. So an order is the larger the
-    busier the workers are, and a single call waits for no other."""
+    wait, and the next order takes all of them, up to ``max_completions`` completions and :data:`MAX_BYTES`. So an order
+    is the larger the busier the workers are, and a single call waits for no other."""
 
     def __init__(
-        self,
-        send: SendTogether,
-        *,
-        start: Callable[[Coroutine[Any, Any, None]], bool],
-        max_orders: Callable[[], int],
-        max_completions: Callable[[], int],
+        self, send: SendTogether, *, start: Start, max_orders: Callable[[], int], max_completions: Callable[[], int]
     ) -> None:
-        """Create the queue without calls. ``send`` sends one order. ``start`` starts a task of the pool, and returns
-        ``False`` if the pool is ending and starts no more."""
+        """Create the queue without calls. ``send`` sends one order, and ``start`` starts the task that does it. If
+        ``max_completions`` returns 0, the calls are not short any more, and those that wait have no joint order."""
         self._send = send
         self._start = start
         self._max_orders = max_orders
         self._max_completions = max_completions
         self._waiting: deque[_ShortCall] = deque()
-        self._num_orders = 0
-        """The number of orders that are out or are about to be sent."""
-        self._is_starting = False
-        """Whether the task of an order was created and has not taken its calls yet."""
+        self._out: set[asyncio.Task[None]] = set()
+        """The orders that count as out."""
+        self._is_planned = False
+        """Whether the next turn of the event loop begins an order."""
 
-    async def score(self, request: ScoreCompletions) -> Scores | None:
-        """Score a request together with others, and return its scores. Return ``None`` if its order was lost or late,
-        because it is not known which of the calls is the cause."""
-        call = _ShortCall(request)
+    async def score(self, request: ScoreCompletions, num_bytes: int) -> Scores | None:
+        """Score a request, whose message has ``num_bytes`` bytes, together with others, and return its scores. Return
+        ``None`` if its order was lost or late, because it is not known which of the calls is the cause."""
+        call = _ShortCall(request, num_bytes)
         self._waiting.append(call)
-        self._begin_order()
+        self._plan_order()
         return await call.outcome
 
-    def _begin_order(self) -> None:
-        """Start the task of an order, if calls wait and another order may be out."""
-        if not self._waiting or self._is_starting or self._num_orders >= max(1, self._max_orders()):
-            return
-        self._is_starting = self._start(self._order())
-        self._num_orders += self._is_starting
-        while self._waiting and not self._is_starting:  # the pool is ending
-            self._waiting.popleft().end(None)
+    def _plan_order(self) -> None:
+        """If calls wait and another order may be out, begin one in the next turn of the event loop, after all calls
+        that are made in this turn, so that they share the order."""
+        if self._waiting and not self._is_planned and len(self._out) < max(1, self._max_orders()):
+            self._is_planned = True
+            asyncio.get_running_loop().call_soon(self._begin_order)
 
-    async def _order(self) -> None:
-        """Send the calls that wait now in one order, and give the callers their scores. This task begins after the
-        calls that were made in the same turn of the event loop, so that they share the order."""
-        self._is_starting = False
-        calls = self._take()
-        self._begin_order()  # calls that do not fit into this order
-        scores: Sequence[Scores] | None = None
-        try:
-            if calls:
-                scores = await self._send([call.request for call in calls])
-        finally:
-            for index, call in enumerate(calls):
-                call.end(None if scores is None else scores[index])
-            self._num_orders -= 1
-            self._begin_order()
+    def _begin_order(self) -> None:
+        """Start the task that sends the calls that wait now, as many as fit into one order."""
+        self._is_planned = False
+        if calls := self._take():
+            order = self._start(self._order(calls))
+            if order is None:
+                _end(calls)
+            else:
+                self._out.add(order)
+                timer = asyncio.get_running_loop().call_later(LONG_S, self._order_ended, order)
+                order.add_done_callback(lambda _: timer.cancel())
+                order.add_done_callback(self._order_ended)
+                order.add_done_callback(partial(_end, calls))  # also of a task that was cancelled before it ran
+        self._plan_order()
+
+    def _order_ended(self, order: asyncio.Task[None]) -> None:
+        """Stop counting an order that has ended, or has been out for long, and begin the next one."""
+        self._out.discard(order)
+        self._plan_order()
+
+    async def _order(self, calls: Sequence[_ShortCall]) -> None:
+        """Send ``calls`` in one order, and give the callers their scores."""
+        scores = await self._send([call.request for call in calls])
+        for call, each in zip(calls, scores or (), strict=scores is not None):
+            call.end(each)
 
     def _take(self) -> list[_ShortCall]:
         """Remove and return the calls of the next order, without those whose callers have been cancelled."""
         calls: list[_ShortCall] = []
-        room = max(1, self._max_completions())
-        while self._waiting and (not calls or len(self._waiting[0].request.completions) <= room):
-            call = self._waiting.popleft()
-            if not call.outcome.done():
-                calls.append(call)
-                room -= len(call.request.completions)
+        room, room_bytes = self._max_completions(), MAX_BYTES
+        if not room:
+            _end(self._waiting)
+            self._waiting.clear()
+        while self._waiting:
+            first = self._waiting[0]
+            size = len(first.request.completions)
+            if calls and (size > room or first.num_bytes > room_bytes):
+                break
+            self._waiting.popleft()
+            if not first.outcome.done():
+                calls.append(first)
+                room, room_bytes = room - size, room_bytes - first.num_bytes
         return calls
+
+
+def _end(calls: Iterable[_ShortCall], _: object = None) -> None:
+    """Give the callers of ``calls`` that have no scores ``None``."""
+    for call in calls:
+        call.end(None)

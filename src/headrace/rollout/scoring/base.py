@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import msgspec
@@ -157,6 +158,14 @@ class TurnScorer(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class MeasuredCall:
+    """A call whose duration is being measured."""
+
+    counts: bool = True
+    """Whether the duration is included in the mean. The body sets it to ``False`` if the call has only begun."""
+
+
 class CallTimes:
     """The running mean of the durations of a grader's calls. Newer calls have more weight."""
 
@@ -167,15 +176,19 @@ class CallTimes:
         self._clock = RealClock()
 
     @contextmanager
-    def measure(self) -> Iterator[None]:
+    def measure(self) -> Iterator[MeasuredCall]:
         """Measure the duration of the body and include it in the mean."""
-        start_s = self._clock.now()
+        start_s, call = self._clock.now(), MeasuredCall()
         try:
-            yield
+            yield call
         finally:
-            seconds = self._clock.now() - start_s
-            has_mean = math.isfinite(self.mean_s)
-            self.mean_s = self.mean_s + NEWEST_SHARE * (seconds - self.mean_s) if has_mean else seconds
+            if call.counts:
+                self._add(self._clock.now() - start_s)
+
+    def _add(self, seconds: float) -> None:
+        """Include the duration ``seconds`` of a call in the mean."""
+        has_mean = math.isfinite(self.mean_s)
+        self.mean_s = self.mean_s + NEWEST_SHARE * (seconds - self.mean_s) if has_mean else seconds
 
 
 @runtime_checkable

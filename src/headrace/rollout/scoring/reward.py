@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,22 @@ class RewardFunction:
         """Call a function that is not async for one request, and return its result. ``log`` receives the values that
         the function logs."""
         arguments = self._arguments(request, log)
-        with self.times.measure():
-            return self._function(**arguments)
+        with self.times.measure() as call:
+            returned = self._function(**arguments)
+            call.counts = not inspect.isawaitable(returned)
+        return returned
 
     async def _call_async(self, request: ScoreCompletions, log: RewardLog) -> Any:
         """Call an async function for one request, and return its result."""
         arguments = self._arguments(request, log)
         with self.times.measure():
             return await self._function(**arguments)
+
+    async def _awaited(self, returned: Awaitable[Any]) -> Any:
+        """Wait for the result of a call. If the function is not async, but returns an awaitable, such as a lambda that
+        calls an async function, the wait is what takes the time of its calls, so it is measured too."""
+        with nullcontext() if self._is_async else self.times.measure():
+            return await returned
 
     async def _finish(
         self, returned: Any, error: BaseException | None, request: ScoreCompletions, log: RewardLog
@@ -124,7 +133,7 @@ class RewardFunction:
         that it raised."""
         try:
             if error is None:
-                result = await returned if inspect.isawaitable(returned) else returned
+                result = await self._awaited(returned) if inspect.isawaitable(returned) else returned
                 scores = _as_scores(result if self.by_group else [result], len(request.completions))
                 metrics = {name: tuple(values) for name, values in log.metrics.items()}
                 return msgspec.structs.replace(scores, metrics=metrics, extra=log.rows())

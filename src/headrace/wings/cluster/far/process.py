@@ -138,8 +138,8 @@ class FarProcess:
         self._supervisor.kill()
 
     def _record_end(self, answer: asyncio.Future[Any]) -> None:
-        """Record how the process has ended. ``answer`` is the completed call of the supervisor's method ``ended``; if
-        the call has failed, the process counts as lost."""
+        """Record how the process has ended. ``answer`` is the completed call of the supervisor's method
+        ``wait_until_ended``; if the call has failed, the process counts as lost."""
         if self._end.done() or answer.cancelled():
             return
         error = answer.exception()

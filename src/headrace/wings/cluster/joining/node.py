@@ -246,7 +246,7 @@ class _NodeDispatcher:
     supervisors: dict[int, ProcessSupervisor] = field(default_factory=dict)
     """The supervisors, by the numbers that the run assigns to them."""
     watched: set[int] = field(default_factory=set)
-    """Numbers of the supervisors for which a call of ``ended`` is pending."""
+    """Numbers of the supervisors for which a call of ``wait_until_ended`` is pending."""
     asked_to_leave: bool = False
     """Whether the user has requested to leave the run."""
 
