@@ -96,7 +96,7 @@ class TrialSetup:
         return [
             *SETTINGS,
             f"env.entry={self.sources / 'user_code.py'}:rollout",
-            f"env.reward={self.sources / 'user_code.py'}:graded",
+            f"env.reward={self.sources / 'user_code.py'}:partial_credit",
             f"run.dir={run_dir}",
             f"flow.max_age={variant.max_age}",
             f"launch.engine_restarts={variant.restarts}",

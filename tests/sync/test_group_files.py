@@ -329,7 +329,7 @@ def test_run_goes_on_through_files_where_engines_are_never_reached_and_only_ther
     (planted / "failures").write_bytes(b"x" * failures)
     monkeypatch.setenv("PYTHONPATH", str(planted))
     # long enough for a group to be joined, where one is to be
-    sections: dict[str, Any] = {"sync": {"transport": "group", "deadline_s": 3.0 if falls else 8.0}}
+    sections: dict[str, Any] = {"sync": {"transport": "group", "deadline_s": 5.0 if falls else 8.0}}
     run_file = make_run(tmp_path / "run", tiny_model(tmp_path / "model"), **sections)
     done = headrace("train", run_file, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

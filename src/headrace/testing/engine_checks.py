@@ -1,8 +1,8 @@
 """The checks behind the clauses of :mod:`headrace.testing.engine_contract`. Each function checks one requirement, and
 raises ``AssertionError`` or the engine's own error if the engine does not meet it.
 
-``rig`` is the engine under test (``rig.core``) with a learner that publishes weights to it; ``rig.reference`` returns
-the logprobs that transformers computes for an answer under the weights of a version.
+``rig`` is the engine under test (``rig.core``) with a learner that publishes weights to it; ``rig.reference_logprobs``
+returns the logprobs that transformers computes for an answer under the weights of a version.
 
 Shape legend: T tokens, R tokens whose experts are recorded, L layers with experts, K experts of a token or most likely
 vocabulary entries, V vocabulary.
