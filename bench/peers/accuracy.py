@@ -12,11 +12,12 @@ import torch
 
 
 def load_reward(directory: Path) -> Any:
-    """Return the function ``reward`` of the file ``reward.py`` in the task's ``directory``."""
+    """Return the function that says whether an answer is right, from the file ``reward.py`` in the task's
+    ``directory``: ``right``, if the reward itself takes its time, and otherwise ``reward``."""
     spec = importlib.util.spec_from_file_location("task_reward", directory / "reward.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.reward
+    return getattr(module, "right", module.reward)
 
 
 @torch.no_grad()

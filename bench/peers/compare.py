@@ -2,6 +2,7 @@
 model, rows, reward, batch, optimizer and threads.
 
     python bench/peers/compare.py [--task demo --task long --task slow] [--pairs 3] [--seed 0] [--out FILE.json]
+    python bench/peers/compare.py --task slow --steps 240 --every 20        # also the seconds to the same accuracy
     python bench/peers/compare.py --quick                                   # only check that it runs
 
 A pair is one run of each side, one after the other; the order alternates between pairs. The program prints and writes
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=psutil.cpu_count() or 1)
     parser.add_argument("--max-age", type=int, help="largest age of Headrace's tokens; unset: the task's")
+    parser.add_argument("--steps", type=int, help="number of steps; unset: the task's")
+    parser.add_argument("--every", type=int, help="steps between two measurements of accuracy; unset: the task's")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -72,6 +75,7 @@ def main() -> None:
             pairs.append({})
             with tempfile.TemporaryDirectory(prefix="headrace-peers-") as scratch:
                 task = TASKS[name](Path(scratch) / "task", given.seed + pair)
+                task = replace(task, steps=given.steps or task.steps, every=given.every or task.every)
                 settings = {
                     **asdict(task), "directory": str(task.directory), "seed": given.seed + pair,
                     "threads": given.threads,
