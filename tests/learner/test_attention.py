@@ -128,10 +128,18 @@ def test_scores_are_part_of_what_settings_free(model_dir: Path) -> None:
     heads = sinks.shape.heads
     assert (plain.score_bytes(), sinks.score_bytes()) == (0, 2 * heads * 4 * 1000**2)
     one_layer = sinks.score_bytes(1)  # kept by both layers, and once more in the backward pass of a layer
-    assert levers(sinks)[flex] == pytest.approx(3 * one_layer, rel=0.02)
+    # without scores, the peak is at another moment of the step, in which a little more is held than beside the scores
+    apart = sinks.footprint().total_bytes - plain.footprint().total_bytes
+    assert levers(sinks)[flex] == pytest.approx(apart, rel=0.001)
+    assert 2.9 * one_layer < apart <= 3 * one_layer
     tokens = "learner.tokens_per_microbatch = 500 (every sample must fit)"
     assert levers(sinks)[tokens] == pytest.approx(levers(plain)[tokens] + 3 / 4 * 3 * one_layer, rel=0.02)
     assert flex not in levers(plain)
     assert flex not in levers(sizes_with(model_dir, with_sinks))  # auto has failed
-    recomputing = sizes_with(model_dir, with_sinks, attention="padded", memory={"recompute": True})
-    assert levers(recomputing)[flex] == pytest.approx(2 * one_layer, rel=0.02)
+    recomputing, plain = (
+        sizes_with(model_dir, change, attention="padded", memory={"recompute": True})
+        for change in (with_sinks, lambda kind: kind)
+    )
+    apart = recomputing.footprint().total_bytes - plain.footprint().total_bytes
+    assert levers(recomputing)[flex] == pytest.approx(apart, rel=0.001)
+    assert 1.9 * one_layer < apart <= 2 * one_layer
