@@ -56,8 +56,10 @@ class Lease:
 
     def end(self) -> None:
         """Remove the path and release the lock."""
-        _remove(self.path)
-        os.close(self._descriptor)
+        try:
+            _remove(self.path)
+        finally:
+            os.close(self._descriptor)
 
 
 def sweep(root: Path) -> None:
