@@ -61,10 +61,11 @@ def interrupted_removal(monkeypatch: pytest.MonkeyPatch, removed: int) -> Iterat
 
         return maybe
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", interrupted(os.unlink))
         patch.setattr(os, "rmdir", interrupted(os.rmdir))
-        yield
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 @pytest.mark.parametrize("removed", range(4))

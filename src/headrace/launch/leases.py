@@ -105,8 +105,8 @@ def _remove(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    for entry in path.iterdir():
-        if entry.name != LOCK:
+    with contextlib.suppress(OSError):  # a directory that cannot be listed
+        for entry in [each for each in path.iterdir() if each.name != LOCK]:
             with contextlib.suppress(OSError):
                 _remove(entry)
     shutil.rmtree(path, ignore_errors=True)
