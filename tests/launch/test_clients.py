@@ -79,6 +79,21 @@ def test_a_snapshot_may_wait_for_a_step_that_takes_hours_but_its_announcement_ma
             "learner has not answered for 60 s: publish version 1; it reported last: waiting for orders, after 9 "
             "units of work"
         )
+        assert late.value.remedy.endswith("; if the machine is only slow, raise sync.deadline_s")
+
+    run_virtual(main())
+
+
+def test_setting_of_the_deadline_is_told_of_an_order_that_it_limits_and_of_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headrace.launch.clients.learner.COMPUTE_DEADLINE_S", 60.0)
+
+    async def main() -> None:
+        client = learner()
+        with pytest.raises(DeadlineError) as late:
+            await client.save(Path("checkpoint"))
+        assert late.value.remedy == "look at logs/learner.log in the run directory"
 
     run_virtual(main())
 

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,9 @@ def test_the_end_of_a_lease_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("removed", range(4))
-def test_directory_whose_removal_was_interrupted_anywhere_is_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: int
-) -> None:
-    lease = Lease.directory(tmp_path)
-    for name in ("a.orders", "z.reports"):
-        (lease.path / name).touch()
+@contextmanager
+def interrupted_removal(monkeypatch: pytest.MonkeyPatch, removed: int) -> Iterator[None]:
+    """A removal that is interrupted after so many files and directories."""
     left = removed
 
     def interrupted(remove: Callable[..., None]) -> Callable[..., None]:
@@ -68,8 +65,18 @@ def test_directory_whose_removal_was_interrupted_anywhere_is_swept(
         patch.setattr(os, "unlink", interrupted(os.unlink))
         patch.setattr(os, "rmdir", interrupted(os.rmdir))
         with pytest.raises(KeyboardInterrupt):
-            lease.end()
-    os.close(lease._descriptor)  # as the kernel does when the process ends
+            yield
+
+
+@pytest.mark.parametrize("removed", range(4))
+def test_directory_whose_removal_was_interrupted_anywhere_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: int
+) -> None:
+    lease = Lease.directory(tmp_path)
+    for name in ("a.orders", "z.reports"):
+        (lease.path / name).touch()
+    with interrupted_removal(monkeypatch, removed):
+        lease.end()  # its lock is released, as by the kernel when the process ends
     assert lease.path.exists()
     sweep(tmp_path)
     assert os.listdir(tmp_path) == []
@@ -83,3 +90,17 @@ def test_directory_that_is_in_use_is_not_swept_when_somebody_has_deleted_its_loc
     assert os.listdir(lease.path) == ["a.orders"]
     lease.end()
     assert os.listdir(tmp_path) == []
+
+
+def test_lease_whose_directory_cannot_be_listed_ends_and_is_unlocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(_: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied")
+
+    lease = Lease.directory(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", unreadable)
+        lease.end()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(lease._descriptor)

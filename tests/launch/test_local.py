@@ -332,8 +332,9 @@ def test_who_waits_for_a_stage_hears_of_the_engines_end_and_of_the_deadline(clos
             await asyncio.to_thread(core.staging.wait, DEADLINE_S)
             closed = asyncio.ensure_future(engine.__aexit__()) if closing else None
             kind, words = (ComponentDied, "was closed") if closing else (DeadlineError, "stage version 1")
-            with pytest.raises(kind, match=words):
+            with pytest.raises(kind, match=words) as raised:
                 await staged
+            assert "the learner" not in str(raised.value), "it has none"
             core.go_on_staging.set()
             await (closed or engine.__aexit__())
 
@@ -370,8 +371,9 @@ def test_a_commit_that_takes_too_long_says_so() -> None:
     async def test(engine: LocalEngine, _: CountingCore) -> None:
         stream = engine.generate(np.array([1], np.int32), Sampling(max_new_tokens=10**9))
         await anext(stream)
-        with pytest.raises(DeadlineError, match=r"0\.05 s: commit version 1"):
+        with pytest.raises(DeadlineError, match=r"0\.05 s: commit version 1") as late:
             await engine.commit(1, Interrupt.DRAIN)
+        assert late.value.remedy == "if the machine is only slow, raise LocalEngineConfig.deadline_s"
         await stream.aclose()
 
     within(test, LocalEngineConfig(deadline_s=0.05))

@@ -128,8 +128,9 @@ class Launcher:
     refuse_no_room: Callable[[Any, tuple[str, ...]], Awaitable[None]] | None = None
     """Checks whether engines with the given names can be added while a run goes on, given the starter that ``starting``
     has opened, and raises :class:`~headrace.base.errors.ConfigError` if there is no room for them. Their processes are
-    then started as those of other engines are. Among the names are those of engines that are being added already, until
-    the starter has started their processes. ``None``: engines are started only with the run."""
+    then started as those of other engines are. Among the names are those of engines that are being added or started
+    again already, until the starter has started their processes; the error says which of them it has counted.
+    ``None``: engines are started only with the run."""
 
 
 def _problem(made: Any) -> str | None:

@@ -123,6 +123,9 @@ class LocalEngine(EngineClient):
                 ...
     """
 
+    in_run = False
+    deadline_setting = "LocalEngineConfig.deadline_s"
+
     def __init__(
         self, core: EngineCore, *, clock: Clock, config: LocalEngineConfig | None = None, name: str = "engine"
     ) -> None:

@@ -56,8 +56,10 @@ class Lease:
 
     def end(self) -> None:
         """Remove the path and release the lock."""
-        _remove(self.path)
-        os.close(self._descriptor)
+        try:
+            _remove(self.path)
+        finally:
+            os.close(self._descriptor)
 
 
 def sweep(root: Path) -> None:
@@ -103,8 +105,8 @@ def _remove(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    for entry in path.iterdir():
-        if entry.name != LOCK:
+    with contextlib.suppress(OSError):  # a directory that cannot be listed
+        for entry in [each for each in path.iterdir() if each.name != LOCK]:
             with contextlib.suppress(OSError):
                 _remove(entry)
     shutil.rmtree(path, ignore_errors=True)

@@ -78,8 +78,12 @@ class FleetResizer:
         names = self._removable(name, num)
         for each in names:
             on_progress(f"{each} gets no new requests, and ends its {self._status_of(each).sequences} sequences")
+        have_served = [self._engines.will_restart(each) for each in names]  # before they begin to leave
         ends = [self._engines.begin_removal(each) for each in names]  # now, so that no other change relies on them
-        removals = [self._remove(each, ended, drain_s, on_progress) for each, ended in zip(names, ends, strict=True)]
+        removals = [
+            self._remove(each, ended, drain_s, on_progress, has_served=has_served)
+            for each, ended, has_served in zip(names, ends, have_served, strict=True)
+        ]
         await asyncio.gather(*removals)
         return names
 
@@ -101,15 +105,18 @@ class FleetResizer:
         seconds = self._clock.now() - start_s
         self._tell(f"{name} was added: it serves after {seconds:.1f} s; {self._number()}{self._cores()}", on_progress)
 
-    async def _remove(self, name: str, ended: asyncio.Future[int], drain_s: float, on_progress: OnProgress) -> None:
+    async def _remove(
+        self, name: str, ended: asyncio.Future[int], drain_s: float, on_progress: OnProgress, *, has_served: bool
+    ) -> None:
         """Complete the removal of the engine ``name``, which may sample for ``drain_s`` more seconds. ``ended`` is done
-        when its process has ended."""
+        when its process has ended. ``has_served`` is false if the engine was still being added when its removal began:
+        then the run has the engines that it had before the addition."""
         index = self._processes.places.index(name)
         carried_over = await self._engines.end_removal(name, ended, drain_s)
         self._processes.places.remove(index)
         self._processes.forget_ended()
         continued = f"; {carried_over} of its sequences continue on other engines" if carried_over else ""
-        self._tell(f"{name} was removed{continued}; {self._number()}", on_progress)
+        self._tell(f"{name} was removed{continued}; {self._number()}", on_progress, changed=has_served)
 
     def _lose(self, name: str, error: HeadraceError) -> None:
         """Free the place of the engine ``name``, which could not be started again because of ``error``."""
@@ -166,15 +173,15 @@ class FleetResizer:
             raise ConfigError(
                 f"the run has {present} engines, and {num} more cannot be added: {error.problem}", remedy=error.remedy
             ) from None
-        # engines that are being added and have no process yet may still wait for the room that is free now
-        waiting = tuple(name for name in self._processes.places.policy if name not in self._engines.children)
-        try:
-            await refuse_no_room(self._processes.starter, (*waiting, *self._processes.places.free_names(num)))
-        except ConfigError as error:
-            if not waiting:
-                raise
-            being = f"{', '.join(waiting)} {'is' if len(waiting) == 1 else 'are'} being added already"
-            raise ConfigError(f"{error.problem}; of these, {being}", remedy=error.remedy) from None
+        waiting = tuple(name for name in self._processes.places.policy if self._awaits_process(name))
+        await refuse_no_room(self._processes.starter, (*waiting, *self._processes.places.free_names(num)))
+
+    def _awaits_process(self, name: str) -> bool:
+        """Return whether the engine ``name`` is being added or started again, and has no process yet. It may still wait
+        for the room that is free now."""
+        child = self._engines.children.get(name)
+        has_process = child is not None and child.state != "ended"
+        return not has_process and self._engines.status(name) != "leaving"
 
     def _removable(self, name: str, num: int) -> tuple[str, ...]:
         """Return the names of the engines to remove: ``name`` or, if ``name`` is empty, the last ``num`` engines.

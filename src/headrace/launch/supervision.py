@@ -224,16 +224,17 @@ class Supervisor(ABC):
         if start.cancelled():
             raise ComponentDied(f"{name} was removed before it was started", remedy="add another one")
         outcome = start.result()
-        if isinstance(outcome, HeadraceError):
+        if isinstance(outcome, Exception):
             raise outcome
         self.children[name] = outcome
         self._update_patience()
 
-    async def _start_or_error(self, name: str) -> Child | HeadraceError:
-        """Start the process ``name``, and return it, or the error with which it could not be started."""
+    async def _start_or_error(self, name: str) -> Child | Exception:
+        """Start the process ``name``, and return it, or the error with which it could not be started. An error that was
+        raised in a task group would reach the caller in an exception group."""
         try:
             return await self._start(name)
-        except HeadraceError as error:
+        except Exception as error:  # noqa: BLE001 - raised by the caller
             return error
 
     def _update_patience(self) -> None:
@@ -339,7 +340,7 @@ class Supervisor(ABC):
         again."""
         carried_over, now_s = self.leave(child.role), self.clock.now()
         error = child.peer.reported_error
-        problem, remedy = (error or death).problem, f"{REMEDY}; {death.remedy}"
+        problem, remedy = (error or death).problem, f"{REMEDY}; {(error or death).remedy}"
         is_killed = error is None and child.killed
         failed_first_start = outage is None and not child.peer.ready.done() and not is_killed
         if not self._config.restarts or failed_first_start or isinstance(error, EngineUnfit):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.base.clock import VirtualClock, run_virtual
-from headrace.base.errors import ComponentDied, ConfigError, DeadlineError, EngineUnfit, HeadraceError
+from headrace.base.errors import ComponentDied, ConfigError, DeadlineError, EngineUnfit, HeadraceError, RunError
 from headrace.base.types.messages.controller import Committed, Ready
 from headrace.base.types.observation import Recovery
 from headrace.base.types.versions import NOT_SAMPLED
@@ -167,6 +167,40 @@ def test_budget_that_is_used_up_ends_the_run_with_the_cause_and_the_setting() ->
     assert cause.problem.startswith("engine (pid 206) was killed by SIGKILL")
     assert "launch.engine_restarts=2 in 10 minutes are used up" in cause.problem
     assert "then --resume" in cause.remedy
+
+
+def test_engine_whose_error_uses_up_the_budget_is_told_with_the_remedy_of_that_error() -> None:
+    async def play(stage: Stage) -> None:
+        for _ in range(3):
+            stage.now("engine").ready()
+            await settle()
+            stage.now("engine").peer.reported_error = RunError("the cache is broken", remedy="mend it")
+            stage.now("engine").die("its own hand")
+            await settle()
+
+    cause = ends_with({"names": ("engine",), "restarts": 2}, play)
+    assert cause.problem.startswith("the cache is broken\n  launch.engine_restarts=2")
+    assert cause.remedy.endswith("then --resume: nothing that was finished is lost; mend it")
+
+
+def test_added_engine_that_cannot_be_started_is_told_with_the_error_itself() -> None:
+    async def main() -> None:
+        stage = Stage(("engine",))
+        await stage.engines.start()
+
+        async def broken(name: str) -> Process:
+            raise OSError(28, "No space left on device")
+
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(stage.engines.run())
+            await settle()
+            stage.engines._start = broken  # type: ignore[assignment]
+            with pytest.raises(OSError, match="No space left on device"):
+                await stage.engines.add("engine-1")
+            assert stage.engines.names == ("engine",)
+            running.cancel()
+
+    run_virtual(main())
 
 
 def test_deaths_that_are_far_apart_never_use_it_up() -> None:

@@ -266,7 +266,10 @@ def test_engine_that_waits_for_a_machine_is_removed_at_once(*, added: bool) -> N
 def test_engines_that_are_being_added_are_counted_when_the_next_change_looks_for_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    asked: list[tuple[str, ...]] = []
+
     async def refuse_no_room(starter: object, names: tuple[str, ...]) -> None:
+        asked.append(names)
         await asyncio.sleep(0.2)
         if len(names) > 1:
             raise ConfigError(f"the cluster has no room for {len(names)} more engines", remedy="add nodes")
@@ -277,14 +280,42 @@ def test_engines_that_are_being_added_are_counted_when_the_next_change_looks_for
             outcomes = await asyncio.gather(*(made.resizer.add(1, ignore) for _ in range(2)), return_exceptions=True)
             assert outcomes[0] == ("engine-1",)
             assert isinstance(outcomes[1], ConfigError)
-            problem = "the cluster has no room for 2 more engines; of these, engine-1 is being added already"
-            assert outcomes[1].problem == problem
+            assert outcomes[1].problem == "the cluster has no room for 2 more engines"
             assert await made.resizer.add(1, ignore) == ("engine-2",)
+            assert asked == [("engine-1",), ("engine-1", "engine-2"), ("engine-2",)]
             late.cancel()
 
+    launched_by(monkeypatch, refuse_no_room)
+    resized(1, play)
+
+
+def test_engine_that_is_started_again_is_counted_when_a_change_looks_for_room_unless_it_is_being_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    async def refuse_no_room(starter: object, names: tuple[str, ...]) -> None:
+        asked.append(names)
+
+    async def play(made: ResizedEngines) -> None:
+        async with asyncio.TaskGroup() as group:
+            late = group.create_task(catching_up(made))
+            made.stuck.add("engine-1")
+            made.processes[1].die()
+            await asyncio.sleep(1.0)
+            await made.resizer.add(1, ignore)
+            await asyncio.gather(made.resizer.remove("engine-1", 1, 0.0, ignore), made.resizer.add(1, ignore))
+            assert asked == [("engine-1", "engine-2"), ("engine-3",)]
+            late.cancel()
+
+    launched_by(monkeypatch, refuse_no_room)
+    resized(2, play)
+
+
+def launched_by(monkeypatch: pytest.MonkeyPatch, refuse_no_room: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    """Have a launcher that looks for room so."""
     launcher = SimpleNamespace(refuse_no_room=refuse_no_room)
     monkeypatch.setattr("headrace.launch.resizing.LAUNCHERS", SimpleNamespace(load=lambda kind: launcher))
-    resized(1, play)
 
 
 def test_added_engine_can_be_removed_before_it_serves_and_its_name_is_free_again() -> None:
@@ -298,6 +329,8 @@ def test_added_engine_can_be_removed_before_it_serves_and_its_name_is_free_again
             refused = await adding
             assert "engine-1 was not added: engine-1 was removed" in refused
             assert refused.endswith("remedy: add another one")
+            assert "engine-1 was removed; 1 engine serves" in made.log
+            assert not made.notes, "the run can be replayed"
             assert await made.resizer.add(1, ignore) == ("engine-1",)
             late.cancel()
         assert made.engines.names == made.places.policy == ("engine", "engine-1")

@@ -25,6 +25,8 @@ DEADLINE_S = 10.0
 """Of a busy machine, beyond the deadline that is set."""
 START_S = 200.0
 """The same, to start and come to its end."""
+PROGRESS = r"reading \S+ and loading what a run needs \.\.\.\nchecking the settings, .* \.\.\.\n"
+"""What a program says before it starts."""
 
 
 def a_run(directory: Path, model: Path, reward: str, **sections: dict) -> Path:
@@ -40,8 +42,8 @@ def a_run(directory: Path, model: Path, reward: str, **sections: dict) -> Path:
 
 
 def assert_told(words: str, problem: str, remedy: str, *waits: str) -> None:
-    """Problem, one line for each loop with what it was at, remedy; nothing else."""
-    assert re.search(rf"^error: {problem}", words, re.MULTILINE), words
+    """Problem, one line for each loop with what it was at, remedy; nothing else, and before it only its progress."""
+    assert re.match(rf"(?:{PROGRESS})?error: {problem}", words, re.MULTILINE), words
     for loop in ("rollout", "scoring", "learner", "sync"):
         assert re.search(rf"^  {loop} +(waits|busy) \d+ s (for|with) ", words, re.MULTILINE), words
     for wait in waits:

@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -181,10 +181,15 @@ class Seats:
 
     seats: list[Seat]
     taken: list[Seat] = field(default_factory=list)
+    ends: list[tuple[str, bool]] = field(default_factory=list)
+    """The parts that are no longer being started, and whether they have started."""
 
     def start_supervisor(self, name: str, share: ResourceShare, room: object) -> Seat:
         self.taken.append(self.seats.pop(0))
         return self.taken[-1]
+
+    def end_start(self, name: str, *, started: bool) -> None:
+        self.ends.append((name, started))
 
     async def nodes(self) -> list[RayNode]:
         return [RayNode(address=HERE, cpus=1, gpus=0)]
@@ -293,6 +298,7 @@ def test_a_node_that_is_lost_while_a_part_starts_there_is_made_up_for_by_another
         async with on_seats(tmp_path, seats, grader(tmp_path)) as child:
             assert child.state == "starting"
         assert len(seats.taken) == 2
+        assert seats.ends == [("scorer-0", True)]
 
     asyncio.run(main())
 
@@ -315,9 +321,11 @@ def test_engines_are_added_while_others_start_as_long_as_all_of_them_have_room(
     async def main() -> None:
         await begin("engine-1")
         await begin("engine-2")
-        with pytest.raises(ConfigError, match="the cluster has no room for 4 more engines, which ask for 1 CPU each"):
+        told = r"no room for 4 more engines, .* \(engine-1, engine-2 are being started already\); it has 1 node"
+        with pytest.raises(ConfigError, match=told):
             await begin("engine-3", "engine-4")
-        starting.discard("engine-1")  # it has started
+        starting.discard("engine-1")
+        made.end_start("engine-1", started=True)
         free["CPU"] = 1.0 if have_found_nodes else 2.0
         await begin("engine-3")
         with pytest.raises(ConfigError, match="the cluster has no room for 3 more engines"):
@@ -332,19 +340,104 @@ def test_engines_are_added_while_others_start_as_long_as_all_of_them_have_room(
     asyncio.run(main())
 
 
+class FreeCores:
+    """A cluster with free cores, on which engines start that ask for one core each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cores: float) -> None:
+        self.cores = cores
+        self.starting: set[str] = set()
+        self.ending: set[str] = set()
+        """The engines that start while the cluster is asked for its free resources."""
+        ray = SimpleNamespace(available_resources=self._available, nodes=list)
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        self.made = cluster.RayCluster(ours=False)
+        monkeypatch.setattr(self.made, "describe_resources", Seats([]).describe_resources)
+
+    def _available(self) -> dict[str, float]:
+        self.starting -= self.ending
+        return {"CPU": self.cores}
+
+    async def accept(self, *names: str) -> None:
+        await self.made.refuse_no_room(ResourceShare(cpus=1), [*sorted(self.starting), *names], self.starting)
+
+    async def begin(self, *names: str) -> None:
+        """They are accepted, and get their cores at once."""
+        await self.accept(*names)
+        self.starting.update(names)
+        self.cores -= len(names)
+
+
+def test_place_of_an_engine_whose_start_failed_is_free_while_others_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        free = FreeCores(monkeypatch, 2.0)
+        await free.begin("engine-1")
+        await free.begin("engine-2")
+        free.starting.discard("engine-1")
+        free.made.end_start("engine-1", started=False)
+        free.cores += 1.0
+        await free.begin("engine-3")
+        with pytest.raises(ConfigError, match="no room for 3 more engines"):
+            await free.accept("engine-4")
+
+    asyncio.run(main())
+
+
+def test_engine_that_was_accepted_and_does_not_start_yet_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        free = FreeCores(monkeypatch, 3.0)
+        await free.begin("engine-1")
+        await free.accept("engine-2")
+        await free.accept("engine-2", "engine-3")
+        with pytest.raises(ConfigError, match=r"each \(engine-1, engine-2, engine-3 are being started already\)"):
+            await free.accept("engine-2", "engine-3", "engine-4")
+
+    asyncio.run(main())
+
+
+def test_engine_is_added_when_the_start_of_another_ends_while_the_cluster_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        free = FreeCores(monkeypatch, 2.0)
+        await free.begin("engine-1")
+        free.ending = {"engine-1"}
+        await free.begin("engine-2")
+
+    asyncio.run(main())
+
+
+def test_engine_that_is_started_again_is_not_taken_to_have_resources_that_were_free_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        free = FreeCores(monkeypatch, 2.0)
+        await free.begin("engine-1")
+        free.starting.clear()
+        free.made.end_start("engine-1", started=True)
+        free.starting.add("engine-1")  # it has died
+        free.cores = 1.0  # another program has the rest
+        with pytest.raises(ConfigError, match=r"2 more engines, .* \(engine-1 is being started already\)"):
+            await free.accept("engine-2")
+        free.cores = 2.0
+        await free.accept("engine-2")
+
+    asyncio.run(main())
+
+
 def test_starter_asks_for_the_engines_without_a_bundle_and_tells_which_of_them_are_starting(tmp_path: Path) -> None:
     class Loading(Seat):
         def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
             return asyncio.get_running_loop().create_future()
 
     class Cluster(Seats):
-        async def refuse_no_room(self, share: ResourceShare, names: Sequence[str], starting: Container[str]) -> None:
+        async def refuse_no_room(self, share: ResourceShare, names: Sequence[str], starting: Set[str]) -> None:
             asked.append([(name, name in starting) for name in names])
 
     asked: list[Any] = []
 
     async def main() -> None:
-        made = launcher(tmp_path, Cluster([Loading()]), reserved=("engine",))
+        seats = Cluster([Loading()])
+        made = launcher(tmp_path, seats, reserved=("engine",))
         site = Rendezvous(directory=tmp_path, logs=tmp_path / "logs", token=TOKEN, on_spans=lambda _: None)
         async with asyncio.TaskGroup() as group:
             start = group.create_task(made.start(site, spec(grader(tmp_path), "engine-1")))
@@ -354,6 +447,7 @@ def test_starter_asks_for_the_engines_without_a_bundle_and_tells_which_of_them_a
         await made.refuse_no_room(("engine-1",))
         await made.refuse_no_room(("engine",))
         assert asked == [[("engine-1", True), ("engine-2", False)], [("engine-1", False)]]
+        assert seats.ends == [("engine-1", False)]
 
     asyncio.run(main())
 

@@ -30,6 +30,7 @@ from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.wire import Address, Wire
 from headrace.wings.servers.vllm.dialect import call_workers
 from headrace.wings.servers.vllm.inside import headrace_receiver
+from tests.launch.test_leases import interrupted_removal
 
 WAY = CarrierConfig(backend="gloo", host="127.0.0.1", device="cpu", deadline_s=1.5)
 
@@ -267,6 +268,22 @@ def test_rooms_of_killed_workers_are_removed_and_those_in_use_are_not(
         found = {path.name for path in shared_memory.iterdir()}
         assert found == {used.name, "headrace-notes", there.parent.name}
     shutil.rmtree(used)
+
+
+@pytest.mark.parametrize("removed", range(6))
+def test_room_whose_removal_was_interrupted_anywhere_is_removed_by_the_next_worker(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch, removed: int
+) -> None:
+    killed, heir = headrace_receiver._SharedDirectory(), headrace_receiver._SharedDirectory()
+    for number in (1, 2):
+        (killed.version("headrace-1-aaaa", number) / "weights").touch()
+    with interrupted_removal(monkeypatch, removed):
+        killed.close()
+    os.close(killed._lock)  # as the kernel does when the process ends
+    assert (shared_memory / "headrace-1-aaaa").exists()
+    heir.version("headrace-2-bbbb", 1)
+    assert os.listdir(shared_memory) == ["headrace-2-bbbb"]
+    heir.close()
 
 
 def test_weights_are_loaded_from_where_they_were_brought(model: Path, tmp_path: Path, shared_memory: Path) -> None:

@@ -47,6 +47,7 @@ from headrace.launch.channel import OrdersEnd
 from headrace.launch.clients.peer import Peer, error_of
 from headrace.launch.clients.streams import RequestStream, SiblingArrivals, SiblingStream
 
+A = TypeVar("A")
 R = TypeVar("R", StageOutcome, Committed)
 
 
@@ -56,6 +57,9 @@ class EngineClient(Peer):
     ``deadline_s`` is the longest time to wait for the answer to one order, in seconds. Requests are refused if
     ``max_requests`` requests are waiting or running.
     """
+
+    deadline_setting = "sync.deadline_s"
+    """The setting that extends ``deadline_s``."""
 
     def __init__(
         self,
@@ -160,14 +164,23 @@ class EngineClient(Peer):
         call = self.next_call()
         reply = self.expect(call, Staged)
         self.send(Stage(call=call, update=update))
-        return (await self.answer(reply, _staging(update.version), self._deadline_s)).seconds
+        return (await self._answer(reply, self._staging(update.version))).seconds
+
+    async def _answer(self, future: asyncio.Future[A], what: str) -> A:
+        """Wait for an answer of the engine as :meth:`Peer.answer` does, with the deadline of this client."""
+        return await self.answer(future, what, self._deadline_s, setting=self.deadline_setting)
+
+    def _staging(self, version: int) -> str:
+        """Return the name, for an error message, of the operation by which the engine stages ``version``. In a run, it
+        shows that the learner has done its part."""
+        return f"stage version {version}" + (", which the learner has published" if self.in_run else "")
 
     async def _wait_until_staged(self, version: int) -> float:
         """Wait until the engine has staged ``version``, which the learner has announced to it, and return the seconds
         that this took. Raises the error with which the engine refused the version."""
         outcome = self._stage_outcome
         if outcome is None or outcome.version != version:
-            outcome = await self._wait_for_report(StageOutcome, _staging(version), version)
+            outcome = await self._wait_for_report(StageOutcome, self._staging(version), version)
         if outcome.failure is not None:
             raise error_of(outcome.failure)
         return outcome.seconds
@@ -177,7 +190,7 @@ class EngineClient(Peer):
         controller, and return it. ``what`` names the operation in the error if the report does not arrive in time."""
         future = self._announced_reports[version, kind] = self.expect(self.next_call(), kind)
         try:
-            return await self.answer(future, what, self._deadline_s)
+            return await self._answer(future, what)
         finally:
             del self._announced_reports[version, kind]
 
@@ -211,7 +224,7 @@ class EngineClient(Peer):
         self._committing.add(version)
         try:
             self.send(Commit(call=call, version=version, mode=mode))
-            return (await self.answer(reply, f"commit version {version}", self._deadline_s)).report
+            return (await self._answer(reply, f"commit version {version}")).report
         finally:
             self._committing.discard(version)
 
@@ -222,7 +235,7 @@ class EngineClient(Peer):
         call = self.next_call()
         reply = self.expect(call, ScoresReply)
         self.send(ScoreTokens.of(call, tokens, temperature))
-        return (await self.answer(reply, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
+        return (await self._answer(reply, f"score {len(tokens)} tokens")).logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
         """Return the logprob of each of ``tokens`` and, for each position, the ``num`` most likely vocabulary entries
@@ -232,7 +245,7 @@ class EngineClient(Peer):
         call = self.next_call()
         reply = self.expect(call, ScoresReply)
         self.send(ScoreTokens.of(call, tokens, temperature, top_k=num, top_below=below))
-        scores = await self.answer(reply, f"score {len(tokens)} tokens", self._deadline_s)
+        scores = await self._answer(reply, f"score {len(tokens)} tokens")
         empty = np.zeros((len(tokens), 0), np.float32)
         return TopScores(
             logprobs_T=scores.logprobs_T,
@@ -246,7 +259,7 @@ class EngineClient(Peer):
         call = self.next_call()
         reply = self.expect(call, Paused)
         self.send(Pause(call=call, release=release))
-        await self.answer(reply, "pause", self._deadline_s)
+        await self._answer(reply, "pause")
 
     async def resume(self) -> None:
         """Let a paused engine continue."""
@@ -254,7 +267,7 @@ class EngineClient(Peer):
         call = self.next_call()
         reply = self.expect(call, Paused)
         self.send(Resume(call=call))
-        await self.answer(reply, "resume", self._deadline_s)
+        await self._answer(reply, "resume")
 
     def stats(self) -> EngineStats:
         """Return the latest counters that the engine has sent."""
@@ -336,9 +349,3 @@ class EngineClient(Peer):
             for request in requests:
                 if (stream := self._streams.get(request.request_id)) is not None:
                     stream.fail(error)
-
-
-def _staging(version: int) -> str:
-    """Return the name, for an error message, of the operation by which an engine stages ``version``. It shows that the
-    learner has done its part."""
-    return f"stage version {version}, which the learner has published"

@@ -156,7 +156,8 @@ class LearnerClient(RankClient):
         Return the update with which engines stage the version."""
         version = publication.version
         reply = self._publishing.pop(version)
-        return (await self.answer(reply, f"publish version {version}", self._deadline_s)).update
+        what, setting = f"publish version {version}", "sync.deadline_s"
+        return (await self.answer(reply, what, self._deadline_s, setting=setting)).update
 
     async def resend(self, publication: Publication) -> WeightUpdate:
         """Order the learner to send a version again to the engines that lack it, as complete weights instead of a

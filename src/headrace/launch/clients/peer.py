@@ -30,6 +30,9 @@ class Peer:
     spans that the process reports.
     """
 
+    in_run = True
+    """Whether the process belongs to a run, whose directory contains the log of the process."""
+
     def __init__(
         self, name: str, channel: OrdersEnd, *, token: str, on_spans: Callable[[Sequence[Span]], None]
     ) -> None:
@@ -93,20 +96,22 @@ class Peer:
         """Whether any answer of the process is expected."""
         return bool(self._expected)
 
-    async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float) -> A:
+    async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float, *, setting: str = "") -> A:
         """Wait for the answer ``future`` (from :meth:`expect`) and return it, or raise the error that the process has
         reported instead. Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s`` seconds; ``what``
-        names the order in the error. If :attr:`waits_while_halted` is set, time during which the process is stopped is
-        not counted; the stall watchdog limits it."""
+        names the order in the error, and ``setting`` the setting that extends the deadline, if there is one. If
+        :attr:`waits_while_halted` is set, time during which the process is stopped is not counted; the stall watchdog
+        limits it."""
         try:
             async with TimeLimit(deadline_s, is_paused=lambda: bool(self.halted) and self.waits_while_halted):
                 return await future
         except TimeoutError:
             last = self.last_report()
+            log = f"look at logs/{self.name}.log in the run directory" if self.in_run else ""
+            slow = setting and f"if the machine is only slow, raise {setting}"
             raise DeadlineError(
                 f"{self.name} has not answered for {deadline_s:g} s: {what}{last and f'; {last}'}",
-                remedy=f"look at logs/{self.name}.log in the run directory; if the machine is only slow, raise "
-                "sync.deadline_s",
+                remedy="; ".join(filter(None, (log, slow))),
             ) from None
         finally:
             future.cancel()

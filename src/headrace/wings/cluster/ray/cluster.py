@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -142,9 +142,11 @@ class RayCluster:
         self._ours = ours
         self._placement_group: Any = None
         self._free_before: Mapping[str, float] = {}
-        """The free resources when no engine was being added."""
-        self._num_accepted = 0
-        """The number of engines for which there has been room since then."""
+        """The free resources when no engine was being started."""
+        self._accepted = set[str]()
+        """The engines for which there has been room, and which are being started or will be."""
+        self._started = set[str]()
+        """The engines for which there has been room, and which have started since :attr:`_free_before`."""
 
     @classmethod
     async def connect(cls, address: str) -> RayCluster:
@@ -215,31 +217,47 @@ class RayCluster:
                 )
         return RayReservation(self._placement_group, parts)
 
-    async def refuse_no_room(self, share: ResourceShare, names: Sequence[str], starting: Container[str]) -> None:
+    async def refuse_no_room(self, share: ResourceShare, names: Sequence[str], starting: Set[str]) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if the cluster has no free resources for the engines
-        ``names``, which ask for ``share`` each. Those in ``starting`` were accepted before, and may have their
-        resources already. Whether one node has them together is found out when the parts start."""
+        ``names``, which ask for ``share`` each and have no processes. Those in ``starting`` may have their resources
+        already. Whether one node has them together is found out when the parts start."""
         import ray
 
+        # now, since a start may end during the next call
+        pending = starting & set(names)
+        awaited = self._accepted & {*starting, *names}  # without those that were accepted and have failed
         free: Mapping[str, float] = await asyncio.to_thread(ray.available_resources)
-        num = sum(name not in starting for name in names)
-        if num == len(names):
-            self._free_before, self._num_accepted = free, 0
+        already, num = pending | awaited, len(names) - len(pending)
+        # an engine that is being started again may have given back resources that were not free before
+        if not pending or not pending <= awaited:
+            self._free_before, self._started = free, set()
+        accepted = awaited | set(names)
 
         def has_room(free: Mapping[str, float], num: int) -> bool:
             """Return whether ``free`` is enough for ``num`` engines."""
             return all(free.get(name, 0.0) >= num * amount for name, amount in bundle(share).items())
 
         # nothing tells whether an engine that is starting has its resources: either it has not, or all had them before
-        fits = has_room(free, len(names)) or has_room(self._free_before, self._num_accepted + num)
+        fits = has_room(free, len(names)) or has_room(self._free_before, len(accepted | self._started))
         if not (has_room(free, num) and fits):
             each = f"{len(names)} more engines, which ask for {share} each"
             each = each if len(names) > 1 else f"one more engine: {share}"
+            being = [name for name in names if name in already]
+            among = f" ({', '.join(being)} {'is' if len(being) == 1 else 'are'} being started already)" if being else ""
             raise ConfigError(
-                f"the cluster has no room for {each}; {await self.describe_resources()}",
+                f"the cluster has no room for {each}{among}; {await self.describe_resources()}",
                 remedy="add nodes first, or remove an engine; [launch.ray.engine] says what an engine asks for",
             )
-        self._num_accepted += num
+        self._accepted = accepted
+
+    def end_start(self, name: str, *, started: bool) -> None:
+        """Record that the part ``name`` is no longer being started: it has started, and has its resources; or its start
+        has failed or was cancelled, and it needs none."""
+        if started and name in self._accepted:
+            self._started.add(name)
+        elif not started:
+            self._started.discard(name)
+        self._accepted.discard(name)
 
     async def describe_resources(self) -> str:
         """Return a sentence about the resources of the cluster, in total and free, for messages."""

@@ -123,10 +123,14 @@ class RayStarter:
         Return the controller's side of the process's channel, and a handle of the process. Raises
         :class:`~headrace.base.errors.DeadlineError` if no node has the resources within ``launch.start_timeout_s``."""
         self._starting.add(spec.name)
+        started = False
         try:
-            return await self._start_on_any_node(site, spec)
+            begun = await self._start_on_any_node(site, spec)
+            started = True
+            return begun
         finally:
             self._starting.discard(spec.name)
+            self._cluster.end_start(spec.name, started=started)
 
     async def _start_on_any_node(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
         """Start a process as :meth:`start` does, with one node after the other."""

@@ -206,7 +206,7 @@ class _SharedDirectory:
     def close(self) -> None:
         """Remove the directory and release its lock."""
         if self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
+            _remove(self._root)
             os.close(self._lock)
             self._root = None
 
@@ -216,11 +216,29 @@ class _SharedDirectory:
         for left in parent.glob("headrace-*"):
             if _DIRECTORY_NAME.match(left.name) and left.is_dir():
                 with contextlib.suppress(OSError):  # in use, or another user's
-                    os.close(_locked(left / LOCK, os.O_RDWR))
-                    shutil.rmtree(left, ignore_errors=True)
+                    _remove_unused(left)
         new = Path(tempfile.mkdtemp(prefix=".headrace-", dir=parent))
         self._lock = _locked(new / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         return new.rename(parent / name)  # renamed once locked, so that no other process removes it
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove a directory of versions. Raises ``OSError`` if a process uses it, or if it cannot be removed."""
+    try:
+        os.close(_locked(directory / LOCK, os.O_RDWR))
+    except FileNotFoundError:
+        directory.rmdir()  # only an empty directory, all that is left where a removal was interrupted after the lock
+    else:
+        _remove(directory)
+
+
+def _remove(directory: Path) -> None:
+    """Delete a directory of versions. Its lock is deleted after everything else, so that :func:`_remove_unused` finds
+    a directory whose removal is interrupted."""
+    with contextlib.suppress(OSError):  # a directory that cannot be listed
+        for version in [each for each in directory.iterdir() if each.name != LOCK]:
+            shutil.rmtree(version, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _opened(path: Path) -> BinaryIO:
