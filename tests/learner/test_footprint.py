@@ -120,8 +120,8 @@ def test_adapters_of_experts_are_found_in_a_loaded_model(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_an_adapter_of_70b_on_sixteen_ranks_fits_into_80_gb() -> None:
-    """Of twelve layers or more the peak is where the backward pass begins, as of all eighty: every further layer needs
-    as much as the thirteenth. Of fewer it is where the backward pass ends, and a layer adds less."""
+    """With twelve or more layers, the peak is at the beginning of the backward pass, as with all eighty, and every
+    further layer adds as much as the thirteenth. With fewer layers it is at the end, where a layer adds less."""
     settings: dict[str, Any] = {"parallel": {"data": 16}, "lora": True, "memory": {"recompute": True}}
     twelve, thirteen = (peak_bytes(case_of("llama-3.1-70b", layers=layers, **settings)) for layers in (12, 13))
     counted = twelve + 68 * (thirteen - twelve)

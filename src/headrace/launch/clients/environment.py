@@ -30,6 +30,7 @@ import msgspec
 from headrace.base.clock import being_cancelled
 from headrace.base.errors import BudgetSpent, EpisodeError, RequestError
 from headrace.base.types.episode import AttemptKind
+from headrace.base.types.messages.codec import ENCODING_ERRORS
 from headrace.base.types.messages.controller import Alive, EpisodeDone, ModelQuery
 from headrace.base.types.messages.environment import AnswerRefused, Cancel, Replied, RunEpisode
 from headrace.base.types.task import Task
@@ -315,7 +316,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
             # the answers have failed with errors of the engine, and the episode is not the cause
             self.in_background(self._end_cancelled(worker, number))
             raise errors.exceptions[0] from None
-        except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+        except ENCODING_ERRORS as error:
             raise EpisodeError(f"the row cannot travel: {error!a}", remedy="keep plain data in the rows") from None
         finally:
             done.cancel()

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.clock import NUM_CHECKS, RealClock, TimeLimit, being_cancelled
-from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.messages.codec import ENCODING_ERRORS, MessageCodec
 from headrace.base.types.messages.controller import Scored, Started
 from headrace.base.types.messages.scorer import ScoreCompletions, ScoreTogether
 from headrace.base.types.task import Task
@@ -43,8 +43,8 @@ ORDERS_PER_WORKER = 2
 MOST_BLOCKED = 8
 """Number of consecutive calls that may block their worker. After that, other calls fail without being made."""
 
-
 _CODEC = MessageCodec(ScoreCompletions)
+"""The codec with which the size of a request is measured."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -181,7 +181,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             return None if scores is None else scores[0]
         try:
             num_bytes = len(_CODEC.encode(request))
-        except (TypeError, ValueError, OverflowError, NotImplementedError):
+        except ENCODING_ERRORS:
             return None  # the order of its own fails with the reason
         return await self._short_calls.score(request, num_bytes)
 
@@ -282,7 +282,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             if not scored.cancelled() or being_cancelled():
                 raise
             return worker.loss(started=not started.cancelled())
-        except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+        except ENCODING_ERRORS as error:
             return Scores(rewards=(), failure=f"reward_error: the row cannot travel: {error!a}")
         finally:
             started.cancel()

@@ -21,7 +21,7 @@ from headrace.base.clock import RealClock
 from headrace.base.config.user_code import find_in_file, refuse_missing_imports
 from headrace.base.environ import is_part_of_a_run, num_cores
 from headrace.base.errors import ConfigError, DataError, RequestError
-from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.messages.codec import ENCODING_ERRORS, MessageCodec
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
@@ -422,7 +422,7 @@ def _refuse_unsendable(tasks: Sequence[Task]) -> None:
     for task in tasks:
         try:
             _CODEC.decode(_request_bytes(task))
-        except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
+        except ENCODING_ERRORS as error:
             raise DataError(
                 f"row {task.row_index + 1} cannot be handed to the reward function: {error}",
                 remedy="use only text, numbers, lists and dicts in the rows",

@@ -87,6 +87,10 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The order to terminate, which every kind of process of a run accepts."""
 
 
+ENCODING_ERRORS = (NotImplementedError, TypeError, ValueError, OverflowError)
+"""The errors that :meth:`MessageCodec.encode` raises for a value that cannot be sent to another process."""
+
+
 class MessageCodec:
     """A codec that encodes any message, and decodes exactly the messages of one receiver.
 

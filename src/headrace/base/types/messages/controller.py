@@ -245,7 +245,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CallScores(msgspec.Struct, frozen=True, kw_only=True):
-    """What one call of a reward function gave: one reward per completion."""
+    """The result of one call of a reward function: one reward per completion, or an error."""
 
     rewards: tuple[float | None, ...]
     """The reward of each completion, in the order of the request; ``None`` for a completion without a reward, which is
