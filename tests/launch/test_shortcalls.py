@@ -227,6 +227,43 @@ def test_a_group_is_scored_while_calls_of_others_hang(tmp_path: Path, monkeypatc
     asyncio.run(main())
 
 
+def test_a_joined_order_whose_worker_was_replaced_for_another_reason_is_made_again_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "SHORT_S", 10.0)
+
+    async def main() -> None:
+        async with running_pool(tmp_path, DEEDS) as at:
+            await at.pool.score(task(), ("slow 0",))
+            (worker,) = (slot.worker for slot in at.pool._slots)
+            groups = [asyncio.create_task(at.pool.score(task(), ("slow 0.3", "slow 0.3"))) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            assert len(worker.calls) == 1  # their order
+            await worker.replace()
+            assert [(await each).rewards for each in groups] == [(1.0, 1.0)] * 2
+            (successor,) = (slot.worker for slot in at.pool._slots)
+            assert (successor.num_started, at.pool._num_alone) == (1, 0)
+
+    asyncio.run(main())
+
+
+def test_calls_of_which_few_fit_into_an_order_are_made_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "SHORT_S", 10.0)
+    monkeypatch.setattr(scoring, "FEWEST_JOINED", scoring.MAX_TOGETHER + 1)
+
+    async def main() -> None:
+        async with running_pool(tmp_path, DEEDS) as at:
+            await at.pool.score(task(), ("slow 0",))
+            (worker,) = (slot.worker for slot in at.pool._slots)
+            before = worker.num_started
+            await asyncio.gather(*[at.pool.score(task(), ("slow 0", "slow 0")) for _ in range(5)])
+            assert worker.num_started - before == 5
+
+    asyncio.run(main())
+
+
 def test_a_worker_that_answers_with_too_few_rewards_is_replaced_and_the_pool_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

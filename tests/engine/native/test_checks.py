@@ -127,6 +127,17 @@ def test_options_that_are_no_order_are_refused(
         served[0].add(msgspec.structs.replace(request(1, PROMPT), **changes))
 
 
+def test_a_bias_that_its_caller_has_changed_since_an_equal_request_is_checked_again(
+    served: tuple[NativeEngine, list[int]],
+) -> None:
+    engine, _ = served
+    bias = {5: 1.0}
+    run(engine, [request(1, PROMPT, logit_bias=bias)])
+    bias[2**40] = 1.0
+    with pytest.raises(RequestError, match="logit_bias"):
+        engine.add(request(2, PROMPT, logit_bias=bias))
+
+
 @pytest.mark.parametrize("ids", [np.array([2**32 + 5]), np.array([2**63], np.uint64), [2**70], np.array([1.5])])
 def test_ids_are_never_wrapped_or_rounded(served: tuple[NativeEngine, list[int]], ids: object) -> None:
     with pytest.raises(RequestError, match="prompt"):
