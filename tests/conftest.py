@@ -25,21 +25,22 @@ SLOW_CASES = frozenset(
 )
 """The cases that `make test` leaves to `make test-slow`, since it runs others of the same test or of the same kind."""
 
+STALE_LINES = pytest.StashKey[list[str]]()
+"""The key of the lines of tests/slow_cases.txt that name no case, in the configuration of a test run."""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases of tests/slow_cases.txt slow: a line is a case, or a test with all of its cases. A line that names
-    no case of a file that was collected as a whole is refused: its case would be back in `make test` unnoticed."""
+    """Mark the cases of tests/slow_cases.txt slow: a line is a case, or a test with all of its cases. Store the lines
+    that name no case of a file that was collected as a whole, for tests/gate/test_slow_cases.py."""
     found = set()
     for item in items:
         names = {item.nodeid, item.nodeid.partition("[")[0]} & SLOW_CASES
         if names:
             item.add_marker(pytest.mark.slow)
             found |= names
-    if not any("::" in argument for argument in config.args) and not config.getoption("lf"):
-        files = {item.nodeid.partition("::")[0] for item in items}
-        gone = sorted(line for line in SLOW_CASES - found if line.partition("::")[0] in files)
-        if gone:
-            raise pytest.UsageError("tests/slow_cases.txt names cases that are not there:\n" + "\n".join(gone))
+    is_whole = not any("::" in argument for argument in config.args) and not config.getoption("lf")
+    files = {item.nodeid.partition("::")[0] for item in items} if is_whole else set()
+    config.stash[STALE_LINES] = sorted(line for line in SLOW_CASES - found if line.partition("::")[0] in files)
 
 
 @pytest.fixture(scope="session", autouse=True)
