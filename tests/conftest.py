@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if names:
             item.add_marker(pytest.mark.slow)
             found |= names
-    is_whole = not any("::" in argument for argument in config.args) and not config.getoption("lf")
+    # the option is not there when pytest's cache is off
+    is_whole = not any("::" in argument for argument in config.args) and not config.getoption("lf", default=False)
     files = {item.nodeid.partition("::")[0] for item in items} if is_whole else set()
     config.stash[STALE_LINES] = sorted(line for line in SLOW_CASES - found if line.partition("::")[0] in files)
 
