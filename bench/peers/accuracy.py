@@ -12,12 +12,23 @@ import torch
 
 
 def load_reward(directory: Path) -> Any:
-    """Return the function that says whether an answer is right, from the file ``reward.py`` in the task's
-    ``directory``: ``right``, if the reward itself takes its time, and otherwise ``reward``."""
+    """Return the reward function that both sides train with: ``reward`` in the file ``reward.py`` of ``directory``."""
+    return _load_functions(directory).reward
+
+
+def _load_check(directory: Path) -> Any:
+    """Return the function that checks held-out answers: ``right`` in the file ``reward.py`` of ``directory`` if the
+    reward is slow, otherwise the reward itself."""
+    functions = _load_functions(directory)
+    return getattr(functions, "right", functions.reward)
+
+
+def _load_functions(directory: Path) -> Any:
+    """Return the file ``reward.py`` of ``directory`` as a module."""
     spec = importlib.util.spec_from_file_location("task_reward", directory / "reward.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, "right", module.reward)
+    return module
 
 
 @torch.no_grad()
@@ -25,7 +36,7 @@ def measure_accuracy(model: Any, tokenizer: Any, held_out: Path, new_tokens: int
     """Return the fraction of the rows in the file ``held_out`` that ``model`` answers correctly, from 0 to 1. One
     answer of at most ``new_tokens`` tokens is sampled for each row at temperature 1, always with the same seed. The
     state of torch's random generator is not changed."""
-    reward = load_reward(held_out.parent)
+    check = _load_check(held_out.parent)
     rows = [json.loads(line) for line in held_out.read_text().splitlines()]
     inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")
     training, state = model.training, torch.get_rng_state()
@@ -38,5 +49,5 @@ def measure_accuracy(model: Any, tokenizer: Any, held_out: Path, new_tokens: int
     torch.set_rng_state(state)
     model.train(training)
     texts = tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    right = [reward(text, row["answer"]) for text, row in zip(texts, rows, strict=True)]
+    right = [check(text, row["answer"]) for text, row in zip(texts, rows, strict=True)]
     return sum(right) / len(right)
