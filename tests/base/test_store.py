@@ -46,7 +46,7 @@ def tokens_of(rng: np.random.Generator, count: int, *, kept: bool = True, routin
         ids_T=ids.astype(np.int32),
         logprobs_T=rng.normal(size=count).astype(np.float32),
         versions_T=np.full(count, 3, np.int32),
-        kept=KeptSets.of(sets) if kept else None,
+        kept=KeptSets.from_spans(sets) if kept else None,
         routing=Routing(known_T=known, experts_RLK=experts) if routing else None,
     )
 

@@ -21,7 +21,7 @@ from headrace.learner.parallel.shards import gather_each, local_part
 from headrace.models import ModelConfig
 from headrace.models.config import LoraConfig
 from headrace.models.weights import weight_tensors
-from headrace.sync.codecs import codec_of
+from headrace.sync.codecs import get_codec
 from headrace.sync.config import Route
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_receiver
@@ -119,7 +119,7 @@ def _move(tensors: Mapping[str, Tensor], version: int) -> None:
 
 
 def _differing(codec: str, engine: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    expected = {name: encode_and_decode(codec_of(codec), name, tensor) for name, tensor in gather_each(tensors.items())}
+    expected = {name: encode_and_decode(get_codec(codec), name, tensor) for name, tensor in gather_each(tensors.items())}
     return [name for name, tensor in engine.items() if not torch.equal(tensor, expected[name])]
 
 

@@ -241,7 +241,7 @@ class LossOutput:
     metrics: dict[str, Ratio]
 
 
-def tensor_of(name: str, value: Any) -> Tensor:
+def to_tensor(name: str, value: Any) -> Tensor:
     """Return ``value`` (a tensor, an array, lists of numbers) as a tensor. Raises :class:`ConfigError`, which contains
     ``name``, for any other value."""
     import torch

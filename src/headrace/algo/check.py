@@ -198,7 +198,7 @@ OPTIONAL: dict[Column, tuple[str, ...]] = {
 """The optional columns, by the name that a loss declares in order to read them."""
 
 
-def leaves_of(inputs: LossInputs) -> dict[str, Any]:
+def make_leaves(inputs: LossInputs) -> dict[str, Any]:
     """Return copies of the columns that carry a gradient, by name. Each copy is a leaf of autograd, so that the loss
     can be differentiated with respect to it."""
     columns = {name: getattr(inputs, name) for name in CARRIERS if getattr(inputs, name) is not None}
@@ -243,7 +243,7 @@ class GradientTrial:
     def run(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """Return the loss of ``inputs`` and its gradient. The gradient has a row for every token, with one column for
         log π and one for each further entry that carries a gradient."""
-        leaves = leaves_of(inputs)
+        leaves = make_leaves(inputs)
         loss = self.objective(replace(inputs, **leaves), self.weights(inputs)).loss
         grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
         if loss.requires_grad:
@@ -284,12 +284,12 @@ class GradientTrial:
         def value(moved: LossInputs) -> float:
             """Return the loss of ``moved``, the inputs with one changed entry, as a number."""
             with stop_gradients:
-                loss = self.objective(replace(moved, **leaves_of(moved)), weights_N).loss
+                loss = self.objective(replace(moved, **make_leaves(moved)), weights_N).loss
             return float(loss.detach())
 
         value(inputs)
         numeric = torch.zeros_like(grad)
-        entries = [(name, k) for name, leaf in leaves_of(inputs).items() for k in range(leaf[0].numel())]
+        entries = [(name, k) for name, leaf in make_leaves(inputs).items() for k in range(leaf[0].numel())]
         for row, (entry, (name, k)) in itertools.product(range(len(grad)), enumerate(entries)):
             change = torch.zeros_like(getattr(inputs, name))
             change.view(len(grad), -1)[row, k] = STEP

@@ -14,7 +14,7 @@ from headrace.algo.corrections import AnyCorrection
 from headrace.algo.divergence import estimate
 from headrace.algo.losses import AnyLoss
 from headrace.algo.reductions import AnyReduction
-from headrace.algo.registry import classes_by_kind, options_of
+from headrace.algo.registry import classes_by_kind, get_option_names
 from headrace.algo.returns import gae, value_loss
 from headrace.algo.shaping import AnyShaping
 from headrace.base.config import descriptions
@@ -88,7 +88,7 @@ def _entry(name: str, kind: type[Any]) -> Iterator[str]:
     yield f"### {name}\n\n{inspect.getdoc(kind)}\n"
     if reduction := kind.__dict__.get("reduction") or vars(kind.__mro__[1]).get("reduction"):
         yield f"Reduction of the paper: {reduction}.\n"
-    fields = {key: field for key, field in kind.model_fields.items() if key in options_of(kind)}
+    fields = {key: field for key, field in kind.model_fields.items() if key in get_option_names(kind)}
     if fields:
         meanings = descriptions(kind)
         yield "| option | default | meaning |\n|---|---|---|"

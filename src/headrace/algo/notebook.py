@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.algo.advantages import ADVANTAGES, outcomes_of
+from headrace.algo.advantages import ADVANTAGES, make_outcomes
 from headrace.algo.advantages.outcomes import labels, to_list
-from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio, tensor_of
+from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio, to_tensor
 from headrace.algo.config import AlgoConfig
 from headrace.algo.corrections import CORRECTIONS
 from headrace.algo.divergence import Estimator, estimate
 from headrace.algo.losses import LOSSES, Custom
 from headrace.algo.reductions import REDUCTIONS
-from headrace.algo.registry import find, options_of, settings_table
+from headrace.algo.registry import find, get_option_names, settings_table
 from headrace.base.config import Section, validate
 from headrace.base.errors import ConfigError, nearest
 
@@ -96,7 +96,7 @@ def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[Any] | None
     _refuse_unknown(options, {f"advantage {name!r}": kind}, extra=kind.reads)
     columns = {key: options.pop(key) for key in kind.reads if key in options}
     formula: Any = validate(kind, options)
-    result: list[float] = formula(outcomes_of(rewards, groups, **columns)).tolist()
+    result: list[float] = formula(make_outcomes(rewards, groups, **columns)).tolist()
     return result
 
 
@@ -105,13 +105,13 @@ def kl(name: Estimator, log_pi: Any, log_ref: Any) -> Tensor:
     :mod:`headrace.algo.divergence`."""
     if name not in ("k1", "k2", "k3"):
         raise ConfigError(f"kl {name!r} does not exist", remedy=nearest(str(name), ["k1", "k2", "k3"]))
-    return estimate(name, tensor_of("log_pi", log_pi), tensor_of("log_ref", log_ref))
+    return estimate(name, to_tensor("log_pi", log_pi), to_tensor("log_ref", log_ref))
 
 
 def _log_pi(given: Any) -> Tensor:
     """Return ``given``, the user's argument ``log_pi``, as a floating-point tensor. Raises
     :class:`~headrace.base.errors.ConfigError` unless its shape is [B, T] or [T]."""
-    log_pi = tensor_of("log_pi", given)
+    log_pi = to_tensor("log_pi", given)
     if log_pi.ndim not in (1, 2):
         raise ConfigError(f"log_pi has shape {tuple(log_pi.shape)}", remedy="give it [B, T], or [T] for one sequence")
     return log_pi if log_pi.is_floating_point() else log_pi.float()
@@ -132,7 +132,7 @@ def _for_function(kind: type[Any], loss: dict[str, Any], options: Mapping[str, A
     of ``Custom`` are moved into its setting ``options``, the arguments of the function."""
     if kind is not Custom:
         return dict(options)
-    for_function = {key: value for key, value in options.items() if key not in options_of(kind)}
+    for_function = {key: value for key, value in options.items() if key not in get_option_names(kind)}
     settings = {key: value for key, value in options.items() if key not in for_function}
     return {**settings, "options": {**settings.get("options", {}), **for_function}} if for_function else settings
 
@@ -156,7 +156,7 @@ def _config(
     ]
     options = _for_function(loss_kind, loss_table, options)
     _refuse_unknown(options, {str(table["kind"]): kind for _, kind, table in parts})
-    given = [(f"{what} {table['kind']!r}", set(table), options_of(kind), table) for what, kind, table in parts]
+    given = [(f"{what} {table['kind']!r}", set(table), get_option_names(kind), table) for what, kind, table in parts]
     for key, value in options.items():
         _table_for_option(key, [row for row in given if key in row[2]])[key] = value
     _, *correction_tables, reduction_table = (table for _, _, table in parts)
@@ -196,7 +196,7 @@ def _refuse_unknown(
 ) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for an option that none of the formulas ``kinds`` (settings
     classes by name) has. The names ``extra`` are also allowed."""
-    known = extra.union(*(options_of(kind) for kind in kinds.values()))
+    known = extra.union(*(get_option_names(kind) for kind in kinds.values()))
     for key in options:
         if key not in known:
             remedy = nearest(key, known) if known else "give no options"
@@ -233,7 +233,7 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
         """Return the column ``name``, flat, or ``default``; one advantage per sequence is repeated for its tokens."""
         if given[name] is None:
             return default
-        value = tensor_of(name, given[name]).to(log_pi.device)
+        value = to_tensor(name, given[name]).to(log_pi.device)
         if dtype is torch.bool and not ((value == 0) | (value == 1)).all():
             raise ConfigError(f"{name} has entries other than 0 and 1", remedy="give 1 for what carries loss, else 0")
         value = value.to(dtype)

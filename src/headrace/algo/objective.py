@@ -140,12 +140,12 @@ class Objective:
             metrics["kl_ref"] = kl_ref(inputs.log_pi_N.detach(), inputs.log_ref_N, inputs.mask_N)
         factor_N = inputs.log_pi_N.new_ones(len(inputs.mask_N))
         for correction in self.corrections:
-            factor = correction(self._inputs_of(correction, inputs))
+            factor = correction(self._make_inputs(correction, inputs))
             factor_N = factor_N * factor.tokens_N.detach()
             metrics.update(factor.metrics)
             if factor.log_old_N is not None:
                 inputs = replace(inputs, log_old_N=factor.log_old_N.detach())
-        loss = self.loss(self._inputs_of(self.loss, inputs))
+        loss = self.loss(self._make_inputs(self.loss, inputs))
         tokens_N = factor_N * loss.tokens_N
         metrics.update(loss.metrics)
         if (penalty := self.loss.penalty(inputs)) is not None:
@@ -155,7 +155,7 @@ class Objective:
         self._measure(inputs, factor_N, loss.clipped_N, metrics)
         return LossOutput(loss=(weights_N * tokens_N).sum(), tokens=tokens_N.detach(), metrics=metrics)
 
-    def _inputs_of(self, part: TokenFormula, inputs: LossInputs) -> LossInputs:
+    def _make_inputs(self, part: TokenFormula, inputs: LossInputs) -> LossInputs:
         """Return the inputs for the formula ``part``. If it selects tokens, ``selected_NP`` contains only its own
         selection."""
         if "selected" not in part.columns():

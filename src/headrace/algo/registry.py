@@ -45,6 +45,6 @@ def settings_table(name: str) -> dict[str, Any]:
     return {"kind": "custom", "ref": name} if ".py:" in name else {"kind": name}
 
 
-def options_of(kind: type[Section]) -> set[str]:
+def get_option_names(kind: type[Section]) -> set[str]:
     """Return the names of the options of a formula: the fields of its settings class except ``kind``."""
     return set(kind.model_fields) - {"kind"}

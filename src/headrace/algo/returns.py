@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.algo.base import tensor_of
+from headrace.algo.base import to_tensor
 from headrace.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1
         if not 0 <= value <= 1:
             raise ConfigError(f"{name}={value} is not a discount", remedy=f"choose {name} between 0 and 1")
     columns = {"rewards": rewards, "values": values, "mask": mask}
-    given = {name: tensor_of(name, column) for name, column in columns.items()}
+    given = {name: to_tensor(name, column) for name, column in columns.items()}
     if len({column.shape for column in given.values()}) > 1 or not given["mask"].ndim:
         shapes = ", ".join(f"{name} {tuple(column.shape)}" for name, column in given.items())
         raise ConfigError(f"gae needs columns of one shape, not {shapes}", remedy="give all of them [B, T] or [T]")

@@ -54,13 +54,13 @@ read."""
 def file_name(writer: str, number: int) -> str:
     """Return the name of the file with the index ``number`` among the files of ``writer``.
 
-    >>> file_name("engine-0", 12), writer_of("engine-0.000012")
+    >>> file_name("engine-0", 12), parse_file_name("engine-0.000012")
     ('engine-0.000012', ('engine-0', 12))
     """
     return f"{writer}.{number:06d}"
 
 
-def writer_of(name: str) -> tuple[str, int]:
+def parse_file_name(name: str) -> tuple[str, int]:
     """Return the writer of the file ``name``, and the index of the file among the files of this writer. The index is −1
     if ``name`` is not the name of a file of a store."""
     writer, _, number = name.rpartition(".")
@@ -88,7 +88,7 @@ class ColumnStore:
         self._end = 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            own = [number for name, number in map(writer_of, os.listdir(directory)) if name == writer]
+            own = [number for name, number in map(parse_file_name, os.listdir(directory)) if name == writer]
         except OSError as error:
             raise self._error(str(error)) from None
         self._next = max(own, default=-1) + 1
@@ -177,7 +177,7 @@ def directory_bytes(directory: Path, *, without: str = "") -> int:
     the directory does not exist."""
     try:
         with os.scandir(directory) as entries:
-            counted = [entry for entry in entries if not without or writer_of(entry.name)[0] != without]
+            counted = [entry for entry in entries if not without or parse_file_name(entry.name)[0] != without]
     except FileNotFoundError:
         return 0
     total = 0
@@ -275,7 +275,7 @@ class StoreReader:
 
     def _map_file(self, piece: StoredRows) -> memoryview:
         """Return the content of the file that contains ``piece``, mapped into memory."""
-        if Path(piece.file).name != piece.file or writer_of(piece.file)[1] < 0:
+        if Path(piece.file).name != piece.file or parse_file_name(piece.file)[1] < 0:
             raise _part_error(piece, "is not a file of a store")
         if self._directory is None:
             raise _part_error(piece, "is on another machine, with which this one shares no directory")

@@ -32,7 +32,7 @@ from headrace.base.types.tokens import IntColumn
 from headrace.control.groups import OpenGroup
 from headrace.control.state import RunState
 from headrace.flow.ledger import Ledger
-from headrace.flow.pivots import Pivot, PivotChooser, PivotConfig, outcomes_of
+from headrace.flow.pivots import Pivot, PivotChooser, PivotConfig, list_outcomes
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, graft, repeats, split
 from headrace.rollout.history import prompt_digest
@@ -145,13 +145,13 @@ class PivotResampler:
         # From the last pivot to the first, because a graft splits a turn and changes the indices of later turns.
         for point, attempts in sorted(by_point, key=lambda pair: (pair[0].turn, pair[0].pivot.at), reverse=True):
             self._graft_branches(episode, original, point, attempts)
-        self._count("recovered", sum(success for _, success in outcomes_of(episode, self._config.threshold)))
+        self._count("recovered", sum(success for _, success in list_outcomes(episode, self._config.threshold)))
 
     def record_outcomes(self, episode: EpisodeGraph) -> None:
         """Store the outcomes of the pivots of an ended episode, which follow from the rewards of its branches. The
         chooser learns from them when a batch has taken the group."""
         self.sampled_turns.pop(episode.key)
-        if outcomes := outcomes_of(episode, self._config.threshold):
+        if outcomes := list_outcomes(episode, self._config.threshold):
             self._outcomes.setdefault(episode.key.group, []).extend(outcomes)
 
     def forget_group(self, number: int) -> None:

@@ -128,7 +128,7 @@ class FlowConfig(Section):
         for key in ("policy", "pacing"):
             if isinstance(tree.get(key), str):
                 tree[key] = {"kind": tree[key]}
-        choice = POLICIES.of(tree.get("policy", Bounded()))
+        choice = POLICIES.find_class(tree.get("policy", Bounded()))
         return tree if choice is None else {**choice.fixes, **tree}
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 learner computes.
 
     controller                                    every rank of the learner
-    groups, credit ── outline_of ──▶ BatchOutline ── lay_out ──▶ LaidOutBatch ── masks ──▶ Batch
+    groups, credit ── make_outline ──▶ BatchOutline ── lay_out ──▶ LaidOutBatch ── masks ──▶ Batch
 
 The controller only decides: its outline of a batch contains the groups, their credit, and the references to their
 tokens. Each rank reads the tokens and concatenates them. The numbers that only a rank can compute from the tokens
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.types.batch import Batch, TrainSample
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, role_of
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, get_role
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.outline import BatchOutline, GroupOutline
 from headrace.base.types.scored import Credit, ScoredGroup, TokenResults, paths
@@ -35,7 +35,7 @@ PART_TOKENS = 1 << 18
 _NO_FLOATS = np.zeros(0, np.float32)
 
 
-def outline_of(
+def make_outline(
     step: int,
     groups: Sequence[ScoredGroup],
     advantages: Sequence[Credit],
@@ -106,7 +106,7 @@ class LaidOutBatch:
             report,
             dropped_tokens={**report.dropped_tokens, **self.masked},
             ages=self.ages,
-            learned=TokenResults.of(self.keys, self.unmasked, report.log_pi_N, report.teacher_scores_N),
+            learned=TokenResults.from_batch(self.keys, self.unmasked, report.log_pi_N, report.teacher_scores_N),
             log_pi_N=_NO_FLOATS,
             teacher_scores_N=None,
         )
@@ -150,7 +150,7 @@ def _samples(bundle: GroupBundle, entry: int, key: EpisodeKey, credit: Credit) -
             spans=(tokens,),
             mask_T=tokens.sampled_T,
             advantage=credit if isinstance(credit, float) else np.repeat(np.array(credit, np.float32), lengths),
-            roles=tuple(zip(map(role_of, bundle.authors(entry)), lengths, strict=True)),
+            roles=tuple(zip(map(get_role, bundle.authors(entry)), lengths, strict=True)),
         )
     ]
 
@@ -168,7 +168,7 @@ def collate(
     """Return the batch of ``step`` with the trained episodes of ``groups``, which are in memory. ``advantages``
     contains the credit of each episode that counts in a baseline, in order; ``agents`` are the names of the roles that
     train their own adapters in addition to the policy's."""
-    return lay_out(outline_of(step, groups, advantages, agents=agents), inline).unmasked
+    return lay_out(make_outline(step, groups, advantages, agents=agents), inline).unmasked
 
 
 def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:

@@ -128,7 +128,7 @@ def _fit(outcomes_O2: Floats, steps: int = 30) -> tuple[float, float]:
     return float(weights[0]), float(weights[1])
 
 
-def outcomes_of(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bool]]:
+def list_outcomes(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bool]]:
     """Return the outcome of each pivot of an episode, in the order of the pivots: its depth, and whether one of its
     branches earned a reward above ``threshold``. Pivots of which no branch has a reward are left out."""
     is_own = [turn.branch is None and not turn.untrained for turn in episode.turns]

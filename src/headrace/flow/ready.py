@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from headrace.base.errors import StoreError
-from headrace.base.store import FILE_BYTES, READY, ColumnStore, writer_of
+from headrace.base.store import FILE_BYTES, READY, ColumnStore, parse_file_name
 from headrace.base.types.scored import ScoredGroup
-from headrace.flow.ledger.bundles import encode_group, with_columns_of
+from headrace.flow.ledger.bundles import encode_group, attach_columns
 
 INLINE_TOKENS = 340
 """The greatest number of tokens, about 4 KiB, of a group that stays in memory and is sent in the messages themselves,
@@ -56,7 +56,7 @@ class ReadyColumns:
         groups. Call this before the first group is put, and at the end."""
         if self._directory.is_dir():
             for name in os.listdir(self._directory):
-                if writer_of(name)[0] == READY:
+                if parse_file_name(name)[0] == READY:
                     (self._directory / name).unlink(missing_ok=True)
         if self._store is not None:
             self._store.close()
@@ -84,7 +84,7 @@ class ReadyColumns:
         mapped = self._mapped(piece.file, piece.start + piece.num_bytes)
         self._users[piece.file].add(group.number)
         data = mapped[piece.start : piece.start + piece.num_bytes]
-        return replace(group, episodes=tuple(with_columns_of(data, group.episodes)), columns=piece)
+        return replace(group, episodes=tuple(attach_columns(data, group.episodes)), columns=piece)
 
     def release(self, group: ScoredGroup) -> None:
         """Remove the file with the columns of ``group``, which was trained or dropped, if no other group needs this

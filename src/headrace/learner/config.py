@@ -141,12 +141,12 @@ class LearnerConfig(Section):
     def own_teacher(self) -> TeacherConfig | None:
         """The settings of the teacher that the learner computes itself; ``None`` if there is no teacher, or each
         teacher has an engine."""
-        return next((each for each in self.teachers if engine_of(each) is None), None)
+        return next((each for each in self.teachers if get_teacher_engine(each) is None), None)
 
     @property
     def served_teachers(self) -> dict[str, tuple[ServedTeacher, OwnEngine]]:
         """The teachers with separate engines, by name: the settings of each teacher, and of its engine."""
-        found = [(each, engine_of(each)) for each in self.teachers]
+        found = [(each, get_teacher_engine(each)) for each in self.teachers]
         return {engine.name: (each, engine) for each, engine in found if isinstance(each, ServedTeacher) and engine}
 
     def serving(self, columns: Iterable[str]) -> LearnerConfig:
@@ -239,6 +239,6 @@ class LearnerConfig(Section):
         return self
 
 
-def engine_of(teacher: TeacherConfig) -> OwnEngine | None:
+def get_teacher_engine(teacher: TeacherConfig) -> OwnEngine | None:
     """Return the engine settings of a teacher; ``None`` if the learner computes it."""
     return teacher.engine if isinstance(teacher, ServedTeacher) else None

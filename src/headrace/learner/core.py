@@ -45,7 +45,7 @@ from headrace.learner.base import LearnerContext
 from headrace.learner.config import LearnerConfig
 from headrace.learner.forward import Forward
 from headrace.learner.intake import Mask, layout, refuse_unknown_agents
-from headrace.learner.memory import HALF_UPDATED, explained_out_of_memory, sizes_of
+from headrace.learner.memory import HALF_UPDATED, explained_out_of_memory, compute_sizes
 from headrace.learner.optim import learning_rate
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.files import Snapshot
@@ -126,7 +126,7 @@ class LearnerCore:
         self._auxiliary = auxiliary_models(LearnerParts(config=config, objective=objective, context=context, **own))
         refuse_unserved(self._objective, self._auxiliary)
         self._files = Snapshot(model, self._optimizer, self._ranks, self._auxiliary)
-        self._memory = sizes_of(model, config, self._forward.attention)
+        self._memory = compute_sizes(model, config, self._forward.attention)
         self._parts: StepSums | None = None
         self._damping = 1.0
         """The factor of the learning rate of the next update: the smallest factor of the batches in its gradient."""
@@ -200,7 +200,7 @@ class LearnerCore:
         for number, (part, tally) in enumerate(zip(parts, tallies, strict=True)):
             self._backward(part, tally)
             tally.join(self._ranks)
-            self._note_damping(Gradient.of(tally, {}, 0.0))
+            self._note_damping(Gradient.from_stats(tally, {}, 0.0))
             updates.append(self._update(first=number == 0, last=number == len(parts) - 1))
         self._step += 1
         stats = stats_of_updates(tallies, work, log_before_N)
@@ -267,7 +267,7 @@ class LearnerCore:
         tally = MicroBatchStats()
         self._backward(work, tally)
         tally.join(self._ranks)
-        return self._note_damping(Gradient.of(tally, dropped, self._end_span("forward_backward", start_s)))
+        return self._note_damping(Gradient.from_stats(tally, dropped, self._end_span("forward_backward", start_s)))
 
     def _note_damping(self, gradient: Gradient) -> Gradient:
         """Return ``gradient`` unchanged, after recording the factor by which its batch lowers the learning rate of the
@@ -329,7 +329,7 @@ class LearnerCore:
         self._optimizer.scale(scale)
         for model in self._auxiliary:
             model.scale(scale)
-        return self._note_damping(Gradient.of(parts.tally, dict(parts.dropped), parts.seconds, scale))
+        return self._note_damping(Gradient.from_stats(parts.tally, dict(parts.dropped), parts.seconds, scale))
 
     def optim_step(self) -> Update:
         """Clip the gradient, update the weights at the schedule's rate, and increase the version by one.

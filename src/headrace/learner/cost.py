@@ -11,7 +11,7 @@ from headrace.models.routing import RoutedModel
 from headrace.models.settings import by_layer
 
 
-def cost_of(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
+def estimate_cost(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
     """Return the cost of a pair of tokens in attention, relative to the cost of a token in all other operations, and
     the best size of a pass. ``routed`` is the routing of a mixture of experts; ``None`` for a dense model.
 

@@ -40,7 +40,7 @@ def checksum(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def checksums_of(directory: Path, files: Iterable[Path]) -> dict[str, str]:
+def compute_checksums(directory: Path, files: Iterable[Path]) -> dict[str, str]:
     """Return the hash of each of ``files``, by the file's path within ``directory``."""
     return {path.relative_to(directory).as_posix(): checksum(path) for path in files}
 
@@ -53,7 +53,7 @@ def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
     """
     listed = {**listed_checksums(directory), **(known or {})}
     new = [path for path in sorted(directory.rglob("*")) if path.is_file() and _name(directory, path) not in listed]
-    listed |= checksums_of(directory, [path for path in new if path.name != CHECKSUMS_FILE])
+    listed |= compute_checksums(directory, [path for path in new if path.name != CHECKSUMS_FILE])
     write_checksums(directory, listed)
 
 

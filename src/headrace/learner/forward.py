@@ -30,9 +30,9 @@ from headrace.base.errors import ModelError
 from headrace.base.types.batch import Batch
 from headrace.base.types.tokens import FloatColumn
 from headrace.learner import products
-from headrace.learner.attention import attention_for, probe_of
+from headrace.learner.attention import attention_for, make_probe
 from headrace.learner.config import LearnerConfig
-from headrace.learner.cost import cost_of
+from headrace.learner.cost import estimate_cost
 from headrace.learner.head import TopRequest
 from headrace.learner.intake import Mask, refuse_rescaled, refuse_unfit
 from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, TopEntries, TrunkAndHead, split_model
@@ -40,7 +40,7 @@ from headrace.learner.mixture import MixtureBalance
 from headrace.learner.packing import Index, MicroBatch, Packing, Unit, groups_whole, plan, singly
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.split import ShardedLogprobs
-from headrace.learner.parallel.view import RankView, view_of
+from headrace.learner.parallel.view import RankView, make_rank_view
 from headrace.learner.progress import Progress
 from headrace.learner.tree import PrefixTrees, cut_tree
 from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, is_deterministic
@@ -48,7 +48,7 @@ from headrace.models.lora import Switch
 from headrace.models.packed.kinds import KindRecorder
 from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingPass, RoutingReplay, find_routing
-from headrace.models.weights import vocabulary_of
+from headrace.models.weights import count_vocabulary
 
 SHARED_FRAC = 0.1
 """The least fraction of a batch's estimated cost that sharing prefixes must save with ``share_prefixes = "auto"``.
@@ -102,16 +102,16 @@ class Forward:
         self.switch = Switch(model)
         self._share = config.share_prefixes if config.parallel.context == 1 else False
         self._offload = config.memory.offload_activations
-        self._routed = _routing_of(model)
+        self._routed = _find_replayable_routing(model)
         self.mixture = MixtureBalance(config.mixture, model, self._routed, self._ranks)
         # the hooks of the replay run before the hooks of the balance, which then count the replayed experts
         self._replay = None if self._routed is None else RoutingReplay(self._routed)
         self._packing = Packing(
             budget=config.tokens_per_microbatch,
             num_ranks=self._ranks.config.num_shares,
-            cost=cost_of(model, self._routed),
+            cost=estimate_cost(model, self._routed),
         )
-        self._vocab_size = vocabulary_of(model)
+        self._vocab_size = count_vocabulary(model)
         self._limit = context_limit(model.config)
 
         invariant = is_deterministic(model)
@@ -128,7 +128,7 @@ class Forward:
         self._token_logprobs: Callable[..., tuple[Tensor, ...]]
         self._top_entries: Callable[..., tuple[Tensor, ...]]
         recorder = KindRecorder(self._ranks.device)
-        probe = probe_of(InvariantPlan([2], self._ranks.device) if invariant else recorder)
+        probe = make_probe(InvariantPlan([2], self._ranks.device) if invariant else recorder)
         if self._ranks.config.world > 1:
             self._token_logprobs = ShardedLogprobs(model, logprobs, probe)
             self._top_entries = ShardedLogprobs(model, top_entries, probe)
@@ -165,9 +165,9 @@ class Forward:
             return unshared
         trees, lengths_S = PrefixTrees(batch), batch.lengths_S.astype(np.int64)
         if pairs:
-            units = [trees.of(unit.samples) for unit in unshared]
+            units = [trees.make_unit(unit.samples) for unit in unshared]
         else:
-            units = cut_tree(trees.of(samples), lengths_S, self._packing)
+            units = cut_tree(trees.make_unit(samples), lengths_S, self._packing)
         before, after = (sum(unit.cost(lengths_S, self._packing.cost) for unit in each) for each in (unshared, units))
         return units if self._share is True or before - after >= SHARED_FRAC * before else unshared
 
@@ -175,7 +175,7 @@ class Forward:
         """Run one forward pass over ``micro``, a micro-batch of ``batch``, and return log π and entropies of its tokens
         in ``mask_N``. ``top_NK`` are ids of further entries, in host memory, whose log π is also computed at each
         token; ``None``: none."""
-        view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self.attention, self.filled)
+        view = make_rank_view(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self.attention, self.filled)
         places_P = micro.places_M[view.places_P]
         with (
             self._replayed_routing(batch, view) as routing_pass,
@@ -229,7 +229,7 @@ class Forward:
     def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, request: TopRequest) -> Iterator[Tensor]:
         """Return the ids and the log-probabilities of the likeliest entries at the masked tokens of a micro-batch,
         ``[M, K]`` each, gathered from the ranks that computed them; 0 outside the mask."""
-        view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self.attention, self.filled)
+        view = make_rank_view(micro, np.flatnonzero(mask_M), self._ranks, self.attention, self.filled)
         with self._replayed_routing(batch, view):
             before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
             columns = self._top_entries(view.inputs(batch.ids_N), before_P, request)
@@ -244,7 +244,7 @@ class Forward:
         return self._replay(batch.routing.take(view.rows_in_batch))
 
 
-def _routing_of(model: PreTrainedModel) -> RoutedModel | None:
+def _find_replayable_routing(model: PreTrainedModel) -> RoutedModel | None:
     """Return the routing of a mixture of experts; ``None`` for other models, and for a mixture that cannot replay its
     routing. The latter is trained with its own routing, and recorded routing is refused."""
     try:

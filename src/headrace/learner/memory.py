@@ -21,8 +21,8 @@ from headrace.models.indexed import is_indexed
 from headrace.models.packed import PADDED, ChosenAttention
 from headrace.models.recurrent import recurrent_layers
 from headrace.models.settings import by_layer
-from headrace.models.shape import ModelShape, shape_of
-from headrace.models.weights import is_adapted, vocabulary_of
+from headrace.models.shape import ModelShape, parse_shape
+from headrace.models.weights import is_adapted, count_vocabulary
 
 _SIZES = (
     *("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts"),
@@ -31,7 +31,7 @@ _SIZES = (
 """The settings of a model that are sizes, and that a model may lack."""
 
 
-def sizes_of(model: PreTrainedModel, config: LearnerConfig, attention: ChosenAttention = PADDED) -> LearnerSizes:
+def compute_sizes(model: PreTrainedModel, config: LearnerConfig, attention: ChosenAttention = PADDED) -> LearnerSizes:
     """Return the sizes and settings that determine the memory of a learner of the loaded ``model``, which computes with
     the implementation ``attention``. Parameters are counted; other sizes are those of the model's configuration, the
     largest where layers differ."""
@@ -67,11 +67,11 @@ def _shape_of_loaded(model: PreTrainedModel) -> ModelShape:
         "num_hidden_layers": int(config.num_hidden_layers),
         "num_attention_heads": max(by_layer(config, "num_attention_heads"), default=1),
         "intermediate_size": max(by_layer(config, "intermediate_size"), default=4 * hidden),
-        "vocab_size": vocabulary_of(model),
+        "vocab_size": count_vocabulary(model),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "attn_logit_softcapping": next(iter(by_layer(config, "attn_logit_softcapping")), None),
     }
-    return shape_of(config.model_type, tree)
+    return parse_shape(config.model_type, tree)
 
 
 UNCHANGED = "there is no gradient, weights and optimizer are unchanged, and the batch can be given again"

@@ -40,7 +40,7 @@ from headrace.base.errors import ConfigError
 from headrace.learner.config import MixtureConfig
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.mesh import AnyRanks
-from headrace.learner.parallel.shards import gather_whole, local_part, part_of
+from headrace.learner.parallel.shards import gather_whole, local_part, slice_part
 from headrace.models.routing import RoutedModel
 from headrace.models.weights import correction_biases, is_adapted
 
@@ -186,7 +186,7 @@ class MixtureBalance:
         biases = [bias for layer in routed.layers for bias in correction_biases(layer.router).values()]
         for bias, chosen_E in zip(biases, chosen_LE, strict=True):
             step_E = (chosen_E.mean() - chosen_E).sign().to(bias.device, bias.dtype)
-            local_part(bias).add_(part_of(step_E.reshape(bias.shape), bias), alpha=rate)
+            local_part(bias).add_(slice_part(step_E.reshape(bias.shape), bias), alpha=rate)
         return {"expert_bias_spread": max(float(full.max() - full.min()) for full in map(gather_whole, biases))}
 
     def forget_choices(self) -> None:

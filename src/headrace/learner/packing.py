@@ -107,7 +107,7 @@ class MicroBatch:
         return np.repeat(np.arange(len(self.lengths_K)), self.lengths_K)
 
     @classmethod
-    def of(cls, units: Sequence[Unit], lengths_S: Index) -> MicroBatch:
+    def from_units(cls, units: Sequence[Unit], lengths_S: Index) -> MicroBatch:
         """Return the micro-batch of the samples of ``units``, from a batch whose samples have the lengths
         ``lengths_S``. Without units it is empty; a rank computes an empty micro-batch while other ranks compute one
         with samples."""
@@ -198,7 +198,7 @@ def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[
     bins = pack(rows_U, packing.budget, cost_U, multiple_of=packing.num_ranks, at_least=least_bins)
     costs = [float(cost_U[members].sum()) for members in bins]
     order = sorted(range(len(bins)), key=lambda number: (-costs[number], bins[number].min(initial=len(units))))
-    micros = [MicroBatch.of([units[unit] for unit in bins[number]], lengths) for number in order]
+    micros = [MicroBatch.from_units([units[unit] for unit in bins[number]], lengths) for number in order]
     ranks: list[list[MicroBatch]] = [[] for _ in range(packing.num_ranks)]
     for turn, first in enumerate(range(0, len(micros), packing.num_ranks)):
         # in alternating order of the ranks, which balances their totals

@@ -124,7 +124,7 @@ def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
 
     try:
         for agent in lora.Switch(model).agents:
-            lora.load_adapter(model, lora.directory_of(directory, agent), agent)
+            lora.load_adapter(model, lora.get_adapter_directory(directory, agent), agent)
     except ModelError as error:
         raise CheckpointError(
             f"snapshot {directory} holds no adapter of this run: {error.problem}",
@@ -164,7 +164,7 @@ def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.
     return step
 
 
-def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def collect_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors of all parameters, labelled ``parameter's name|key``; empty before the first
     update."""
     names = _names(model, optimizer)

@@ -53,7 +53,7 @@ class PrefixTrees:
         known_N = np.zeros(0, np.int64) if batch.routing is None else batch.routing.known_T.astype(np.int64)
         self._known_before_N = np.cumsum(known_N) - known_N
 
-    def of(self, samples: Index) -> Unit:
+    def make_unit(self, samples: Index) -> Unit:
         """Return the prefix tree of ``samples``, indices into the batch, as one unit of any size. Equal samples keep
         the order of the batch."""
         order = np.array(

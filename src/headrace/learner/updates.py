@@ -69,9 +69,9 @@ def stats_of_updates(parts: Sequence[MicroBatchStats], work: StepWork, log_befor
         ages_L=batch.step - batch.versions_N[places_L].astype(np.int64),
         places_L=places_L.astype(np.int32),
     )
-    return MicroBatchStats.of_updates(parts, work, _comparisons_of(before), own)
+    return MicroBatchStats.of_updates(parts, work, _select_comparisons(before), own)
 
 
-def _comparisons_of(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
+def _select_comparisons(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
     """Return the subset of ``metrics`` that compare the learner with the policy that sampled the tokens."""
     return {name: ratio for name, ratio in metrics.items() if name.startswith(_BEFORE_STEP_PREFIXES)}

@@ -223,7 +223,7 @@ class MicroBatchStats:
 
     def log_pi_N(self) -> FloatColumn:
         """Return log π of every token before the update, ``[N]``; NaN for tokens without loss."""
-        return TokenStats.concat(self._stats).log_pi_of(self._num_tokens)
+        return TokenStats.concat(self._stats).scatter_log_pi(self._num_tokens)
 
     def teacher_scores_N(self) -> TeacherScores | None:
         """Return the log-probabilities of a teacher that the learner computes, for every token; ``None`` if they were
@@ -256,7 +256,7 @@ class Gradient:
     computed."""
 
     @classmethod
-    def of(cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
+    def from_stats(cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
         """Return the record of a gradient from ``tally``, the statistics of its micro-batches. ``dropped`` is the
         number of tokens that could not carry loss, by reason; the losses are multiplied by ``scale``."""
         return cls(
@@ -300,7 +300,7 @@ class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
         nothing = np.zeros(0, np.float32)
         return cls(log_pi_L=nothing, log_mu_L=nothing, ages_L=np.zeros(0, np.int64), places_L=np.zeros(0, np.int32))
 
-    def log_pi_of(self, num_tokens: int) -> FloatColumn:
+    def scatter_log_pi(self, num_tokens: int) -> FloatColumn:
         """Return log π of each of the batch's ``num_tokens`` tokens; NaN for tokens without loss."""
         log_pi_N = np.full(num_tokens, np.nan, np.float32)
         log_pi_N[self.places_L] = self.log_pi_L

@@ -170,7 +170,7 @@ def attention(
         layer=module.layer_idx,  # type: ignore[arg-type]
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         window=kwargs.get("sliding_window"),
-        chunk=_chunk_of(module),
+        chunk=_find_chunk_size(module),
         softcap=kwargs.get("softcap"),
         sinks_H=kwargs.get("s_aux"),
         choice=choice,
@@ -178,7 +178,7 @@ def attention(
     return plan.attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)[None], None
 
 
-def _chunk_of(module: nn.Module) -> int | None:
+def _find_chunk_size(module: nn.Module) -> int | None:
     """Return the size of the layer's attention chunks, which transformers uses only in its mask; ``None`` if the layer
     has no chunks."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -271,8 +271,8 @@ class PackedPlan:
         members = bucket_by_length(lengths)
         if rows_T is not None:
             members = [bucket[part] for bucket in members for part in bucket_by_length(own[bucket])]
-        keys = [_Slots.of(rows, starts[each], np.zeros_like(each), lengths[each]) for each in members]
-        queries = [_Slots.of(rows, starts[each], (lengths - own)[each], lengths[each]) for each in members]
+        keys = [_Slots.from_ranges(rows, starts[each], np.zeros_like(each), lengths[each]) for each in members]
+        queries = [_Slots.from_ranges(rows, starts[each], (lengths - own)[each], lengths[each]) for each in members]
         self._buckets = [_bucket(*each, device) for each in zip(keys, queries, strict=True)]
         self._keys = _padded(keys, total, device)
         """The slots of the tokens in the rows of all buckets, concatenated; ``None`` if they are the tokens of the pass
@@ -389,7 +389,7 @@ class _Slots:
     """Whether the slot is padding."""
 
     @classmethod
-    def of(
+    def from_ranges(
         cls,
         rows_T: np.ndarray[Any, Any],
         starts_B: np.ndarray[Any, Any],

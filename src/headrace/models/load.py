@@ -33,7 +33,7 @@ from headrace.models.settings import (
     read_config,
     read_whole_config,
     spare_torch,
-    text_config_of,
+    extract_text_config,
 )
 
 if TYPE_CHECKING:
@@ -372,7 +372,7 @@ def _impossible_setting(config: PreTrainedConfig) -> str:
 def refuse_multimodal(path: str, reason: str) -> None:
     """Raise :class:`~headrace.base.errors.ModelError` with ``reason`` if ``path`` is a multimodal checkpoint."""
     whole = read_whole_config(path)
-    if text_config_of(path, whole) is not whole:
+    if extract_text_config(path, whole) is not whole:
         raise ModelError(
             f"model.path={path!r} is a {whole.model_type}, of which the text part is trained: {reason}",
             remedy="set model.path to the text part alone: load it once with headrace.models.load_model and write it "

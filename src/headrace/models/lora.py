@@ -35,8 +35,8 @@ from headrace.models.settings import BUILDING
 from headrace.models.text_part import prefixes_in_base, with_prefix
 from headrace.models.weights import (
     DEFAULT,
-    adapter_of,
-    first_of,
+    parse_adapter_name,
+    format_first,
     not_finite,
     of_adapter,
     weight_tensors,
@@ -76,7 +76,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
     model. Errors are those of :func:`add_adapter`."""
     add_adapter(model, config, base)
     for agent in config.agents:
-        start = None if config.adapter is None else str(directory_of(Path(config.adapter), agent))
+        start = None if config.adapter is None else str(get_adapter_directory(Path(config.adapter), agent))
         add_adapter(model, config.model_copy(update={"adapter": start}), base, agent)
     if config.agents:
         _select(model, DEFAULT)
@@ -84,7 +84,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
             parameter.requires_grad_(of_adapter(name))
 
 
-def directory_of(snapshot: Path, agent: str) -> Path:
+def get_adapter_directory(snapshot: Path, agent: str) -> Path:
     """Return the directory of the adapter of ``agent`` (empty for the policy's adapter) in ``snapshot``. If the
     snapshot has only one adapter, its directory is returned for every agent."""
     return snapshot / AGENTS / agent if agent and (snapshot / AGENTS).is_dir() else snapshot
@@ -97,7 +97,7 @@ class Switch:
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the trained adapters of ``model``. Without several adapters, switching has no effect."""
         names = [name for name, parameter in model.named_parameters() if of_adapter(name) and parameter.requires_grad]
-        trained = dict.fromkeys(map(adapter_of, names))
+        trained = dict.fromkeys(map(parse_adapter_name, names))
         self._layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
         self.agents = tuple("" if name == DEFAULT else name for name in trained) if len(trained) > 1 else ("",)
         """The agents whose adapters are trained, the policy (empty name) included; only the policy if there are not
@@ -197,7 +197,7 @@ def write_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], direct
     of_each: dict[str, dict[str, Tensor]] = {name: {} for name in adapters(model)}
     for name, parameter in weight_tensors(model).items():
         whole_name = own[id(parameter)]
-        of_each[adapter_of(whole_name)][without_adapter(whole_name)] = tensors[name]
+        of_each[parse_adapter_name(whole_name)][without_adapter(whole_name)] = tensors[name]
     for name, each in of_each.items():
         (directory / name).mkdir()
         _write(model, name, each, directory / name)
@@ -253,14 +253,14 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from None
     if found := not_finite(tensors):
         raise ModelError(
-            f"{directory / WEIGHTS_FILE} holds values that are infinite or not a number: {first_of(found)}",
+            f"{directory / WEIGHTS_FILE} holds values that are infinite or not a number: {format_first(found)}",
             remedy="copy or fetch the adapter again; if it was written so, take one from before the training that "
             "wrote it diverged",
         )
     return tree, {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}
 
 
-def config_of(directory: Path) -> LoraConfig:
+def read_lora_config(directory: Path) -> LoraConfig:
     """Return the settings with which the adapter in ``directory`` can be loaded together with its base."""
     tree, _ = read_adapter(directory)
     targets = tree.get("target_modules")
@@ -431,7 +431,7 @@ def _is_adapted(module: nn.Module | None) -> bool:
 def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
     """Write the adapter ``name`` of ``model`` into ``directory`` in peft's format. Its weights are ``tensors``, by
     their names in the base model."""
-    prefixes, config = _prefixes_of(model), copy.copy(model.peft_config[name])
+    prefixes, config = _get_prefixes(model), copy.copy(model.peft_config[name])
     kept = {f"{_PREFIX}{with_prefix(key, prefixes)}": tensor.contiguous() for key, tensor in tensors.items()}
     save_file(kept, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     if prefixes:  # endings of names would also match layers of the other parts
@@ -440,7 +440,7 @@ def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], dir
     config.save_pretrained(str(directory))
 
 
-def _prefixes_of(model: nn.Module) -> dict[str, str]:
+def _get_prefixes(model: nn.Module) -> dict[str, str]:
     """Return the prefixes of an adapted model's layers, mapped to their prefixes in its base; empty if they are the
     same."""
     found: dict[str, str] = getattr(model, _PREFIXES, {})
@@ -450,7 +450,7 @@ def _prefixes_of(model: nn.Module) -> dict[str, str]:
 def _name_in_model(model: nn.Module, name: str) -> str:
     """Return the name in ``model`` of the layer or tensor with the name ``name`` in the base; a name of ``model`` is
     returned unchanged."""
-    return with_prefix(name, {outer: inner for inner, outer in _prefixes_of(model).items()})
+    return with_prefix(name, {outer: inner for inner, outer in _get_prefixes(model).items()})
 
 
 def _tensors_by_file_name(model: PreTrainedModel, name: str) -> dict[str, Tensor]:

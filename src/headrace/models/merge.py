@@ -11,7 +11,7 @@ import torch
 from headrace.models.config import ModelConfig
 from headrace.models.heads import copy_later
 from headrace.models.load import load_model, load_tokenizer
-from headrace.models.lora import config_of, wrapped_layers
+from headrace.models.lora import read_lora_config, wrapped_layers
 from headrace.models.text_part import whole_checkpoint, write_whole
 
 
@@ -39,7 +39,7 @@ def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32"
 
     Raises :class:`~headrace.base.errors.ModelError` for an adapter of another base.
     """
-    model = load_model(ModelConfig(path=str(base), lora=config_of(adapter)))
+    model = load_model(ModelConfig(path=str(base), lora=read_lora_config(adapter)))
     target = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     changed = lost = 0
     for name, wraps in wrapped_layers(model):

@@ -117,7 +117,7 @@ class LoraStack:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, loras: Sequence[LoraTensors]) -> LoraStack:
+    def from_adapters(cls, loras: Sequence[LoraTensors]) -> LoraStack:
         """Return the stack of ``loras``. The number of an adapter in the stack is its index in ``loras``."""
         rank = -(-max(each.rank for each in loras) // RANK_STEP) * RANK_STEP
         pairs = dict[str, tuple[Tensor, Tensor]]()
@@ -155,7 +155,7 @@ class _GroupedRows:
     """The slot of each of ``rows``; ``None`` if every slot is used."""
 
     @classmethod
-    def of(cls, adapter_N: npt.NDArray[np.int32], num_adapters: int, device: torch.device) -> _GroupedRows:
+    def create(cls, adapter_N: npt.NDArray[np.int32], num_adapters: int, device: torch.device) -> _GroupedRows:
         """Return the arrangement for a pass in which token n uses the adapter with number ``adapter_N[n]`` of a stack
         of ``num_adapters`` adapters; −1 for no adapter."""
         of_each = [np.flatnonzero(adapter_N == adapter) for adapter in range(num_adapters)]
@@ -224,7 +224,7 @@ class MultiLora:
         so that training begins at the base. torch's random generators are not changed."""
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, Tensor] = {}
-        for name, shape in self.shapes_of(rank=rank, parts=parts).items():
+        for name, shape in self.get_shapes(rank=rank, parts=parts).items():
             if name.endswith(".lora_A"):
                 bound = 1.0 / math.sqrt(shape[1])
                 values = torch.empty(shape).uniform_(-bound, bound, generator=generator)
@@ -233,7 +233,7 @@ class MultiLora:
                 tensors[name] = torch.zeros(shape, device=self.device).requires_grad_()
         return LoraTensors(rank=rank, scale=alpha / rank, tensors=tensors)
 
-    def shapes_of(self, *, rank: int, parts: Sequence[str]) -> dict[str, tuple[int, int]]:
+    def get_shapes(self, *, rank: int, parts: Sequence[str]) -> dict[str, tuple[int, int]]:
         """Return the names and shapes of the tensors of an adapter for the layers of ``parts``, in the order of
         names."""
         shapes: dict[str, tuple[int, int]] = {}
@@ -266,7 +266,7 @@ class MultiLora:
         most, total = len(loras) * counts[1:].max(initial=0), counts[1:].sum()
         if not products and (len(loras) < 2 or most > MOST_PADDING * total):
             return self.on([self._segment(lora, place, rows) for place, lora in enumerate(loras)])
-        used = _StackPass(self._stack_of(loras), rows, len(loras), self.device)
+        used = _StackPass(self._get_stack(loras), rows, len(loras), self.device)
         return self._on_stack(used, products)
 
     @contextmanager
@@ -295,12 +295,12 @@ class MultiLora:
         tokens, logits = (torch.from_numpy(np.flatnonzero(each == place)) for each in (rows.adapter_N, rows.adapter_K))
         return Segment(lora=lora, rows_N=tokens.to(self.device), rows_K=logits.to(self.device))
 
-    def _stack_of(self, loras: Sequence[LoraTensors]) -> LoraStack:
+    def _get_stack(self, loras: Sequence[LoraTensors]) -> LoraStack:
         """Return the stack of ``loras``. The latest stacks are cached, since consecutive passes often use the same."""
         for known, stack in self._stacks:
             if len(known) == len(loras) and all(map(is_, known, loras)):
                 return stack
-        stack = LoraStack.of(loras)
+        stack = LoraStack.from_adapters(loras)
         self._stacks.append((list(loras), stack))
         return stack
 
@@ -340,7 +340,7 @@ class _StackPass:
         """Return the arrangement of all tokens or, for the head, of the tokens whose logits are computed."""
         if is_head not in self._grouped:
             adapters = self.rows.adapter_K if is_head else self.rows.adapter_N
-            self._grouped[is_head] = _GroupedRows.of(adapters, self._num_adapters, self._device)
+            self._grouped[is_head] = _GroupedRows.create(adapters, self._num_adapters, self._device)
         return self._grouped[is_head]
 
 

@@ -59,7 +59,7 @@ def read_config(path: str) -> PreTrainedConfig:
 
     Raises :class:`~headrace.base.errors.ModelError`, for example if there are several text parts.
     """
-    return text_config_of(path, read_whole_config(path))
+    return extract_text_config(path, read_whole_config(path))
 
 
 def read_whole_config(path: str) -> PreTrainedConfig:
@@ -99,7 +99,7 @@ def _refuse_unknown_layers(path: str, tree: dict[str, Any]) -> None:
             )
 
 
-def text_config_of(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
+def extract_text_config(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of the text part of a multimodal model; ``whole`` itself for a text model.
 
     Raises :class:`~headrace.base.errors.ModelError` for a configuration with several text parts.
@@ -127,7 +127,7 @@ def num_later_layers(config: PreTrainedConfig) -> int:
     return int(getattr(config, "num_nextn_predict_layers", None) or 0)
 
 
-def limit_of(path: str) -> ContextLimit:
+def find_context_limit(path: str) -> ContextLimit:
     """Return the longest context with which the model in the directory ``path`` can be used, and the reason for the
     limit.
 
@@ -145,7 +145,7 @@ def limit_of(path: str) -> ContextLimit:
 
 def context_length(path: str) -> int:
     """Return the longest context with which the model in the directory ``path`` can be used, in tokens."""
-    return limit_of(path).length
+    return find_context_limit(path).length
 
 
 def model_directory(path: str) -> Path:

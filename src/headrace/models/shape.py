@@ -118,13 +118,13 @@ def pair_bytes(itemsize: int, *, softcapped: bool) -> int:
     return (4 if itemsize == 4 else 4 + itemsize) + (itemsize if softcapped else 0)
 
 
-def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
+def parse_shape(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Return the sizes of the model ``name`` from the content of its ``config.json``; raise ``ValueError`` if a size
     is missing.
 
     >>> tiny = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
     ...         "vocab_size": 10}
-    >>> shape_of("tiny", tiny).params
+    >>> parse_shape("tiny", tiny).params
     824
     """
     config = config.get("text_config") or config

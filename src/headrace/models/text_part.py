@@ -47,7 +47,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from headrace.base.errors import ModelError
 from headrace.models.config import SUPPORTED, WHOLE
 from headrace.models.hub import local_directory, pinned_path
-from headrace.models.settings import read_whole_config, text_config_of
+from headrace.models.settings import read_whole_config, extract_text_config
 from headrace.models.weights import refuse_not_finite
 
 PROBE = 24
@@ -119,7 +119,7 @@ def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple
     )
     refuse_not_finite(whole, path)
     whole.eval()
-    place = TextPlace.of(path, whole)
+    place = TextPlace.find(path, whole)
     text = place.take(whole)
     _refuse_difference(path, whole, text)
     text.config.name_or_path = str(path)
@@ -141,10 +141,10 @@ class TextPlace:
     """The class of the causal language model with the same backbone."""
 
     @classmethod
-    def of(cls, path: str, whole: PreTrainedModel) -> TextPlace:
+    def find(cls, path: str, whole: PreTrainedModel) -> TextPlace:
         """Return the position of the text part of ``whole``. Raises :class:`~headrace.base.errors.ModelError` if there
         is not exactly one text part."""
-        text = text_config_of(path, whole.config)
+        text = extract_text_config(path, whole.config)
         causal = causal_class(text)
         backbone_class = None if causal is None else _backbone_class(text)
         found = [
@@ -214,11 +214,11 @@ def prefixes_in_base(base: str, text: PreTrainedModel) -> dict[str, str]:
     """Return the prefixes of the names in the model ``text``, mapped to their prefixes in transformers' model of
     ``base``, the directory from which it was loaded; empty if ``base`` is a text model, whose names are the same."""
     config = read_whole_config(base)
-    if text_config_of(base, config) is config:
+    if extract_text_config(base, config) is config:
         return {}
     with torch.device("meta"):
         whole = whole_class(base, config)(config)
-    return TextPlace.of(base, whole).prefixes(text)
+    return TextPlace.find(base, whole).prefixes(text)
 
 
 def whole_checkpoint(config: PreTrainedConfig) -> Path | None:
@@ -244,7 +244,7 @@ def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
     for path in files:
         with safe_open(path, framework="pt") as file:
             shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    trained = _tensors_by_file(base, shapes, TextPlace.of(str(base), whole).renamed(text), whole)
+    trained = _tensors_by_file(base, shapes, TextPlace.find(str(base), whole).renamed(text), whole)
     out.mkdir(parents=True, exist_ok=True)
     for path in base.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model"):

@@ -41,9 +41,9 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     if not is_adapted(model):
         return tensors | correction_biases(model)
     trained = {name: tensor for name, tensor in tensors.items() if of_adapter(name) and tensor.requires_grad}
-    if len({adapter_of(name) for name in trained}) == 1:
+    if len({parse_adapter_name(name) for name in trained}) == 1:
         return {without_adapter(name): tensor for name, tensor in trained.items()}
-    return {without_adapter(name) if adapter_of(name) == DEFAULT else name: tensor for name, tensor in trained.items()}
+    return {without_adapter(name) if parse_adapter_name(name) == DEFAULT else name: tensor for name, tensor in trained.items()}
 
 
 def correction_biases(model: nn.Module) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
     found = not_finite(dict(model.named_parameters()) | correction_biases(model))
     if found:
         raise ModelError(
-            f"the weights of model.path={path!r} are infinite or not a number: {first_of(found)}",
+            f"the weights of model.path={path!r} are infinite or not a number: {format_first(found)}",
             remedy="copy or fetch the files again; if they were written so, take a checkpoint from before the training "
             "that wrote them diverged",
         )
@@ -109,10 +109,10 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return found
 
 
-def first_of(found: Sequence[str]) -> str:
+def format_first(found: Sequence[str]) -> str:
     """Return the first five of ``found`` as text, with the number of further elements.
 
-    >>> first_of(["a", "b"]), first_of(list("abcdefg"))
+    >>> format_first(["a", "b"]), format_first(list("abcdefg"))
     ('a, b', 'a, b, c, d, e and 2 more')
     """
     return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
@@ -143,10 +143,10 @@ def without_adapter(name: str) -> str:
     return ".".join([*parts[:at], *parts[at + 1 :]])
 
 
-def adapter_of(name: str) -> str:
+def parse_adapter_name(name: str) -> str:
     """Return the name of the adapter that a parameter belongs to.
 
-    >>> adapter_of("layers.0.q_proj.lora_A.default.weight")
+    >>> parse_adapter_name("layers.0.q_proj.lora_A.default.weight")
     'default'
     """
     parts = name.split(".")
@@ -163,7 +163,7 @@ def _place(parts: list[str]) -> int:
     return next(place for place, part in enumerate(parts) if part.startswith(_LORA)) + 1
 
 
-def vocabulary_of(model: nn.Module) -> int:
+def count_vocabulary(model: nn.Module) -> int:
     """Return the number of tokens that ``model`` can both read and score. Some models embed further tokens, which
     represent images, and for which their heads have no logits."""
     known: Any = model

@@ -42,7 +42,7 @@ from headrace.models.hub import pinned_path, with_models
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import read_config
-from headrace.models.weights import vocabulary_of, weight_tensors
+from headrace.models.weights import count_vocabulary, weight_tensors
 from headrace.policy import objective, store
 from headrace.policy.comparing import ProbeSettings, probe_batch, probe_tokens, refuse_mismatch
 from headrace.policy.config import PolicyConfig, PolicySettings, resolve, with_local_models
@@ -119,7 +119,7 @@ class Policy:
             num_prompts=num_prompts,
             keep_mask=config.learner.keep_sampling_mask,
         )
-        self._vocab_size = vocabulary_of(model)
+        self._vocab_size = count_vocabulary(model)
         self._engine: LocalEngine | None = None  # only while the policy is open
         self._loop: asyncio.AbstractEventLoop | None = None  # the event loop in which the policy was opened
         self._publishing = asyncio.Lock()

@@ -48,7 +48,7 @@ class VersionFolder:
         self._files, self._folder = _open_filesystem(folder)
         self._written: deque[str] = deque()
 
-    def path_of(self, name: str) -> str:
+    def get_path(self, name: str) -> str:
         """Return the path or URL of the file ``name``."""
         return f"{self._folder}/{name}"
 
@@ -69,7 +69,7 @@ class VersionFolder:
         """Return a context that yields a temporary file, open for writing about ``num_bytes`` bytes of ``version``. At
         its end, rename the file to ``name``, and remove files of older versions. Raises
         :class:`~headrace.base.errors.WeightsError` if the file cannot be written."""
-        path, unfinished = self.path_of(name), self.path_of(f".{name}.part")
+        path, unfinished = self.get_path(name), self.get_path(f".{name}.part")
         try:
             self._files.makedirs(self._folder, exist_ok=True)
             with self._files.open(unfinished, "wb") as file:
@@ -96,7 +96,7 @@ class VersionFolder:
                 f"version {version} names the file {name!r}, which is not one of {self._folder}",
                 remedy="publish the version again",
             )
-        path = self.path_of(name)
+        path = self.get_path(name)
         try:
             with self._files.open(path, "rb") as file:
                 yield file, self._files.size(path)
@@ -166,7 +166,7 @@ class FilesInbox:
         whole = update.manifest if update.base is None else None
         header = b"" if whole is None else safetensors_header(whole, update.version)
         buckets = list(_buckets(into, whole))
-        expected, path = len(header) + sum(map(len, buckets)), self._folder.path_of(update.path)
+        expected, path = len(header) + sum(map(len, buckets)), self._folder.get_path(update.path)
         with self._folder.reading(update.path, update.version) as (file, size):
             num_found = size
             if size == expected:

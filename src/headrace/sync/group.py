@@ -50,7 +50,7 @@ from headrace.sync.groups import (
     torch_distributed,
 )
 from headrace.sync.manifest import private_memory
-from headrace.sync.pieces import Bucket, box_of, buckets
+from headrace.sync.pieces import Bucket, view_box, buckets
 
 MOST_FAILURES = 2
 """The number of failed transfers to the same engines in a row after which versions are sent through files. A single
@@ -82,7 +82,7 @@ class _GroupSet:
         return f"{self.host}|{self.port}|{self.name}|{','.join(self.engines)}"
 
     @classmethod
-    def of(cls, path: str) -> _GroupSet:
+    def from_path(cls, path: str) -> _GroupSet:
         """Return the groups that ``path`` describes. Raises :class:`~headrace.base.errors.WeightsError` for a path in
         another format."""
         try:
@@ -241,7 +241,7 @@ class GroupOutbox:
         assert self._folder is not None
         error = ""
         try:
-            name = _file_of(path, self._rank.index)
+            name = _make_file_name(path, self._rank.index)
             with self._folder.writing(name, request.version, len(request.payload)) as file:
                 self._broadcast(WrittenBroadcasts(file), request)
         except WeightsError as problem:
@@ -287,7 +287,7 @@ class GroupOutbox:
         try:
             if self._group is None or self._group[0] != path:
                 self._group = None
-                group = _GroupSet.of(path).join(self._joining, self._rank.index, 0, self._deadline_s)
+                group = _GroupSet.from_path(path).join(self._joining, self._rank.index, 0, self._deadline_s)
                 self._group = (path, group)
             self._broadcast(self._group[1], request)
         except (RuntimeError, OSError):
@@ -386,7 +386,7 @@ class GroupInbox:
         :class:`~headrace.base.errors.WeightsError` if this engine is not one of their members."""
         if self._joined is None or self._joined.path != update.path:
             self._joined = None
-            group_set = _GroupSet.of(update.path)
+            group_set = _GroupSet.from_path(update.path)
             if self.address not in group_set.engines:
                 raise WeightsError(
                     f"version {update.version} is sent to {', '.join(group_set.engines)}, and this engine is "
@@ -401,14 +401,14 @@ class GroupInbox:
         """Read the parts of all ranks from their files, one after the other, into ``into`` (``None``: discard them)."""
         folder = VersionFolder(self._folder)
         for rank in range(len(update.layouts)):
-            with folder.reading(_file_of(update.path, rank), update.version) as (file, _):
+            with folder.reading(_make_file_name(update.path, rank), update.version) as (file, _):
                 _receive_part(ReadBroadcasts(file), rank, update, into)
 
     def _receive_from(self, joined: _JoinedGroups, rank: int, update: WeightUpdate, into: memoryview | None) -> None:
         """Receive the part of the learner's ``rank`` over its group, which is joined first if it is new, into
         ``into``."""
         if rank not in joined.groups:
-            group_set = _GroupSet.of(update.path)
+            group_set = _GroupSet.from_path(update.path)
             member = 1 + group_set.engines.index(self.address)
             joined.groups[rank] = group_set.join(joined.stores[rank], rank, member, self._deadline_s)
         _receive_part(joined.groups[rank], rank, update, into)
@@ -452,7 +452,7 @@ class _Image:
     def places(self, bucket: Bucket) -> list[Tensor]:
         """Return for each block of ``bucket`` the view into the image to which it belongs."""
         return [
-            box_of(self._memory, self._entries[block.name], block.starts, block.entry.shape) for block in bucket.blocks
+            view_box(self._memory, self._entries[block.name], block.starts, block.entry.shape) for block in bucket.blocks
         ]
 
 
@@ -529,7 +529,7 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _file_of(path: str, rank: int) -> str:
+def _make_file_name(path: str, rank: int) -> str:
     """Return the name of the file with the part of ``rank``, for an update through files with this ``path``."""
     return f"{path.removeprefix(_FILES)}.rank{rank}"
 

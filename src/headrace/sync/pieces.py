@@ -87,7 +87,7 @@ def whole_boxes(tensors: Mapping[str, Tensor]) -> TensorBoxes:
     return {name: Box(starts=(0,) * tensor.ndim, shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def layout_of(boxes: TensorBoxes, tensors: Mapping[str, Tensor], form: Form) -> RankLayout:
+def make_layout(boxes: TensorBoxes, tensors: Mapping[str, Tensor], form: Form) -> RankLayout:
     """Return the layout of the pieces of a rank that sends the ``boxes`` of ``tensors`` (the whole tensors, by
     name), represented by ``form``. Raises :class:`~headrace.base.errors.ConfigError` if the form cannot represent a box
     separately."""
@@ -115,7 +115,7 @@ def buckets(layout: RankLayout, largest: int = BUCKET_BYTES) -> list[Bucket]:
     return [_bucket(group) for group in groups if group]
 
 
-def box_of(image: memoryview, whole_entry: TensorEntry, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
+def view_box(image: memoryview, whole_entry: TensorEntry, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Return a view into ``image`` of the box of the tensor ``whole_entry`` that begins at the indices ``starts`` and
     has the shape ``shape``."""
     return view(image, whole_entry)[
@@ -129,7 +129,7 @@ def checksums(image: memoryview, manifest: Manifest, layouts: Sequence[RankLayou
     entries = {entry.name: entry for entry in manifest.entries}
     for layout in layouts:
         for piece, starts in zip(layout.pieces.entries, layout.starts, strict=True):
-            box = box_of(image, entries[piece.name], starts, piece.shape)
+            box = view_box(image, entries[piece.name], starts, piece.shape)
             words = box.contiguous().reshape(-1).view(torch.uint8) if box.numel() else box.new_empty(0)
             yield piece.name, xxhash.xxh3_64_intdigest(words.numpy().data)
 

@@ -16,7 +16,7 @@ from headrace.models.weights import of_adapter
 from headrace.sync.base import Codec, Outbox, SendRequest
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, view
-from headrace.sync.pieces import TensorBoxes, layout_of, whole_boxes
+from headrace.sync.pieces import TensorBoxes, make_layout, whole_boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,8 @@ class Publisher:
         parts = {name: codec.form.parts(name, tensor) for name, tensor in tensors.items()}
         self.manifest = plan({name: part for group in parts.values() for name, part in group.items()})
         sent = whole_boxes(tensors) if boxes_by_rank is None else boxes_by_rank[rank]
-        self._layout = layout_of(sent, tensors, codec.form)
-        self._layouts = tuple(layout_of(each, tensors, codec.form) for each in boxes_by_rank or ())
+        self._layout = make_layout(sent, tensors, codec.form)
+        self._layouts = tuple(make_layout(each, tensors, codec.form) for each in boxes_by_rank or ())
         pieces = self._layout.pieces
         memory = outbox.memory(pieces.total_bytes * NUM_SLOTS)
         self._images = [memory[slot * pieces.total_bytes :][: pieces.total_bytes] for slot in range(NUM_SLOTS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.engine.native.history import HistoryIndex, OwnText, contexts_of
+from headrace.engine.native.history import HistoryIndex, OwnText, extract_contexts
 from headrace.engine.native.rows import Rows
 from headrace.engine.native.sequence import Sequence
 from headrace.engine.native.speculation import Trust, cheapest
@@ -16,7 +16,7 @@ KEY, OTHER = np.uint64(2**63 + 5), np.uint64(77)
 
 def drafted(index: HistoryIndex, key: np.uint64, last: list[int], num: int = 4) -> list[list[int]]:
     """What each way of looking up finds, up to its end."""
-    ids_LDK, chances_LDK = index.find(np.array([key]), contexts_of(np.array([last])), num)
+    ids_LDK, chances_LDK = index.find(np.array([key]), extract_contexts(np.array([last])), num)
     return [ids[chances > 0].tolist() for ids, chances in zip(ids_LDK[:, 0], chances_LDK[:, 0], strict=True)]
 
 

@@ -58,7 +58,7 @@ class Machine:
         for row in full.tolist():
             sequence = rows.sequences[row]
             self.ended.append(sequence.request.request_id)
-            self.sampled[sequence.request.request_id] = rows.ids_of(row)[len(sequence.given_ids_T) :].tolist()
+            self.sampled[sequence.request.request_id] = rows.get_ids(row)[len(sequence.given_ids_T) :].tolist()
         self.scheduler.leave(full)
         self.pool.check([rows.table(row) for row in range(rows.count)])
         return schedule

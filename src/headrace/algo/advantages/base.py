@@ -35,7 +35,7 @@ class Advantage(Protocol):
     """Whether the result has one number per token (N) instead of one per episode (E)."""
     reads: ClassVar[frozenset[str]]
     """The columns that the formula reads beyond rewards and groups, by their names in
-    :func:`~headrace.algo.advantages.outcomes.outcomes_of`."""
+    :func:`~headrace.algo.advantages.outcomes.make_outcomes`."""
     stateful: ClassVar[bool]
     """Whether the formula needs results of earlier batches. A run does not store them, and refuses such a formula."""
     by_critic: ClassVar[bool]

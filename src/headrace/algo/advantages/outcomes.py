@@ -113,7 +113,7 @@ class Outcomes:
         return np.repeat(np.arange(len(self.rewards_E)), self.lengths_E)
 
 
-def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **columns: Any) -> Outcomes:
+def make_outcomes(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **columns: Any) -> Outcomes:
     """Return the outcomes for plain lists. Each reward is a number, ``None``, or a list of components; labels may have
     any hashable type.
 

@@ -52,11 +52,11 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def host_of(header: str) -> str:
+def parse_host(header: str) -> str:
     """Return the host that a ``Host`` header names, without its port. Return "" for a header that is not exactly what
     RFC 9112, section 3.2, allows: a user name, or text behind a bracket or a port, could hide another host.
 
-    >>> [host_of(text) for text in ("localhost:80", "[::1]:80", "[::1].evil.com", "localhost:80@evil.com")]
+    >>> [parse_host(text) for text in ("localhost:80", "[::1]:80", "[::1].evil.com", "localhost:80@evil.com")]
     ['localhost', '::1', '', '']
     """
     found = _HOST_HEADER.fullmatch(header)

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from headrace.base.config.addresses import refuse_secret
-from headrace.base.config.kinds import Kinds, NameOf, classes_of, tags_of
+from headrace.base.config.kinds import Kinds, NameOf, find_classes, get_kinds
 from headrace.base.config.section import Section
 from headrace.base.errors import ConfigError, nearest
 
@@ -219,7 +219,7 @@ def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) ->
     name, form = table, cast(Any, kind)
     here: list[type[pydantic.BaseModel]] = [kind]
     for part in location:
-        tagged = [model for model in here if part in tags_of(model)]
+        tagged = [model for model in here if part in get_kinds(model)]
         if isinstance(part, int):
             name += f"[{part}]"
             form = next(iter(get_args(form)), None)
@@ -229,7 +229,7 @@ def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) ->
             name += f".{part}" if name else part
             fields = [_form(model.model_fields[part]) for model in here if part in model.model_fields]
             form = next(iter(fields), None)
-            here = [model for field in fields for model in classes_of(field)]
+            here = [model for field in fields for model in find_classes(field)]
         elif get_origin(form) is dict:
             name += f".{part}"
             form = get_args(form)[1]

@@ -12,7 +12,7 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace.base.config.addresses import host_of, is_loopback
+from headrace.base.config.addresses import parse_host, is_loopback
 from headrace.base.errors import ConfigError
 from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import Refusal, excerpt
@@ -41,7 +41,7 @@ class TokenAuth:
         """Return the error with which a request with these headers is refused; ``None`` if the request is accepted."""
         if not self._token:
             host = headers.get("host", "")
-            if is_loopback(host_of(host)):
+            if is_loopback(parse_host(host)):
                 return None
             return Refusal(
                 f"the request is addressed to {excerpt(host)}, and without a token only this machine may call",

@@ -87,10 +87,10 @@ class Fleet:
 
     def follow(self, on_member: Callable[[str], None]) -> None:
         """Call ``on_member`` from now on with the name of an engine whenever the engine has joined, has left, or its
-        state (:meth:`state_of`) has changed. The caller updates copies of this fleet in other processes."""
+        state (:meth:`get_state`) has changed. The caller updates copies of this fleet in other processes."""
         self._on_member, self._mirrored = on_member, True
 
-    def state_of(self, name: str) -> tuple[EngineState, int, bool] | None:
+    def get_state(self, name: str) -> tuple[EngineState, int, bool] | None:
         """Return the state of the engine ``name``, the version that it uses, and whether it is paused; ``None`` if it
         is absent."""
         state = self._router.state(name)

@@ -68,7 +68,7 @@ from headrace.models.paged.base import BLOCK, Geometry, LayerShape
 from headrace.models.paged.plan import PagedPlan, cache_shapes
 from headrace.models.predicting import PredictionHead
 from headrace.models.rope import context_limit
-from headrace.models.weights import vocabulary_of, weight_tensors
+from headrace.models.weights import count_vocabulary, weight_tensors
 
 Decode = Callable[[list[int]], str]
 """A function that returns the text of token ids."""
@@ -107,7 +107,7 @@ class NativeEngine:
         or :class:`~headrace.base.errors.ModelError` if the engine cannot serve the model."""
         refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock, self._device = model, config, clock, model.device
-        size = self._vocab_size = vocabulary_of(model)
+        size = self._vocab_size = count_vocabulary(model)
         exact = invariant_log_softmax if is_deterministic(model) else None
         kernels, shapes = _fuse_kernels(model, config), cache_shapes(model)
         self._weights = PackedWeightReceiver(receiver, model)

@@ -230,7 +230,7 @@ class Intake:
         """Return the tokens from which ``sequence`` can be forked, and the version of its cached keys and values."""
         is_waiting = sequence.row == NO_ROW
         return _ForkSource(
-            ids_T=sequence.ids() if is_waiting else self._rows.ids_of(sequence.row).copy(),
+            ids_T=sequence.ids() if is_waiting else self._rows.get_ids(sequence.row).copy(),
             num_given=len(sequence.given_ids_T),
             num_prompt=sequence.num_prompt,
             version=NOT_SAMPLED if is_waiting else sequence.chain.version,

@@ -19,7 +19,7 @@ from headrace.base.errors import WeightsError
 from headrace.base.types.weights import WeightUpdate
 from headrace.engine.native.swaps import WeightReceiver
 from headrace.models.kernels.ops import Kernels, kernels
-from headrace.models.kernels.panels import Packed, products_of
+from headrace.models.kernels.panels import Packed, get_products
 from headrace.models.weights import weight_tensors
 
 MAX_MEMORY_SHARE = 0.25
@@ -36,7 +36,7 @@ class PackedWeightReceiver:
         """Find the products of ``model`` that run on kernels, allocate the buffers of packed weights if there is enough
         memory, and pack the weights that the model has now."""
         self._receiver = receiver
-        products = [each for each in products_of(model) if not each.linear.weight.is_inference()]
+        products = [each for each in get_products(model) if not each.linear.weight.is_inference()]
         self._ops = kernels() if products else None
         sizes = [4 * self._ops.panel_numbers(each.linear.weight) for each in products if isinstance(self._ops, Kernels)]
         names = {id(tensor): name for name, tensor in weight_tensors(model).items()}

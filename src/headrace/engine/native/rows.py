@@ -272,7 +272,7 @@ class Rows:
         """Return the number of tokens of the row after its given tokens, with which its sequence began."""
         return int(self.length_R[row]) - len(self.sequences[row].given_ids_T)
 
-    def ids_of(self, row: int) -> IntColumn:
+    def get_ids(self, row: int) -> IntColumn:
         """Return the ids of all tokens of the row, given and sampled, as a view that is valid until the rows change."""
         return self.ids_RC[row, : self.length_R[row]]
 

@@ -380,14 +380,14 @@ class Scheduler:
         """Replace the first blocks of ``row``, whose context has to be recomputed, by cached blocks that another
         sequence has recomputed already."""
         rows, sequence = self._rows, self._rows.sequences[row]
-        blocks = self._pool.match(sequence.chain, rows.ids_of(row))
+        blocks = self._pool.match(sequence.chain, rows.get_ids(row))
         self._pool.release(rows.table(row)[: len(blocks)])
         rows.tables_RB[row, : len(blocks)] = blocks
         rows.computed_R[row] = len(blocks) * BLOCK
-        if (state := self._state_of(sequence.chain)) is not None:
+        if (state := self._find_snapshot(sequence.chain)) is not None:
             self._restores.append((state, row))
 
-    def _state_of(self, chain: Chain) -> int | None:
+    def _find_snapshot(self, chain: Chain) -> int | None:
         """Return the slot of the snapshot at the end of ``chain``, which has just been matched; ``None`` if the chain
         is empty or the model has no recurrent layers."""
         return None if self._states is None or not chain.length else self._states.snapshots.find(chain.digest)
@@ -458,7 +458,7 @@ class Scheduler:
             matched = self._pool.claim(chain, ids_T, needed)
             if matched is None:
                 return None
-            state = self._state_of(chain)
+            state = self._find_snapshot(chain)
             return _Allocation(table=matched[0], num_cached=matched[1] * BLOCK, chain=chain, state=state)
         fresh = self._pool.allocate(needed - len(allocation.table))
         if fresh is None:

@@ -172,7 +172,7 @@ class Speculation:
         rows, sequence = self._rows, self._rows.sequences[row]
         earlier_ids_T = sequence.request.answer_ids_T
         start = len(sequence.given_ids_T) + (0 if earlier_ids_T is None else len(earlier_ids_T))
-        ids_T = rows.ids_of(row)
+        ids_T = rows.get_ids(row)
         if len(ids_T) > start:
             self.history.add(self._keys_R[row], ids_T[:start], ids_T[start:], rows.chances(row, start))
 

@@ -19,7 +19,7 @@ from headrace.base.types.group import GroupState
 from headrace.base.types.outline import LostGroup
 from headrace.base.types.scored import TokenResults
 from headrace.base.types.stored import Stored
-from headrace.base.types.tokens import versions_of
+from headrace.base.types.tokens import find_version_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class ResumedGroup:
         partial turns. ``None`` if there are none."""
         scored = [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
         turns = [turn.tokens for episode in scored for turn in episode.turns]
-        versions = versions_of([*turns, *(part.tokens for part in self.partial_turns)])
+        versions = find_version_range([*turns, *(part.tokens for part in self.partial_turns)])
         return None if versions is None else versions[0]
 
 

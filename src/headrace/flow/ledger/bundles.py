@@ -204,7 +204,7 @@ def _columns(data: memoryview) -> tuple[IntColumn, FloatColumn, IntColumn]:
     return ids_N, logprobs_N, versions_N
 
 
-def with_columns_of(data: memoryview, episodes: Sequence[EpisodeGraph]) -> list[EpisodeGraph]:
+def attach_columns(data: memoryview, episodes: Sequence[EpisodeGraph]) -> list[EpisodeGraph]:
     """Return copies of ``episodes`` whose ids, logprobs and versions are views of ``data``, the bytes that
     :func:`encode_group` returned for these episodes. No column is read. The copies do not contain the other columns of
     tokens, because only the learner needs those columns, and it decodes ``data``."""

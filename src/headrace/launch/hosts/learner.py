@@ -66,7 +66,7 @@ from headrace.learner.parallel.shares import assign_boxes
 from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
 from headrace.models.devices import use_device
-from headrace.models.gpus import place_of
+from headrace.models.gpus import describe_place
 from headrace.models.weights import weight_tensors
 from headrace.sync.base import LearnerRank
 from headrace.sync.config import Route
@@ -128,7 +128,7 @@ def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> Non
     facts: dict[str, str | int | float] = {
         **machine_facts(start.num_threads),
         "device": str(orders.ranks.device),
-        "place": place_of(str(orders.ranks.device)),
+        "place": describe_place(str(orders.ranks.device)),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "weights_bytes": plan(weight_tensors(model)).total_bytes,
     }

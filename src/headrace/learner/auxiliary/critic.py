@@ -39,15 +39,15 @@ from headrace.algo.returns import value_loss
 from headrace.base.errors import ConfigError, ModelError, RunError
 from headrace.base.types.batch import Batch
 from headrace.learner import products
-from headrace.learner.attention import attention_of
+from headrace.learner.attention import choose_attention
 from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
 from headrace.learner.packing import Index, MicroBatch
 from headrace.learner.parallel.config import OptimizerConfig
 from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import part_of
-from headrace.learner.parallel.view import view_of
+from headrace.learner.parallel.shards import slice_part
+from headrace.learner.parallel.view import make_rank_view
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import load_model
@@ -94,7 +94,7 @@ class Critic(AuxiliaryModel):
         self._offload = parts.config.memory.offload_activations
         self._max_norm = parts.config.max_grad_norm
         self.model = value_model(self._config.path or str(parts.context.model_dir), parts.model)
-        self._attention = attention_of(self.model, parts.config.attention)
+        self._attention = choose_attention(self.model, parts.config.attention)
         products.install(self.model, parts.config.tokens_per_microbatch)
         self._head = self.model.get_submodule(HEAD)
         if parts.config.memory.recompute:
@@ -163,7 +163,7 @@ class Critic(AuxiliaryModel):
         """Restore the weights, the optimizer's state and the number of updates from the tensors that :meth:`state`
         yielded."""
         take_weights(self.model, state)
-        updates = int(part_of(state[_UPDATES], torch.tensor(0)))
+        updates = int(slice_part(state[_UPDATES], torch.tensor(0)))
         states: dict[str, dict[str, Tensor | SavedTensor]] = {}
         for label, tensor in state.items():
             key, _, name = label.partition("|")
@@ -177,7 +177,7 @@ class Critic(AuxiliaryModel):
         """Return the values V ``[P]`` of the loss tokens of one micro-batch, in float32 or wider, with gradient. The
         value of a token is computed from the hidden state of the previous token."""
         loss_P = np.flatnonzero(batch.mask_N[micro.places_M])
-        view = view_of(micro, loss_P, self._ranks, self._attention, self._forward.filled)
+        view = make_rank_view(micro, loss_P, self._ranks, self._attention, self._forward.filled)
         before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
         with save_on_cpu() if self._offload else nullcontext():
             hidden = self.model(**view.inputs(batch.ids_N), use_cache=False).last_hidden_state[0]
@@ -300,4 +300,4 @@ def take_weights(model: PreTrainedModel, state: Mapping[str, Tensor | SavedTenso
         saved = state[f"{_WEIGHT}|{name}"]
         if saved.shape != tensor.shape:
             raise ValueError(f"{name} is {tuple(saved.shape)}, not {tuple(tensor.shape)}")
-        tensor.copy_(part_of(saved, tensor))
+        tensor.copy_(slice_part(saved, tensor))

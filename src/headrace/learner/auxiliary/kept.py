@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headrace.learner.auxiliary.config import Ema, Frozen, KeptConfig, Lagged, Refreshed
 from headrace.learner.parallel.optim import TrainedWeight
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import local_part, part_of, wrap_shard
+from headrace.learner.parallel.shards import local_part, slice_part, wrap_shard
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import CORRECTION_BIAS, correction_biases
 
@@ -114,7 +114,7 @@ class Copy:
             full = state[one.name]
             if full.shape != one.weight.shape:
                 raise ValueError(f"{one.name} is {list(full.shape)}, expected {list(one.weight.shape)}")
-            part.copy_(part_of(full, one.weight))
+            part.copy_(slice_part(full, one.weight))
 
 
 def _write_copy(weight: Tensor, part: Tensor) -> Tensor:

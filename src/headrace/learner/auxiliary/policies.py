@@ -53,7 +53,7 @@ from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import refuse_other_vocabulary
 from headrace.models.settings import errors_naming
-from headrace.models.weights import vocabulary_of
+from headrace.models.weights import count_vocabulary
 
 
 class Source(Protocol):
@@ -231,7 +231,7 @@ class TeacherModel(QueriedModel):
         """Create the teacher policy that ``config`` describes, for the learner with these ``parts``."""
         super().__init__(parts, config)
         self._config = config
-        vocab_size = vocabulary_of(parts.model)
+        vocab_size = count_vocabulary(parts.model)
         self._top_request = TopRequest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
 
     def prepare(self, work: StepWork) -> StepWork:

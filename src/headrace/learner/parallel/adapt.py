@@ -86,9 +86,9 @@ def measure_norms(model: PreTrainedModel, names: Sequence[str]) -> None:
 def parted(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the adapter weights of which each tensor-parallel rank uses only a part, so that its gradient
     is 0 elsewhere. The gradients of all other adapter weights are equal on these ranks."""
-    part_of = {BY_ROWS: "lora_B", BY_COLUMNS: "lora_A"}
+    part_by_style = {BY_ROWS: "lora_B", BY_COLUMNS: "lora_A"}
     cuts = {name: _style(model, name) for name, _ in lora.wrapped_layers(model)}
-    begins = tuple(f"{name}.{part_of[style]}." for name, style in cuts.items() if style in part_of)
+    begins = tuple(f"{name}.{part_by_style[style]}." for name, style in cuts.items() if style in part_by_style)
     return frozenset(name for name, _ in model.named_parameters() if name.startswith(begins))
 
 

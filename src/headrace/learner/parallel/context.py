@@ -45,7 +45,7 @@ class Pieces:
     """The assignment of the ``num_tokens`` tokens of a micro-batch to ``num_ranks`` ranks, two pieces for each.
 
     >>> pieces = Pieces(7, 2)
-    >>> pieces.of(0).tolist(), pieces.of(1).tolist()
+    >>> pieces.get_indices(0).tolist(), pieces.get_indices(1).tolist()
     ([0, 1, 6], [2, 3, 4, 5])
     """
 
@@ -60,7 +60,7 @@ class Pieces:
         """N, the number of tokens of each rank, including padding at the end."""
         return 2 * self._size
 
-    def of(self, rank: int) -> Index:
+    def get_indices(self, rank: int) -> Index:
         """Return the indices in the micro-batch of the tokens that ``rank`` computes, ascending."""
         pieces = [self._piece(rank), self._piece(2 * self.num_ranks - 1 - rank)]
         return np.concatenate(pieces)
@@ -107,7 +107,7 @@ class ContextPlan:
         one call for each run of tokens."""
         self._group = group
         rank = dist.get_rank(group)
-        places = [pieces.of(other) for other in range(pieces.num_ranks)]
+        places = [pieces.get_indices(other) for other in range(pieces.num_ranks)]
         starts_M = np.repeat(np.cumsum(lengths_S) - lengths_S, lengths_S)
         mine = places[rank]
         self._runs = _runs(mine, starts_M)
@@ -120,7 +120,7 @@ class ContextPlan:
         self._gathered_at_M = torch.from_numpy(gathered_at_M).to(device)
         self._flex: FlexMask | None = None
         if compute is not None:
-            whole = Reach.of(lengths_S)
+            whole = Reach.from_lengths(lengths_S)
             self._flex = FlexMask(whole.take(mine, self._padding), whole, device, compute)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:

@@ -29,9 +29,9 @@ from headrace.learner.auxiliary.base import AuxiliaryModel
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.optim import ShardOptimizer
-from headrace.learner.parallel.parts import STEP, UPDATES, SavedParts, SavedTensor, number_of_files, shards_of
+from headrace.learner.parallel.parts import STEP, UPDATES, SavedParts, SavedTensor, number_of_files, find_shards
 from headrace.learner.parallel.saving import WEIGHT, ShardedSnapshot, SourceTensor
-from headrace.learner.parallel.shards import local_part, part_of
+from headrace.learner.parallel.shards import local_part, slice_part
 from headrace.models.config import ModelConfig
 from headrace.models.weights import fixed_buffers, is_adapted, weight_tensors
 
@@ -113,7 +113,7 @@ class Snapshot:
         """Return the optimizer's tensors by ``weight|moment``; this rank has them whole."""
         if self._optimizer.plain:
             assert self._optimizer.adamw is not None  # an optimizer without Muon
-            return snapshot.moments_of(self._model, self._optimizer.adamw)
+            return snapshot.collect_moments(self._model, self._optimizer.adamw)
         trained = self._optimizer.trained
         states = ((one.name, key, part) for one in trained for key, part in self._optimizer.parts(one).items())
         return {f"{name}|{key}": part.contiguous() for name, key, part in states}
@@ -125,7 +125,7 @@ class Snapshot:
 
         Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model.
         """
-        if (shards := shards_of(directory)) and not is_adapted(self._model):
+        if (shards := find_shards(directory)) and not is_adapted(self._model):
             self._restore_shards(directory, shards)
         elif isinstance(self._ranks, Ranks) and not is_adapted(self._model):
             self._restore_parts(directory, self._ranks)
@@ -147,7 +147,7 @@ class Snapshot:
             }:
                 raise _other_model_error(directory, self._model)
             for name, tensor in model_tensors.items():
-                local_part(tensor.detach()).copy_(part_of(saved[name], tensor))
+                local_part(tensor.detach()).copy_(slice_part(saved[name], tensor))
 
     @torch.no_grad()
     def _restore_parts(self, directory: Path, ranks: Ranks) -> None:
@@ -179,7 +179,7 @@ class Snapshot:
             assert self._optimizer.adamw is not None  # settings with an adapter and without AdamW are refused
             return snapshot.restore_optimizer(directory, self._model, self._optimizer.adamw)
         with _reading(directory, "optimizer"):
-            shards = shards_of(directory)
+            shards = find_shards(directory)
             files = shards or _all_files(directory, "optimizer")
             saved = SavedParts(files)
             step = int(saved.numbers[STEP])
@@ -208,7 +208,7 @@ class Snapshot:
             if not model.has_state:
                 continue
             try:
-                shards = shards_of(directory)
+                shards = find_shards(directory)
                 saved = SavedParts(shards or _all_files(directory, model.name))
                 model.set_state(saved.under(f"{model.name}|" if shards else ""))
             except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:

@@ -30,9 +30,9 @@ from headrace.learner.parallel.adapt import parted
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import gather_whole, local_part, num_replicas, part_of, reshard_like, wrap_shard
+from headrace.learner.parallel.shards import gather_whole, local_part, num_replicas, slice_part, reshard_like, wrap_shard
 from headrace.learner.parallel.split import reshard
-from headrace.models.weights import DEFAULT, adapter_of, is_adapted, of_adapter
+from headrace.models.weights import DEFAULT, parse_adapter_name, is_adapted, of_adapter
 
 ADAMW = ("exp_avg", "exp_avg_sq")
 MUON = ("momentum_buffer",)
@@ -218,17 +218,17 @@ class ShardOptimizer:
         fresh = [
             one
             for one in self.trained
-            if one.master.grad is not None and one.master.numel() and not self._state_of(one)
+            if one.master.grad is not None and one.master.numel() and not self._get_state(one)
         ]
         try:
             for one in fresh:
                 optimizer_state = self._zeros(one)
-                self._state_of(one).update(
+                self._get_state(one).update(
                     optimizer_state if one.muon else {"step": self._count(one, 0), **optimizer_state}
                 )
         except BaseException:
             for one in fresh:
-                self._state_of(one).clear()
+                self._get_state(one).clear()
             raise
 
     @torch.no_grad()
@@ -268,7 +268,7 @@ class ShardOptimizer:
         optimizer keeps them. They share the optimizer's memory, except moments of 8 bits."""
         if not self.updates:
             return {}
-        optimizer_state = self._state_of(one) or self._zeros(one)  # empty tensors if this rank's part is empty
+        optimizer_state = self._get_state(one) or self._zeros(one)  # empty tensors if this rank's part is empty
         state = {key: optimizer_state[key] for key in (MUON if one.muon else ADAMW)}
         if self._low_bit is not None:
             state = self._low_bit.plain(state)
@@ -291,20 +291,20 @@ class ShardOptimizer:
         if not one.master.numel() or not updates:
             return
         if self._low_bit is not None:
-            optimizer_state = self._state_of(one)
+            optimizer_state = self._get_state(one)
             optimizer_state.update({} if optimizer_state else self._zeros(one))
             self._low_bit.fill(optimizer_state, {key: part for key, part in parts.items() if key != MASTER})
         else:
-            self._state_of(one).update({key: part.to(one.master.dtype) for key, part in parts.items() if key in known})
+            self._get_state(one).update({key: part.to(one.master.dtype) for key, part in parts.items() if key in known})
         if not one.muon:
-            self._state_of(one)["step"] = self._count(one, updates)
+            self._get_state(one)["step"] = self._count(one, updates)
 
     def _part(self, tensor: Tensor | SavedTensor, one: TrainedWeight) -> Tensor:
         """Return this rank's part of one tensor of a weight's state. Codes and scales of 8-bit moments are whole, since
         they are used with one rank only, and their shapes differ from the weight's."""
         if self._low_bit is not None and isinstance(tensor, SavedTensor):
             return tensor.whole()
-        return part_of(tensor, one.weight)
+        return slice_part(tensor, one.weight)
 
     def _zeros(self, one: TrainedWeight) -> dict[str, Tensor]:
         """Return the optimizer's state of a weight before its first update: zeros for AdamW's moments, or for Muon's
@@ -317,7 +317,7 @@ class ShardOptimizer:
         """Return ``updates`` as the tensor in which AdamW stores the number of updates."""
         return torch.tensor(float(updates), dtype=torch.float32, device=one.master.device)
 
-    def _state_of(self, one: TrainedWeight) -> dict[str, Tensor]:
+    def _get_state(self, one: TrainedWeight) -> dict[str, Tensor]:
         """Return the optimizer's state of a weight on this rank, which the caller may change in place: the momentum of
         Muon or the moments of AdamW; empty before it is allocated."""
         if one.muon:
@@ -336,7 +336,7 @@ class ShardOptimizer:
         """
         rule = self._rules[one.name]
         lr *= rule.lr_scale
-        momentum = self._state_of(one).setdefault(MUON[0], torch.zeros_like(one.master))
+        momentum = self._get_state(one).setdefault(MUON[0], torch.zeros_like(one.master))
         momentum.lerp_(gradient, 1 - self._momentum)
         nesterov = gradient.lerp(momentum, self._momentum).to(local_part(one.weight).device)
         full = gather_whole(wrap_shard(nesterov, one.weight))
@@ -345,7 +345,7 @@ class ShardOptimizer:
         torch.optim.Muon(
             [update], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
         ).step()
-        one.master.mul_(1 - lr * rule.weight_decay).add_(part_of(update.detach(), one.weight).to(one.master.device))
+        one.master.mul_(1 - lr * rule.weight_decay).add_(slice_part(update.detach(), one.weight).to(one.master.device))
 
 
 def _gradients(weights: Sequence[TrainedWeight]) -> list[Tensor]:
@@ -387,7 +387,7 @@ def _trained_weight(
     device = torch.device("cpu") if memory.offload_optimizer else part.device
     kept = part.to(device=device, dtype=dtype)
     master = weight if kept is part and (alone or summands) else Parameter(kept)
-    adapter = adapter_of(name) if of_adapter(name) else DEFAULT
+    adapter = parse_adapter_name(name) if of_adapter(name) else DEFAULT
     return TrainedWeight(
         name=name,
         weight=weight,

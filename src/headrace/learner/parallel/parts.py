@@ -177,7 +177,7 @@ class SavedParts:
         return {label.removeprefix(prefix): one for label, one in self._tensors.items() if label.startswith(prefix)}
 
 
-def shards_of(directory: Path) -> list[Path]:
+def find_shards(directory: Path) -> list[Path]:
     """Return the paths of the files with the parts of all ranks that have written the snapshot ``directory``, including
     missing files; empty if one process or an older version of Headrace has written it."""
     found = sorted(directory.glob(f"{SHARD}*.safetensors"))

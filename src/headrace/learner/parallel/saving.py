@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.base.errors import CheckpointError
-from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, checksums_of, flush, flush_one, free_bytes, seal
+from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, compute_checksums, flush, flush_one, free_bytes, seal
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.parts import Part, SavedParts, shard_name, slots, write_parts
 from headrace.learner.parallel.shards import assign_to_ranks, local_ranges
@@ -153,7 +153,7 @@ class ShardedSnapshot:
                     raise OSError(f"not enough space: {needed} bytes are needed in all")
             write_parts(path, self._parts, self._numbers)
             flush_one(path)
-            return _WriteReport(sums=checksums_of(self._directory, [path]))
+            return _WriteReport(sums=compute_checksums(self._directory, [path]))
         except _WRITE_ERRORS as error:
             return _WriteReport(problem=self._problem or f"rank {self._ranks.rank}: {error}")
         finally:
@@ -174,7 +174,7 @@ class ShardedSnapshot:
                 flush_one(path)
                 names |= dict.fromkeys(tensors, path.name)
                 written.append(path)
-            return _WriteReport(names=names, sums=checksums_of(self._directory, written))
+            return _WriteReport(names=names, sums=compute_checksums(self._directory, written))
         except _WRITE_ERRORS as error:
             return _WriteReport(problem=f"rank {self._ranks.rank}: {error}")
 

@@ -45,7 +45,7 @@ def gather_whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part_of(full: Tensor | SavedTensor, tensor: Tensor) -> Tensor:
+def slice_part(full: Tensor | SavedTensor, tensor: Tensor) -> Tensor:
     """Return this rank's part of ``full`` with the sharding of ``tensor``, without communication. ``full`` is a whole
     tensor that every rank has, or a saved tensor, of which only this part is read. Raises the errors of
     :meth:`SavedTensor.read`, and ``ValueError`` for a saved tensor of another shape."""

@@ -56,7 +56,7 @@ class ScratchBuffers:
         """Start without any memory."""
         self._numbers = torch.empty(0)
 
-    def of(self, count: int) -> Tensor:
+    def get(self, count: int) -> Tensor:
         """Return a tensor of at least ``count`` float32 numbers with arbitrary values. The next call may return the
         same memory."""
         if len(self._numbers) < count:
@@ -88,7 +88,7 @@ class FusedBlock(Fused):
         """Return the kernel's argument for the tokens ``x``, which must be contiguous, and the tensor for the result.
         ``turn`` is the rotation of the heads."""
         count = x.numel() // self._hidden
-        y, scratch = torch.empty_like(x), self._room.of(count * self._scratch)
+        y, scratch = torch.empty_like(x), self._room.get(count * self._scratch)
         return DecoderTokens(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), turn, count, self._hidden), y
 
     def block(self, num_tokens: int) -> Block:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headrace.models.attention import PLAN, Rule
 from headrace.models.kernels.ops import Kernels, Norm
-from headrace.models.kernels.panels import Product, product_of
+from headrace.models.kernels.panels import Product, get_product
 
 TOLERANCE = 1e-4
 """The largest allowed difference between two results of a probe, relative to the largest number."""
@@ -60,7 +60,7 @@ class FusedLinear(Fused):
     def __init__(self, module: nn.Linear, ops: Kernels) -> None:
         """Prepare the forward method of the linear layer ``module`` on the kernels ``ops``."""
         super().__init__(module, ops)
-        self.product = product_of(module)
+        self.product = get_product(module)
 
     def compute(self, input: Tensor) -> Tensor:
         """Return the linear layer's output for ``input``, computed by the kernels."""
@@ -110,7 +110,7 @@ class FusedGated(Fused):
         """Prepare the forward method of a gated feed-forward module on the kernels ``ops``."""
         super().__init__(module, ops)
         self.parts: list[Product] = [
-            product_of(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj")
+            get_product(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj")
         ]
 
     def compute(self, x: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ class FusedAttention(Fused):
         """Prepare the forward method. ``seen`` is a recorded call of the module, from which the sizes of its heads and
         its rule are read."""
         super().__init__(module, ops)
-        self.parts: list[Product] = [product_of(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
-        self.out: Product = product_of(module.o_proj)  # type: ignore[arg-type]
+        self.parts: list[Product] = [get_product(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
+        self.out: Product = get_product(module.o_proj)  # type: ignore[arg-type]
         self._norms = [find_norm(getattr(module, name, None)) for name in ("q_norm", "k_norm")]
         self._rule, self._sinks = replace(seen.rule, sinks_H=None), seen.name_of_sinks(module)
         self.sizes = [(tensor.shape[1], tensor.shape[2]) for tensor in seen.qkv]

@@ -124,7 +124,7 @@ class FlexMask:
     def _make_mask(self, first_Q: np.ndarray[Any, Any]) -> BlockMask:
         """Return the mask of queries that attend to no position before ``first_Q``. Its tables are computed on the
         host, so that the host does not wait for the device."""
-        tables = BlockTables.of(Queries(number_Q=self._queries.number_N, first_Q=first_Q), self._keys)
+        tables = BlockTables.create(Queries(number_Q=self._queries.number_N, first_Q=first_Q), self._keys)
         some, every = (_ordered(table) for table in (tables.some_IJ, tables.all_IJ))
         seen = _mask_function(self._number_Q, self._upload(first_Q), self._number_M, self._end_M, self._place_M)
         lengths = len(self._number_Q), len(self._number_M)
@@ -195,7 +195,7 @@ class FlexPlan:
         sequence, so that sequences can share their first tokens; ``None`` if the sequences are concatenated.
         ``compute`` is the function that computes flex attention."""
         self._layout = lengths_S, device, rows_T
-        reach = Reach.of(lengths_S, rows_T)
+        reach = Reach.from_lengths(lengths_S, rows_T)
         self.positions_N = torch.from_numpy(reach.place_N).to(device)
         self._flex = FlexMask(reach, reach, device, compute)
 

@@ -25,7 +25,7 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 4e-2, to
 always computed in float32."""
 
 
-def failure_of(kinds: Sequence[AttentionKind], device: torch.device, compute: Compute) -> str | None:
+def find_failure(kinds: Sequence[AttentionKind], device: torch.device, compute: Compute) -> str | None:
     """Return why flex attention cannot be used for ``kinds`` on ``device``: a kernel does not compile, or its results
     are wrong. Return ``None`` if it can be used."""
     for kind in kinds:

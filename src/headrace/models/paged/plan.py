@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.models.attention import Choose, ChosenTokens, PackedPlan, Rule, forward
-from headrace.models.indexed import keys_of
+from headrace.models.indexed import compute_keys
 from headrace.models.paged.base import AttentionMaker, Geometry, LayerShape, PagedAttention, PagedCache
 from headrace.models.paged.indexed import IndexedPass
 from headrace.models.recurrent.base import Key, Recurrence, Tensors
@@ -102,7 +102,7 @@ class _ShapeRecorder(PackedPlan):
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
         """Record the shape of the keys of the layer's indexer, then choose as :class:`PackedPlan` does."""
-        size = keys_of(choose, inputs_N).shape[-1]
+        size = compute_keys(choose, inputs_N).shape[-1]
         self.indexers[layer] = LayerShape(heads=1, key_size=size, value_size=0)
         return super().choose(layer, choose, inputs_N)
 

@@ -127,7 +127,7 @@ class KnownRouter:
         """Return the logits, and the gates and indices of the chosen experts, from the output of a router."""
         return _read_dense(output, self.top_k) if self.dense else (output[0], output[1], output[2])
 
-    def output_of(self, routed: Routed) -> tuple[Tensor, ...]:
+    def make_output(self, routed: Routed) -> tuple[Tensor, ...]:
         """Return the output of a router for the logits, gates and experts in ``routed``. This is the inverse of
         :meth:`read`."""
         if not self.dense:
@@ -138,7 +138,7 @@ class KnownRouter:
 def find_router(kind: type[nn.Module], config: Any) -> KnownRouter | None:
     """Return the properties of the routers of the class ``kind`` in a model with the configuration ``config``; ``None``
     if none of the formulas here is that of the routers."""
-    found = [_Probe.of(kind, config, dtype) for dtype in _DTYPES]
+    found = [_Probe.run(kind, config, dtype) for dtype in _DTYPES]
     probes = [probe for probe in found if probe is not None]
     if len(probes) < len(found):
         return None
@@ -180,7 +180,7 @@ class _Probe:
 
     @staticmethod
     @torch.inference_mode()
-    def of(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> _Probe | None:
+    def run(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> _Probe | None:
         """Build a router of the class ``kind`` in this precision and call it. Return ``None`` if it cannot be built or
         called in the usual way, or does not return logits, gates and experts."""
         generator = torch.Generator().manual_seed(0)

@@ -77,7 +77,7 @@ class RoutingPass:
         if not self._forced:
             return output
         gates_NK = known.gates(router, logits_NE, experts_NK).to(gates_NK.dtype)
-        return known.output_of((logits_NE, gates_NK, experts_NK))
+        return known.make_output((logits_NE, gates_NK, experts_NK))
 
 
 NOW: ContextVar[RoutingPass | None] = ContextVar("routing", default=None)

@@ -77,9 +77,9 @@ class AdapterAgent(AgentSection):
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
         """Return the settings of the trained model with this agent's adapter in place of the run's adapter."""
-        from headrace.models.lora import config_of
+        from headrace.models.lora import read_lora_config
 
-        return model.model_copy(update={"lora": config_of(Path(self.path))})
+        return model.model_copy(update={"lora": read_lora_config(Path(self.path))})
 
     def __str__(self) -> str:
         return f"the adapter in {self.path}"

@@ -76,10 +76,10 @@ def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
     if teacher.path is None:
         return policy.of_policy()
     if isinstance(teacher, FrozenTeacher) and policy.lora is not None:
-        from headrace.models.lora import config_of
+        from headrace.models.lora import read_lora_config
 
         with errors_naming("learner.teachers: path"):
-            return policy.model_copy(update={"lora": config_of(Path(teacher.path))})
+            return policy.model_copy(update={"lora": read_lora_config(Path(teacher.path))})
     return policy.model_copy(update={"path": teacher.path, "lora": None})
 
 

@@ -25,7 +25,7 @@ from headrace.base.types.outline import BatchOutline, groups_in_words
 from headrace.base.types.scored import ScoredGroup
 from headrace.control.credit import credit
 from headrace.control.loops.syncing import version_checksum
-from headrace.flow.layout import inline, lay_out, outline_of
+from headrace.flow.layout import inline, lay_out, make_outline
 from headrace.flow.ledger import Ledger
 from headrace.launch.config import threads
 from headrace.learner.base import LearnerContext
@@ -169,7 +169,7 @@ class RecordedBatches:
         groups = [
             ScoredGroup(number=number, episodes=tuple(self._ledger.episodes(number))) for number in self._steps[step]
         ]
-        return outline_of(
+        return make_outline(
             step,
             groups,
             credit(config.algo, groups, branch_weight=1.0 if flow.pivots is None else flow.pivots.weight),

@@ -28,7 +28,7 @@ from headrace.models import load_tokenizer
 from headrace.models.devices import choose_devices, num_gpus
 from headrace.models.endings import stop_ids
 from headrace.models.hub import local_directory, pinned_path, with_models
-from headrace.models.settings import limit_of, read_config
+from headrace.models.settings import find_context_limit, read_config
 from headrace.run.observe.words import plural
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, TuningConfig
 from headrace.wings.supervised.measuring import check_measuring
@@ -272,7 +272,7 @@ def _row_limits(config: TuningConfig, path: str) -> RowLimits:
     """Return the limits of length and vocabulary for every row, from the settings, the learner and the model in
     ``path``. Raises :class:`~headrace.base.errors.ConfigError` if ``data.max_length`` exceeds the limit of learner or
     model."""
-    budget, context = config.learner.tokens_per_microbatch, limit_of(path).length
+    budget, context = config.learner.tokens_per_microbatch, find_context_limit(path).length
     length, why = min(
         (budget, f"learner.tokens_per_microbatch={budget}"), (context, f"the context of the model, {context}")
     )

@@ -314,7 +314,7 @@ def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
         "top_below": below if teacher_vocab_size > below else 0,
     }
     return lambda samples: [
-        core.top_scores(ScoreTokens.of(number, Tokens.observed(sample.ids_T), 1.0, **options))
+        core.top_scores(ScoreTokens.create(number, Tokens.observed(sample.ids_T), 1.0, **options))
         for number, sample in enumerate(samples)
     ]
 
