@@ -30,7 +30,7 @@ from headrace.base.types.messages.learner import Logprobs
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.scored import paths
 from headrace.base.types.tokens import Tokens
-from headrace.flow.ledger.bundles import decode_entry, encode_bundle
+from headrace.flow.ledger.bundles import decode_episode, encode_bundle
 
 CODEC, ORDERS = MessageCodec(controller.Message), MessageCodec(learner.Message)
 LAYERS, EXPERTS = 6, 2
@@ -130,7 +130,7 @@ def test_the_ledger_keeps_references_and_an_episode_is_whole_again(tmp_path: Pat
     whole = msgspec.structs.replace(turns[1], tokens=span)
     large, _ = encode_bundle([EpisodeGraph(key=EpisodeKey(0, 0), turns=[turns[0], whole])])
     assert len(data) < len(large) - 8 * len(span)
-    same(in_memory(decode_entry(data, 0)[1].tokens, tmp_path), span)
+    same(in_memory(decode_episode(data, 0)[1].tokens, tmp_path), span)
 
 
 def batch_of(tmp_path: Path, *, stored: bool) -> Batch:

@@ -101,7 +101,7 @@ def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | N
     config = validate(AlgoConfig, {"loss": table, "correction": ()})
     source = None
     if isinstance(config.loss, Custom):
-        _ = config.loss.formula  # an error in the file itself is raised here, and is not a broken clause
+        _ = config.loss.function  # an error in the file itself is raised here, and is not a broken clause
         source = str(Path(config.loss.ref.rpartition(":")[0]).resolve())
     objective = Objective.build(config)
     trial = GradientTrial(objective, seed)
@@ -217,7 +217,7 @@ class GradientTrial:
 
     @cached_property
     def inputs(self) -> LossInputs:
-        """Return the random batch of :attr:`seed` with the columns that the objective reads."""
+        """The random batch that :meth:`batch` makes from :attr:`seed`. Most clauses are tested on it."""
         return self.batch(self.seed)
 
     def batch(self, seed: int) -> LossInputs:

@@ -94,9 +94,9 @@ class Objective:
         return (self.loss.columns() - computed).union(*(part.columns() for part in self.corrections))
 
     @property
-    def selects(self) -> bool:
-        """Return whether tokens are selected from the whole batch. If so, the learner computes log π of the whole batch
-        first, and then calls :meth:`prepare`."""
+    def selects_tokens(self) -> bool:
+        """Whether the loss or a correction treats some tokens differently and selects them by a statistic of the whole
+        batch. If so, the learner computes log π of the whole batch first, and then calls :meth:`prepare`."""
         return "selected" in self.columns
 
     def weights(self, layout: BatchLayout) -> Tensor:
@@ -117,7 +117,7 @@ class Objective:
         tokens. Each micro-batch receives its own rows of the result as ``selected_NP``. ``whole`` contains log π under
         the present weights in ``log_pi_N``.
         """
-        if not self.selects:
+        if not self.selects_tokens:
             return None
         whole = _clean(whole)
         for correction in self.corrections:

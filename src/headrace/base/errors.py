@@ -61,19 +61,21 @@ class ConfigError(HeadraceError, ValueError):
 
 
 class DataError(HeadraceError, ValueError):
-    """The error of a row, a file of rows or a prompt that cannot be used."""
+    """The error raised for data that cannot be used, such as a row, a file of rows, a prompt, the samples of a batch,
+    or what a user's loss returns for them."""
 
 
 class ModelError(HeadraceError, ValueError):
-    """The error of a model directory or a model architecture that cannot be used."""
+    """The error raised for a model directory or a model architecture that cannot be used."""
 
 
 class RequestError(HeadraceError, ValueError):
-    """The error of one generation request that an engine cannot serve; other requests are not affected."""
+    """The error raised for one generation request that an engine cannot serve; other requests are not affected."""
 
 
 class EngineFull(RequestError):
-    """The error of a request to an engine that has its largest number of requests; a later request may succeed."""
+    """The error raised for a request to an engine that has its largest number of requests; a later request may
+    succeed."""
 
 
 class SequenceFailed(RequestError):

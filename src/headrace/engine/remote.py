@@ -94,7 +94,10 @@ class RemoteEngine:
         self._extra: dict[str, Any] = (
             {} if is_ours else {"return_token_ids": True}
         )  # headrace serve always returns token ids
+        """The fields that ask the server for token ids; empty if it is ``headrace serve``, which always returns
+        them."""
         self._stats = EngineStats(version=0)
+        """The counters of the requests so far."""
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN

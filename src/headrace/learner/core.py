@@ -262,7 +262,7 @@ class LearnerCore:
         if not work.mask_N.any():
             raise nothing_to_learn(self._step, batch.num_loss_tokens)
         work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
-        if self._objective.selects:
+        if self._objective.selects_tokens:
             work = replace(work, selected_NP=self._select(work))
         tally = MicroBatchStats()
         self._backward(work, tally)
@@ -292,7 +292,7 @@ class LearnerCore:
                 remedy="leave learner.mixture.balance_coef out, or give the batch as one",
             )
         self._refuse_several()
-        needs_all = self._objective.selects or "baseline" in self._objective.columns
+        needs_all = self._objective.selects_tokens or "baseline" in self._objective.columns
         if needs_all or self._objective.critic is not None:
             raise ConfigError(
                 "the objective chooses its tokens from the whole batch, or makes its advantages of it: give no part",

@@ -61,19 +61,20 @@ def onednn_is_faster() -> bool:
     )
 
 
-def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add the matrix product ``one @ other`` to ``total``, in place and in the dtype of ``total``."""
-    if _is_large(one, other.t()):
-        total += _product(one, other)
-    elif total.dtype == one.dtype:
-        total.addmm_(one, other)
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the matrix product ``left @ right`` to ``total``, in place. The product is computed in the dtype of ``left``
+    and ``right``, and the sum in the dtype of ``total``, which may be wider."""
+    if _is_large(left, right.t()):
+        total += _product(left, right)
+    elif total.dtype == left.dtype:
+        total.addmm_(left, right)
     else:
-        total += one @ other
+        total += left @ right
 
 
-def product(one: Tensor, other: Tensor) -> Tensor:
-    """Return the matrix product ``one @ other``, without a gradient, computed by the faster library."""
-    return _product(one, other) if _is_large(one, other.t()) else one @ other
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the matrix product ``left @ right``, without a gradient, computed by the faster library."""
+    return _product(left, right) if _is_large(left, right.t()) else left @ right
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:

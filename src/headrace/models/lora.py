@@ -32,7 +32,7 @@ from headrace.models.config import AGENTS, LoraConfig
 from headrace.models.hub import pinned_path, short_model_name
 from headrace.models.routing.find import is_router
 from headrace.models.settings import BUILDING
-from headrace.models.text_part import prefixes_in_base, with_prefix
+from headrace.models.text_part import prefixes_in_base, replace_prefix
 from headrace.models.weights import (
     DEFAULT,
     parse_adapter_name,
@@ -432,11 +432,11 @@ def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], dir
     """Write the adapter ``name`` of ``model`` into ``directory`` in peft's format. Its weights are ``tensors``, by
     their names in the base model."""
     prefixes, config = _get_prefixes(model), copy.copy(model.peft_config[name])
-    kept = {f"{_PREFIX}{with_prefix(key, prefixes)}": tensor.contiguous() for key, tensor in tensors.items()}
+    kept = {f"{_PREFIX}{replace_prefix(key, prefixes)}": tensor.contiguous() for key, tensor in tensors.items()}
     save_file(kept, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     if prefixes:  # endings of names would also match layers of the other parts
         layers = _match_names(model, sorted(config.target_modules), _linear_names(_peft(), model))
-        config.target_modules = {with_prefix(layer, prefixes) for layer in layers}
+        config.target_modules = {replace_prefix(layer, prefixes) for layer in layers}
     config.save_pretrained(str(directory))
 
 
@@ -450,7 +450,7 @@ def _get_prefixes(model: nn.Module) -> dict[str, str]:
 def _name_in_model(model: nn.Module, name: str) -> str:
     """Return the name in ``model`` of the layer or tensor with the name ``name`` in the base; a name of ``model`` is
     returned unchanged."""
-    return with_prefix(name, {outer: inner for inner, outer in _get_prefixes(model).items()})
+    return replace_prefix(name, {outer: inner for inner, outer in _get_prefixes(model).items()})
 
 
 def _tensors_by_file_name(model: PreTrainedModel, name: str) -> dict[str, Tensor]:

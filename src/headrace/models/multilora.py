@@ -39,7 +39,7 @@ from headrace.models.indexed import is_indexer
 from headrace.models.kernels.fused import Fused
 from headrace.models.kernels.panels import RANK_STEP, LowRank, Product
 from headrace.models.lora import peft_adapts
-from headrace.models.text_part import with_prefix
+from headrace.models.text_part import replace_prefix
 
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
 """The parts of a model; an adapter adapts the layers of some of these parts."""
@@ -383,7 +383,7 @@ def to_peft(
     """Return the settings and the tensors of ``lora`` in the format of peft's files. A model that
     ``PeftModel.from_pretrained`` loads from them computes the same. ``base`` is the name of the base model, and
     ``prefixes`` are those of :func:`~headrace.models.text_part.prefixes_in_base`."""
-    named = {with_prefix(key, prefixes): value for key, value in lora.tensors.items()}
+    named = {replace_prefix(key, prefixes): value for key, value in lora.tensors.items()}
     names = sorted({key.rpartition(".")[0] for key in named})
     settings = {
         "peft_type": "LORA",

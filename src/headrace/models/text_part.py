@@ -125,7 +125,7 @@ def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple
     text.config.name_or_path = str(path)
     setattr(text.config, WHOLE, pinned_path(str(Path(path).absolute())))
     inner = {outer: inner for inner, outer in place.prefixes(text).items()}
-    unexpected = {with_prefix(name, inner) for name in info["unexpected_keys"] if place.holds(name)}
+    unexpected = {replace_prefix(name, inner) for name in info["unexpected_keys"] if place.holds(name)}
     return text, {**info, "unexpected_keys": unexpected}
 
 
@@ -191,7 +191,7 @@ class TextPlace:
     def renamed(self, text: PreTrainedModel) -> dict[str, Tensor]:
         """Return the tensors of the text model by their names in the multimodal model; tied tensors under each name."""
         prefixes = self.prefixes(text)
-        return {with_prefix(name, prefixes): tensor for name, tensor in text.state_dict().items()}
+        return {replace_prefix(name, prefixes): tensor for name, tensor in text.state_dict().items()}
 
     def prefixes(self, text: PreTrainedModel) -> dict[str, str]:
         """Return the prefixes of the names of the text model's tensors, mapped to their prefixes in the multimodal
@@ -199,11 +199,11 @@ class TextPlace:
         return {f"{trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
 
 
-def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Return ``name`` with its first matching prefix replaced. ``prefixes`` maps each old prefix to its new prefix. A
-    name that begins with none of them is returned unchanged.
+def replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return the tensor name ``name`` with its prefix replaced. ``prefixes`` maps old prefixes to new ones; the first
+    old prefix with which ``name`` begins is replaced. A name that begins with none of them is returned unchanged.
 
-    >>> with_prefix("model.norm.weight", {"model.": "model.language_model."})
+    >>> replace_prefix("model.norm.weight", {"model.": "model.language_model."})
     'model.language_model.norm.weight'
     """
     old, new = next(((old, new) for old, new in prefixes.items() if name.startswith(old)), ("", ""))

@@ -41,7 +41,8 @@ class VersionEstimate:
         return self.hash_s + (self.network_s or 0.0)
 
     def __str__(self) -> str:
-        """Return the time and its parts in words.
+        """Return the whole time, and in brackets how much of it is for the network and for hashing. It completes the
+        sentence "a version takes …".
 
         >>> str(VersionEstimate(hash_s=0.5, network_s=None))
         '0.5 s at least (to hash it on this machine)'

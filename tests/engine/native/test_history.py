@@ -62,18 +62,18 @@ def test_text_that_repeats_itself_is_continued(period: int) -> None:
     text = (np.arange(200) % period + 7).astype(np.int32)
     for row, ids in enumerate((np.arange(10, 100, dtype=np.int32), text[:100])):
         given = request(row, ids.tolist())
-        rows.join(
+        rows.add(
             Sequence(request=given, given_ids_T=given.prompt_ids_T, num_prompt=len(ids), arrival=row, deadline_s=9.0),
             [],
             0,
         )
-        own.join(row)
+        own.add(row)
     both = np.arange(2)
     own.read(both)
     ids_DK, repeats_D = own.find(both, 12)
     assert repeats_D.tolist() == [False, True]
     assert ids_DK[1].tolist() == text[100:112].tolist()
-    rows.leave([0])
+    rows.remove([0])
     own.move(np.array([1]), np.array([0]))
     rows.record(np.array([0, 0]), text[100:102], np.zeros(2, np.float32), 0, offsets_D=np.arange(2))
     own.read(np.array([0]))

@@ -59,7 +59,7 @@ class Machine:
             sequence = rows.sequences[row]
             self.ended.append(sequence.request.request_id)
             self.sampled[sequence.request.request_id] = rows.get_ids(row)[len(sequence.given_ids_T) :].tolist()
-        self.scheduler.leave(full)
+        self.scheduler.remove(full)
         self.pool.check([rows.table(row) for row in range(rows.count)])
         return schedule
 

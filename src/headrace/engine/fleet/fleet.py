@@ -11,7 +11,7 @@
     an engine misses a version ──▶ it ends its sequences, and serves again when a later version reaches it
 
 An engine is removed when its process has died, or when it is silent for too long while it has requests. The launcher,
-which owns the processes, calls ``join`` and ``leave`` when engines come and go, and ends an engine on request. An
+which owns the processes, calls ``add`` and ``remove`` when engines come and go, and ends an engine on request. An
 engine *lacks* a version that it has not staged yet, and *misses* one that cannot reach it at all.
 """
 
@@ -53,18 +53,26 @@ class Fleet:
     def __init__(
         self, clock: Clock, *, size: int = 1, rolling: int | None = None, end: EndEngine | None = None
     ) -> None:
-        """Make a fleet without members; engines are added by :meth:`join`. The arguments are described at the class."""
+        """Make a fleet without members; engines are added by :meth:`add`. The arguments are described at the class."""
         self._clock, self._rolling, self._end = clock, rolling, end
         self._router = Router()
         self._members: dict[str, Member] = {}
+        """The engines that are present, by name."""
         self._lost_sequences: dict[str, int] = {}
+        """The number of sequences that each removed engine had, by its name, until :meth:`remove` returns it."""
         self._counters = FleetCounters(size)
         self._numbers = itertools.count()
+        """The numbers of the sequences, by which the router knows them."""
         self._routes = StickyRoutes()
+        """Which engine served each of the last requests, for forks."""
         self._update: WeightUpdate | None = None
-        self._paused: bool | None = None  # the value of ``release``; None: not paused
+        """The newest update of the weights, which late engines get; ``None`` before the first."""
+        self._paused: bool | None = None
+        """The argument ``release`` of the pause that is in effect; ``None`` if the fleet is not paused."""
         self._changed = asyncio.Event()
+        """The event that is set, and replaced by a new one, whenever an engine or its state has changed."""
         self._on_member: Callable[[str], None] = lambda _: None
+        """The function that is called with the name of an engine that has changed; see :meth:`follow`."""
         self._mirrored = False
         """Whether other processes send requests to the engines, too. The load of an engine is then read from its
         counters."""
@@ -73,12 +81,12 @@ class Fleet:
 
     # -- membership -------------------------------------------------------------------------------------------------
 
-    def join(self, name: str, engine: Engine, *, version: int = NOT_SAMPLED, address: str = "") -> None:
+    def add(self, name: str, engine: Engine, *, version: int = NOT_SAMPLED, address: str = "") -> None:
         """Add ``engine`` under ``name``. It uses the weights ``version`` already, or has none (``NOT_SAMPLED``) and
         gets requests once it has the newest version. ``address`` is where weights are sent to it; empty where the
         engine fetches them."""
         self._members[name] = Member(name=name, engine=engine, address=address, version=version, staged_version=version)
-        self._router.join(name)
+        self._router.add(name)
         if version != NOT_SAMPLED:
             self._router.use(name, version)
             self.version = max(self.version, version)
@@ -125,7 +133,7 @@ class Fleet:
         self._counters.resize(size, (member.engine.stats() for member in self._members.values()))
         self._notify()
 
-    def leave(self, name: str) -> int:
+    def remove(self, name: str) -> int:
         """Remove an engine whose process has ended, and return how many sequences it had; 0 for an unknown name. The
         sequences continue on other engines once its streams have ended with
         :class:`~headrace.base.errors.ComponentDied`."""
@@ -235,10 +243,10 @@ class Fleet:
             return
         lost = self.load(member.name)
         del self._members[member.name]
-        self._router.leave(member.name)
+        self._router.remove(member.name)
         member.has_left = True
         self._lost_sequences[member.name] = lost
-        self._counters.leave(member.engine.stats())
+        self._counters.record_departure(member.engine.stats())
         self._on_member(member.name)
         self._notify()
 

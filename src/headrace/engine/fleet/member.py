@@ -76,7 +76,9 @@ class StickyRoutes:
     continues an earlier request with its cache, must go to the same engine."""
 
     def __init__(self) -> None:
+        """Create an empty record."""
         self._routes: OrderedDict[int, tuple[Member, int]] = OrderedDict()
+        """The engine of each of the last requests, and the request's number there, by the fleet's number."""
 
     def record(self, request: int, member: Member, number: int) -> None:
         """Record that ``member`` serves the request with the fleet's number ``request`` under its own ``number``."""
@@ -137,8 +139,9 @@ class FleetCounters:
         """Count for a fleet of ``size`` engines; none has left."""
         self.size = size
         self._departed = EngineStats()
+        """The sums of the statistics of all engines that have left."""
 
-    def leave(self, stats: EngineStats) -> None:
+    def record_departure(self, stats: EngineStats) -> None:
         """Keep the counters of an engine that leaves, whose last statistics are ``stats``."""
         self._departed = total_stats([stats], self._departed, version=NOT_SAMPLED, size=1)
 

@@ -121,11 +121,17 @@ class Router:
         """Make a router without engines. It records the engine of each sequence, and the engine that served each
         session and each prefix of a prompt last."""
         self._engines: dict[str, EngineLoad] = {}
-        self._ranks: list[Rank] = []  # of all engines, ascending
+        """The engines that are present, by name."""
+        self._ranks: list[Rank] = []
+        """The ranks of all engines, ascending."""
         self._assigned: dict[int, EngineLoad] = {}
+        """The engine that serves each sequence."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        """The name of the engine that served each session last, the least recently used session first."""
         self._prefixes: OrderedDict[int, tuple[str, int]] = OrderedDict()
+        """The engine that computed each prefix last, and its version then, the least recently used prefix first."""
         self._choices, self._joins = count(1), count()
+        """The numbers of the next assignment (``_choices``) and of the next engine that joins (``_joins``)."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,7 +139,7 @@ class Router:
         return tuple(self._engines)
 
     def state(self, name: str) -> EngineState | None:
-        """Return the state of an engine; ``None`` if it is absent."""
+        """Return the state of the engine ``name``; ``None`` if it is absent."""
         engine = self._engines.get(name)
         return None if engine is None else engine.state
 
@@ -143,7 +149,7 @@ class Router:
         return state is not None and state.takes_sequences
 
     def load(self, name: str) -> int:
-        """Return the number of sequences that an engine serves."""
+        """Return the number of sequences that the engine ``name`` serves."""
         return self._engines[name].load
 
     def where(self, sequence: int) -> str | None:
@@ -160,16 +166,17 @@ class Router:
         """Whether any engine accepts sequences."""
         return any(engine.state.takes_sequences for engine in self._engines.values())
 
-    def join(self, name: str) -> None:
-        """Add an engine. It serves once it has weights."""
+    def add(self, name: str) -> None:
+        """Add an engine under ``name``. It gets sequences once :meth:`use` has recorded its weights. Raises
+        ``ValueError`` if an engine of this name is present."""
         if name in self._engines:
             raise ValueError(f"{name} is there already")
         engine = self._engines[name] = EngineLoad(name=name, join_number=next(self._joins))
         insort(self._ranks, engine.rank)
 
-    def leave(self, name: str) -> tuple[int, ...]:
-        """Remove an engine. Return the sequences that it served, in the order of their assignment; they have no engine
-        now."""
+    def remove(self, name: str) -> tuple[int, ...]:
+        """Remove the engine ``name``. Return the sequences that it served, in the order of their assignment; they have
+        no engine now."""
         engine = self._engines.pop(name)
         self._remove_rank(engine)
         unassigned = tuple(engine.sequences)
@@ -178,8 +185,8 @@ class Router:
         return unassigned
 
     def use(self, name: str, version: int) -> None:
-        """Record that the engine uses ``version`` from now on. An engine that was joining starts to serve. Prompts that
-        it computed with other weights no longer count in the choice of an engine."""
+        """Record that the engine ``name`` uses ``version`` from now on. An engine that was joining starts to serve.
+        Prompts that it computed with other weights no longer count in the choice of an engine."""
         engine = self._engines[name]
         engine.version = version
         if engine.state is EngineState.JOINING:

@@ -100,6 +100,9 @@ class BlockPool:
     sequences, or cached for later sequences with the same beginning. A block stores the keys and values of ``BLOCK``
     tokens. ``version`` is the version of the weights in use.
 
+    A held block becomes *tainted* when its contents turn out to be unusable. When its last holder releases it, it
+    becomes *dirty*: the caller must clear it before it is allocated again.
+
     ``secret``, of 64 bits, is the seed of every digest, so that no caller can construct two prefixes with the same
     digest. ``states`` contains the prefixes for which the states of recurrent layers are kept: only such a prefix can
     be matched. ``None``: the model has no recurrent layers.
@@ -118,17 +121,26 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._states = states
         self._secret = secret
-        self._era = 0  # the number of calls of forget
-        self._eras = [0] * num_blocks  # the era in which each block was registered
+        self._era = 0
+        """The number of calls of :meth:`forget`. Blocks of older eras cannot be matched."""
+        self._eras = [0] * num_blocks
+        """The era in which each block was registered last."""
         self.version = version
         """The only version whose blocks are cached."""
         self._refs = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block that was freed last is allocated first
-        self._idle: dict[int, None] = {}  # cached blocks without a holder, in the order of eviction
+        """The number of sequences that hold each block."""
+        self._free = list(range(num_blocks - 1, -1, -1))
+        """The free blocks, as a stack: the block that was freed last is allocated first."""
+        self._idle: dict[int, None] = {}
+        """The cached blocks without a holder, in the order of eviction."""
         self._by_digest: dict[bytes, int] = {}
+        """The cached block for each digest of a prefix."""
         self._digests: dict[int, bytes] = {}
-        self._tainted: set[int] = set()  # held blocks that must be cleared before they are used again
-        self._dirty: list[int] = []  # tainted blocks without a holder
+        """The digest of each cached block; the inverse of ``_by_digest``."""
+        self._tainted: set[int] = set()
+        """The held blocks with unusable contents."""
+        self._dirty: list[int] = []
+        """The blocks that were tainted when their last holder released them."""
 
     @property
     def available(self) -> int:

@@ -83,12 +83,17 @@ class HistoryIndex:
         file with token ids of ``vocab_size`` or more count as damaged. Raises ``OSError`` if the file cannot be
         created."""
         self._bits = (_SLOTS_PER_TOKEN * num_tokens - 1).bit_length()
+        """The number of bits of a slot's index: the table has 2 to this power slots."""
         self.store = open_store(
             file, num_tokens=num_tokens, num_slots=1 << self._bits, num_keys=1 << _PROMPT_BITS, vocab_size=vocab_size
         )
         """The arrays of the index."""
         self._head_1, self._keys = self.store.head_1, self.store.keys_K
+        """The next place of the ring to be written (one number), and the hash of the prompt recorded last in each
+        slot."""
         self._ids_P, self._chances_P, self._places_S = self.store.ids_P, self.store.chances_P, self.store.places_S
+        """The ring of tokens with the probabilities with which they were drawn, and the place in it to which each slot
+        points."""
 
     def knows(self, key: np.uint64) -> bool:
         """Return whether an answer to the prompt with the hash ``key`` has been added. Of several prompts that share a
@@ -139,10 +144,11 @@ class OwnText:
         """Allocate an empty index for the sequences in ``rows``."""
         self._rows = rows
         self._positions_RS = np.zeros((rows.num_rows, 1 << _OWN_BITS), np.int32)
+        """The position after the run of tokens that was indexed last in each slot; 0 for an unused slot."""
         self._num_indexed_R = np.zeros(rows.num_rows, np.int64)
         """The number of tokens of each row that are in the index."""
 
-    def join(self, row: int) -> None:
+    def add(self, row: int) -> None:
         """Clear the index of ``row``, because another sequence begins there."""
         self._positions_RS[row], self._num_indexed_R[row] = 0, 0
 

@@ -82,7 +82,9 @@ class Intake:
         self._rows = rows
         self._fork_memory = fork_memory
         self._ended: OrderedDict[int, _ForkSource] = OrderedDict()
+        """The tokens of the ended sequences that are kept for forks, by request id, the oldest first."""
         self._arrivals = 0
+        """The number of admitted requests, which numbers the sequences."""
         self._last_checked: tuple[object, ...] = ()
         """The options of the last request that were valid, without its seed: requests often differ in it alone."""
         self.known: dict[int, Sequence] = {}

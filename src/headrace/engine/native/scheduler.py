@@ -122,13 +122,22 @@ class Scheduler:
         self._may_pin = may_pin
         self._states = states
         self._restores: list[tuple[int, int]] = []
+        """The pairs (slot of a snapshot, row) of the states to restore before the pass that is being planned."""
         self._waiting = Waiting()
         self._queued_while_closed: dict[int, Sequence] | None = None
+        """The sequences that must wait for :meth:`open`, by their number of arrival; ``None`` if the queue is open."""
         self._deferred: dict[int, Sequence] = {}
+        """The sequences, by their number of arrival, that a step passed over: they wait for the leader of their siblings,
+        or their request pins the weights and cannot be pinned now."""
         self._siblings = Siblings()
-        self._last_misfit: tuple[int, int] | None = None  # (arrival, available blocks) of the sequence that did not fit
+        """The leaders and followers of the step that is being planned."""
+        self._last_misfit: tuple[int, int] | None = None
+        """The number of arrival of the sequence that did not fit last, and the number of blocks that were available
+        then; ``None`` if there is none."""
         self._decoding: frozenset[int] = frozenset()
+        """The rows that decode in the step that is being planned."""
         self._dirty: list[int] = []
+        """The released blocks that the engine must clear before its next pass."""
         self.version = NOT_SAMPLED
         """The version with which sequences that join now compute their context."""
         self.num_preempted = 0
@@ -139,6 +148,8 @@ class Scheduler:
         self.prefill_s = 0.0
         """The time that steps spent on prompts and contexts, in seconds; see :meth:`account_time`."""
         self._context_share = 0.0
+        """The share of prompt and context tokens among the tokens of the step planned last; 0 once its time is
+        recorded."""
 
     @property
     def num_waiting(self) -> int:
@@ -186,15 +197,16 @@ class Scheduler:
     def withdraw(self, sequences: Iterable[Sequence]) -> None:
         """Remove ``sequences`` from the rows and from every queue, because they end early."""
         leaving = list(sequences)
-        self.leave([sequence.row for sequence in leaving if sequence.row != NO_ROW])
+        self.remove([sequence.row for sequence in leaving if sequence.row != NO_ROW])
         for sequence in leaving:
             self._waiting.remove(sequence)
             self._deferred.pop(sequence.arrival, None)
             if self._queued_while_closed is not None:
                 self._queued_while_closed.pop(sequence.arrival, None)
 
-    def leave(self, rows: list[int] | Index) -> None:
-        """Free ``rows`` and release their blocks, because their sequences have ended or return to the queue."""
+    def remove(self, rows: list[int] | Index) -> None:
+        """Remove the sequences in ``rows`` from the batch and release their blocks, because they have ended or return
+        to the queue. The last rows move into the gaps."""
         for row in rows:
             table = self._rows.table(row)
             if self._rows.computed_R[row] < self._rows.length_R[row] - 1:
@@ -202,7 +214,7 @@ class Scheduler:
             self._pool.release(table)
         self._dirty += self._pool.pop_dirty()
         if len(rows):
-            self._rows.leave(rows)
+            self._rows.remove(rows)
 
     def pop_dirty(self) -> list[int]:
         """Remove and return the released blocks that may hold NaN or infinity, which must be cleared before the next
@@ -217,7 +229,7 @@ class Scheduler:
         row = sequence.row
         lost = int(self._rows.computed_R[row])
         sequence.answer = self._rows.answer(row)
-        self.leave([row])
+        self.remove([row])
         self._waiting.add(sequence)
         return lost
 
@@ -427,7 +439,7 @@ class Scheduler:
         sequence.chain = allocation.chain
         if sequence.request.pinned and sequence.pin is None:
             sequence.pin = self.version
-        self._rows.join(sequence, allocation.table, allocation.num_cached)
+        self._rows.add(sequence, allocation.table, allocation.num_cached)
         if allocation.state is not None:
             self._restores.append((allocation.state, sequence.row))
         return sequence.row

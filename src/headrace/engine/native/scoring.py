@@ -61,6 +61,7 @@ class PrefillScorer:
         self._maker = maker
         self._states = states
         self._replay: Replay | None = None
+        """The replay of recorded experts, and the model's routing; ``None`` until a request has recorded experts."""
         self._routed_model: RoutedModel | None = None
 
     def blocks(self, request: ScoreTokens, vocab_size: int) -> int:

@@ -28,6 +28,7 @@ class Siblings:
         """Create the record of a step without leaders and followers."""
         self._by_snapshot = by_snapshot
         self._leaders: dict[_Context, Sequence] = {}
+        """The leaders by the context that their followers share with them."""
         self.num_waiting = 0
         """The number of sequences that wait for a leader. Each needs a row in the next step."""
 

@@ -72,9 +72,14 @@ class Trust:
     divided by the number that would have been drawn if the chances were exact."""
 
     def __init__(self) -> None:
+        """Start with the first estimates for each way W of finding a draft."""
         self._expected_W = np.full(len(_FIRST_TRUST), _PRIOR_TOKENS)
+        """The number of drafted tokens that would have been drawn if the chances were exact, of which older ones count
+        less."""
         self._drawn_W = _PRIOR_TOKENS * _FIRST_TRUST
+        """The number of drafted tokens that were drawn, weighted in the same way."""
         self._prior_W = self._drawn_W.copy()
+        """The value of ``_drawn_W`` to which it returns without new observations."""
 
     @property
     def factors_W(self) -> Chances:
@@ -89,8 +94,8 @@ class Trust:
 
     def note(self, ways_E: Index, chances_E: FloatColumn, drawn_E: npt.NDArray[np.bool_]) -> None:
         """Record the outcome of drafted tokens, up to the first token of each draft that was not drawn: the way in
-        which each was found, its probability there, and whether it was drawn. A token may be given several times, with
-        different ways."""
+        which each was found (``ways_E``), the probability with which it was expected (``chances_E``), and whether it
+        was drawn (``drawn_E``). A token may be given several times, with different ways."""
         size = len(self._drawn_W)
         self._expected_W += np.bincount(ways_E, weights=chances_E, minlength=size)
         self._drawn_W += np.bincount(ways_E, weights=drawn_E, minlength=size)
@@ -138,10 +143,14 @@ class Speculation:
         cannot be created."""
         self._rows, self._pool, self._vocab_size = rows, pool, vocab_size
         self._num, self._max_step_tokens = config.draft_tokens, config.max_step_tokens
+        """The most tokens that a pass drafts for a row, and the most tokens of one pass."""
         self.history = HistoryIndex(config.history_tokens, file, vocab_size)
         self._trust = Trust()
+        """The trust in the chances of drafts, by the way of finding them."""
         self._keys_R = np.zeros(config.max_sequences, np.uint64)
+        """The hash of the prompt of each row."""
         self._barred_R = np.zeros(config.max_sequences, bool)
+        """Whether no tokens are drafted for the row any more."""
         self.head = head
         """The drafts of the model's head; ``None`` without one."""
         self._ways_RK = np.zeros((config.max_sequences, self._num), np.int64)
@@ -149,15 +158,18 @@ class Speculation:
         """The way in which each token of the present draft of each row was found (``_ways_RK``), and its probability
         there."""
         self._own = OwnText(rows)
+        """The index over each row's own text."""
         self._wait = self._pause = 0
+        """The number of further passes without look-ups, and the number of such passes after the last look-ups, which
+        found no useful draft."""
         """The number of passes that are still without look-ups, and the length of the last such pause."""
         self.num_drafted = self.num_accepted = 0
         """The numbers of drafted tokens and of accepted ones, which were drawn as drafted."""
 
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
         """Set up ``row`` for a new sequence with the prompt ``prompt_ids_T``; the other arguments are not used."""
         self._keys_R[row] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(prompt_ids_T, np.int32).tobytes())
-        self._own.join(row)
+        self._own.add(row)
         self._barred_R[row] = False
         if self.history.knows(self._keys_R[row]):
             self._wait = 0
@@ -353,5 +365,5 @@ def make_speculation(
     if speculation.history.store.num_damaged:
         damaged = speculation.history.store.num_damaged
         sys.stderr.write(f"{file}: {damaged} entries of the history of answers were damaged and are left out\n")
-    rows.tell(speculation)
+    rows.add_follower(speculation)
     return speculation

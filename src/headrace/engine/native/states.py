@@ -43,9 +43,12 @@ class Snapshots:
     """
 
     def __init__(self, slots: list[int]) -> None:
+        """Start without snapshots; all ``slots`` are free."""
         self._free = list(slots)
-        self._slots: dict[bytes, int] = {}  # in the order of use, least recent first
+        self._slots: dict[bytes, int] = {}
+        """The slot of each snapshot, by digest, in the order of use: the least recently used first."""
         self._planned: dict[bytes, tuple[int, int]] = {}
+        """The pair (row, slot) of each snapshot that the present pass computes, by digest."""
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._slots
@@ -101,6 +104,7 @@ class SequenceStates:
         self.slots_R = np.full(num_rows, -1, np.int64)
         """The slot of each row; −1 for a row that is not in use."""
         self._free = list(range(num_rows))
+        """The slots of rows that are not in use."""
         self.scoring_slot = num_rows
         """The slot of a sequence that is scored."""
         self.snapshots = Snapshots(list(range(num_rows + 1, pool.num_slots)))
@@ -115,7 +119,7 @@ class SequenceStates:
         """The memory of all slots, in bytes."""
         return self._pool.num_bytes
 
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
         """Assign a free slot to ``row``, in which a new sequence begins. The other arguments are not used."""
         self.slots_R[row] = self._free.pop()
 

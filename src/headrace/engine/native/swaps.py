@@ -89,7 +89,9 @@ class Swaps:
         self._pool = pool
         self._clock = clock
         self._pending: _Pending | None = None
+        """The commit that is in progress; ``None`` if there is none."""
         self._done: list[SwapReport] = []
+        """The reports of ended commits that the engine has not returned yet."""
         self.version = NOT_SAMPLED
         """The committed version."""
         self.stamp = NOT_SAMPLED

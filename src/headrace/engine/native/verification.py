@@ -142,19 +142,27 @@ class _Verification:
         """Number the positions with logits of ``rows_D``: each row has ``drafts_D + 1`` of them, in order."""
         counts_D = drafts_D + 1
         self._rows, self._rows_D, self._starts_D = rows, rows_D, np.cumsum(counts_D) - counts_D
+        """The rows of the batch; those of the pass that draw tokens, and the index P of the first position of each."""
         self._row_index_P = np.repeat(np.arange(len(rows_D)), counts_D)
+        """The index into ``rows_D`` of the row of each position."""
         self.rows_P = rows_D[self._row_index_P]
         self._offsets_P = np.arange(len(self._row_index_P)) - self._starts_D[self._row_index_P]
+        """The number of each position among those of its row, from 0."""
         self.positions_P = rows.length_R[self.rows_P] + self._offsets_P
         """The position in its sequence of each token to draw."""
         drafted_P = self._offsets_P < drafts_D[self._row_index_P]
         self._draft_P = np.full(len(self._row_index_P), _NO_DRAFT, np.int64)
+        """The drafted token at each position; ``_NO_DRAFT`` at the last position of each row."""
         self._draft_P[drafted_P] = rows.ids_RC[self.rows_P[drafted_P], self.positions_P[drafted_P]]
         self._in_order_P = in_order_D[self._row_index_P]
+        """Whether the position belongs to a row that is drawn in order."""
         self._spoilt_D = np.zeros(len(rows_D), bool)
+        """Whether each row has drafts and a position whose logits define no distribution."""
         self._kept_P, self._as_drafted_P, self._continues_P, self._sound_P, self._completed_P = (
             np.zeros(len(self._row_index_P), bool) for _ in range(5)
         )
+        """For each position: whether its draw is kept, is the drafted token, lets the next position of the row be used,
+        has logits that define a distribution, and completes a stop string."""
 
     def exclude_spoilt(self, logits_PV: Tensor) -> None:
         """Mark as spoilt the rows that have drafts and any position whose logits define no distribution."""
@@ -168,9 +176,9 @@ class _Verification:
         return np.flatnonzero((~self._in_order_P | (self._offsets_P == 0)) & ~self._spoilt_D[self._row_index_P])
 
     def take(self, at: Index, ids_A: Index, sound_A: Flags) -> Index:
-        """Record the draws at the positions ``at``, and return the indices into ``at`` of the draws that are kept: in
-        each row, the draws up to and including the first one that differs from its draft, is not sound, or is one of
-        the row's stop ids."""
+        """Record the draws at the positions ``at``: the tokens ``ids_A``, and whether their logits define a distribution
+        (``sound_A``). Return the indices into ``at`` of the draws that are kept: in each row, the draws up to and
+        including the first one that differs from its draft, is not sound, or is one of the row's stop ids."""
         self._sound_P[at] = sound_A
         self._as_drafted_P[at] = ids_A == self._draft_P[at]
         self._continues_P[at] = continues_A = (
@@ -184,8 +192,8 @@ class _Verification:
         return kept
 
     def stop(self, at: Index, kept: Index, completed_A: Flags) -> Index:
-        """Record which draws complete a stop string (``completed_A``), and return the indices ``kept`` without the
-        draws that follow such a draw in the same row."""
+        """Record which draws at the positions ``at`` complete a stop string (``completed_A``), and return the indices
+        ``kept`` without the draws that follow such a draw in the same row."""
         if not completed_A.any():
             return kept
         self._completed_P[at] = completed_A

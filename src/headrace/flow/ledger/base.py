@@ -50,12 +50,13 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The operation that records new tokens of running turns. The parts of one turn are in the order in which they were
-    sampled."""
+    """The operation that records tokens of turns that are still running. A turn may have several parts, within one
+    operation or over several; they are in the order in which they were sampled."""
 
     parts: tuple[TokenChunk, ...]
-    """The new tokens, one chunk for each turn or several in order."""
+    """The new tokens. Each chunk belongs to one turn."""
     at_s: float
+    """When the operation was recorded, as wall-clock time in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

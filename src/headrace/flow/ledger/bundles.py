@@ -245,23 +245,23 @@ def _bundle(episodes: Sequence[EpisodeGraph]) -> _Bundle:
     )
 
 
-def decode_entry(data: bytes, entry: int) -> list[Turn]:
-    """Return the turns of the episode with the index ``entry`` in the bundle ``data``. Raises ``msgspec.MsgspecError``
+def decode_episode(data: bytes, index: int) -> list[Turn]:
+    """Return the turns of the episode with the index ``index`` in the bundle ``data``. Raises ``msgspec.MsgspecError``
     if ``data`` is not a valid bundle or the index does not exist."""
     with _invalid():
-        return _turns(_CODEC.decode(data), entry)
+        return _turns(_CODEC.decode(data), index)
 
 
-def _turns(bundle: _Bundle, entry: int) -> list[Turn]:
-    """Return the turns of the episode with the index ``entry`` in ``bundle``. Raises ``ValueError`` or ``IndexError``
+def _turns(bundle: _Bundle, index: int) -> list[Turn]:
+    """Return the turns of the episode with the index ``index`` in ``bundle``. Raises ``ValueError`` or ``IndexError``
     if the columns of the bundle do not fit each other or the index does not exist."""
-    _refuse_negative(bundle, entry)
-    first = sum(bundle.turns_E[:entry])
+    _refuse_negative(bundle, index)
+    first = sum(bundle.turns_E[:index])
     begin = sum(bundle.lengths_K[:first])
     turns: list[Turn] = []
-    for place in range(first, first + bundle.turns_E[entry]):
-        end = begin + bundle.lengths_K[place]
-        turns.append(_turn(bundle, place, slice(begin, end)))
+    for turn in range(first, first + bundle.turns_E[index]):
+        end = begin + bundle.lengths_K[turn]
+        turns.append(_turn(bundle, turn, slice(begin, end)))
         begin = end
     return turns
 

@@ -114,7 +114,7 @@ def sweep(directory: Path) -> list[Path]:
 
 def latest(directory: Path) -> Path | None:
     """Return the path of the snapshot with the highest step; ``None`` if there is none. Its content is not checked."""
-    return next(iter(_named(directory)), None)
+    return next(iter(_list_snapshots(directory)), None)
 
 
 def retain(directory: Path, keep: int) -> list[Path]:
@@ -170,7 +170,7 @@ def _remedy(damaged: Path, *, to_resume: bool) -> str:
 def _older(snapshot: Path) -> list[Path]:
     """Return the snapshots in the same directory with a smaller step, newest first; an empty list if ``snapshot`` does
     not have the name of a snapshot."""
-    named = _named(snapshot.parent)
+    named = _list_snapshots(snapshot.parent)
     return named[named.index(snapshot) + 1 :] if snapshot in named else []
 
 
@@ -221,16 +221,17 @@ def _defect(snapshot: Path, *, to_resume: bool = True) -> str:
     return f"{wrong[0]} has {sizes[wrong[0]]} bytes, not {state.files[wrong[0]]}" if wrong else ""
 
 
-def _named(directory: Path) -> list[Path]:
-    """Return all directories in ``directory`` that have the name of a snapshot, complete or not, newest first."""
-    named = [(int(match[1]), path) for path in _entries(directory) if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(named, reverse=True)]
+def _list_snapshots(directory: Path) -> list[Path]:
+    """Return all directories in ``directory`` that have the name of a snapshot, complete or not, newest first: the one
+    with the largest step."""
+    numbered = [(int(match[1]), path) for path in _entries(directory) if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def _complete(directory: Path) -> list[Path]:
     """Return the complete snapshots in ``directory``, newest first, judged by :func:`_defect` without hashing whole
     files."""
-    return [path for path in _named(directory) if not _defect(path)]
+    return [path for path in _list_snapshots(directory) if not _defect(path)]
 
 
 @contextmanager

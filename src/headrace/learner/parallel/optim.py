@@ -63,17 +63,18 @@ class TrainedWeight:
     gradients is divided. 0 for other weights, whose gradients torch's sharding reduces."""
 
     def collect(self) -> None:
-        """Move the weight's gradient of one backward pass to its master, where it is accumulated. If the master is the
-        weight itself, do nothing."""
+        """Add the weight's gradient of one backward pass to the master's gradient, in the dtype and on the device of
+        the master, and remove it from the weight. Do nothing if the weight has no gradient, or if the master is the
+        weight itself."""
         if self.weight.grad is None or self.master is self.weight:
             return
-        part = local_part(reshard_like(self.weight.grad, self.weight)).to(
+        shard = local_part(reshard_like(self.weight.grad, self.weight)).to(
             device=self.master.device, dtype=self.master.dtype
         )
         if self.master.grad is None:
-            self.master.grad = part
+            self.master.grad = shard
         else:
-            self.master.grad.add_(part)
+            self.master.grad.add_(shard)
         self.weight.grad = None
 
     def publish(self) -> None:
@@ -150,7 +151,8 @@ class ShardOptimizer:
             self._model_reduced_once.set_requires_gradient_sync(last)
 
     def collect(self) -> None:
-        """Move the gradients of a backward pass to the masters, where they are accumulated for :meth:`step`."""
+        """Add the gradients of a backward pass to those of the masters, which :meth:`step` uses, and remove them from
+        the weights. Call it once after each backward pass, and before :meth:`clip_norms`."""
         assert not self._has_summed_adapters, "this gradient would be added to one that has been summed over the ranks"
         for one in self.trained:
             one.collect()

@@ -165,24 +165,26 @@ def _formulas(router: nn.Module) -> Iterator[GateFormula]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Probe:
-    """The outputs of a router with random weights for random tokens, with which formulas are compared."""
+    """The outputs of a router with random weights for N random tokens. A formula is right if it computes the same gates
+    from the same logits and experts."""
 
     router: nn.Module
     """The router with random weights."""
     logits_NE: Tensor
-    """The router's logits of all experts, or probabilities for some routers."""
+    """What the router returns for all E experts: logits, or probabilities for some routers."""
     gates_NK: Tensor
-    """The gates of the chosen experts."""
+    """The gates (the weights in the output) of the K experts that the router selected for each token."""
     experts_NK: Tensor
-    """The indices of the chosen experts."""
+    """The indices of the selected experts."""
     dense: bool
     """Whether the router returns gates of all experts, as in :attr:`KnownRouter.dense`."""
 
     @staticmethod
     @torch.inference_mode()
     def run(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> _Probe | None:
-        """Build a router of the class ``kind`` in this precision and call it. Return ``None`` if it cannot be built or
-        called in the usual way, or does not return logits, gates and experts."""
+        """Build a router of the class ``kind`` from the model's configuration ``config``, with random weights of the
+        type ``dtype``, and call it. Return ``None`` if it cannot be built or called in the usual way, or does not
+        return logits, gates and experts."""
         generator = torch.Generator().manual_seed(0)
         with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu"):
             try:
@@ -215,7 +217,8 @@ class _Probe:
         return None
 
     def fits(self, num_experts: int) -> bool:
-        """Return whether the outputs have the form of a router's outputs: logits of every expert, and gates of some."""
+        """Return whether the outputs have the form of a router's outputs: logits of each of the ``num_experts``
+        experts, and gates of some."""
         tensors = [self.logits_NE, self.gates_NK, self.experts_NK]
         return (
             all(isinstance(each, Tensor) and each.ndim == 2 and len(each) == _PROBES for each in tensors)
