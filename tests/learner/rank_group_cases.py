@@ -17,7 +17,7 @@ from headrace.launch.hosts.learner import PublishedBuffers
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import Ranks
-from headrace.learner.parallel.shards import gather_each, local_part
+from headrace.learner.parallel.shards import gather_each, local_shard
 from headrace.models import ModelConfig
 from headrace.models.config import LoraConfig
 from headrace.models.weights import weight_tensors
@@ -70,7 +70,7 @@ def sent(directory: Path, case: str) -> Found:
         wrong += _differing(codec, engine, tensors)
         assert buffers.publisher is not None
         own = buffers.publisher._layout.pieces.total_bytes
-        elements = sum(local_part(tensor).numel() for tensor in tensors.values())
+        elements = sum(local_shard(tensor).numel() for tensor in tensors.values())
         answer = {"wrong": wrong, "own": own, "held": 4 * elements, "total": receiver.manifest.total_bytes}
     return {"ranks": [msgspec.json.decode(each) for each in ranks.gather(msgspec.json.encode(answer))]}
 
@@ -114,7 +114,7 @@ def _gathered(ranks: Ranks, address: str) -> list[str]:
 def _move(tensors: Mapping[str, Tensor], version: int) -> None:
     """Change a few of the weights, the same on ranks that hold the same part."""
     for tensor in tensors.values():
-        part = local_part(tensor).view(-1) if local_part(tensor).is_contiguous() else local_part(tensor)
+        part = local_shard(tensor).view(-1) if local_shard(tensor).is_contiguous() else local_shard(tensor)
         part[version :: 5 + version] += 0.125 * (1 + version)
 
 

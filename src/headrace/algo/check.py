@@ -263,7 +263,7 @@ class GradientTrial:
         for seed in range(self.seed, self.seed + 5):
             _, grad = self.run(self.prepared(self.batch(seed)))
             if grad.any():
-                return f"greatest entry {grad.abs().max().item():.3g}"
+                return f"largest entry {grad.abs().max().item():.3g}"
         raise ClauseBroken("it is 0 for every token of five batches")
 
     def finite(self) -> str:
@@ -358,7 +358,7 @@ class GradientTrial:
         for inputs in (nothing, take(self.inputs, [])):
             loss, grad = self.run(self.prepared(inputs))
             if loss != 0 or grad.any():
-                raise ClauseBroken(f"loss {loss.item()}, greatest gradient {grad.abs().max().item()}")
+                raise ClauseBroken(f"loss {loss.item()}, largest gradient {grad.abs().max().item()}")
         return "zero loss, zero gradient"
 
 

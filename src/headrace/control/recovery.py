@@ -80,9 +80,9 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
     if config.max_age == "auto":
         state.flow.resume_max_age(start.memory.max_age)
     needed = age_needed(state.flow.state, only_planned=config.policy.drops_stale)
-    if needed > config.greatest_age and not config.policy.masks_stale:
+    if needed > config.largest_age and not config.policy.masks_stale:
         raise ConfigError(
-            f"flow.max_age={config.greatest_age} is too little to continue the run: it holds groups that would "
+            f"flow.max_age={config.largest_age} is too little to continue the run: it holds groups that would "
             f"be trained at an age of {needed} versions",
             remedy=f"set flow.max_age >= {needed}, or start a new run directory",
         )

@@ -24,7 +24,7 @@ from headrace.base.types.scored import ScoredGroup
 from headrace.flow.ledger.bundles import encode_group, attach_columns
 
 INLINE_TOKENS = 340
-"""The greatest number of tokens, about 4 KiB, of a group that stays in memory and is sent in the messages themselves,
+"""The largest number of tokens, about 4 KiB, of a group that stays in memory and is sent in the messages themselves,
 because a reference would need nearly as much space. No other rule decides which groups are stored."""
 UNSTORED = "store_full"
 """The reason for dropping a group whose columns could not be written into the store."""

@@ -261,7 +261,7 @@ class FlowState:
         return tuple(sorted(self.plan.get(self.next_step, ())))
 
     def allowed_age(self, version: int) -> int:
-        """Return the greatest age at which tokens of ``version`` may be trained: the greatest staleness bound since
+        """Return the largest age at which tokens of ``version`` may be trained: the largest staleness bound since
         they were sampled."""
         return next((age for until, age in self._earlier_bounds if version < until), self.limits.max_age)
 

@@ -47,7 +47,7 @@ class Concurrency:
     floor: int
     """The lowest cap: the number of groups of one batch."""
     capacity: int
-    """The cap: the greatest number of groups that are generated or scored at once."""
+    """The cap: the largest number of groups that are generated or scored at once."""
     last_stats: EngineStats
     """The engine's statistics at the last call of :meth:`observe`."""
     searching: bool = True
@@ -99,7 +99,7 @@ class AgeTuning(Section):
     start: int = Field(default=1, ge=1)
     """The bound at the beginning of the run, in versions."""
     limit: int = Field(default=4, ge=1)
-    """The greatest value to which the bound is raised, in versions."""
+    """The largest value to which the bound is raised, in versions."""
     min_ess: float = Field(default=0.9, gt=0, le=1)
     """A step with an effective sample size below this fraction of its tokens is bad."""
     max_kl: float = Field(default=5e-3, gt=0)
@@ -135,7 +135,7 @@ class AgeTuner:
 
     def after_step(self, metrics: Mapping[str, float | None], oldest_age: int) -> tuple[AgeTuner, str]:
         """Return the state after a step, and a sentence that says what changed and why. The sentence is empty if the
-        bound is the same. ``metrics`` are the step's metrics by name, and ``oldest_age`` is the greatest age of a token
+        bound is the same. ``metrics`` are the step's metrics by name, and ``oldest_age`` is the largest age of a token
         that the step trained.
 
         >>> tuner = AgeTuner(settings=AgeTuning(), max_age=2)

@@ -121,17 +121,24 @@ class LearnerCore:
             ranks=self._ranks,
             progress=context.progress,
         )
+        """The forward passes of the trained model."""
         self._optimizer = ShardOptimizer(model, config, self._ranks)
         own = {"model": model, "forward": self._forward, "optimizer": self._optimizer, "ranks": self._ranks}
         self._auxiliary = auxiliary_models(LearnerParts(config=config, objective=objective, context=context, **own))
+        """The auxiliary models: critic, reference, teachers and others that the settings describe."""
         refuse_unserved(self._objective, self._auxiliary)
         self._files = Snapshot(model, self._optimizer, self._ranks, self._auxiliary)
+        """The reader and writer of snapshots."""
         self._memory = compute_sizes(model, config, self._forward.attention)
+        """The sizes that determine the memory of the learner, for the advice when memory runs out."""
         self._parts: StepSums | None = None
+        """The sums over the parts of a batch that is not complete yet; ``None`` between batches."""
         self._damping = 1.0
         """The factor of the learning rate of the next update: the smallest factor of the batches in its gradient."""
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        """The spans of the last steps."""
         self._step = 0
+        """The number of optimizer steps made."""
 
     @property
     def version(self) -> int:
@@ -431,7 +438,7 @@ class LearnerCore:
         """Execute the part of :meth:`save` during which the weights must not change, and return a function that
         completes the save. The function must be called once before the next save; with several ranks it may run in a
         thread beside the training. With one process, and for an adapter, everything is written at once and the function
-        does nothing. Both raise the errors of :meth:`save`."""
+        does nothing. Both raise the same errors as :meth:`save`."""
         start_s = self._context.clock.now()
         rest = self._files.begin(directory, self._step, self._context.model_dir)
         self._end_span("save", start_s)

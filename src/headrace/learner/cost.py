@@ -17,7 +17,7 @@ def estimate_cost(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
 
     A forward pass has 2 · parameters operations per token, and 4 · heads · head size per layer and pair of tokens.
     Causality masks half of the T² pairs of a sample, so the cost of one of T² pairs is layers · heads · head size /
-    parameters. In a mixture, only the chosen experts count. Sliding windows are ignored.
+    parameters. In a mixture, only the selected experts count. Sliding windows are ignored.
 
     On a CPU, a dense model is fastest in passes whose activations stay in the cache. Ranks that gather their parameters
     for every pass are faster with few passes, and experts with many tokens in each pass.

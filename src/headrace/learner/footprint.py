@@ -316,7 +316,7 @@ class LearnerSizes:
 
     def _feed_forward_bytes(self) -> float:
         """Return the bytes that autograd keeps of the feed-forward part of one layer for one token: gate, activation,
-        the other product, and the product of both. In a mixture, each chosen expert also keeps its input and its
+        the other product, and the product of both. In a mixture, each selected expert also keeps its input and its
         output."""
         shape, w, trains = self.shape, self.itemsize, self._trains_base
         inner = shape.inner / self.config.parallel.tensor
@@ -324,14 +324,14 @@ class LearnerSizes:
             return inner * (3 * w + (w if trains else 4))
         vectors = (6 if shape.interleaved else 3) + trains
         each = w * (vectors * inner + (1 + trains) * shape.hidden) + 24
-        return shape.chosen * each + 4 * shape.num_experts
+        return shape.experts_per_token * each + 4 * shape.num_experts
 
     def _forward_passing_bytes(self) -> float:
         """Return the bytes of the gradients in the backward pass of the feed-forward part of one layer for one token,
         beside what the layer keeps. Adapters of its products compute their gradients in float32."""
         shape, w = self.shape, self.itemsize
-        inner = shape.inner / self.config.parallel.tensor * max(1, shape.chosen)
-        hidden = w * shape.hidden * (1 + shape.chosen)
+        inner = shape.inner / self.config.parallel.tensor * max(1, shape.experts_per_token)
+        hidden = w * shape.hidden * (1 + shape.experts_per_token)
         if not self.adapted:
             return hidden + 2 * w * inner + 4 * shape.hidden
         return hidden + (12 if shape.num_experts else 4 + w) * inner

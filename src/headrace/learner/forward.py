@@ -101,18 +101,24 @@ class Forward:
         self._progress = progress or Progress(RealClock())
         self.switch = Switch(model)
         self._share = config.share_prefixes if config.parallel.context == 1 else False
+        """The setting that decides whether tokens at the common beginning of samples are computed once."""
         self._offload = config.memory.offload_activations
+        """Whether activations are stored in host memory until the backward pass."""
         self._routed = _find_replayable_routing(model)
+        """The routing of a mixture of experts, if it can be replayed; else ``None``."""
         self.mixture = MixtureBalance(config.mixture, model, self._routed, self._ranks)
         # the hooks of the replay run before the hooks of the balance, which then count the replayed experts
         self._replay = None if self._routed is None else RoutingReplay(self._routed)
+        """The replay of recorded experts; ``None`` if the model has no routing that can be replayed."""
         self._packing = Packing(
             budget=config.tokens_per_microbatch,
             num_ranks=self._ranks.config.num_shares,
             cost=estimate_cost(model, self._routed),
         )
+        """The limits by which samples are packed into micro-batches."""
         self._vocab_size = count_vocabulary(model)
         self._limit = context_limit(model.config)
+        """The longest context for which the model can be used."""
 
         invariant = is_deterministic(model)
         fills = not invariant and products.install(model, config.tokens_per_microbatch) and self._routed is None
@@ -126,7 +132,9 @@ class Forward:
 
         top_entries = partial(TopEntries, chunk=chunk, temperature=temperature)
         self._token_logprobs: Callable[..., tuple[Tensor, ...]]
+        """The computation of log π and entropies of the sampled tokens."""
         self._top_entries: Callable[..., tuple[Tensor, ...]]
+        """The computation of the likeliest entries."""
         recorder = KindRecorder(self._ranks.device)
         probe = make_probe(InvariantPlan([2], self._ranks.device) if invariant else recorder)
         if self._ranks.config.world > 1:

@@ -61,10 +61,15 @@ class KeptEntries:
     def __init__(self, kept: KeptSets, device: torch.device) -> None:
         """Copy ``kept``, the kept-sets of P tokens, to ``device``."""
         self.sizes_P = torch.from_numpy(kept.sizes_T.astype(np.int64)).to(device)
+        """The number of entries of each token."""
         self.owners_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T)).to(device)
+        """The index of the token to which each entry belongs."""
         self._ids_E = kept.ids_E.astype(np.int64)
+        """The id of each entry in the vocabulary, in host memory."""
         self._owners_E = np.repeat(np.arange(len(kept)), kept.sizes_T)
+        """The same as ``owners_E``, in host memory."""
         self._ends_P = np.concatenate([[0], np.cumsum(kept.sizes_T)])
+        """The index E at which the entries of each token begin; P + 1 numbers."""
 
     def within(self, tokens: slice, entries: slice) -> tuple[Tensor, Tensor]:
         """Return the kept entries in the tile of the slices ``tokens`` and ``entries`` (of the vocabulary): their
@@ -337,16 +342,19 @@ class _LogitGradient:
         grad_top_PK: Tensor,
         shares_E: Tensor | None,
     ) -> None:
-        """Store the gradients of the three results of the forward pass. ``grad_entropy_P`` is ``None`` if entropies
-        have no gradient. ``shares_E`` are the probabilities of the kept entries within their kept-sets; ``None``
-        without kept-sets."""
+        """Store the gradients of the three results of the forward pass for ``request``: of the log-probabilities
+        (``grad_logprob_P``), of the entropies (``grad_entropy_P``; ``None`` if they have no gradient) and of the
+        requested entries (``grad_top_PK``). ``shares_E`` are the probabilities of the kept entries within their
+        kept-sets; ``None`` without kept-sets."""
         self._request = request
         self._grad_logprob_P, self._grad_entropy_P, self._grad_top_PK = grad_logprob_P, grad_entropy_P, grad_top_PK
         self._softmax_factor_P = -grad_logprob_P
+        """The factor of the softmax over the whole vocabulary in the gradient of each token."""
         if request.kept is not None:
             assert shares_E is not None
             self._softmax_factor_P = self._softmax_factor_P.masked_fill(request.kept.sizes_P > 0, 0.0)
             self._grad_kept_E = -grad_logprob_P[request.kept.owners_E] * shares_E
+            """The term that each kept entry adds to the gradient of its logit."""
         self._softmax_factor_P = self._softmax_factor_P - grad_top_PK.sum(1)
 
     def __call__(self, log_p_CB: Tensor, entropy_P: Tensor, tokens: slice, ids: slice) -> Tensor:
@@ -372,15 +380,20 @@ class _GradientSums:
     computed for one block of rows at a time."""
 
     def __init__(self, head: _Head, needed: tuple[bool, bool, bool]) -> None:
-        """Initialise the sums. ``needed`` says for hidden states, weight and bias whether a gradient is needed."""
+        """Start with zeros. ``head`` is the output layer with the hidden states of the P tokens. ``needed`` says for
+        hidden states, weight and bias whether a gradient is needed."""
         self._head = head
         need_hidden, need_weight, need_bias = needed
         self._hidden = torch.zeros_like(head.hidden_PD, dtype=head.wide) if need_hidden else None
+        """The gradient of the hidden states; ``None`` if it is not needed."""
         self._weight = torch.zeros_like(head.weight_VD) if need_weight else None
+        """The gradient of the weight; ``None`` if it is not needed."""
         self._bias = (
             torch.zeros(len(head.weight_VD), dtype=head.wide, device=head.weight_VD.device) if need_bias else None
         )
+        """The gradient of the bias; ``None`` if it is not needed."""
         self._block: Tensor | None = None
+        """The sum for the block of the weight's rows that is being computed; ``None`` between blocks."""
 
     def add(self, tokens: slice, entries: slice, grad_CB: Tensor) -> None:
         """Add the contribution of a tile, with the gradient ``grad_CB`` of its logits, to all gradients."""

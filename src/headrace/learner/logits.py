@@ -66,13 +66,16 @@ class SplitModel:
         name = trunk_name(model)
         self._trunk: Any = model.get_submodule(name)
         self._given_hidden = GivenHidden(self._trunk)
+        """The module that replaces the trunk in the head's forward pass and returns given hidden states."""
         # the same modules and parameters except the trunk, so that its forward pass computes only the head
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, name: self._given_hidden}
         self._linear = model.get_output_embeddings()
+        """The output layer."""
         self._is_matrix = type(self._linear) is nn.Linear and acts_as_matrix(
             HeadMatrix(self._linear.weight, self._linear.bias), self.logits
         )
+        """Whether the head is a single matrix product."""
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Run the trunk over ``inputs``, the keyword arguments of its forward pass, and return its hidden states ``[M,
@@ -199,11 +202,13 @@ class TokenLogprobs:
         entropy_gradient: bool,
         log_softmax: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Prepare the computation for ``model``. ``chunk`` is the most positions whose logits are in memory at a time.
-        ``log_softmax`` is a function over the last dimension, applied to all logits of a chunk; ``None``: torch's
-        function, or tiles if the head is a single matrix."""
+        """Prepare the computation for ``model``. ``chunk`` is the largest number of positions whose logits are in
+        memory at a time. Logits are divided by the sampling ``temperature``, and entropies have a gradient if
+        ``entropy_gradient``. ``log_softmax`` is a function over the last dimension, applied to all logits of a chunk;
+        ``None``: torch's function, or tiles if the head is a single matrix."""
         self._model = model
         self._tiled = log_softmax is None
+        """Whether log-probabilities may be computed in tiles, without all logits of a chunk."""
         self._log_softmax = log_softmax or partial(torch.log_softmax, dim=-1)
         self._chunk = chunk
         self._temperature = temperature

@@ -2,7 +2,8 @@
 
 On x86 processors torch multiplies float32 matrices with MKL, whose AVX-512 code runs on Intel's processors only. On
 AMD's processors, oneDNN, which torch also contains, is about twice as fast (docs/log.md). There, products above a size
-are computed by oneDNN. All other products, and products on other processors, are computed by torch's default.
+are computed by oneDNN. All other products, and products on other processors, are computed by MKL, torch's default
+library.
 
 Shape legend: M rows, K inputs, N outputs of a linear layer.
 """
@@ -131,11 +132,11 @@ def _outer(grad_MN: Tensor, x_MK: Tensor) -> Tensor:
     return _product(x_MK.t(), grad_MN).t()
 
 
-def _product(one: Tensor, other: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Return the product ``one @ other + bias`` of two matrices, computed by oneDNN, without a gradient."""
+def _product(left: Tensor, right: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Return ``left @ right`` plus ``bias_N`` (``None``: no bias), computed by oneDNN, without a gradient."""
     multiply = _onednn()
     assert multiply is not None
-    out: Tensor = multiply(_dense(one), _dense(other).t(), bias_N, "none", [], "")
+    out: Tensor = multiply(_dense(left), _dense(right).t(), bias_N, "none", [], "")
     return out
 
 

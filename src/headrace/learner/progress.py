@@ -45,6 +45,7 @@ class Progress:
         """Create the record without a current unit of work; durations are measured by ``clock``."""
         self._clock = clock
         self._usual_s: dict[str, float] = {}
+        """The longest duration of recent units of each kind, in seconds; older ones count less."""
         self.num_units = 0
         """The number of units that have ended."""
         self.unit = WorkUnit(kind="", what="", start_s=clock.now())

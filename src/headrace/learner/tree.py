@@ -49,9 +49,12 @@ class PrefixTrees:
         self._batch = batch
         self._lengths_S = batch.lengths_S.astype(np.int64)
         self._starts_S = np.cumsum(self._lengths_S) - self._lengths_S
+        """The index in the batch of the first token of each sample."""
         self._keys_N = _keys(batch)
+        """The sort key of each token."""
         known_N = np.zeros(0, np.int64) if batch.routing is None else batch.routing.known_T.astype(np.int64)
         self._known_before_N = np.cumsum(known_N) - known_N
+        """The number of tokens before each token whose experts were recorded."""
 
     def make_unit(self, samples: Index) -> Unit:
         """Return the prefix tree of ``samples``, indices into the batch, as one unit of any size. Equal samples keep
@@ -66,8 +69,7 @@ class PrefixTrees:
         if self._batch.routing is not None:
             routing = self._batch.routing
             for place in np.flatnonzero(shared_K):
-                one, other = order[place - 1 : place + 1].tolist()
-                shared_K[place] = self._common(routing, one, other, int(shared_K[place]))
+                shared_K[place] = self._common(routing, order[place - 1 : place + 1], int(shared_K[place]))
         return Unit(samples=order, shared_K=shared_K)
 
     def _tokens(self, sample: int) -> slice:
@@ -88,10 +90,11 @@ class PrefixTrees:
         lengths[found] = places[differs][at]
         return lengths
 
-    def _common(self, routing: Routing, one: int, other: int, length: int) -> int:
-        """Return the length of the common prefix of two samples, at most ``length`` tokens. Two tokens are equal if
-        they have the same ids and the same recorded experts, or both no recorded experts."""
-        first, second = (slice(start, start + length) for start in (self._starts_S[[one, other]]).tolist())
+    def _common(self, routing: Routing, pair: Index, length: int) -> int:
+        """Return the length of the common prefix of the two samples with the indices ``pair``, at most ``length``
+        tokens. Two tokens are equal if they have the same ids and the same recorded experts in ``routing``, or both no
+        recorded experts."""
+        first, second = (slice(start, start + length) for start in self._starts_S[pair].tolist())
         same = self._batch.ids_N[first] == self._batch.ids_N[second]
         same &= routing.known_T[first] == routing.known_T[second]
         return self._common_experts(routing, first, second, _until_false(same))

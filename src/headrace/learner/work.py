@@ -145,11 +145,17 @@ class MicroBatchStats:
     def __init__(self) -> None:
         """Create empty statistics."""
         self._first_token = 0
+        """The index of the first token of the present part of the batch among all tokens of the batch."""
         self._num_tokens = 0
+        """The number of tokens of all parts of the batch so far."""
         self._teacher_scores: list[TeacherScores] = []
+        """The scores of a teacher that the learner computes, one record for each part of the batch."""
         self._losses: list[float] = []
+        """The loss of each micro-batch."""
         self._metrics: list[Mapping[str, Ratio]] = []
+        """The metrics of each micro-batch and of each part of the batch."""
         self._stats: list[TokenStats] = []
+        """The columns over the loss tokens, one record for each micro-batch."""
 
     @classmethod
     def of_updates(

@@ -63,7 +63,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the feed-forward part of a layer; in a mixture, of one expert."""
     num_experts: int = 0
     """Number of experts of a layer; 0 for a dense model."""
-    chosen: int = 0
+    experts_per_token: int = 0
     """Number of experts that process one token; 0 for a dense model."""
     num_norms: int = 2
     """Number of norms of a layer over the hidden size."""
@@ -137,12 +137,12 @@ def parse_shape(name: str, config: Mapping[str, Any]) -> ModelShape:
     vocabulary = _positive_int(config, "vocab_size")
     attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head
     experts = int(config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0)
-    chosen = int(config.get("num_experts_per_tok") or 0) if experts else 0
+    selected = int(config.get("num_experts_per_tok") or 0) if experts else 0
     width = config.get("moe_intermediate_size") if experts else None
     inner = int(width or _positive_int(config, "intermediate_size"))
     expert = 3 * hidden * inner
     feed_forward = experts * expert + experts * hidden if experts else expert
-    active_feed_forward = chosen * expert + experts * hidden if experts else expert
+    active_feed_forward = selected * expert + experts * hidden if experts else expert
     tied = bool(config.get("tie_word_embeddings"))
     # multi-head latent attention caches one latent vector and the rotary part of the keys instead of keys and values
     latent = config.get("kv_lora_rank")
@@ -153,7 +153,7 @@ def parse_shape(name: str, config: Mapping[str, Any]) -> ModelShape:
         params=layers * (attention + feed_forward + 2 * hidden) + (1 if tied else 2) * vocabulary * hidden + hidden,
         active=layers * (attention + active_feed_forward) + vocabulary * hidden,
         expert_params=layers * experts * expert,
-        expert_share=chosen / experts if experts else 1.0,
+        expert_share=selected / experts if experts else 1.0,
         layers=layers,
         attention_width=heads * head,
         kv_numbers=layers * cached,
@@ -167,7 +167,7 @@ def parse_shape(name: str, config: Mapping[str, Any]) -> ModelShape:
         tied=tied,
         inner=inner,
         num_experts=experts,
-        chosen=chosen,
+        experts_per_token=selected,
         num_norms=4 if kind in FOUR_NORMS else 2,
         normed_heads=kind in NORMED_HEADS,
         interleaved=kind in INTERLEAVED_GATES,

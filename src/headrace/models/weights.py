@@ -81,7 +81,7 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
     loaded.
 
     Each tensor is read once and not copied. Other buffers are not checked, because masks may contain -inf. For a
-    sharded tensor, this rank's part is checked.
+    sharded tensor, this rank's shard is checked.
     """
     found = not_finite(dict(model.named_parameters()) | correction_biases(model))
     if found:
@@ -94,7 +94,7 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the tensors with infinite values or NaN, each as its name and the number of such values. For a sharded
-    tensor, this rank's part is checked.
+    tensor, this rank's shard is checked.
 
     >>> not_finite({"up": torch.tensor([1.0, torch.nan, torch.inf]), "down": torch.ones(2)})
     ['up (2 of 3 values)']

@@ -48,7 +48,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_min: float | None = None
     """The least reward of the batch's episodes; ``None`` if none was scored."""
     reward_max: float | None = None
-    """The greatest reward of the batch's episodes; ``None`` if none was scored."""
+    """The largest reward of the batch's episodes; ``None`` if none was scored."""
     eval_accuracy: float | None = None
     """The mean reward on held-out tasks, if an evaluation ended since the previous step; ``None`` otherwise."""
     eval_version: int | None = None

@@ -45,7 +45,7 @@ CONFIDENCES = (0.5, 0.9)
 for each class."""
 REST, LONGEST_REST = 100, 1600
 """The number of passes in which the head computes nothing after its drafts did not save time: the first number, and the
-greatest number. The number doubles each time until a draft is accepted."""
+largest number. The number doubles each time until a draft is accepted."""
 _MOST_UNPAID = 3
 """The number of consecutive passes without an accepted draft of the head after which it rests."""
 

@@ -1,4 +1,4 @@
-"""The routing of cached tokens (the experts that each mixture-of-experts layer chose for them), stored beside their
+"""The routing of cached tokens (the experts that each mixture-of-experts layer selected for them), stored beside their
 keys and values.
 
 The routing of a token is stored at its position in its block, so sequences that share a block (siblings with one

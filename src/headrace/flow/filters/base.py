@@ -71,7 +71,7 @@ class FilterSection(Section):
         return None
 
     def episodes_left(self, num_episodes: int) -> int:
-        """Return the greatest number of episodes that can remain of a group of ``num_episodes`` after this filter. Only
+        """Return the largest number of episodes that can remain of a group of ``num_episodes`` after this filter. Only
         the check of the settings calls it."""
         return num_episodes
 

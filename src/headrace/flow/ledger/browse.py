@@ -82,11 +82,11 @@ class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reward_from: float | None = None
     """The smallest reward."""
     reward_to: float | None = None
-    """The greatest reward."""
+    """The largest reward."""
     tokens_from: Stored | None = None
     """The smallest number of sampled tokens."""
     tokens_to: Stored | None = None
-    """The greatest number of sampled tokens."""
+    """The largest number of sampled tokens."""
     age_from: Stored | None = None
     """The smallest age of its oldest token, in versions, at the step that took it."""
     cause: str | None = None

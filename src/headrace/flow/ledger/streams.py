@@ -26,7 +26,7 @@ class RunningTurns:
     operation. The flow owns the collector."""
 
     def __init__(self, record: Callable[[Stream], object], clock: Clock, *, most: int) -> None:
-        """Create an empty collector. ``record`` is the function that records an operation. ``most`` is the greatest
+        """Create an empty collector. ``record`` is the function that records an operation. ``most`` is the largest
         number of tokens of each turn that a crash may lose; with 0, nothing is recorded before a turn ends."""
         self._record = record
         self._clock = clock

@@ -125,7 +125,7 @@ def _in_time(state: FlowState, steps: Counter[int]) -> bool:
 
 
 def age_needed(state: FlowState, *, only_planned: bool) -> int:
-    """Return the greatest age, in versions, that a recorded token will have when it is trained. It is compared with the
+    """Return the largest age, in versions, that a recorded token will have when it is trained. It is compared with the
     bound after a crash. Groups of replayed steps are trained at their steps. The remaining groups follow, by number in
     strict order and otherwise the oldest first. With ``only_planned``, only groups of replayed steps are considered,
     for policies that drop groups that are too old."""

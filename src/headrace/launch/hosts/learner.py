@@ -61,7 +61,7 @@ from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, join_ranks
-from headrace.learner.parallel.shards import gather_each, local_part
+from headrace.learner.parallel.shards import gather_each, local_shard
 from headrace.learner.parallel.shares import assign_boxes
 from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
@@ -270,7 +270,7 @@ class PublishedBuffers:
         """Copy the current weights into the buffer with the index ``slot``. All ranks must call this at the same time,
         because each rank may have a part of every tensor."""
         if self._sent_boxes is not None and self.publisher is not None:
-            self.publisher.fill(slot, (local_part(self._tensors[name].detach()) for name in self._sent_boxes))
+            self.publisher.fill(slot, (local_shard(self._tensors[name].detach()) for name in self._sent_boxes))
             return
         if self._is_whole and self.publisher is not None:
             self.publisher.copy(slot)

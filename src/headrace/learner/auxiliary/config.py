@@ -124,7 +124,7 @@ class SampledVersions(KeptSection):
     kind: Literal["sampled"] = "sampled"
     """Selects these weights."""
     versions: int = Field(ge=1, le=MOST_VERSIONS)
-    """Number of versions of which a copy is kept: the greatest age of a token. A run takes it from ``flow.max_age``."""
+    """Number of versions of which a copy is kept: the largest age of a token. A run takes it from ``flow.max_age``."""
 
     @property
     def num_copies(self) -> int:

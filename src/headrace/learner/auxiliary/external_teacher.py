@@ -35,6 +35,7 @@ class ExternalTeacher(AuxiliaryModel):
         """Record which of the teacher's columns the objective of ``parts`` reads."""
         self._objective = parts.objective
         self._reads_top = "top_k" in parts.objective.columns
+        """Whether the objective reads the teacher's likeliest entries."""
 
     @property
     def has_state(self) -> bool:

@@ -73,9 +73,10 @@ class OfThisModel:
     with the copies for one pass."""
 
     def __init__(self, parts: LearnerParts, config: KeptConfig, setting: str) -> None:
-        """Create the kept weights that ``config`` describes. ``setting`` is the name of its table in the run file, for
-        errors."""
+        """Create the kept weights that ``config`` describes, for the learner with these ``parts``. ``setting`` is the
+        name of its table in the run file, for errors."""
         self._forward = parts.forward
+        """The forward passes of the trained model."""
         trained = parts.optimizer.trained
         if isinstance(config, Frozen) and config.path is not None:
             self.kept: KeptWeights | None = OneCopy(_read_copy(parts, config, config.path, setting), has_state=False)
@@ -96,8 +97,9 @@ class OfAnother:
     kept: KeptWeights | None = None
 
     def __init__(self, parts: LearnerParts, config: OtherModel, setting: str) -> None:
-        """Load the model in ``config.path``, in the trained model's dtype. ``setting`` is the name of its table in the
-        run file, for errors. Raises :class:`~headrace.base.errors.ConfigError` for another vocabulary."""
+        """Load the model in ``config.path``, in the dtype of the trained model of the learner with these ``parts``.
+        ``setting`` is the name of its table in the run file, for errors. Raises
+        :class:`~headrace.base.errors.ConfigError` for another vocabulary."""
         dtype: Any = str(parts.model.dtype).removeprefix("torch.")
         with errors_naming(f"{setting}.path"):
             refuse_other_vocabulary(config.path, str(parts.context.model_dir), f"{setting}.path")
@@ -111,6 +113,7 @@ class OfAnother:
             entropy_gradient=False,
             ranks=parts.ranks,
         )
+        """The forward passes of the other model."""
 
     @contextmanager
     def computing(self) -> Iterator[Forward]:
@@ -137,7 +140,9 @@ class QueriedModel(AuxiliaryModel):
         """Load or copy the weights of the policy that ``config`` describes, for the learner with these ``parts``."""
         self._objective = parts.objective
         self._source = source(parts, config, f"learner.{self.setting}")
+        """The model that computes the policy."""
         self._kept = self._source.kept
+        """The kept weights of the policy; ``None`` for a separate model."""
 
     @property
     def swaps_weights(self) -> bool:
@@ -188,6 +193,7 @@ class Reference(QueriedModel):
         """Create the reference policy that ``config`` describes, for the learner with these ``parts``."""
         super().__init__(parts, config)
         self._own = parts.forward
+        """The forward passes of the trained model under its own weights."""
 
     def prepare(self, work: StepWork) -> StepWork:
         """Return ``work`` with log π_ref of each token and, for objectives that need it (KTO), with the estimate of
@@ -233,6 +239,7 @@ class TeacherModel(QueriedModel):
         self._config = config
         vocab_size = count_vocabulary(parts.model)
         self._top_request = TopRequest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
+        """The request for the teacher's likeliest entries, among those that the trained model has, too."""
 
     def prepare(self, work: StepWork) -> StepWork:
         """Return ``work`` with the columns of the teacher that the objective reads: the likeliest entries, or the
@@ -320,10 +327,13 @@ class SampledPolicies(AuxiliaryModel):
     name = "sampled"
 
     def __init__(self, parts: LearnerParts, config: SampledVersions) -> None:
-        """Allocate the copies of the trained weights for the last ``config.versions`` versions."""
+        """Allocate copies of the trained weights for the last ``config.versions`` versions, for the learner with these
+        ``parts``."""
         self._forward = parts.forward
+        """The forward passes of the trained model."""
         trained = parts.optimizer.trained
         self._ring = Ring([Copy(parts.model, trained, config.device) for _ in range(config.versions)])
+        """The weights of the last versions."""
 
     @property
     def swaps_weights(self) -> bool:
@@ -342,7 +352,7 @@ class SampledPolicies(AuxiliaryModel):
                 raise RunError(
                     f"step {batch.step} has tokens of version {batch.step - age}, and the weights of the last "
                     f"{len(self._ring)} versions are kept",
-                    remedy="set learner.old.versions to the greatest age of a token (flow.max_age)",
+                    remedy="set learner.old.versions to the largest age of a token (flow.max_age)",
                 )
             mask_N = old_N & (ages_N == age)
             with self._ring.swapped_in_from(age):

@@ -95,7 +95,7 @@ def parted(model: PreTrainedModel) -> frozenset[str]:
 @contextmanager
 def _unsharded_shapes(model: PreTrainedModel) -> Iterator[None]:
     """Return a context in which weights have the shapes of whole weights, and the model has no plan for tensor
-    parallelism. Otherwise peft would create adapters with the shapes of this rank's parts, and with other initial
+    parallelism. Otherwise peft would create adapters with the shapes of this rank's shards, and with other initial
     values than in one process."""
     sharded = {module: module._parameters["weight"] for module in model.modules() if _is_sharded(module)}
     mesh: Any = model._device_mesh
@@ -114,7 +114,7 @@ def _unsharded_shapes(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Return whether this rank has only a part of the weight of ``module``."""
+    """Return whether this rank has only a shard of the weight of ``module``."""
     return isinstance(module._parameters.get("weight"), DTensor)
 
 
@@ -147,7 +147,7 @@ def _cut_over_tensor(weight: Tensor) -> bool:
 
 
 def _rows_of_b(layer: nn.Linear, group: dist.ProcessGroup, inner: Tensor) -> Tensor:
-    """Return this rank's part of the output of B (``layer``) from A·x (``inner``), which every rank has. The backward
+    """Return this rank's shard of the output of B (``layer``) from A·x (``inner``), which every rank has. The backward
     pass sums the gradients of A·x over the ranks."""
     backward: Any = _SumBackward.apply
     rows = layer.weight.chunk(dist.get_world_size(group), dim=0)[dist.get_rank(group)]

@@ -54,6 +54,7 @@ class Pieces:
         self.num_tokens = num_tokens
         self.num_ranks = num_ranks
         self._size = -(-num_tokens // (2 * num_ranks))
+        """The number of tokens of each piece; the last pieces may be shorter."""
 
     @property
     def per_rank(self) -> int:
@@ -102,23 +103,27 @@ class ContextPlan:
         device: torch.device,
         compute: Compute | None = None,
     ) -> None:
-        """Compute the positions, runs and gathering order of this rank's tokens. ``pieces`` assigns the tokens of the
-        micro-batch to the ranks of ``group``. ``compute`` is the function for flex attention; ``None``: attention is
-        one call for each run of tokens."""
+        """Compute the positions, runs and gathering order of this rank's tokens, as tensors on ``device``. ``pieces``
+        assigns the tokens of the micro-batch to the ranks of ``group``. ``compute`` is the function for flex attention;
+        ``None``: attention is one call for each run of tokens. The other arguments are described at the class."""
         self._group = group
         rank = dist.get_rank(group)
-        places = [pieces.get_indices(other) for other in range(pieces.num_ranks)]
+        indices_by_rank = [pieces.get_indices(other) for other in range(pieces.num_ranks)]
         starts_M = np.repeat(np.cumsum(lengths_S) - lengths_S, lengths_S)
-        mine = places[rank]
+        mine = indices_by_rank[rank]
         self._runs = _runs(mine, starts_M)
+        """The runs of consecutive tokens of one sequence among this rank's tokens."""
         self._padding = pieces.per_rank - len(mine)
+        """The number of padding tokens at the end of this rank's tokens, so that all ranks have as many."""
         positions = np.concatenate([mine - starts_M[mine], np.zeros(self._padding, np.int64)])
         self.positions_N = torch.from_numpy(positions).to(device)
         gathered_at_M = np.empty(pieces.num_tokens, np.int64)
-        for other, theirs in enumerate(places):
+        for other, theirs in enumerate(indices_by_rank):
             gathered_at_M[theirs] = other * pieces.per_rank + np.arange(len(theirs))
         self._gathered_at_M = torch.from_numpy(gathered_at_M).to(device)
+        """The index of each token of the micro-batch among the tokens that are gathered from all ranks."""
         self._flex: FlexMask | None = None
+        """The mask of flex attention; ``None`` if attention is computed run by run."""
         if compute is not None:
             whole = Reach.from_lengths(lengths_S)
             self._flex = FlexMask(whole.take(mine, self._padding), whole, device, compute)

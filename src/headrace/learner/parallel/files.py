@@ -31,7 +31,7 @@ from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.parts import STEP, UPDATES, SavedParts, SavedTensor, number_of_files, find_shards
 from headrace.learner.parallel.saving import WEIGHT, ShardedSnapshot, SourceTensor
-from headrace.learner.parallel.shards import local_part, slice_part
+from headrace.learner.parallel.shards import local_shard, slice_shard
 from headrace.models.config import ModelConfig
 from headrace.models.weights import fixed_buffers, is_adapted, weight_tensors
 
@@ -80,13 +80,13 @@ class Snapshot:
     def _sources(self) -> Iterator[SourceTensor]:
         """Yield all tensors of a snapshot of several ranks, in the same order on every rank."""
         for name, tensor in (weight_tensors(self._model) | fixed_buffers(self._model)).items():
-            yield SourceTensor(label=f"{WEIGHT}{name}", part=local_part(tensor.detach()), like=tensor)
+            yield SourceTensor(label=f"{WEIGHT}{name}", part=local_shard(tensor.detach()), like=tensor)
         for one in self._optimizer.trained:
             for key, part in self._optimizer.parts(one).items():
                 yield SourceTensor(label=f"{_OPTIMIZER}{one.name}|{key}", part=part, like=one.weight)
         for model in self._auxiliary:
             for label, tensor in model.state() if model.has_state else ():
-                yield SourceTensor(label=f"{model.name}|{label}", part=local_part(tensor.detach()), like=tensor)
+                yield SourceTensor(label=f"{model.name}|{label}", part=local_shard(tensor.detach()), like=tensor)
 
     def _save_as_one(self, directory: Path, step: int, model_dir: Path) -> None:
         """Write all files into ``directory`` on rank 0, which has all tensors whole, while the other ranks wait. Raises
@@ -136,7 +136,7 @@ class Snapshot:
 
     @torch.no_grad()
     def _restore_shards(self, directory: Path, shards: list[Path]) -> None:
-        """Read this rank's part of the weights from ``shards``, the files of the snapshot ``directory``, into the
+        """Read this rank's shard of the weights from ``shards``, the files of the snapshot ``directory``, into the
         model. Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model, or cannot be
         read."""
         with _reading(directory, "weights"):
@@ -147,11 +147,11 @@ class Snapshot:
             }:
                 raise _other_model_error(directory, self._model)
             for name, tensor in model_tensors.items():
-                local_part(tensor.detach()).copy_(slice_part(saved[name], tensor))
+                local_shard(tensor.detach()).copy_(slice_shard(saved[name], tensor))
 
     @torch.no_grad()
     def _restore_parts(self, directory: Path, ranks: Ranks) -> None:
-        """Load this rank's part of the weights in ``directory`` into the model. Raises
+        """Load this rank's shard of the weights in ``directory`` into the model. Raises
         :class:`~headrace.base.errors.CheckpointError` if they belong to another model."""
         dtype: Any = str(self._model.dtype).removeprefix("torch.")
         model_tensors = weight_tensors(self._model)
@@ -166,11 +166,11 @@ class Snapshot:
         }:
             raise _other_model_error(directory, self._model)
         for name, tensor in model_tensors.items():
-            local_part(tensor.detach()).copy_(local_part(saved[name].detach()))
+            local_shard(tensor.detach()).copy_(local_shard(saved[name].detach()))
 
     def restore_optimizer(self, directory: Path) -> int:
-        """Restore this rank's parts of the optimizer's moments and of the float32 masters, and the random state. Return
-        the number of training steps before the snapshot.
+        """Restore this rank's shards of the optimizer's moments and of the float32 masters, and the random state.
+        Return the number of training steps before the snapshot.
 
         Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
         model.

@@ -1,6 +1,6 @@
-"""The optimizer of a learner, over this rank's parts of the weights.
+"""The optimizer of a learner, over this rank's shards of the weights.
 
-    model's weights (bfloat16, sharded) ◀── rounded ── masters (float32, this rank's part, maybe in host memory)
+    model's weights (bfloat16, sharded) ◀── rounded ── masters (float32, this rank's shard, maybe in host memory)
          │ backward of one micro-batch                     ▲
          ▼                                                 │ AdamW: elementwise; Muon: whole matrices
       p.grad ───────────── collect(): accumulated ───▶ master.grad ── clip
@@ -30,7 +30,7 @@ from headrace.learner.parallel.adapt import parted
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import gather_whole, local_part, num_replicas, slice_part, reshard_like, wrap_shard
+from headrace.learner.parallel.shards import gather_whole, local_shard, num_replicas, slice_shard, reshard_like, wrap_shard
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import DEFAULT, parse_adapter_name, is_adapted, of_adapter
 
@@ -68,7 +68,7 @@ class TrainedWeight:
         weight itself."""
         if self.weight.grad is None or self.master is self.weight:
             return
-        shard = local_part(reshard_like(self.weight.grad, self.weight)).to(
+        shard = local_shard(reshard_like(self.weight.grad, self.weight)).to(
             device=self.master.device, dtype=self.master.dtype
         )
         if self.master.grad is None:
@@ -81,12 +81,12 @@ class TrainedWeight:
         """Copy the updated master into the weight, rounded to the weight's dtype. If they share their memory, do
         nothing."""
         if self.has_own_memory:
-            local_part(self.weight.detach()).copy_(self.master.detach())
+            local_shard(self.weight.detach()).copy_(self.master.detach())
 
     def refresh_master(self) -> None:
         """Copy the weight into its master, after the weight was changed by other code than the optimizer."""
         if self.has_own_memory:
-            self.master.detach().copy_(local_part(self.weight.detach()))
+            self.master.detach().copy_(local_shard(self.weight.detach()))
 
 
 class ShardOptimizer:
@@ -127,6 +127,7 @@ class ShardOptimizer:
         self._low_bit = None if isinstance(self.adamw, torch.optim.AdamW) else self.adamw
         """The AdamW optimizer if its moments have 8 bits; else ``None``."""
         self._momenta: dict[str, dict[str, Tensor]] = {}
+        """The momentum of each matrix that Muon updates, by the weight's name."""
         self._momentum = config.optimizer.momentum
         self._model_reduced_once = model if config.memory.whole_gradients and isinstance(model, FSDPModule) else None
         """The model if torch should reduce its gradients over the ranks only after the last micro-batch; else
@@ -262,15 +263,15 @@ class ShardOptimizer:
     def state(self, one: TrainedWeight) -> dict[str, Tensor]:
         """Return the optimizer's state of the weight ``one`` for a snapshot, sharded like the weight, with the same
         keys on every rank; empty before the first update."""
-        device = local_part(one.weight).device
+        device = local_shard(one.weight).device
         return {key: wrap_shard(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
 
     def parts(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return this rank's parts of the tensors of :meth:`state`, with the same keys, on the device on which the
+        """Return this rank's shards of the tensors of :meth:`state`, with the same keys, on the device on which the
         optimizer keeps them. They share the optimizer's memory, except moments of 8 bits."""
         if not self.updates:
             return {}
-        optimizer_state = self._get_state(one) or self._zeros(one)  # empty tensors if this rank's part is empty
+        optimizer_state = self._get_state(one) or self._zeros(one)  # empty tensors if this rank's shard is empty
         state = {key: optimizer_state[key] for key in (MUON if one.muon else ADAMW)}
         if self._low_bit is not None:
             state = self._low_bit.plain(state)
@@ -281,8 +282,8 @@ class ShardOptimizer:
     @torch.no_grad()
     def set_state(self, one: TrainedWeight, state: Mapping[str, Tensor | SavedTensor], updates: int) -> None:
         """Restore some of the tensors that :meth:`state` returned after ``updates`` updates. ``state`` contains whole
-        tensors, or saved tensors, of which this rank's part is read. Raises ``ValueError`` for the state of another
-        optimizer, and the errors of :meth:`SavedTensor.read`."""
+        tensors, or saved tensors, of which this rank's shard is read. Raises ``ValueError`` for the state of another
+        optimizer, and the same errors as :meth:`SavedTensor.read`."""
         known = MUON if one.muon else ADAMW
         if self._low_bit is None and (strange := sorted(state.keys() - {*known, MASTER})):
             raise ValueError(f"{strange[0]} of {one.name} is another optimizer's")
@@ -302,11 +303,11 @@ class ShardOptimizer:
             self._get_state(one)["step"] = self._count(one, updates)
 
     def _part(self, tensor: Tensor | SavedTensor, one: TrainedWeight) -> Tensor:
-        """Return this rank's part of one tensor of a weight's state. Codes and scales of 8-bit moments are whole, since
-        they are used with one rank only, and their shapes differ from the weight's."""
+        """Return this rank's shard of one tensor of a weight's state. Codes and scales of 8-bit moments are whole,
+        since they are used with one rank only, and their shapes differ from the weight's."""
         if self._low_bit is not None and isinstance(tensor, SavedTensor):
             return tensor.whole()
-        return slice_part(tensor, one.weight)
+        return slice_shard(tensor, one.weight)
 
     def _zeros(self, one: TrainedWeight) -> dict[str, Tensor]:
         """Return the optimizer's state of a weight before its first update: zeros for AdamW's moments, or for Muon's
@@ -329,7 +330,7 @@ class ShardOptimizer:
         return optimizer_state
 
     def _orthogonal_step(self, one: TrainedWeight, gradient: Tensor, lr: float) -> None:
-        """Update the matrix ``one`` by Muon, with decoupled weight decay. ``gradient`` is this rank's part of the
+        """Update the matrix ``one`` by Muon, with decoupled weight decay. ``gradient`` is this rank's shard of the
         gradient. ``lr`` is the common learning rate, which is scaled by this weight's rule. Every rank applies torch's
         Muon to the whole matrix and uses its own part of the result, which therefore does not depend on the sharding.
 
@@ -340,14 +341,14 @@ class ShardOptimizer:
         lr *= rule.lr_scale
         momentum = self._get_state(one).setdefault(MUON[0], torch.zeros_like(one.master))
         momentum.lerp_(gradient, 1 - self._momentum)
-        nesterov = gradient.lerp(momentum, self._momentum).to(local_part(one.weight).device)
+        nesterov = gradient.lerp(momentum, self._momentum).to(local_shard(one.weight).device)
         full = gather_whole(wrap_shard(nesterov, one.weight))
         update = Parameter(torch.zeros_like(full))
         update.grad = full
         torch.optim.Muon(
             [update], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
         ).step()
-        one.master.mul_(1 - lr * rule.weight_decay).add_(slice_part(update.detach(), one.weight).to(one.master.device))
+        one.master.mul_(1 - lr * rule.weight_decay).add_(slice_shard(update.detach(), one.weight).to(one.master.device))
 
 
 def _gradients(weights: Sequence[TrainedWeight]) -> list[Tensor]:
@@ -384,7 +385,7 @@ def _trained_weight(
     """Return the record of a trained weight, with a separate master if the memory settings require one. With a single
     rank (``alone``), and for a weight of an adapter, which every rank has whole, the master may be the weight itself.
     For ``muon`` and ``summands`` see :class:`TrainedWeight`."""
-    part = local_part(weight.detach())
+    part = local_shard(weight.detach())
     dtype = torch.float32 if memory.masters else part.dtype
     device = torch.device("cpu") if memory.offload_optimizer else part.device
     kept = part.to(device=device, dtype=dtype)

@@ -119,7 +119,7 @@ class SavedTensor:
         self._boxes = boxes
 
     def whole(self) -> Tensor:
-        """Return the whole tensor. Raises the errors of :meth:`read`."""
+        """Return the whole tensor. Raises the same errors as :meth:`read`."""
         return self.read([[range(length)] for length in self.shape])
 
     def read(self, ranges: Ranges) -> Tensor:

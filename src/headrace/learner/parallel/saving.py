@@ -51,12 +51,12 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensor:
-    """A tensor of a snapshot, of which this rank has a part."""
+    """A tensor of a snapshot, of which this rank has a shard."""
 
     label: str
     """The name of the tensor in the snapshot."""
     part: Tensor
-    """This rank's part, on any device."""
+    """This rank's shard, on any device."""
     like: Tensor
     """A tensor with the same shape and the same sharding."""
 
@@ -87,10 +87,15 @@ class ShardedSnapshot:
         self._ranks = ranks
         self._directory = directory
         self._numbers = dict(numbers)
+        """The numbers of training steps and of updates, which each file contains."""
         self._parts: list[Part] = []
+        """The boxes that this rank writes, copied to host memory."""
         self._weights: list[tuple[str, int]] = []
+        """The name and the size in bytes of each weight of the model, as a whole."""
         self._total_bytes = 0
+        """The size in bytes of all tensors of the snapshot on all ranks."""
         self._problem = ""
+        """The reason why this rank cannot write; empty if there is none."""
 
     def copy(self, tensors: Sequence[SourceTensor]) -> None:
         """Assign the boxes of ``tensors`` to ranks, and copy the boxes of this rank to host memory. All ranks must call
@@ -212,7 +217,7 @@ def weight_files(sizes: Sequence[int], world: int) -> list[list[int]]:
 
 
 def _places(tensor: Tensor) -> Iterator[tuple[Box, tuple[slice, ...]]]:
-    """Yield each box of ``tensor`` that this rank has, and its slices in this rank's part."""
+    """Yield each box of ``tensor`` that this rank has, and its slices in this rank's shard."""
     axes = [list(zip(axis, slots(axis), strict=True)) for axis in local_ranges(tensor)]
     for chosen in itertools.product(*axes):
         box = tuple((run.start, run.stop) for run, _ in chosen)
@@ -226,7 +231,7 @@ def _num_bytes(one: SourceTensor, box: Box) -> int:
 
 
 def _copy_box(one: SourceTensor, box: Box, where: tuple[slice, ...]) -> Part:
-    """Return a copy of one box of a tensor in host memory; ``where`` are its slices in this rank's part."""
+    """Return a copy of one box of a tensor in host memory; ``where`` are its slices in this rank's shard."""
     values = one.part[where].to("cpu", copy=True, memory_format=torch.contiguous_format)
     return Part(label=one.label, at=tuple(begin for begin, _ in box), shape=tuple(one.like.shape), values=values)
 

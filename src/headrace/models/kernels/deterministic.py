@@ -314,7 +314,7 @@ def make_deterministic(model: nn.Module) -> FuseReport:
 
 def make_head_deterministic(head: PredictionHead) -> None:
     """Replace the forward methods of the prediction head of a deterministic model by batch-invariant kernels, so that
-    drafts do not depend on the batch. Raises the errors of :func:`make_deterministic`."""
+    drafts do not depend on the batch. Raises the same errors as :func:`make_deterministic`."""
     make_deterministic(head.layer)
     head.projection.forward = _InvariantForward(head.projection, _InvariantProducts)  # type: ignore[method-assign]
 

@@ -1,11 +1,11 @@
-"""Detection of the formula by which the routers of a model weight the chosen experts, for any family.
+"""Detection of the formula by which the routers of a model weight the selected experts, for any family.
 
     class of the router ──▶ a new instance with random weights ──▶ its outputs for random tokens, in three precisions
     every formula here  ──▶ the same gates for the same experts, bit for bit? ──▶ the first formula for which this holds
 
 A formula is needed because a replay assigns other experts to a token than the router would choose now. Their gates are
 computed from the scores of all experts, so that every expert has its current score and its gradient. The precision and
-the order of the operations are those of the router, so that the gates of experts that the router did choose are
+the order of the operations are those of the router, so that the gates of experts that the router selected are
 unchanged, bit for bit.
 
 Shape legend: N tokens, H hidden size, E experts, K selected experts.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from headrace.models.settings import BUILDING
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""The logits ``[N, E]`` of all experts, and the gates and indices ``[N, K]`` of the chosen experts."""
+"""The logits ``[N, E]`` of all experts, and the gates and indices ``[N, K]`` of the selected experts."""
 _Scores = Callable[[Tensor, Tensor], Tensor]
 """A function ``scores(logits_NE, experts_NK)`` that returns the scores ``[N, K]`` of selected experts."""
 
@@ -60,11 +60,11 @@ _PROBES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateFormula:
-    """A formula for the gates of chosen experts: scores of the experts, which may be divided by their sum and
+    """A formula for the gates of selected experts: scores of the experts, which may be divided by their sum and
     multiplied by a scale."""
 
     scores: _Scores
-    """The function that computes the scores of the chosen experts from the logits."""
+    """The function that computes the scores of the selected experts from the logits."""
     single: bool
     """Whether scores are computed in float32, whatever the dtype of the logits."""
     epsilon: float | str | None
@@ -92,7 +92,7 @@ class GateFormula:
 
 def _read_dense(output: tuple[Tensor, ...], top_k: int) -> Routed:
     """Return the logits and the ``top_k`` largest gates with their experts, for a router that returns the gates of all
-    experts and their logits. If the gate of a chosen expert is rounded to zero, another expert with the gate zero may
+    experts and their logits. If the gate of a selected expert is rounded to zero, another expert with the gate zero may
     be returned, which has no effect."""
     weights_NE, logits_NE = output
     gates_NK, experts_NK = weights_NE.topk(top_k, dim=1)
@@ -100,7 +100,7 @@ def _read_dense(output: tuple[Tensor, ...], top_k: int) -> Routed:
 
 
 def _dense_gates(routed: Routed) -> Tensor:
-    """Return the gates of all experts, ``[N, E]``, with zero for experts that were not chosen."""
+    """Return the gates of all experts, ``[N, E]``, with zero for experts that were not selected."""
     logits_NE, gates_NK, experts_NK = routed
     return torch.zeros_like(logits_NE).scatter(1, experts_NK, gates_NK.to(logits_NE.dtype))
 
@@ -110,7 +110,7 @@ class KnownRouter:
     """The properties of a model's routers, which are all of one class: their sizes, and their gate formula."""
 
     gates: GateFormula
-    """The formula for the gates of the chosen experts."""
+    """The formula for the gates of the selected experts."""
     top_k: int
     """The number of experts per token."""
     num_experts: int
@@ -118,13 +118,13 @@ class KnownRouter:
     gives_logits: bool
     """Whether the router's scores of all experts are logits; otherwise they are probabilities."""
     chooses_by_logits: bool
-    """Whether the chosen experts are those with the largest logits. Otherwise biases or groups affect the choice."""
+    """Whether the selected experts are those with the largest logits. Otherwise biases or groups affect the choice."""
     dense: bool = False
-    """Whether the routers return the gates ``[N, E]``, zero for experts that are not chosen, and then logits (Llama 4).
-    Otherwise they return logits, gates and indices."""
+    """Whether the routers return the gates ``[N, E]``, zero for experts that are not selected, and then logits (Llama
+    4). Otherwise they return logits, gates and indices."""
 
     def read(self, output: tuple[Tensor, ...]) -> Routed:
-        """Return the logits, and the gates and indices of the chosen experts, from the output of a router."""
+        """Return the logits, and the gates and indices of the selected experts, from the output of a router."""
         return _read_dense(output, self.top_k) if self.dense else (output[0], output[1], output[2])
 
     def make_output(self, routed: Routed) -> tuple[Tensor, ...]:
@@ -209,7 +209,7 @@ class _Probe:
                 dense = len(output) == 2
                 routed = logits_NE, gates_NK, experts_NK = _read_dense(output, router.top_k) if dense else output
                 if dense and not torch.equal(_dense_gates(routed), output[0]):
-                    return None  # experts that are not chosen have gates, too
+                    return None  # experts that are not selected have gates, too
             except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
                 continue
             found = _Probe(router=router, logits_NE=logits_NE, gates_NK=gates_NK, experts_NK=experts_NK, dense=dense)
@@ -228,12 +228,12 @@ class _Probe:
         )
 
     def computed_by(self, formula: GateFormula) -> bool:
-        """Return whether ``formula`` computes the router's gates for the experts that it chose, bit for bit."""
+        """Return whether ``formula`` computes the router's gates for the experts that it selected, bit for bit."""
         found_NK = formula(self.router, self.logits_NE, self.experts_NK).to(self.gates_NK.dtype)
         return torch.equal(found_NK.nan_to_num(-1.0), self.gates_NK.nan_to_num(-1.0))
 
     def chooses_by_logits(self, formula: GateFormula) -> bool:
-        """Return whether the router has chosen the experts with the largest logits, for all tokens whose scores under
+        """Return whether the router has selected the experts with the largest logits, for all tokens whose scores under
         ``formula`` are all different."""
         scores_NE = formula.scores(
             self.logits_NE.float(), torch.arange(self.logits_NE.shape[1]).expand_as(self.logits_NE)

@@ -174,7 +174,7 @@ class RoutingRecorder:
         return experts_NLK
 
     def _record(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
-        """Store the experts that the router of layer ``index`` chose, while recording is on. A forward hook of the
+        """Store the experts that the router of layer ``index`` selected, while recording is on. A forward hook of the
         router."""
         if self.on:
             self._chosen[index] = self._known.read(output)[2]

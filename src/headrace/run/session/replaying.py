@@ -174,5 +174,5 @@ class RecordedBatches:
             groups,
             credit(config.algo, groups, branch_weight=1.0 if flow.pivots is None else flow.pivots.weight),
             agents=config.model.adapter_agents,
-            oldest_version=step - flow.greatest_age if flow.policy.masks_stale else None,
+            oldest_version=step - flow.largest_age if flow.policy.masks_stale else None,
         )
