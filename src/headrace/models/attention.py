@@ -274,14 +274,17 @@ class PackedPlan:
         keys = [_Slots.from_ranges(rows, starts[each], np.zeros_like(each), lengths[each]) for each in members]
         queries = [_Slots.from_ranges(rows, starts[each], (lengths - own)[each], lengths[each]) for each in members]
         self._buckets = [_bucket(*each, device) for each in zip(keys, queries, strict=True)]
+        """The sequences in buckets of similar length, each with the index tensors of its padded rows."""
         self._keys = _padded(keys, total, device)
         """The slots of the tokens in the rows of all buckets, concatenated; ``None`` if they are the tokens of the pass
         in order."""
         self._shared = len(rows) > total
+        """Whether sequences share tokens."""
         self._queries = _padded(queries, total, device) if self._shared else self._keys
         """The slots of the queries of all buckets, concatenated, in which each token occurs once; ``None`` if they are
         the tokens of the pass in order."""
         self._masks: dict[tuple[int, int | None, int | None], Tensor] = {}
+        """The attention masks that layers have used so far, by bucket, window and chunk size."""
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Compute the attention of all sequences of the pass under one layer's ``rule``; a token attends only to its

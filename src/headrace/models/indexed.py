@@ -82,6 +82,7 @@ class IndexerForward:
         """The plan of the present call of the model, which a hook of the attention module sets; ``None`` for a call
         without a plan."""
         self._own = module.forward
+        """The module's own forward method."""
 
     def __call__(
         self,

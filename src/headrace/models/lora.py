@@ -99,6 +99,7 @@ class Switch:
         names = [name for name, parameter in model.named_parameters() if of_adapter(name) and parameter.requires_grad]
         trained = dict.fromkeys(map(parse_adapter_name, names))
         self._layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
+        """The layers that have adapters."""
         self.agents = tuple("" if name == DEFAULT else name for name in trained) if len(trained) > 1 else ("",)
         """The agents whose adapters are trained, the policy (empty name) included; only the policy if there are not
         several adapters."""

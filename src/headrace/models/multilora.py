@@ -156,15 +156,15 @@ class _GroupedRows:
 
     @classmethod
     def create(cls, adapter_N: npt.NDArray[np.int32], num_adapters: int, device: torch.device) -> _GroupedRows:
-        """Return the arrangement for a pass in which token n uses the adapter with number ``adapter_N[n]`` of a stack
-        of ``num_adapters`` adapters; −1 for no adapter."""
-        of_each = [np.flatnonzero(adapter_N == adapter) for adapter in range(num_adapters)]
-        most = max(map(len, of_each))
-        gather_GM, used_GM = np.zeros((num_adapters, most), np.int64), np.zeros((num_adapters, most), bool)
-        for place, own in enumerate(of_each):
-            gather_GM[place, : len(own)], used_GM[place, : len(own)] = own, True
+        """Return the arrangement, as tensors on ``device``, for a pass in which token n uses the adapter with number
+        ``adapter_N[n]`` of a stack of ``num_adapters`` adapters; −1 for no adapter."""
+        tokens_by_adapter = [np.flatnonzero(adapter_N == adapter) for adapter in range(num_adapters)]
+        width = max(map(len, tokens_by_adapter))
+        gather_GM, used_GM = np.zeros((num_adapters, width), np.int64), np.zeros((num_adapters, width), bool)
+        for adapter, tokens in enumerate(tokens_by_adapter):
+            gather_GM[adapter, : len(tokens)], used_GM[adapter, : len(tokens)] = tokens, True
         places = None if used_GM.all() else torch.from_numpy(np.flatnonzero(used_GM)).to(device)
-        rows = torch.from_numpy(np.concatenate(of_each)).to(device)
+        rows = torch.from_numpy(np.concatenate(tokens_by_adapter)).to(device)
         return cls(torch.from_numpy(gather_GM).to(device), rows, places)
 
 
@@ -178,7 +178,7 @@ class MultiLora:
     >>> from headrace.models.tiny import TinySpec, make_tiny
     >>> path = make_tiny(Path(tempfile.mkdtemp()) / "model", TinySpec(vocab="ab", hidden_size=16, num_layers=1))
     >>> multi = MultiLora(load_model(ModelConfig(path=str(path))))
-    >>> lora = multi.new(rank=2, parts=("attention",), seed=1)
+    >>> lora = multi.create(rank=2, parts=("attention",), seed=1)
     >>> sorted(lora.tensors)[0], tuple(lora.tensors["model.layers.0.self_attn.q_proj.lora_A"].shape)
     ('model.layers.0.self_attn.k_proj.lora_A', (2, 16))
     """
@@ -189,8 +189,11 @@ class MultiLora:
         model.requires_grad_(requires_grad=False)
         self.device, self._segments = model.device, list[Segment]()
         self._stack: _StackPass | None = None
+        """The pass with a stack of adapters that is being computed; ``None`` outside such a pass."""
         self._stacks: deque[tuple[list[LoraTensors], LoraStack]] = deque(maxlen=KEPT_STACKS)
+        """The stacks used last, each with its adapters."""
         self._modules: dict[str, nn.Module] = {}
+        """The module of each layer in ``layers``, by name."""
         head: Any = model.get_output_embeddings()
         self.layers: dict[str, AdaptableLayer] = {}
         """Every layer that can be adapted, by name."""
@@ -218,7 +221,7 @@ class MultiLora:
         )
         """Whether the model has weights of experts, which cannot be adapted here."""
 
-    def new(self, *, rank: int, parts: Sequence[str], seed: int, alpha: float = 32.0) -> LoraTensors:
+    def create(self, *, rank: int, parts: Sequence[str], seed: int, alpha: float = 32.0) -> LoraTensors:
         """Return a new adapter for the layers of ``parts`` (attention, MLP, head) with the rank ``rank`` and the scale
         ``alpha / rank``. A is drawn from ``seed``, uniform in ±1/√inputs, layer by layer in the order of names. B is 0,
         so that training begins at the base. torch's random generators are not changed."""
@@ -330,14 +333,16 @@ class _StackPass:
     """One pass with a stack of adapters. The rows of batched products are arranged when a hook first needs them."""
 
     def __init__(self, stack: LoraStack, rows: AdapterRows, num_adapters: int, device: torch.device) -> None:
-        """Prepare a pass with ``stack``, which consists of ``num_adapters`` adapters; ``rows`` contains the adapter of
-        each token."""
+        """Prepare a pass with ``stack``, which consists of ``num_adapters`` adapters on ``device``; ``rows`` contains
+        the adapter of each token."""
         self.stack, self.rows = stack, rows
         self._num_adapters, self._device = num_adapters, device
         self._grouped: dict[bool, _GroupedRows] = {}
+        """The arrangements that were needed so far, by ``is_head``."""
 
     def grouped(self, *, is_head: bool) -> _GroupedRows:
-        """Return the arrangement of all tokens or, for the head, of the tokens whose logits are computed."""
+        """Return the arrangement of all tokens or, if ``is_head``, of the tokens whose logits are computed, for the
+        output layer."""
         if is_head not in self._grouped:
             adapters = self.rows.adapter_K if is_head else self.rows.adapter_N
             self._grouped[is_head] = _GroupedRows.create(adapters, self._num_adapters, self._device)

@@ -39,12 +39,15 @@ class PaddedSlots:
         slots_R = slots_R[np.argsort(token_S[slots_R], kind="stable")]
         counts_N = np.bincount(token_S[slots_R])
         self._token_S = torch.from_numpy(token_S).to(device)
+        """The token in each slot."""
         self._padding = torch.from_numpy(np.flatnonzero(is_padding_S)).to(device)
+        """The slots that are padding."""
         self._slots_R = torch.from_numpy(slots_R).to(device)
         """The slots without padding, ordered by their token."""
         self._first_N = torch.from_numpy(np.cumsum(counts_N) - counts_N).to(device)
         """The index in ``_slots_R`` of each token's first slot."""
         self._shared = len(slots_R) > len(counts_N)
+        """Whether a token has several slots without padding."""
 
     def spread(self, tensor: Tensor) -> Tensor:
         """Return the slots ``[S, ...]``, padding included, for the tokens ``[N, ...]``; with gradients."""

@@ -142,8 +142,8 @@ class TextPlace:
 
     @classmethod
     def find(cls, path: str, whole: PreTrainedModel) -> TextPlace:
-        """Return the position of the text part of ``whole``. Raises :class:`~headrace.base.errors.ModelError` if there
-        is not exactly one text part."""
+        """Return the position of the text part of ``whole``, the model in the directory ``path``. Raises
+        :class:`~headrace.base.errors.ModelError` if there is not exactly one text part."""
         text = extract_text_config(path, whole.config)
         causal = causal_class(text)
         backbone_class = None if causal is None else _backbone_class(text)

@@ -107,8 +107,9 @@ class InvariantPlan(PackedPlan):
         device: torch.device | str = "cpu",
         rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Arrange the sequences as :class:`PackedPlan` does, and as the rows of a cache that contains only this
-        pass."""
+        """Arrange sequences of ``lengths_S`` tokens on ``device`` as :class:`PackedPlan` does, and as the rows of a
+        cache that contains only this pass. ``rows_T`` is the index in the pass of each token of each sequence; ``None``
+        if the sequences are concatenated."""
         super().__init__(lengths_S, device, rows_T)
         counts_R = np.asarray(lengths_S, np.int64)
         counts_R = counts_R[counts_R > 0]
@@ -116,12 +117,14 @@ class InvariantPlan(PackedPlan):
         blocks_R = -(-counts_R // BLOCK)
         first_R = np.cumsum(blocks_R) - blocks_R
         self._num_blocks = int(blocks_R.sum())
+        """The number of blocks of the cache that contains only this pass."""
         self._geometry = Geometry(
             tables_RB=(first_R[:, None] + np.arange(blocks_R.max(initial=1))).astype(np.int32),
             starts_R=np.zeros_like(counts_R),
             counts_R=counts_R,
             num_decode=0,
         )
+        """The layout of the pass over that cache."""
         self._shared_rows: tuple[Tensor, Tensor] | None = None
         """Two index tensors: for each token of the sequences, its row in the pass; and for each row of the pass, one
         token of the sequences. ``None`` if the two are the same."""

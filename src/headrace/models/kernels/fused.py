@@ -87,15 +87,16 @@ class RmsNorm:
 class FusedNorm(Fused):
     """The forward method of an RMSNorm module on kernels."""
 
-    def __init__(self, module: nn.Module, ops: Kernels, how: RmsNorm) -> None:
-        """Prepare the forward method of a normalisation on the kernels ``ops``; ``how`` are its parameters."""
+    def __init__(self, module: nn.Module, ops: Kernels, settings: RmsNorm) -> None:
+        """Prepare the forward method of the normalisation ``module`` on the kernels ``ops``. ``settings`` are its
+        weight and its epsilon, in the form that kernels need."""
         super().__init__(module, ops)
-        self._how = how
+        self._settings = settings
 
     @property
     def norm(self) -> Norm:
         """Return the kernel's arguments for the normalisation, with the present weight of the module."""
-        return self._how.now()
+        return self._settings.now()
 
     def compute(self, hidden_states: Tensor) -> Tensor:
         """Return the normalised hidden states, computed by the kernels."""
@@ -125,13 +126,15 @@ class FusedAttention(Fused):
     sigmoid."""
 
     def __init__(self, module: nn.Module, ops: Kernels, seen: AttentionSample) -> None:
-        """Prepare the forward method. ``seen`` is a recorded call of the module, from which the sizes of its heads and
-        its rule are read."""
+        """Prepare the forward method of ``module`` on the kernels ``ops``. ``seen`` is a recorded call of the module,
+        from which the sizes of its heads and its rule are read."""
         super().__init__(module, ops)
         self.parts: list[Product] = [get_product(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
         self.out: Product = get_product(module.o_proj)  # type: ignore[arg-type]
         self._norms = [find_norm(getattr(module, name, None)) for name in ("q_norm", "k_norm")]
+        """The norms of queries and keys; ``None`` where the module has none."""
         self._rule, self._sinks = replace(seen.rule, sinks_H=None), seen.name_of_sinks(module)
+        """The rule of the layer without its sinks, and the name of the parameter that has the sinks."""
         self.sizes = [(tensor.shape[1], tensor.shape[2]) for tensor in seen.qkv]
         (heads, size), _, (_, value_size) = self.sizes
         self.gated = module.q_proj.out_features == 2 * heads * size and size == value_size  # type: ignore[union-attr]

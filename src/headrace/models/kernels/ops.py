@@ -238,6 +238,7 @@ class Kernels:
             function.argtypes, function.restype = signature, None
         library.hr_panel.restype = c_int
         self._panel: int = library.hr_panel()
+        """The number of rows of a panel."""
         self._pack = library.hr_pack
         self._linear, self._gated, self._norm = library.hr_linear, library.hr_gated, library.hr_norm
         self._heads, self._gate, self._log_softmax = library.hr_heads, library.hr_gate, library.hr_log_softmax

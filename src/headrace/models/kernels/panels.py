@@ -79,6 +79,7 @@ class Product:
         self.lora: LowRank | None = None
         """The adapters of the present pass; ``None`` for none."""
         self._parameters: dict[str, Any] = linear._parameters
+        """The parameters of the layer by name; a new version replaces their memory."""
 
     def weights(self) -> PackedProduct:
         """Return the present weights as kernels accept them, with panels if they belong to the present weight, and with

@@ -96,7 +96,9 @@ class FlexMask:
         self._number_Q, self._number_M, self._end_M, self._place_M = (
             self._upload(each) for each in (queries.number_N, keys.number_N, keys.end_N, keys.place_N)
         )
+        """The numbers of the reach of queries and keys as tensors on the device (see :class:`Reach`)."""
         self._masks: dict[tuple[int | None, int | None], BlockMask] = {}
+        """The masks that layers have used so far, by window and chunk size."""
 
     def attend(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, rule: Rule) -> Tensor:
         """Return the attention ``[Q, H, D]`` of one layer, with the head size of the values; zeros for a query that
@@ -191,13 +193,15 @@ class FlexPlan:
         *,
         compute: Compute = fused,
     ) -> None:
-        """Arrange sequences of ``lengths_S`` tokens. ``rows_T`` is the index in the pass of each token of each
-        sequence, so that sequences can share their first tokens; ``None`` if the sequences are concatenated.
-        ``compute`` is the function that computes flex attention."""
+        """Arrange sequences of ``lengths_S`` tokens, with index tensors on ``device``. ``rows_T`` is the index in the
+        pass of each token of each sequence, so that sequences can share their first tokens; ``None`` if the sequences
+        are concatenated. ``compute`` is the function that computes flex attention."""
         self._layout = lengths_S, device, rows_T
+        """The arguments with which a :class:`PackedPlan` of the same sequences is made."""
         reach = Reach.from_lengths(lengths_S, rows_T)
         self.positions_N = torch.from_numpy(reach.place_N).to(device)
         self._flex = FlexMask(reach, reach, device, compute)
+        """The attention of the tokens of the pass to each other."""
 
     @cached_property
     def _padded(self) -> PackedPlan:

@@ -121,9 +121,9 @@ class BlockTables:
 
     @classmethod
     def create(cls, queries: Queries, keys: Reach, block: int = BLOCK) -> BlockTables:
-        """Return the tables for blocks of ``block`` tokens. Each table has at least two blocks in both directions,
-        since kernels would be compiled again for a table of a single block. ``all_IJ`` is false for blocks that are not
-        full."""
+        """Return the tables of ``queries`` and ``keys`` for blocks of ``block`` tokens. Each table has at least two
+        blocks in both directions, since kernels would be compiled again for a table of a single block. ``all_IJ`` is
+        false for blocks that are not full."""
         number, first = (_ranges(each, block) for each in (queries.number_Q, queries.first_Q))
         low, high = (each[:, None] for each in number)
         first_low, first_high = (each[:, None] for each in first)

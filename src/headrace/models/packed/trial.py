@@ -26,8 +26,8 @@ always computed in float32."""
 
 
 def find_failure(kinds: Sequence[AttentionKind], device: torch.device, compute: Compute) -> str | None:
-    """Return why flex attention cannot be used for ``kinds`` on ``device``: a kernel does not compile, or its results
-    are wrong. Return ``None`` if it can be used."""
+    """Return why flex attention, computed by ``compute``, cannot be used for ``kinds`` on ``device``: a kernel does not
+    compile, or its results are wrong. Return ``None`` if it can be used."""
     for kind in kinds:
         try:
             found = _trial(kind, device, compute)

@@ -36,10 +36,12 @@ class CompiledAttention:
         self._tables = np.ascontiguousarray(geometry.tables_RB, np.int32)
         self._starts = np.ascontiguousarray(geometry.starts_R, np.int64)
         self._counts = np.ascontiguousarray(geometry.counts_R, np.int64)
+        """The layout of the pass as contiguous arrays, to whose memory ``_pass`` points."""
         rows, width = self._tables.shape
         self._pass = Pass(
             self._tables.ctypes.data, self._starts.ctypes.data, self._counts.ctypes.data, rows, width
         )  # fmt: skip
+        """The kernel's argument that describes the pass."""
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Write the keys and values of the pass into the layer's blocks, and return the attention ``[N, H, E]`` over

@@ -47,14 +47,17 @@ class IndexedPass:
     these. The plan of the pass creates this object when the first layer with an indexer calls it."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Prepare the pass with the layout ``geometry``: rows of similar length are grouped into buckets."""
+        """Prepare the pass with the layout ``geometry`` on ``device``: rows of similar length are grouped into
+        buckets."""
         self._write = Writer(geometry, device)
+        """The writer of the pass's entries into the cache."""
         rows = np.arange(len(geometry.counts_R))
         decode, others = rows[: geometry.num_decode], rows[geometry.num_decode :]
         parts = [*([decode] if len(decode) else []), *row_buckets(geometry, others)]
         begins_R = np.cumsum(geometry.counts_R) - geometry.counts_R
         place_N, filled = np.empty(int(geometry.counts_R.sum()), np.int64), 0
         self._buckets: list[_IndexedRows] = []
+        """The rows of the pass in buckets of similar length."""
         for members in parts:  # rows of similar length, padded to the longest of them
             column_L = np.arange(int(geometry.counts_R[members].max()))
             inside_BL = column_L < geometry.counts_R[members][:, None]
@@ -62,8 +65,8 @@ class IndexedPass:
             place_N[gather_BL[inside_BL]] = filled + np.flatnonzero(inside_BL)
             filled += gather_BL.size
             self._buckets.append(_make_rows(geometry, members, gather_BL, device))
-        # the index of each token of the pass in the concatenated buckets
         self._place_N = torch.from_numpy(place_N).to(device)
+        """The index of each token in the concatenated outputs of all buckets."""
 
     def choose(self, choose: Choose, inputs_N: tuple[Tensor, ...], pool_P1SE: Tensor) -> ChosenTokens:
         """Write the indexer's keys for the tokens of the pass into its pool ``pool_P1SE``, and return the positions

@@ -27,11 +27,15 @@ class ReferenceAttention:
     """The attention of one pass in plain torch (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Prepare the decoding rows and the other rows of the pass with the layout ``geometry``."""
+        """Prepare the decoding rows and the other rows of the pass with the layout ``geometry``, with index tensors on
+        ``device``."""
         self._write = Writer(geometry, device)
+        """The writer of new keys and values into the cache."""
         self._num_decode = split = geometry.num_decode
         self._decode = _Gathered(geometry, np.arange(split), device) if split else None
+        """The attention of the decoding rows; ``None`` without such rows."""
         self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
+        """The attention of the other rows; ``None`` without such rows."""
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Write the keys and values of the pass into the layer's blocks, and return the attention of the decoding rows,
@@ -51,8 +55,8 @@ class Writer:
     """A function object that writes the keys and values of a pass into their blocks; all implementations use it."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Compute the block of each token of the pass with the layout ``geometry``, and the token's index in the
-        block."""
+        """Compute the block of each token of the pass with the layout ``geometry``, and the token's index in the block,
+        as tensors on ``device``."""
         positions_N = geometry.positions_N()
         rows_N = np.repeat(np.arange(len(geometry.counts_R)), geometry.counts_R)
         blocks_N = geometry.tables_RB[rows_N, positions_N // BLOCK].astype(np.int64)
@@ -71,14 +75,16 @@ class Prompts:
     """The attention of the rows after the decoding rows. Its tensors contain only the tokens of these rows."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Divide the rows after the decoding rows into fresh rows, which start at position 0, and resumed rows, which
-        have some context."""
+        """Divide the rows after the decoding rows of the pass with the layout ``geometry`` into fresh rows, which start
+        at position 0, and resumed rows, which have some context. Index tensors are on ``device``."""
         rows = np.arange(geometry.num_decode, len(geometry.counts_R))
         counts_R = geometry.counts_R
         begins_R = np.cumsum(counts_R) - counts_R - geometry.num_decode
         fresh, resumed = rows[geometry.starts_R[rows] == 0], rows[geometry.starts_R[rows] > 0]
         self._fresh = PackedPlan(counts_R[fresh], device) if len(fresh) else None
+        """The attention of the fresh rows; ``None`` without such rows."""
         self._resumed: list[tuple[_Gathered, Tensor]] = []
+        """The attention of the resumed rows, in buckets, and the indices of the tokens in the padded rows of each."""
         # place_F: the index of each token in the concatenated outputs of all parts
         fresh_F = _concatenate_runs(begins_R[fresh], counts_R[fresh])
         place_F = np.empty(int(counts_R[rows].sum()), np.int64)
@@ -93,7 +99,9 @@ class Prompts:
             filled += gather_RQ.size
             self._resumed.append((part, torch.from_numpy(gather_RQ).to(device)))
         self._fresh_F = torch.from_numpy(fresh_F).to(device)
+        """The indices of the fresh rows' tokens."""
         self._place_F = torch.from_numpy(place_F).to(device)
+        """The index of each token in the concatenated outputs of all parts."""
 
     def attend(self, qkv_F: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Compute the attention ``[F, H, E]`` of the F tokens after the decoding rows. Their keys and values must
@@ -124,15 +132,21 @@ class _Gathered:
     """The attention of some rows over their gathered blocks, in one call. Padding repeats the last query of a row."""
 
     def __init__(self, geometry: Geometry, rows_R: Index, device: torch.device) -> None:
-        """Prepare the attention of the rows with the indices ``rows_R`` in the pass with the layout ``geometry``."""
+        """Prepare the attention of the rows with the indices ``rows_R`` in the pass with the layout ``geometry``, with
+        index tensors on ``device``."""
         self._tables_RB = geometry.tables_RB[rows_R]
         self._starts_R = geometry.starts_R[rows_R]
         self._last_R = self._starts_R + geometry.counts_R[rows_R] - 1
+        """The blocks of each row, the position of its first new token, and the position of its last one."""
         self._num_queries = int(geometry.counts_R[rows_R].max())
+        """The largest number of new tokens of a row."""
         self._longest = int(self._last_R.max()) + 1
+        """The largest number of tokens of a row, its context included."""
         self._device = device
         self._visible_contexts: dict[tuple[int, int, torch.dtype], _VisibleContext] = {}
+        """The visible contexts that layers have used so far, by window, chunk size and dtype."""
         self._indices: dict[tuple[int, int, int], Tensor] = {}
+        """The index tensors by which layers gathered keys or values so far, by the arguments that determine them."""
         self._gathered: dict[tuple[int, ...], Tensor] = {}
         """Buffers for gathered keys and values, which all layers use in turn, since allocating memory takes longer than
         writing it."""
