@@ -84,14 +84,18 @@ class ColumnStore:
         self._limit_bytes = limit_bytes
         self._file_bytes = file_bytes
         self._file = -1
+        """The descriptor of the open file; −1 if no file is open."""
         self._name = ""
+        """The name of the open file."""
         self._end = 0
+        """The number of bytes in the open file."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             own = [number for name, number in map(parse_file_name, os.listdir(directory)) if name == writer]
         except OSError as error:
             raise self._error(str(error)) from None
         self._next = max(own, default=-1) + 1
+        """The index of the next file of this writer."""
 
     def put(self, rows: Rows) -> Stored:
         """Write ``rows`` as one part, and return the reference to them. Raises
@@ -208,6 +212,7 @@ class StoreReader:
         directory of the run, so no part can be read."""
         self._directory = directory
         self._maps: dict[str, memoryview] = {}
+        """The files that were read so far, mapped into memory, by name."""
 
     def kept(self, kept: KeptSets) -> KeptSets:
         """Return ``kept`` with its ids in memory. Raises :class:`~headrace.base.errors.StoreError` if a part is missing

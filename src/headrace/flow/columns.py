@@ -50,9 +50,11 @@ class ColumnFiles:
         """Begin without known files. ``directory`` is the directory of the store, which may not exist yet."""
         self._directory = directory
         self._removes_unneeded = config.keep == "until_trained"
+        """Whether files are removed as soon as no group needs them."""
         self._users_by_file: dict[str, set[int]] = {}
         """The groups that may have columns in each file, by the file's name."""
         self._closed: set[str] = set()
+        """The names of the files into which no writer will write any more."""
         self._newest: dict[str, int] = {}
         """The index of the newest known file of each writer."""
         self._unneeded_from: dict[int, int] = {}

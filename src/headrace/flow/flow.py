@@ -93,7 +93,7 @@ class Flow:
         pacing delays a group until then; ``None``: only a change can let another group start."""
         self._writer = writer
         self._clock = clock
-        self.running_turns = RunningTurns(writer.write, clock, most=config.record_tokens)
+        self.running_turns = RunningTurns(writer.write, clock, max_unrecorded=config.record_tokens)
         self._last_step = last_step
         self._pick_row = pick_row
         self.columns = columns

@@ -86,6 +86,7 @@ class Recoverability:
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=WINDOW)
         """Depth and success of each recent pivot."""
         self._coefficients: tuple[float, float] | None = None
+        """The intercept and the slope of the regression; ``None`` if they must be computed again."""
 
     def learn(self, depth: float, success: bool) -> None:
         """Add the outcome of one pivot: its depth, and whether at least one of its branches succeeded."""
@@ -153,6 +154,7 @@ class PivotChooser:
         """Create a chooser with the settings ``config`` and without outcomes."""
         self._config = config
         self._recoverability = Recoverability()
+        """The estimate of P(success | depth)."""
 
     def learn(self, depth: float, success: bool) -> None:
         """Add the outcome of one pivot: its depth, and whether at least one of its branches succeeded."""

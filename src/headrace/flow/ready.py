@@ -46,6 +46,7 @@ class ReadyColumns:
         self._limit_bytes = limit_bytes
         self._file_bytes = file_bytes
         self._store: ColumnStore | None = None
+        """The store into which columns are written; ``None`` until the first group."""
         self._maps: dict[str, memoryview] = {}
         """The files that are in use, mapped into memory, by name. New parts are written into the last of them."""
         self._users: dict[str, set[int]] = {}

@@ -46,7 +46,9 @@ class VersionFolder:
         """Open ``folder``, a path or URL, which no other run may use. Raises :class:`~headrace.base.errors.ConfigError`
         if it cannot be reached."""
         self._files, self._folder = _open_filesystem(folder)
+        """The file system of the folder, and the folder's path in it."""
         self._written: deque[str] = deque()
+        """The names of the files that this process has written, the oldest first."""
 
     def get_path(self, name: str) -> str:
         """Return the path or URL of the file ``name``."""
@@ -124,6 +126,7 @@ class FilesOutbox:
         """Open ``folder``, a path or URL, which no other run may use, and remove the files that a killed run has left
         there."""
         self._folder = VersionFolder(folder)
+        """The folder of the versions."""
         self._folder.remove_left()
 
     def memory(self, num_bytes: int) -> memoryview:
@@ -155,6 +158,7 @@ class FilesInbox:
     def __init__(self, folder: str) -> None:
         """Read updates from ``folder``, a path or URL."""
         self._folder = VersionFolder(folder)
+        """The folder of the versions."""
 
     def view(self, update: WeightUpdate) -> None:
         """Return ``None``: a file has to be fetched."""

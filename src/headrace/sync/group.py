@@ -115,21 +115,30 @@ class GroupOutbox:
         all ranks make this call together."""
         host, deadline_s = route.host, _silence_s(route)
         self._deadline_s, self._rank, self._writing_s = deadline_s, rank, route.deadline_s
+        """The time in seconds that a waiting call waits, this rank, and the time in which files are written."""
         self._folder = VersionFolder(route.fallback) if route.fallback else None
+        """The folder for versions that cannot be broadcast; ``None`` without such a folder."""
         # the other ranks still wait in ``share``, so none writes files yet
         if self._folder is not None and rank.index == 0:
             self._folder.remove_left()
         self._listening = _open_store(host, deadline_s) if rank.index == 0 else None
+        """The store that rank 0 serves; ``None`` on other ranks."""
         port = str(self._listening.port).encode() if self._listening else None
         opened = rank.share(None if port is None else f"{host}|".encode() + port).decode()
         self._host, _, found = opened.partition("|")
         self._port = int(found)
+        """The port of the store."""
         # a waiting call blocks its connection, so the sending thread has its own
         self._agreeing, self._joining = (_connect(self._host, self._port, deadline_s) for _ in range(2))
+        """The connections to the store: one for messages between the ranks, one for joining groups."""
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
+        """The thread that sends."""
         self._transfer: Future[None] | None = None
+        """The transfer of the latest version, in the thread; ``None`` before the first."""
         self._group_set: _GroupSet | None = None
+        """The groups over which versions are broadcast to the present engines; ``None`` before the first broadcast."""
         self._group: tuple[str, ProcessGroup] | None = None
+        """The path of a set of groups, and this rank's group in it; ``None`` before the first is joined."""
         self._attempt = 0
         """The number of times that the present version was sent before."""
         self._path_key = ""
@@ -334,8 +343,10 @@ class GroupInbox:
         """Create a receiver for updates over ``route``. It joins groups when an update names them, and reads files only
         from the fallback folder of ``route``."""
         self._deadline_s, self._folder = _silence_s(route), route.fallback
+        """The time in seconds that a waiting call waits, and the folder from which files may be read."""
         self.address = secrets.token_hex(8)
         self._joined: _JoinedGroups | None = None
+        """The groups of the latest update; ``None`` before the first."""
 
     def view(self, update: WeightUpdate) -> None:
         """Return ``None``: a broadcast has to be fetched."""
@@ -448,6 +459,7 @@ class _Image:
         """Describe the image in ``memory``, whose layout is ``manifest``."""
         self._memory = memory
         self._entries = {entry.name: entry for entry in manifest.entries}
+        """The place of each tensor in the image, by name."""
 
     def places(self, bucket: Bucket) -> list[Tensor]:
         """Return for each block of ``bucket`` the view into the image to which it belongs."""

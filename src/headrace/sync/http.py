@@ -59,8 +59,11 @@ class HttpOutbox:
         seconds; ``tls`` is the client's TLS context (``None``: no TLS)."""
         self._token, self._deadline_s, self._tls = token, deadline_s, tls
         self._missed: dict[str, WeightsError] = {}
+        """The error with which each engine missed the latest version, by the engine's address."""
         self._probes: dict[str, Future[bool]] = {}
+        """The probes that ask engines whether they can be reached, by address."""
         self._probe_pool = ThreadPoolExecutor(max_workers=MAX_UPLOADS, thread_name_prefix="probe")
+        """The threads in which probes run."""
 
     def memory(self, num_bytes: int) -> memoryview:
         """Return ``num_bytes`` bytes of this process for the slots."""
@@ -193,7 +196,9 @@ class HttpInbox:
             )
         self.token, self.limit_bytes, self.deadline_s, self.tls = token, limit_bytes, deadline_s, tls
         self._upload: _Upload | None = None
+        """The upload that is being received; ``None`` if there is none."""
         self._changed = threading.Condition()
+        """The condition that is notified whenever the upload changes."""
         try:
             self._server = _UploadServer((host, 0), self)
         except OSError as error:
@@ -280,9 +285,11 @@ class _UploadServer(ThreadingHTTPServer):
         """Listen at ``address``, a host and a port, for uploads to ``inbox``."""
         self.inbox = inbox
         self._changing = threading.Lock()
+        """The lock that guards the record of connections."""
         self._unauthenticated: dict[Any, socket.socket] = {}
         """Connections that have not sent the token, by the client's address, the oldest first."""
         self._num_authenticated = 0
+        """The number of connections that have shown the token."""
         super().__init__(address, _UploadHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -59,13 +59,18 @@ class Publisher:
         self.manifest = plan({name: part for group in parts.values() for name, part in group.items()})
         sent = whole_boxes(tensors) if boxes_by_rank is None else boxes_by_rank[rank]
         self._layout = make_layout(sent, tensors, codec.form)
+        """The layout of the pieces that this rank sends."""
         self._layouts = tuple(make_layout(each, tensors, codec.form) for each in boxes_by_rank or ())
+        """The layouts of all ranks, if each rank sends its own pieces."""
         pieces = self._layout.pieces
         memory = outbox.memory(pieces.total_bytes * NUM_SLOTS)
         self._images = [memory[slot * pieces.total_bytes :][: pieces.total_bytes] for slot in range(NUM_SLOTS)]
+        """The slots in shared memory, one image each."""
         counts = [len(parts[name]) for name in sent]
         self._views = [_grouped([view(image, e) for e in pieces.entries], counts) for image in self._images]
+        """For each slot, the views of each tensor's parts in its image."""
         self._announced: list[_AnnouncedVersion | None] = [None] * NUM_SLOTS
+        """The version in each slot that was announced; ``None`` for a slot without one."""
 
     def copy(self, slot: int) -> None:
         """Copy the present values of all tensors into the slot with the index ``slot``. The learner waits for this

@@ -25,7 +25,8 @@ class TokenAuth:
         """Protect ``app`` by ``token``. With an empty ``token``, a request needs no token but must be addressed to this
         machine."""
         self._app = app
-        self._token = token.encode(errors="surrogateescape")  # compared as bytes: a token need not be valid UTF-8
+        self._token = token.encode(errors="surrogateescape")
+        """The token as bytes, since a token need not be valid UTF-8."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse an HTTP request without the token; mark any other request as authorized and forward it."""

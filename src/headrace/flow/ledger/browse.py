@@ -134,6 +134,7 @@ class Browser:
         a ledger, or has another format."""
         self._path = path
         self._lock = threading.Lock()
+        """The lock that is held during a query."""
         if not path.is_file():
             raise LedgerError(f"{path} is not there", remedy="a run with flow.ledger = 'sqlite' keeps one")
         with self._translated_errors():
@@ -147,6 +148,7 @@ class Browser:
             self._db.close()
             raise
         self._books = Books(self._db, self.group_size)
+        """The queries that count the ledger's contents."""
 
     @classmethod
     def of_run(cls, run_dir: Path) -> Browser:

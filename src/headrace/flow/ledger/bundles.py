@@ -145,9 +145,12 @@ class GroupBundle:
             rest: _Bundle = _VIEWS.decode(data[end : end + rest_bytes])
             ids_N, logprobs_N, versions_N = _columns(data)
             self._bundle = msgspec.structs.replace(rest, ids_N=ids_N, logprobs_N=logprobs_N, versions_N=versions_N)
+            """The columns of the group; ids, logprobs and versions are views of the data."""
             _refuse_negative(rest, 0)
             self._ends_E = list(accumulate(rest.turns_E, initial=0))
+            """The index of the first turn of each episode, and the number of all turns."""
             self._ends_K = list(accumulate(rest.lengths_K, initial=0))
+            """The index of the first token of each turn, and the number of all tokens."""
             counts = {len(rest.lengths_K), len(rest.authors_K), len(rest.parents_K), len(rest.stops_K)}
             if counts != {self._ends_E[-1]} or self._ends_K[-1] != num_tokens:
                 raise ValueError(f"a bundle of {num_tokens} tokens whose columns do not fit each other")

@@ -61,9 +61,13 @@ class SqliteLedger:
         compares every row with its checksum, so that damage is found when the run starts and not at a later step.
         """
         self._path = path
-        self._lock = threading.RLock()  # the thread of a writer records while another thread runs queries
+        self._lock = threading.RLock()
+        """The lock that is held during a query or transaction, since the thread of a writer records while another
+        thread runs queries."""
         self._uncopied_bytes = 0
+        """The size of the transactions since the log was copied last, approximately."""
         self._copier: LogCopier | None = None
+        """The thread that copies the log; ``None`` until it is needed."""
         with self._translated_errors("opened"):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             try:
@@ -83,6 +87,7 @@ class SqliteLedger:
                 self._db.close()
                 raise
         self._books = Books(self._db, group_size)
+        """The queries that count the ledger's contents."""
 
     @classmethod
     def open(cls, path: Path, *, checked: bool = False, in_use: bool = False) -> SqliteLedger:
@@ -419,8 +424,11 @@ class LogCopier:
         """Start the thread for the database file ``path``."""
         self._path = path
         self._requested = threading.Event()
+        """The event that is set when a copy is requested, or the thread should end."""
         self._closing = False
+        """Whether the thread should end."""
         self._error: sqlite3.Error | None = None
+        """The error of the last copy that failed; ``None`` if there is none."""
         self._thread = threading.Thread(target=self._run, name="ledger-upkeep", daemon=True)
         self._thread.start()
 

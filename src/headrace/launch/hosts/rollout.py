@@ -143,7 +143,7 @@ class RolloutShard:
         self._by_number: dict[int, EngineClient] = {}
         """The clients of engines, by the upper bits of their request numbers."""
         self._turns = RunningTurns(
-            lambda stream: channel.send(TurnsGrown(parts=stream.parts)), clock, most=start.record_tokens
+            lambda stream: channel.send(TurnsGrown(parts=stream.parts)), clock, max_unrecorded=start.record_tokens
         )
         runner = EpisodeRunner(
             engine=self.fleet,
