@@ -19,7 +19,7 @@ from headrace.base.store import (
     file_name,
     lies_in_store,
     read_batch,
-    without_groups,
+    remove_groups,
 )
 from headrace.base.types.batch import Batch, TrainSample
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, StopReason, TokenChunk, Turn
@@ -189,7 +189,7 @@ def test_a_group_of_which_a_part_is_lost_carries_no_loss_and_others_are_as_they_
     assert list(lost) == [group]
     assert words in lost[group].problem
     assert file_name("e", number) in lost[group].problem
-    left, count = without_groups(read, lost)
+    left, count = remove_groups(read, lost)
     own_N = np.repeat(stored.groups_S == group, stored.lengths_S)
     assert count == int((plain.mask_N & own_N).sum()) > 0
     assert not left.mask_N[own_N].any()

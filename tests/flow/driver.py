@@ -18,7 +18,7 @@ from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.scored import ScoredGroup
 from headrace.flow import Admission, Flow, FlowConfig, GroupBatch
-from headrace.flow.policies.deadlines import age_needed
+from headrace.flow.policies.deadlines import compute_needed_age
 from headrace.flow.state import FlowState
 from tests.flow.dict_ledger import DictLedger, Tried
 
@@ -232,7 +232,7 @@ class Driver:
         """Crash, and continue with other settings, unless what the ledger holds is too old for them."""
         resumed = Flow(config, writer=self.ledger, clock=StillClock(), last_step=self.steps, pick_row=lambda row: row)
         resumed.restore(self.checkpoint, self.ledger.roll_back(self.checkpoint))
-        fits = age_needed(resumed.state, only_planned=config.policy.drops_stale) <= config.largest_age
+        fits = compute_needed_age(resumed.state, only_planned=config.policy.drops_stale) <= config.largest_age
         if fits:
             self.config, self.saved_bound = config, None
         self.crash()

@@ -432,7 +432,7 @@ def test_the_results_of_a_large_step_are_stored_and_the_ledger_finds_them(
         )
     )
     ledger.close()
-    browser = Browser.of_run(tmp_path)
+    browser = Browser.open_run(tmp_path)
     found = browser.token_results(0)
     assert isinstance(found, TokenResults)
     assert found.log_pi_L.tolist() == results.log_pi_L.tolist()

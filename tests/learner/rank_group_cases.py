@@ -15,7 +15,7 @@ from headrace.base.errors import NeedsFull
 from headrace.base.types.weights import WeightUpdate
 from headrace.launch.hosts.learner import PublishedBuffers
 from headrace.learner.parallel.config import ParallelConfig
-from headrace.learner.parallel.load import load_for
+from headrace.learner.parallel.load import load_on_ranks
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.shards import gather_each, local_shard
 from headrace.models import ModelConfig
@@ -51,7 +51,7 @@ def sent(directory: Path, case: str) -> Found:
     config = ParallelConfig.model_validate(parallel)
     ranks = Ranks(config, torch.device("cpu"))
     lora = LoraConfig(rank=2) if codec == "adapter" else None
-    model = load_for(ModelConfig(path=str(directory / kind), lora=lora), ranks)
+    model = load_on_ranks(ModelConfig(path=str(directory / kind), lora=lora), ranks)
     tensors = weight_tensors(model)
     route = Route(transport="group", codec=codec, deadline_s=20.0)
     engine = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
@@ -126,7 +126,7 @@ def _differing(codec: str, engine: Mapping[str, Tensor], tensors: Mapping[str, T
 def refused_fp8(directory: Path) -> Found:
     """Eight bits have one scale for a row, and tensor-parallel ranks hold parts of rows."""
     ranks = Ranks(ParallelConfig(tensor=2), torch.device("cpu"))
-    model = load_for(ModelConfig(path=str(directory / "dense")), ranks)
+    model = load_on_ranks(ModelConfig(path=str(directory / "dense")), ranks)
     try:
         # rank 1 waits twice this time for the store of rank 0, which has refused by then
         PublishedBuffers(model, Route(transport="group", codec="cast_fp8", deadline_s=1.0), ranks)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from headrace.algo.base import Column, LossInputs
 from headrace.algo.config import AlgoConfig
 from headrace.algo.losses.custom import Custom
-from headrace.algo.notebook import with_options
+from headrace.algo.notebook import apply_options
 from headrace.algo.objective import Objective
 from headrace.algo.registry import settings_table
 from headrace.base.config import Section, validate
@@ -34,7 +34,7 @@ TOLERANCE = 1e-6
 
 
 class ClauseBroken(Exception):
-    """The error of a clause of the contract that is violated. Its text says what was measured."""
+    """The error raised by a test whose clause of the contract is violated. Its text says what was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | N
     mask gives zero loss and gradient. A formula that raises an error violates the clause. Raises :class:`ConfigError`
     for a reference that names no loss, and for unknown options.
     """
-    table: Any = with_options(settings_table(ref), dict(options or {})) if isinstance(ref, str) else ref
+    table: Any = apply_options(settings_table(ref), dict(options or {})) if isinstance(ref, str) else ref
     config = validate(AlgoConfig, {"loss": table, "correction": ()})
     source = None
     if isinstance(config.loss, Custom):
@@ -137,8 +137,9 @@ def _test_clause(clause: str, check: Callable[[], str], source: str | None) -> F
 
 
 def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -> LossInputs:
-    """Return a random batch for the tests: ``num_samples`` samples of ``length`` tokens in float64, with all columns
-    and some tokens outside the mask. Each two consecutive samples are a pair with advantages of opposite sign."""
+    """Return a random batch for the tests, drawn from ``generator``: ``num_samples`` samples of ``length`` tokens in
+    float64, with all columns and some tokens outside the mask. Each two consecutive samples are a pair with advantages
+    of opposite sign."""
 
     def normal(*shape: int) -> Tensor:
         """Return a tensor of standard normal random numbers."""
@@ -172,8 +173,8 @@ def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -
 
 
 def take(inputs: LossInputs, samples: Sequence[int], *, packed: bool = False) -> LossInputs:
-    """Return the part of a batch that consists of the samples with the indices ``samples``, in this order and numbered
-    from 0. With ``packed``, the tokens outside the mask are left out."""
+    """Return the part of the batch ``inputs`` that consists of the samples with the indices ``samples``, in this order
+    and numbered from 0. With ``packed``, the tokens outside the mask are left out."""
     at = [(inputs.samples_N == sample).nonzero()[:, 0] for sample in samples]
     if packed:
         at = [rows[inputs.mask_N[rows]] for rows in at]
@@ -199,8 +200,8 @@ OPTIONAL: dict[Column, tuple[str, ...]] = {
 
 
 def make_leaves(inputs: LossInputs) -> dict[str, Any]:
-    """Return copies of the columns that carry a gradient, by name. Each copy is a leaf of autograd, so that the loss
-    can be differentiated with respect to it."""
+    """Return copies of the columns of ``inputs`` that carry a gradient, by name. Each copy is a leaf of autograd, so
+    that the loss can be differentiated with respect to it."""
     columns = {name: getattr(inputs, name) for name in CARRIERS if getattr(inputs, name) is not None}
     return {name: column.detach().clone().requires_grad_() for name, column in columns.items()}
 

@@ -167,7 +167,7 @@ class AlgoConfig(Section):
         teacher's term."""
         shaped = self.shape_rewards(outcomes)
         if isinstance(self.advantage, ReverseKl):
-            return self.advantage.of_rewards(shaped)
+            return self.advantage.credit_rewards(shaped)
         return shaped.values_E if self.advantage.by_critic else self.advantage(shaped)
 
 

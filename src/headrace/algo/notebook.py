@@ -117,17 +117,17 @@ def _log_pi(given: Any) -> Tensor:
     return log_pi if log_pi.is_floating_point() else log_pi.float()
 
 
-def with_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def apply_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``loss``, the table of settings of a loss, with ``options`` merged in. For a user's own loss, options that
     it does not declare become arguments of its function. Raises :class:`~headrace.base.errors.ConfigError` for an
     unknown option."""
     kind = find(LOSSES, "loss", loss["kind"])
-    options = _for_function(kind, loss, options)
+    options = _set_function_options(kind, loss, options)
     _refuse_unknown(options, {loss["kind"]: kind})
     return {**loss, **options}
 
 
-def _for_function(kind: type[Any], loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _set_function_options(kind: type[Any], loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``options``. If the loss is a function of the user (``kind`` is ``Custom``), options that are not settings
     of ``Custom`` are moved into its setting ``options``, the arguments of the function."""
     if kind is not Custom:
@@ -154,7 +154,7 @@ def _config(
         *(("correction", *_table(CORRECTIONS, "correction", part)) for part in corrections),
         ("reduction", *_table(REDUCTIONS, "reduction", loss_kind.reduction if reduction is None else reduction)),
     ]
-    options = _for_function(loss_kind, loss_table, options)
+    options = _set_function_options(loss_kind, loss_table, options)
     _refuse_unknown(options, {str(table["kind"]): kind for _, kind, table in parts})
     given = [(f"{what} {table['kind']!r}", set(table), get_option_names(kind), table) for what, kind, table in parts]
     for key, value in options.items():
@@ -164,9 +164,9 @@ def _config(
 
 
 def _table_for_option(key: str, candidates: list[tuple[str, set[str], set[str], dict[str, Any]]]) -> dict[str, Any]:
-    """Return the table that the option ``key`` belongs to. ``having`` are the formulas with this option: name, keys in
-    its table, names of all options, and table. Raises :class:`~headrace.base.errors.ConfigError` if all tables contain
-    the option already, or if several do not."""
+    """Return the table that the option ``key`` belongs to. ``candidates`` are the formulas with this option: for each
+    its name, the keys in its table, the names of all its options, and its table. Raises
+    :class:`~headrace.base.errors.ConfigError` if all tables contain the option already, or if several do not."""
     free = [(name, table) for name, set_already, _, table in candidates if key not in set_already]
     if not free:
         names = " and ".join(name for name, *_ in candidates)
@@ -217,9 +217,9 @@ def _refuse_missing(objective: Objective, given: Mapping[str, Any]) -> None:
 
 
 def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: Objective) -> LossInputs:
-    """Return the user's [B, T] columns in the form of a micro-batch: all sequences concatenated, padding included.
-    ``groups`` are the labels of the sequences' prompts. Raises :class:`~headrace.base.errors.ConfigError` for columns
-    of another shape."""
+    """Return the user's [B, T] columns ``given``, by name, in the form of a micro-batch of ``objective``: all sequences
+    concatenated, padding included. ``groups`` are the labels of the sequences' prompts. Raises
+    :class:`~headrace.base.errors.ConfigError` for columns of another shape."""
     import torch
 
     log_pi = given["log_pi"]
@@ -230,7 +230,8 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
         raise ConfigError(f"groups has {len(groups)} rows, log_pi has {num_sequences}", remedy="give one per sequence")
 
     def column(name: str, dtype: torch.dtype, default: Tensor) -> Tensor:
-        """Return the column ``name``, flat, or ``default``; one advantage per sequence is repeated for its tokens."""
+        """Return the column ``name``, flat and as ``dtype``, or ``default`` if it is not given; one advantage per
+        sequence is repeated for its tokens."""
         if given[name] is None:
             return default
         value = to_tensor(name, given[name]).to(log_pi.device)

@@ -32,7 +32,7 @@ from headrace.algo.base import (
     TokenFormula,
 )
 from headrace.algo.config import AlgoConfig
-from headrace.algo.metrics import by_age, kl_ref, off_policy
+from headrace.algo.metrics import average_by_age, kl_ref, off_policy
 from headrace.base.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ class Objective:
 
     @classmethod
     def build(cls, config: AlgoConfig) -> Objective:
-        """Return the objective that the settings ``[algo]`` describe."""
+        """Return the objective that ``config``, the settings ``[algo]``, describes."""
         critic = config.advantage if isinstance(config.advantage, GaeAdvantage) else None
         teaching = config.advantage if isinstance(config.advantage, ReverseKl) else None
         return cls(
@@ -100,16 +100,15 @@ class Objective:
         return "selected" in self.columns
 
     def weights(self, layout: BatchLayout) -> Tensor:
-        """Return the weight of every token of a whole batch in the loss (N, float32): the weight of the reduction
-        divided by the denominator of the batch; 0 outside the mask."""
+        """Return the weight of every token of a whole batch, described by ``layout``, in the loss (N, float32): the
+        weight of the reduction divided by the denominator of the batch; 0 outside the mask."""
         shares = self.shares(layout)
         return shares.weights_N / shares.mass.clamp(min=1.0)
 
     def shares(self, layout: BatchLayout) -> Shares:
-        """Return the weights of a part of a batch that is not complete yet. The part must contain whole groups.
-        Accumulate gradients with ``weights_N`` and the mass of every part, then divide the gradients by the sum of the
-        masses.
-        """
+        """Return the weights of the tokens of ``layout``, a part of a batch that is not complete yet. The part must
+        contain whole groups. Accumulate gradients with ``weights_N`` and the mass of every part, then divide the
+        gradients by the sum of the masses. """
         return self.reduction(layout)
 
     def prepare(self, whole: LossInputs) -> Tensor | None:
@@ -125,8 +124,8 @@ class Objective:
                 log_old_N = correction(whole).log_old_N
                 assert log_old_N is not None
                 whole = replace(whole, log_old_N=log_old_N)
-        chosen = [part.select(whole) & whole.mask_N for part in self.parts if "selected" in part.columns()]
-        return torch.stack(chosen, dim=1)
+        selected = [part.select(whole) & whole.mask_N for part in self.parts if "selected" in part.columns()]
+        return torch.stack(selected, dim=1)
 
     def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
         """Return the part of the batch's loss that comes from one micro-batch, with gradient, and its metrics.
@@ -161,8 +160,8 @@ class Objective:
         if "selected" not in part.columns():
             return inputs
         assert inputs.selected_NP is not None
-        mine = [p for p in self.parts if "selected" in p.columns()].index(part)
-        return replace(inputs, selected_NP=inputs.selected_NP[:, mine : mine + 1])
+        index = [p for p in self.parts if "selected" in p.columns()].index(part)
+        return replace(inputs, selected_NP=inputs.selected_NP[:, index : index + 1])
 
     def _check(self, inputs: LossInputs) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if a column that a formula reads is ``None``."""
@@ -187,7 +186,7 @@ class Objective:
             metrics["correction_weight"] = Ratio(kept_N.sum(), count)
             metrics["correction_rejected"] = Ratio(count - (kept_N > 0).sum(), count)
         if clipped_N is not None:
-            metrics.update(by_age("clip_frac", clipped_N, inputs))
+            metrics.update(average_by_age("clip_frac", clipped_N, inputs))
         if inputs.entropy_N is not None:
             metrics["entropy"] = Ratio(inputs.entropy_N.detach().sum(), count)
 
@@ -210,11 +209,11 @@ _COLUMNS = (
 
 
 def usable(mask_N: Tensor, log_mu_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mask without tokens that cannot carry loss, and the number of dropped tokens by reason, as tensors, to
-    avoid waiting for the device.
+    """Return the mask ``mask_N`` without tokens that cannot carry loss, and the number of dropped tokens by reason, as
+    tensors, to avoid waiting for the device.
 
-    A token with a log μ that is not finite is excluded from the numerator and from the denominator of the loss. For
-    this, call the function before :meth:`Objective.weights`.
+    A token whose log μ, ``log_mu_N``, is not finite is excluded from the numerator and from the denominator of the
+    loss. For this, call the function before :meth:`Objective.weights`.
     """
     finite_N = log_mu_N.isfinite()
     return mask_N & finite_N, {"nonfinite_logprob": (mask_N & ~finite_N).sum()}

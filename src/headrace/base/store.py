@@ -317,7 +317,7 @@ def lies_in_store(batch: Batch) -> bool:
 
 def read_batch(batch: Batch, reader: StoreReader) -> tuple[Batch, dict[int, StoreError]]:
     """Return ``batch`` with all columns in memory, and the groups with rows that could not be read: the index of each
-    group in the batch, mapped to the error. :func:`without_groups` removes such groups from the loss."""
+    group in the batch, mapped to the error. :func:`remove_groups` removes such groups from the loss."""
     owners_N = np.repeat(batch.groups_S, batch.lengths_S)
     kept, routing = batch.kept, batch.routing
     lost: dict[int, StoreError] = {}
@@ -332,7 +332,7 @@ def read_batch(batch: Batch, reader: StoreReader) -> tuple[Batch, dict[int, Stor
     return msgspec.structs.replace(batch, kept=kept, routing=routing), lost
 
 
-def without_groups(batch: Batch, groups: Iterable[int]) -> tuple[Batch, int]:
+def remove_groups(batch: Batch, groups: Iterable[int]) -> tuple[Batch, int]:
     """Return ``batch``, all of whose columns are in memory, without the loss, kept-sets and experts of the groups with
     the indices ``groups``, and the number of tokens whose loss was removed."""
     lost_N = np.repeat(np.isin(batch.groups_S, np.fromiter(groups, np.int64)), batch.lengths_S)

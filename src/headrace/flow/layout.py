@@ -126,8 +126,8 @@ def lay_out(outline: BatchOutline, read: Callable[[GroupOutline], bytes | memory
             keys.append(EpisodeKey(group.number, place))
             samples += _samples(bundle, entry, keys[-1], credit)
     unmasked = Batch.collate(outline.step, samples, outline.agents)
-    batch, untaught = without_untaught(unmasked)
-    batch, stale = without_stale(batch, outline.oldest_version)
+    batch, untaught = drop_untaught(unmasked)
+    batch, stale = drop_stale(batch, outline.oldest_version)
     return LaidOutBatch(
         batch=batch,
         unmasked=unmasked,
@@ -171,7 +171,7 @@ def collate(
     return lay_out(make_outline(step, groups, advantages, agents=agents), inline).unmasked
 
 
-def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:
+def drop_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:
     """Return a copy of the batch in which tokens of versions before ``oldest_version`` are masked (``None``: no
     tokens), and the number of masked tokens by reason, empty if there are none."""
     if oldest_version is None:
@@ -198,7 +198,7 @@ def _parts(batch: Batch) -> Iterator[slice]:
         yield slice(begin, begin + PART_TOKENS)
 
 
-def without_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
+def drop_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
     """Return a copy of the batch in which tokens without a teacher's score are masked, and the number of masked tokens
     by reason, empty if there are none. A batch without any teacher's score is returned unchanged. Such tokens were
     recorded before a resumed run had teachers, for example."""

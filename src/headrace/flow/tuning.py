@@ -73,18 +73,18 @@ class Concurrency:
         if preempted > 0 or used > FULL:
             why = f"{preempted} sequences had to leave the cache" if preempted > 0 else f"the cache is {used:.0%} full"
             cut = int(CUT * state.capacity) if in_effect else state.capacity
-            return replace(state, searching=False)._with_capacity(cut, limit, why)
+            return replace(state, searching=False)._set_capacity(cut, limit, why)
         if stats.waiting > stats.running // 2 and stats.running > 0:
             why = f"{stats.waiting} requests wait while {stats.running} run"
-            return replace(state, searching=False)._with_capacity(
+            return replace(state, searching=False)._set_capacity(
                 state.capacity - step if in_effect else state.capacity, limit, why
             )
         if num_running < state.capacity or stats.waiting or used > RISE_BELOW:
             return state, ""
         why = "all of it is in use and nothing waits" + (f" (cache {used:.0%} used)" if stats.cache_blocks else "")
-        return state._with_capacity(2 * state.capacity if state.searching else state.capacity + step, limit, why)
+        return state._set_capacity(2 * state.capacity if state.searching else state.capacity + step, limit, why)
 
-    def _with_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
+    def _set_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
         """Return the state with ``capacity``, limited to the range from one batch to ``limit``, and a sentence that
         says what has changed and ``why``. The sentence is empty if the cap is the same."""
         new = min(limit, max(self.floor, capacity))
@@ -150,17 +150,17 @@ class AgeTuner:
             return self, ""  # the step has no stale token, or no metric of staleness
         ess, kl = 1.0 if ess is None else ess, 0.0 if kl is None else kl
         if ess < self.settings.min_ess:
-            return self._with_bound(-1, f"effective sample size {ess:.3g} < {self.settings.min_ess:g}")
+            return self._change_bound(-1, f"effective sample size {ess:.3g} < {self.settings.min_ess:g}")
         if kl > self.settings.max_kl:
-            return self._with_bound(-1, f"KL of stale tokens {kl:.2g} > {self.settings.max_kl:g}")
+            return self._change_bound(-1, f"KL of stale tokens {kl:.2g} > {self.settings.max_kl:g}")
         is_good = kl < self.settings.max_kl / 2 and oldest_age >= self.max_age
         tuner = replace(self, good=self.good + 1 if is_good else 0)
         if tuner.good < self.settings.patience:
             return tuner, ""
         why = f"{tuner.good} good steps in a row reached it; the last: effective sample size {ess:.3g}, KL {kl:.2g}"
-        return tuner._with_bound(1, why)
+        return tuner._change_bound(1, why)
 
-    def _with_bound(self, by: int, why: str) -> tuple[AgeTuner, str]:
+    def _change_bound(self, by: int, why: str) -> tuple[AgeTuner, str]:
         """Return the state with the bound changed by ``by`` versions, limited to the range from 1 to the limit of the
         settings, and a sentence that says what has changed and ``why``. The sentence is empty if the bound is the
         same."""

@@ -25,7 +25,7 @@ DETERMINISTIC = replace(
 """The attention implementation for a deterministic model."""
 
 
-def attention_for(
+def select_attention(
     model: PreTrainedModel, prefer: AttentionName, layers: Mapping[int, AttentionKind]
 ) -> ChosenAttention:
     """Return the attention implementation for ``model``, chosen by ``prefer``, the setting ``learner.attention``, and
@@ -49,12 +49,12 @@ def attention_for(
 
 @torch.no_grad()
 def choose_attention(model: PreTrainedModel, prefer: AttentionName) -> ChosenAttention:
-    """Return the attention implementation for ``model`` as :func:`attention_for` does. The kinds of its layers are
+    """Return the attention implementation for ``model`` as :func:`select_attention` does. The kinds of its layers are
     determined by a pass over two tokens."""
     recorder = KindRecorder(model.device)
     if not is_deterministic(model):
         model(**make_probe(recorder), use_cache=False)
-    return attention_for(model, prefer, recorder.layers)
+    return select_attention(model, prefer, recorder.layers)
 
 
 def make_probe(plan: PackedPlan) -> dict[str, Any]:

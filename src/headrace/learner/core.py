@@ -52,7 +52,7 @@ from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.optim import ShardOptimizer
-from headrace.learner.updates import before_updates, minibatches, stats_of_updates
+from headrace.learner.updates import add_log_old, minibatches, stats_of_updates
 from headrace.learner.work import Gradient, MicroBatchStats, StepSums, StepWork
 
 MOST_SPANS = 4096
@@ -85,7 +85,7 @@ class LearnerCore:
 
     With several ranks, each rank has a core, and all cores must get the same calls in the same order. Each core gets
     the whole batch, computes its share, and returns the result of all ranks. ``model`` must come from
-    :func:`headrace.learner.parallel.load.load_for`. The result equals the result of one process, up to rounding.
+    :func:`headrace.learner.parallel.load.load_on_ranks`. The result equals the result of one process, up to rounding.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class LearnerCore:
             raise nothing_to_learn(self._step, batch.num_loss_tokens)
         work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
         log_before_N = self._logprobs(work.batch, work.mask_N)
-        work = before_updates(work, log_before_N)
+        work = add_log_old(work, log_before_N)
         parts = list(minibatches(work, self._objective))
         parts[0] = replace(parts[0], metrics=work.metrics)
         tallies = [MicroBatchStats() for _ in parts]
@@ -490,7 +490,7 @@ class LearnerCore:
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
             undo.callback(self._discard_gradients)
             tally.begin(work)
-            for agent, mask_N in self._forward.by_agent(work.batch, work.mask_N):
+            for agent, mask_N in self._forward.split_by_agent(work.batch, work.mask_N):
                 with self._forward.switch.on(agent):
                     self._backward_agent(work.only(mask_N), tally)
                 tally.note(self._forward.mixture.finish())

@@ -30,7 +30,7 @@ from headrace.base.errors import ModelError
 from headrace.base.types.batch import Batch
 from headrace.base.types.tokens import FloatColumn
 from headrace.learner import products
-from headrace.learner.attention import attention_for, make_probe
+from headrace.learner.attention import select_attention, make_probe
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import estimate_cost
 from headrace.learner.head import TopRequest
@@ -143,7 +143,7 @@ class Forward:
         else:
             parts = split_model(model, probe)
             self._token_logprobs, self._top_entries = logprobs(parts), top_entries(parts)
-        self.attention = attention_for(model, config.attention, recorder.layers)
+        self.attention = select_attention(model, config.attention, recorder.layers)
         """The attention implementation of the passes."""
 
     def refuse(self, batch: Batch) -> None:
@@ -152,10 +152,10 @@ class Forward:
         refuse_unfit(batch, self._vocab_size, self._routed, self._packing.budget)
         refuse_rescaled(batch, self._limit)
 
-    def by_agent(self, batch: Batch, mask_N: Mask) -> list[tuple[str, Mask]]:
+    def split_by_agent(self, batch: Batch, mask_N: Mask) -> list[tuple[str, Mask]]:
         """Return pairs of an agent and its part of the mask, for all agents whose adapters compute tokens of the mask.
         :attr:`switch` must be set to an agent while its tokens are packed and computed."""
-        return [("", mask_N)] if len(self.switch.agents) == 1 else batch.by_agent(mask_N)
+        return [("", mask_N)] if len(self.switch.agents) == 1 else batch.split_by_agent(mask_N)
 
     def pack(self, batch: Batch, mask_N: Mask, *, pairs: bool = False) -> list[MicroBatch]:
         """Pack the samples that have a token in the mask into micro-batches, and return this rank's share. All ranks
@@ -205,7 +205,7 @@ class Forward:
         """Return log π ``[N]`` of the tokens in the mask under the model's present weights; 0 elsewhere. All ranks get
         the whole column."""
         logprobs_N = np.zeros(batch.num_tokens, np.float32)
-        for agent, own_N in self.by_agent(batch, mask_N):
+        for agent, own_N in self.split_by_agent(batch, mask_N):
             with self.switch.on(agent):
                 for micro in self._reported(self.pack(batch, own_N), "log-probabilities"):
                     own_M = own_N[micro.places_M]
@@ -218,7 +218,7 @@ class Forward:
         elsewhere. All ranks get the whole columns."""
         ids_NK = torch.zeros(batch.num_tokens, request.num, dtype=torch.int32)
         logs_NK = torch.zeros(batch.num_tokens, request.num)
-        for agent, own_N in self.by_agent(batch, mask_N):
+        for agent, own_N in self.split_by_agent(batch, mask_N):
             with self.switch.on(agent):
                 for micro in self._reported(self.pack(batch, own_N), "a teacher's entries"):
                     own_M = own_N[micro.places_M]

@@ -166,7 +166,7 @@ def linear_top(hidden_PD: Tensor, matrix: HeadMatrix, temperature: float, reques
             )
         best_PK[tokens], ids_PK[tokens] = best_CK, ids_CK
         sums.append(running)
-    running = _RunningSums.of_all(sums, best_PK)
+    running = _RunningSums.combine(sums, best_PK)
     if matrix.part is not None:
         running.join(matrix.part)
         best_PK, ids_PK = _best(matrix.part.beside(best_PK), matrix.part.beside(ids_PK), request.num)
@@ -202,7 +202,7 @@ class _RunningSums:
         self.largest_C = largest_C
 
     @classmethod
-    def of_all(cls, parts: Sequence[_RunningSums], like_PB: Tensor) -> _RunningSums:
+    def combine(cls, parts: Sequence[_RunningSums], like_PB: Tensor) -> _RunningSums:
         """Return the sums of the tokens of all ``parts``, concatenated. ``like_PB`` has one row for each of these
         tokens."""
         found = cls(like_PB)
@@ -290,7 +290,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     logits_E[places] = logits_CB.view(-1)[flat]
                 if request.keep_logits:
                     tiles[tokens.start, entries.start] = logits_CB
-        running = _RunningSums.of_all(sums, sampled_logits_P[:, None])
+        running = _RunningSums.combine(sums, sampled_logits_P[:, None])
         if part is not None:
             sampled_logits_P, top_PK, logits_E = running.join(part, sampled_logits_P, top_PK, logits_E)
         log_sum_P, entropy_P = running.log_sum(), running.entropy()

@@ -20,7 +20,7 @@ from headrace.learner.footprint import LearnerSizes, levers
 from headrace.models.indexed import is_indexed
 from headrace.models.packed import PADDED, ChosenAttention
 from headrace.models.recurrent import recurrent_layers
-from headrace.models.settings import by_layer
+from headrace.models.settings import get_layer_values
 from headrace.models.shape import ModelShape, parse_shape
 from headrace.models.weights import is_adapted, count_vocabulary
 
@@ -60,16 +60,16 @@ def _shape_of_loaded(model: PreTrainedModel) -> ModelShape:
     """Return the sizes of a loaded model. Sizes that its configuration lacks are estimated from the hidden size."""
     config = model.config
     hidden = int(config.hidden_size)
-    tree: dict[str, Any] = {name: max(values) for name in _SIZES if (values := by_layer(config, name))}
+    tree: dict[str, Any] = {name: max(values) for name in _SIZES if (values := get_layer_values(config, name))}
     tree |= {
         "model_type": config.model_type,
         "hidden_size": hidden,
         "num_hidden_layers": int(config.num_hidden_layers),
-        "num_attention_heads": max(by_layer(config, "num_attention_heads"), default=1),
-        "intermediate_size": max(by_layer(config, "intermediate_size"), default=4 * hidden),
+        "num_attention_heads": max(get_layer_values(config, "num_attention_heads"), default=1),
+        "intermediate_size": max(get_layer_values(config, "intermediate_size"), default=4 * hidden),
         "vocab_size": count_vocabulary(model),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
-        "attn_logit_softcapping": next(iter(by_layer(config, "attn_logit_softcapping")), None),
+        "attn_logit_softcapping": next(iter(get_layer_values(config, "attn_logit_softcapping")), None),
     }
     return parse_shape(config.model_type, tree)
 
@@ -107,14 +107,14 @@ def explained_out_of_memory(sizes: LearnerSizes, step: int, left: str = UNCHANGE
 
 def advice(sizes: LearnerSizes) -> str:
     """Return the settings that would free memory on a rank, each with the approximate number of bytes that it frees."""
-    named = [f"{setting}: about {in_words(freed)}" for setting, freed in levers(sizes).items()]
+    named = [f"{setting}: about {format_bytes(freed)}" for setting, freed in levers(sizes).items()]
     return f"one of these frees memory on each rank: {'; '.join(named)}" if named else "take a device with more memory"
 
 
-def in_words(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes in readable units.
 
-    >>> in_words(3 * 2**30), in_words(1500)
+    >>> format_bytes(3 * 2**30), format_bytes(1500)
     ('3.0 GiB', '1.5 KiB')
     """
     for unit in ("KiB", "MiB"):

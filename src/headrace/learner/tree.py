@@ -12,9 +12,9 @@ the previous sample. The other tokens of a sample are a branch of their own:
     h              shares 0      the tree has 4 + 2 + 1 + 1 = 8 tokens
 
 Samples may have common prefixes for any reason: as answers to one prompt, as turns or forks of an episode, or by
-accident. The tokens of a micro-batch are computed by one adapter (:meth:`~headrace.learner.forward.Forward.by_agent`),
-at positions that count from the beginning of each sample. Two tokens are therefore the same computation if their ids,
-their recorded experts and all tokens before them are equal.
+accident. The tokens of a micro-batch are computed by one adapter
+(:meth:`~headrace.learner.forward.Forward.split_by_agent`), at positions that count from the beginning of each sample.
+Two tokens are therefore the same computation if their ids, their recorded experts and all tokens before them are equal.
 
 Shape legend: N tokens of the batch, S samples of the batch, K samples of one tree.
 """

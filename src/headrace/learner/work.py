@@ -158,7 +158,7 @@ class MicroBatchStats:
         """The columns over the loss tokens, one record for each micro-batch."""
 
     @classmethod
-    def of_updates(
+    def combine_updates(
         cls, parts: Sequence[MicroBatchStats], work: StepWork, before: Metrics, stats: TokenStats
     ) -> MicroBatchStats:
         """Return the statistics of several updates of one batch from ``parts``, the statistics of each update.

@@ -301,9 +301,9 @@ class PackedPlan:
     def _attend_all(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Compute the attention of all sequences of the pass, without recomputation in the backward pass."""
         parts = zip(
-            self._by_bucket(query_NHD, of_queries=True),
-            self._by_bucket(key_NKD),
-            self._by_bucket(value_NKD),
+            self._split_into_buckets(query_NHD, of_queries=True),
+            self._split_into_buckets(key_NKD),
+            self._split_into_buckets(value_NKD),
             strict=True,
         )
         chosen = [None] * len(self._buckets) if rule.choice is None else rule.choice.masks
@@ -315,7 +315,7 @@ class PackedPlan:
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
         """Return the tokens that the indexer of a layer chooses for each token, among the earlier tokens of its
         sequence."""
-        parts = zip(*map(self._by_bucket, inputs_N), strict=True)
+        parts = zip(*map(self._split_into_buckets, inputs_N), strict=True)
         return ChosenTokens(
             tuple(self._choose(bucket, choose, rows) for bucket, rows in zip(self._buckets, parts, strict=True))
         )
@@ -323,14 +323,14 @@ class PackedPlan:
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
         """Compute a recurrence from the beginning of each sequence, with an initial state of zeros, and return its
         outputs ``[N, ...]``. Tokens that several sequences share are computed for each sequence."""
-        parts = zip(*map(self._by_bucket, inputs_N), strict=True)
+        parts = zip(*map(self._split_into_buckets, inputs_N), strict=True)
         outputs = [
             bucket.own(recurrence.chunk(rows, bucket.lengths_B, None)[0]).flatten(0, 1)
             for bucket, rows in zip(self._buckets, parts, strict=True)
         ]
         return self._join(outputs)
 
-    def _by_bucket(self, tensor_N: Tensor, *, of_queries: bool = False) -> Sequence[Tensor]:
+    def _split_into_buckets(self, tensor_N: Tensor, *, of_queries: bool = False) -> Sequence[Tensor]:
         """Return the tokens of the pass as the padded rows of each bucket, ``[B, L, ...]``; with ``of_queries``, only
         the queries, ``[B, Q, ...]``."""
         slots = self._queries if of_queries else self._keys

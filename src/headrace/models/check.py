@@ -137,13 +137,13 @@ def _refuse_different_limits(model: PreTrainedModel, path: str, plan: _RuleRecor
         by_rule, by_mask = (min(size or longest, longest) for size in (rule.window or rule.chunk, masks[rule.layer]))
         if by_rule != by_mask:
             reason = (
-                f"layer {rule.layer} sees {_in_words(by_mask)} by transformers' mask, and by what it says of itself "
-                f"{_in_words(by_rule)}"
+                f"layer {rule.layer} sees {_format_limit(by_mask)} by transformers' mask, and by what it says of itself "
+                f"{_format_limit(by_rule)}"
             )
             raise _refusal(model, path, reason)
 
 
-def _in_words(size: float) -> str:
+def _format_limit(size: float) -> str:
     """Return the number of tokens that a layer attends to, in words; infinity means all tokens."""
     return "all tokens" if size == torch.inf else f"the last {size:.0f} tokens"
 

@@ -27,7 +27,7 @@ from headrace.models.settings import (
     BUILDING,
     LAYER_TYPES,
     REMEDY,
-    by_layer,
+    get_layer_values,
     model_directory,
     num_later_layers,
     read_config,
@@ -363,7 +363,7 @@ def _impossible_setting(config: PreTrainedConfig) -> str:
             return f"attention_chunk_size={size}, with layers of type chunked_attention"
     if getattr(config, "chunk_size", None) == 0:
         return "chunk_size=0"
-    chosen = max(by_layer(config, "num_experts_per_tok"), default=0)
+    chosen = max(get_layer_values(config, "num_experts_per_tok"), default=0)
     if is_mixture(config) and chosen > (most := num_experts(config)):
         return f"num_experts_per_tok={chosen}, of {most} experts"
     return ""

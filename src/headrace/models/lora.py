@@ -38,9 +38,9 @@ from headrace.models.weights import (
     parse_adapter_name,
     format_first,
     not_finite,
-    of_adapter,
+    belongs_to_adapter,
     weight_tensors,
-    without_adapter,
+    remove_adapter_name,
 )
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -81,7 +81,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
     if config.agents:
         _select(model, DEFAULT)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(of_adapter(name))
+            parameter.requires_grad_(belongs_to_adapter(name))
 
 
 def get_adapter_directory(snapshot: Path, agent: str) -> Path:
@@ -96,7 +96,7 @@ class Switch:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the trained adapters of ``model``. Without several adapters, switching has no effect."""
-        names = [name for name, parameter in model.named_parameters() if of_adapter(name) and parameter.requires_grad]
+        names = [name for name, parameter in model.named_parameters() if belongs_to_adapter(name) and parameter.requires_grad]
         trained = dict.fromkeys(map(parse_adapter_name, names))
         self._layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
         """The layers that have adapters."""
@@ -198,7 +198,7 @@ def write_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], direct
     of_each: dict[str, dict[str, Tensor]] = {name: {} for name in adapters(model)}
     for name, parameter in weight_tensors(model).items():
         whole_name = own[id(parameter)]
-        of_each[parse_adapter_name(whole_name)][without_adapter(whole_name)] = tensors[name]
+        of_each[parse_adapter_name(whole_name)][remove_adapter_name(whole_name)] = tensors[name]
     for name, each in of_each.items():
         (directory / name).mkdir()
         _write(model, name, each, directory / name)
@@ -336,7 +336,7 @@ def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: st
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=(
-            _without_routers(model, names) if targets == "all-linear" else _match_names(model, targets, names)
+            _remove_routers(model, names) if targets == "all-linear" else _match_names(model, targets, names)
         ),
         target_parameters=_expert_parameters(model) if config.experts else None,
         use_dora=config.use_dora,
@@ -373,7 +373,7 @@ def _linear_names(peft: Any, model: nn.Module) -> list[str]:
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()
         if module is not head and (_is_linear(module) or type(module).__name__ == _CONV1D)
-        if not of_adapter(name)
+        if not belongs_to_adapter(name)
     }
     read = peft.LoraConfig(target_modules={name for name in names if peft_adapts(model, name)})
     convert_peft_config_for_transformers(read, model, None)
@@ -385,7 +385,7 @@ def peft_adapts(model: nn.Module, name: str) -> bool:
     return str(model.config.model_type) not in _MAMBAS or name.rpartition(".")[2] != "out_proj"  # type: ignore[union-attr]
 
 
-def _without_routers(model: nn.Module, names: list[str]) -> list[str]:
+def _remove_routers(model: nn.Module, names: list[str]) -> list[str]:
     """Return the elements of ``names`` that are not part of a router."""
     return [name for name in names if not is_router(model.get_submodule(name.rpartition(".")[0]))]
 
@@ -412,7 +412,7 @@ def _expert_names(model: nn.Module) -> list[str]:
     return [
         name.replace(".base_layer", "")
         for name, parameter in model.named_parameters()
-        if parameter.ndim == 3 and not of_adapter(name)
+        if parameter.ndim == 3 and not belongs_to_adapter(name)
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d)  # of a mixer
     ]
 
@@ -459,7 +459,7 @@ def _tensors_by_file_name(model: PreTrainedModel, name: str) -> dict[str, Tensor
 
     peft is used only to compute the names: it would copy tensors, and gather all weights of a sharded model.
     """
-    own = [(key, tensor.detach()) for key, tensor in model.named_parameters() if of_adapter(key)]
+    own = [(key, tensor.detach()) for key, tensor in model.named_parameters() if belongs_to_adapter(key)]
     numbered = {key: torch.tensor(number) for number, (key, _) in enumerate(own)}  # indices instead of the tensors
     found: dict[str, Tensor] = _peft().get_peft_model_state_dict(
         model, numbered, adapter_name=name, save_embedding_layers=False

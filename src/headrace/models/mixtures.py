@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.models.settings import BUILDING, by_layer
+from headrace.models.settings import BUILDING, get_layer_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,4 +46,4 @@ def num_experts(config: PreTrainedConfig) -> int:
 def _expert_counts(config: PreTrainedConfig) -> list[int]:
     """Return the numbers of experts in a configuration; empty for a dense model."""
     read = config.ffn_config if config.model_type == "dbrx" else config
-    return [count for name in _EXPERTS if (count := max(by_layer(read, name), default=0))]
+    return [count for name in _EXPERTS if (count := max(get_layer_values(read, name), default=0))]

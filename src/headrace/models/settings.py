@@ -112,7 +112,7 @@ def extract_text_config(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
         ) from None
 
 
-def by_layer(config: PreTrainedConfig, name: str) -> list[Any]:
+def get_layer_values(config: PreTrainedConfig, name: str) -> list[Any]:
     """Return the different values of a setting in the layers of a model. Most models have one value; several values
     exist if layers differ, such as the head sizes of Gemma 4. The result is ``[]`` if the model has no such setting."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]

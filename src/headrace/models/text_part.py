@@ -69,19 +69,19 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     if not config.model_type.endswith("_text"):
         return None
     try:
-        return with_head(MODEL_MAPPING[type(config)])
+        return make_class_with_head(MODEL_MAPPING[type(config)])
     except (KeyError, ValueError):  # this version of transformers may list a class that it does not contain
         return None
 
 
 @cache
-def with_head(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def make_class_with_head(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return a causal language model class that consists of ``backbone``, a class of transformers that returns hidden
     states, and a linear head, whose weights may be tied to the embedding."""
     family = next(kind for kind in backbone.__mro__[1:] if issubclass(kind, PreTrainedModel))
 
     class TextModelWithHead(family, GenerationMixin):  # type: ignore[misc, valid-type]
-        """The class that :func:`with_head` returns: the backbone with a linear head over the vocabulary."""
+        """The class that :func:`make_class_with_head` returns: the backbone with a linear head over the vocabulary."""
 
         config_class = backbone.config_class
         base_model_prefix = "model"
@@ -260,7 +260,7 @@ def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
         total += sum(tensor.nbytes for tensor in tensors.values())
     _update_json(out / _INDEX, lambda tree: {**tree, "metadata": {**tree.get("metadata", {}), "total_size": total}})
     dtype = str(text.dtype).removeprefix("torch.")
-    _update_json(out / "config.json", lambda tree: _with_dtype(tree, dtype))
+    _update_json(out / "config.json", lambda tree: _set_dtype(tree, dtype))
 
 
 def _tensors_by_file(
@@ -375,12 +375,12 @@ def _update_json(path: Path, change: Any) -> None:
         path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8"))), indent=2), encoding="utf-8")
 
 
-def _with_dtype(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _set_dtype(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return the settings ``tree`` of a checkpoint with ``dtype`` as the number format of the text part, so that
     loading it loses no precision."""
     changed: dict[str, Any] = {key: dtype for key in ("dtype", "torch_dtype") if key in tree}
     inner = {
-        key: _with_dtype(each, dtype)
+        key: _set_dtype(each, dtype)
         for key, each in tree.items()
         if isinstance(each, dict) and key.endswith("text_config")
     }

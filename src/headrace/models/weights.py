@@ -40,10 +40,10 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=True))
     if not is_adapted(model):
         return tensors | correction_biases(model)
-    trained = {name: tensor for name, tensor in tensors.items() if of_adapter(name) and tensor.requires_grad}
+    trained = {name: tensor for name, tensor in tensors.items() if belongs_to_adapter(name) and tensor.requires_grad}
     if len({parse_adapter_name(name) for name in trained}) == 1:
-        return {without_adapter(name): tensor for name, tensor in trained.items()}
-    return {without_adapter(name) if parse_adapter_name(name) == DEFAULT else name: tensor for name, tensor in trained.items()}
+        return {remove_adapter_name(name): tensor for name, tensor in trained.items()}
+    return {remove_adapter_name(name) if parse_adapter_name(name) == DEFAULT else name: tensor for name, tensor in trained.items()}
 
 
 def correction_biases(model: nn.Module) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def fixed_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: one for name, one in model.named_buffers() if name in in_files and name not in changing}
 
 
-def in_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return ``tensors`` of ``model`` with the names and shapes of the model's files, which may have, for example, one
     tensor per expert."""
     from transformers.core_model_loading import revert_weight_conversion
@@ -129,13 +129,13 @@ def model_bytes(model: nn.Module) -> int:
 
 def is_adapted(model: nn.Module) -> bool:
     """Return whether the model has adapters, which are trained instead of the model itself."""
-    return any(of_adapter(name) for name, _ in model.named_parameters())
+    return any(belongs_to_adapter(name) for name, _ in model.named_parameters())
 
 
-def without_adapter(name: str) -> str:
+def remove_adapter_name(name: str) -> str:
     """Return the name of an adapter's parameter without the adapter's name.
 
-    >>> without_adapter("layers.0.q_proj.lora_A.default.weight")
+    >>> remove_adapter_name("layers.0.q_proj.lora_A.default.weight")
     'layers.0.q_proj.lora_A.weight'
     """
     parts = name.split(".")
@@ -153,7 +153,7 @@ def parse_adapter_name(name: str) -> str:
     return parts[_place(parts)]
 
 
-def of_adapter(name: str) -> bool:
+def belongs_to_adapter(name: str) -> bool:
     """Return whether peft has added the parameter or module with this name."""
     return any(part.startswith(_LORA) for part in name.split("."))
 

@@ -38,7 +38,7 @@ from headrace.models import context_length, load_model, load_tokenizer
 from headrace.models.devices import use_device
 from headrace.models.endings import stop_ids
 from headrace.models.heads import wanted_head
-from headrace.models.hub import pinned_path, with_models
+from headrace.models.hub import pinned_path, change_models
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import read_config
@@ -398,7 +398,7 @@ class Policy:
                     "there is a gradient that no step has used, and it would not be saved",
                     remedy="call optim_step before save",
                 )
-            settings = with_models(self.config.model_dump(mode="json"), lambda _, path: pinned_path(path))
+            settings = change_models(self.config.model_dump(mode="json"), lambda _, path: pinned_path(path))
             state = store.PolicyState(config=settings, num_prompts=self._sampler.num_prompts)
             store.save(Path(directory).expanduser().absolute(), self._learner, state)
 

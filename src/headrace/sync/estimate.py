@@ -89,7 +89,7 @@ def refuse_short_deadline(sync: SyncConfig, num_bytes: float, clock: Clock) -> N
         )
 
 
-def room_for(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> VersionRoom | None:
+def measure_room(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> VersionRoom | None:
     """Return the needed and the free space for versions of ``num_bytes`` bytes in the folder that the transport uses;
     ``None`` if it stores no versions in a folder of a local file system."""
     transport = TRANSPORTS.load(sync.transport)
@@ -107,7 +107,7 @@ def room_for(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> VersionRo
 def refuse_little_room(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if there is too little space for versions of ``num_bytes`` bytes
     in the folder that the transport uses."""
-    room = room_for(sync, places, num_bytes)
+    room = measure_room(sync, places, num_bytes)
     if room is not None and room.free_bytes < room.needed_bytes:
         raise ConfigError(
             f"sync.transport={sync.transport!r} keeps {room.copies} versions of {num_bytes:,.0f} bytes in "

@@ -55,7 +55,7 @@ class VersionFolder:
         return f"{self._folder}/{name}"
 
     @staticmethod
-    def new_name(version: int) -> str:
+    def make_name(version: int) -> str:
         """Return the name of a new file of ``version``, without its ending."""
         return f"v{version:08d}-{secrets.token_hex(4)}"
 
@@ -136,7 +136,7 @@ class FilesOutbox:
     def send(self, request: SendRequest) -> Sent:
         """Write the payload of ``request`` to a file in the folder, remove files of older versions, and return the
         file's name."""
-        name = f"{self._folder.new_name(request.version)}.{'safetensors' if request.whole else 'delta'}"
+        name = f"{self._folder.make_name(request.version)}.{'safetensors' if request.whole else 'delta'}"
         with self._folder.writing(name, request.version, len(request.payload)) as file:
             if request.whole:
                 file.write(safetensors_header(request.manifest, request.version))

@@ -230,7 +230,7 @@ class GroupOutbox:
         if self._folder is not None and self._failures >= MOST_FAILURES and not self._by_files:
             self._by_files, self._note = True, self._fallback_note(request.version)
         if self._by_files:
-            return f"{_FILES}{VersionFolder.new_name(request.version)}"
+            return f"{_FILES}{VersionFolder.make_name(request.version)}"
         if self._group_set is None or not has_same_engines or failed:
             self._group_set = _GroupSet(host=self._host, port=self._port, name=secrets.token_hex(6), engines=engines)
         return self._group_set.path

@@ -233,13 +233,13 @@ def _bucket(blocks: list[_Block]) -> Bucket:
     """Return the bucket that consists of ``blocks``, which follow each other in the bytes of their rank."""
     start = blocks[0].entry.offset_bytes
     shifted = tuple(
-        _Block(name=block.name, entry=_with_offset(block.entry, -start), starts=block.starts) for block in blocks
+        _Block(name=block.name, entry=_shift(block.entry, -start), starts=block.starts) for block in blocks
     )
     last = shifted[-1].entry
     return Bucket(start=start, num_bytes=last.offset_bytes + last.num_bytes, blocks=shifted)
 
 
-def _with_offset(entry: TensorEntry, by: int) -> TensorEntry:
+def _shift(entry: TensorEntry, by: int) -> TensorEntry:
     """Return a copy of ``entry`` whose offset is larger by ``by`` bytes."""
     return TensorEntry(
         name=entry.name,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.base.errors import ConfigError, WeightsError
 from headrace.base.types.weights import NUM_SLOTS, WeightUpdate
-from headrace.models.weights import of_adapter
+from headrace.models.weights import belongs_to_adapter
 from headrace.sync.base import Codec, Outbox, SendRequest
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, view
@@ -49,7 +49,7 @@ class Publisher:
         model that trains more than adapters if the codec sends adapters only, and for parts that the codec cannot
         represent.
         """
-        if codec.adapters_only and not all(of_adapter(name) for name in tensors):
+        if codec.adapters_only and not all(belongs_to_adapter(name) for name in tensors):
             raise ConfigError(
                 "sync.codec='adapter' sends adapters alone, and this model is trained as a whole",
                 remedy="set model.lora.rank, or sync.codec = 'full'",

@@ -6,7 +6,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.scored import ScoredGroup, TokenResults
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import Tokens
-from headrace.flow.layout import collate, without_stale
+from headrace.flow.layout import collate, drop_stale
 from headrace.flow.ledger.turns import decode_token_results, encode_token_results
 
 
@@ -40,7 +40,7 @@ def test_each_gap_is_that_of_its_own_token() -> None:
         ScoredGroup(number=7, episodes=(episode(7, 1, plain), episode(7, 2, tree()))),
     ]
     batch = collate(4, groups, [0.5, -0.5, 0.5])
-    trained, stale = without_stale(batch, 2)
+    trained, stale = drop_stale(batch, 2)
     assert stale
     log_pi_N = np.where(trained.mask_N, 100.0 * batch.ids_N, np.nan).astype(np.float32)
     learned = TokenResults.from_batch([each.key for group in groups for each in group.scored], batch, log_pi_N)

@@ -101,7 +101,7 @@ def test_the_sequence_of_the_first_rank_moves_in_every_step(requests: list[tuple
         scheduled = machine.step()
         left = [sequence.rank for sequence in machine.rows.sequences]
         if left and scheduled.num_decode < 5:
-            first = machine.rows.by_rank(np.arange(machine.rows.count))[0]
+            first = machine.rows.sort_by_rank(np.arange(machine.rows.count))[0]
             assert machine.rows.computed_R[first] > 0
 
 

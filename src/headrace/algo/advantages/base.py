@@ -110,7 +110,7 @@ def centered(outcomes: Outcomes, weights_E: Floats | None = None) -> Floats:
     weights_E = outcomes.counted_E.astype(np.float64) if weights_E is None else weights_E * outcomes.counted_E
     mass_E = total(weights_E, outcomes.groups_E)
     mean_E = total(weights_E * outcomes.values_E, outcomes.groups_E) / np.where(mass_E > 0, mass_E, 1.0)
-    return without_rounding((outcomes.values_E - mean_E) * outcomes.counted_E, mean_E)
+    return remove_rounding((outcomes.values_E - mean_E) * outcomes.counted_E, mean_E)
 
 
 def leave_one_out(values_E: Floats, counted_E: Bools, owners_E: Ints) -> Floats:
@@ -118,7 +118,7 @@ def leave_one_out(values_E: Floats, counted_E: Bools, owners_E: Ints) -> Floats:
     there is no other value, and for values that do not count."""
     num_E = total(counted_E.astype(np.float64), owners_E)
     mean_E = divide_or_zero(total(values_E * counted_E, owners_E), num_E)
-    difference_E = without_rounding((values_E - mean_E) * counted_E, mean_E)
+    difference_E = remove_rounding((values_E - mean_E) * counted_E, mean_E)
     return divide_or_zero(difference_E * num_E, np.maximum(num_E - 1, 0))
 
 
@@ -127,11 +127,11 @@ def moments(values_E: Floats, weights_E: Floats) -> tuple[float, float]:
     the weights. A deviation that is only a rounding error becomes 0."""
     mass = float(weights_E.sum()) or 1.0
     mean = float((weights_E * values_E).sum()) / mass
-    difference_E = without_rounding(values_E - mean, np.full(len(values_E), mean))
+    difference_E = remove_rounding(values_E - mean, np.full(len(values_E), mean))
     return mean, float(np.sqrt((weights_E * difference_E**2).sum() / mass))
 
 
-def without_rounding(differences: Floats, scale: Floats) -> Floats:
+def remove_rounding(differences: Floats, scale: Floats) -> Floats:
     """Return the differences, with 0 for those that are only rounding errors of numbers of size ``scale`` (at most
     1e-12 times ``scale``). A division by a standard deviation near 0 would amplify them."""
     return np.where(np.abs(differences) <= 1e-12 * np.abs(scale), 0.0, differences)

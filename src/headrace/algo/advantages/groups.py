@@ -20,7 +20,7 @@ from headrace.algo.advantages.base import (
     moments,
     require,
     total,
-    without_rounding,
+    remove_rounding,
 )
 from headrace.algo.advantages.outcomes import Floats, Outcomes
 from headrace.base.errors import DataError
@@ -296,4 +296,4 @@ class OptimalBaseline(AdvantageSection):
         values_N = outcomes.values_E[owners_N]
         mass_N = total(weights_N, keys_N)
         baseline_N = np.where(mass_N > 0, divide_or_zero(total(weights_N * values_N, keys_N), mass_N), values_N)
-        return without_rounding((values_N - baseline_N) * outcomes.counted_E[owners_N], values_N)
+        return remove_rounding((values_N - baseline_N) * outcomes.counted_E[owners_N], values_N)

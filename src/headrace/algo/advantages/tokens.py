@@ -19,7 +19,7 @@ from headrace.algo.advantages.base import (
     moments,
     require,
     total,
-    without_rounding,
+    remove_rounding,
 )
 from headrace.algo.advantages.groups import GrpoAdvantage
 from headrace.algo.advantages.outcomes import Bools, Floats, Ints, Outcomes
@@ -133,15 +133,15 @@ class ReverseKl(AdvantageSection):
     def __call__(self, outcomes: Outcomes) -> Floats:
         """Return the advantage of every token: the teacher's term, plus the reward's term of the token's episode if it
         has a weight."""
-        credit_N = self.of_tokens(require(outcomes.log_nu_N, "log_nu") - require(outcomes.log_mu_N, "log_mu"))
-        return credit_N + self.of_rewards(outcomes)[outcomes.owners_N] if self.weight else credit_N
+        credit_N = self.credit_tokens(require(outcomes.log_nu_N, "log_nu") - require(outcomes.log_mu_N, "log_mu"))
+        return credit_N + self.credit_rewards(outcomes)[outcomes.owners_N] if self.weight else credit_N
 
-    def of_tokens(self, gap_N: Floats) -> Floats:
+    def credit_tokens(self, gap_N: Floats) -> Floats:
         """Return the teacher's term of the advantage of every token, from ``gap_N``, which is log ν − log μ, clamped to
         ±20; 0 where it is NaN. In a run, the learner adds this term, since it has the teacher's scores."""
         return self.beta * np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
 
-    def of_rewards(self, outcomes: Outcomes) -> Floats:
+    def credit_rewards(self, outcomes: Outcomes) -> Floats:
         """Return the reward's term of the advantage of every episode: ω times the reward minus the group's mean."""
         return self.weight * centered(outcomes)
 
@@ -179,9 +179,9 @@ class Prpo(AdvantageSection):
         keys_N = joint(owners_N, segments_N)
         ones_N = np.ones(len(owners_N))
         p_N = total(process_N, keys_N) / total(ones_N, keys_N)
-        shift_N = without_rounding(p_N - total(p_N, owners_N) / total(ones_N, owners_N), p_N)
+        shift_N = remove_rounding(p_N - total(p_N, owners_N) / total(ones_N, owners_N), p_N)
         groups_N = outcomes.groups_E[owners_N]
-        spread_N = without_rounding(p_N - total(p_N, groups_N) / total(ones_N, groups_N), p_N)
+        spread_N = remove_rounding(p_N - total(p_N, groups_N) / total(ones_N, groups_N), p_N)
         std_N = np.sqrt(total(spread_N**2, groups_N) / total(ones_N, groups_N))
         outcome_E = GrpoAdvantage(std="ddof1", eps=self.eps)(outcomes)
         relative_N = divide_or_zero(shift_N, np.where(std_N > 0, std_N + self.eps, 0.0))

@@ -14,7 +14,7 @@ import pydantic
 from pydantic import Field
 
 from headrace.algo.base import Column, Factor, LossInputs, log_ratio
-from headrace.algo.corrections.section import CorrectionSection, Level, keep_sequences, log_rho_at, refuse_crossed
+from headrace.algo.corrections.section import CorrectionSection, Level, keep_sequences, compute_log_rho, refuse_crossed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class Icepop(CorrectionSection):
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """Return the factor of every token: its ratio ρ at the chosen level, or 0 if that is outside the band."""
-        rho_N = log_rho_at(self.level, inputs).exp()
+        rho_N = compute_log_rho(self.level, inputs).exp()
         return Factor(tokens_N=rho_N.masked_fill((rho_N < self.low) | (rho_N > self.high), 0.0))
 
 

@@ -45,7 +45,7 @@ def refuse_crossed(kind: str, low: float, high: float) -> None:
         )
 
 
-def log_rho_at(level: Level, inputs: LossInputs) -> Tensor:
+def compute_log_rho(level: Level, inputs: LossInputs) -> Tensor:
     """Return log ρ for every token at the given level: its own, the sum over its sequence (clamped to ±20), or the mean
     over its sequence."""
     log_rho_N = inputs.log_rho_N()

@@ -40,8 +40,8 @@ class Pairs:
 
     @classmethod
     def from_inputs(cls, inputs: LossInputs) -> Pairs:
-        """Return the pairs of a micro-batch. Raises :class:`~headrace.base.errors.DataError` if a group is not a pair
-        of one chosen and one rejected sample."""
+        """Return the pairs of the micro-batch ``inputs``. Raises :class:`~headrace.base.errors.DataError` if a group is
+        not a pair of one chosen and one rejected sample."""
         assert inputs.groups_S is not None
         groups, pairs_S = inputs.groups_S.unique(return_inverse=True)
         answer_N = inputs.mask_N & (inputs.advantages_N != 0)

@@ -127,7 +127,7 @@ class Distill(LossSection):
         and the tail, all other entries together."""
         assert inputs.log_pi_NK is not None
         assert inputs.log_nu_NK is not None
-        log_pi_NK, log_nu_NK = with_tail(inputs.log_pi_NK), with_tail(inputs.log_nu_NK)
+        log_pi_NK, log_nu_NK = append_tail(inputs.log_pi_NK), append_tail(inputs.log_nu_NK)
         match self.divergence:
             case "forward":
                 return TokenLoss(tokens_N=kl_over(log_nu_NK, log_pi_NK))
@@ -139,7 +139,7 @@ class Distill(LossSection):
                 return TokenLoss(tokens_N=self.beta * teacher_N + (1 - self.beta) * policy_N)
 
 
-def with_tail(log_p_NK: Tensor) -> Tensor:
+def append_tail(log_p_NK: Tensor) -> Tensor:
     """Return the log-probabilities of K entries with an additional column for the tail, all other entries together.
     They are bounded, so that they stay finite: those of the K entries are at least −60, and the probability of the tail
     is at least 1e-7."""

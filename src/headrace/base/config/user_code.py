@@ -176,7 +176,7 @@ class _ImportChecker:
             )
         first = module.partition(".")[0]
         known = first in sys.stdlib_module_names or first in _HARMLESS
-        beside = _beside(first, self.folder)
+        beside = _find_beside(first, self.folder)
         if beside is None:
             if not _is_found(first, self.folder):
                 raise ConfigError(
@@ -209,7 +209,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     return ["." * node.level + (node.module or "")]
 
 
-def _beside(module: str, folder: Path) -> Path | None:
+def _find_beside(module: str, folder: Path) -> Path | None:
     """Return the file in ``folder`` that ``import module`` would execute: the ``__init__.py`` of a package, or else a
     module file. Return ``None`` if there is neither."""
     files = (folder / module / "__init__.py", folder / f"{module}.py")

@@ -119,7 +119,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of tokens that carry loss."""
         return int(self.mask_N.sum())
 
-    def by_agent(self, mask_N: npt.NDArray[np.bool_]) -> list[tuple[str, npt.NDArray[np.bool_]]]:
+    def split_by_agent(self, mask_N: npt.NDArray[np.bool_]) -> list[tuple[str, npt.NDArray[np.bool_]]]:
         """Divide the tokens of ``mask_N`` by the adapter that they train. Return, for every agent whose adapter is
         trained, its name and the mask of its tokens."""
         if self.agents_N is None:

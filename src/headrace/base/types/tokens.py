@@ -177,11 +177,11 @@ def find_version_range(spans: Sequence[Tokens]) -> tuple[int, int] | None:
     >>> find_version_range([Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.5], versions_T=[3, 4]), Tokens.observed([5])])
     (3, 4)
     """
-    found = [least_and_most for span in spans if (least_and_most := _versions_in(span.versions_T))]
+    found = [least_and_most for span in spans if (least_and_most := _find_range(span.versions_T))]
     return (min(least for least, _ in found), max(most for _, most in found)) if found else None
 
 
-def _versions_in(versions_T: IntColumn) -> tuple[int, int] | None:
+def _find_range(versions_T: IntColumn) -> tuple[int, int] | None:
     """Return the oldest and newest version of the policy among ``versions_T``; ``None`` if the policy sampled none of
     these tokens. In the common cases, where all or none of the tokens are sampled, this takes two reductions."""
     if not len(versions_T):

@@ -20,7 +20,7 @@ An engine uses the pool as follows for each sequence (``table`` is its list of b
 
     chain = Chain(version, salt)
     table = pool.match(chain, prompt_T)               # whole blocks another sequence has computed
-    fresh = pool.allocate(blocks_for(end) - len(table))   # None: no room; pool.release(table)
+    fresh = pool.allocate(count_blocks(end) - len(table))   # None: no room; pool.release(table)
     pool.register(chain, table, ids_T[:end])          # all tokens computed so far or in this pass
     pool.release(table)                               # its end, or its preemption
     cache.clear(pool.pop_dirty())                    # before every pass
@@ -44,10 +44,10 @@ _BLOCK_ID_BYTES = BLOCK * 4
 """The number of bytes of a block's token ids as 32-bit integers."""
 
 
-def blocks_for(num_tokens: int) -> int:
+def count_blocks(num_tokens: int) -> int:
     """Return the number of blocks that ``num_tokens`` tokens need.
 
-    >>> blocks_for(16), blocks_for(17)
+    >>> count_blocks(16), count_blocks(17)
     (1, 2)
     """
     return -(-num_tokens // BLOCK)

@@ -364,7 +364,7 @@ class NativeEngine:
             counts_R=counts_R,
             num_decode=schedule.num_decode,
         )
-        states = None if self._states is None else self._states.of_rows(rows_R)
+        states = None if self._states is None else self._states.make_pass(rows_R)
         plan = PagedPlan(self._cache, geometry, self._maker, self._device, states)
         drafts_R, drafts_D = schedule.drafts_R, None
         if schedule.num_decode == len(rows_R):  # every row has one new token, which completes its context

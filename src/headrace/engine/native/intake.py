@@ -18,7 +18,7 @@ from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, St
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.adapters import EngineAdapters
-from headrace.engine.native.blocks import blocks_for
+from headrace.engine.native.blocks import count_blocks
 from headrace.engine.native.checks import check_ids, request_problem
 from headrace.engine.native.masks import MaskMaker
 from headrace.engine.native.rows import Rows
@@ -263,7 +263,7 @@ class Intake:
                 f"exceed max_context={bounds.max_context}",
                 remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
             )
-        if blocks_for(sequence.max_length - 1) > bounds.num_blocks:
+        if count_blocks(sequence.max_length - 1) > bounds.num_blocks:
             raise RequestError(
                 f"{name}: prompt of {length} tokens + max_new_tokens={sampling.max_new_tokens} "
                 f"exceed the cache of {bounds.num_blocks * BLOCK} tokens",

@@ -25,7 +25,7 @@ from headrace.base.types.recorded import KeptSets
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import Tokens
-from headrace.engine.native.blocks import blocks_for
+from headrace.engine.native.blocks import count_blocks
 from headrace.engine.native.routes import RoutingStore
 from headrace.engine.native.sequence import NO_ROW, FinishedSequence, Kept, Sequence
 
@@ -79,7 +79,7 @@ class Rows:
         """The versions that sampled them."""
         self._entropies_RC = np.zeros((num_rows, num_columns), np.float32)
         """Their entropies in nats, in rows that record them."""
-        self.tables_RB = np.zeros((num_rows, blocks_for(num_columns)), np.int32)
+        self.tables_RB = np.zeros((num_rows, count_blocks(num_columns)), np.int32)
         """The blocks of the cache of each row, in the order of its tokens."""
         self.num_blocks_R = np.zeros(num_rows, np.int64)
         """The number of blocks in each row's table."""
@@ -188,7 +188,7 @@ class Rows:
         ready: Flags = self.computed_R[: self.count] == self.length_R[: self.count] - 1
         return ready
 
-    def by_rank(self, rows: Index) -> Index:
+    def sort_by_rank(self, rows: Index) -> Index:
         """Return these rows ordered by rank: higher priority first, then order of arrival. The last one is preempted
         first."""
         return rows[np.lexsort((self.arrival_R[rows], -self.priority_R[rows]))]

@@ -29,10 +29,10 @@ import numpy as np
 
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.versions import NOT_SAMPLED
-from headrace.engine.native.blocks import BlockPool, Chain, blocks_for
+from headrace.engine.native.blocks import BlockPool, Chain, count_blocks
 from headrace.engine.native.rows import Flags, Index, Rows
 from headrace.engine.native.sequence import NO_ROW, Sequence
-from headrace.engine.native.siblings import Siblings, last_border
+from headrace.engine.native.siblings import Siblings, find_last_border
 from headrace.engine.native.states import SequenceStates
 from headrace.engine.native.waiting import Waiting
 from headrace.models.paged.base import BLOCK
@@ -127,8 +127,8 @@ class Scheduler:
         self._queued_while_closed: dict[int, Sequence] | None = None
         """The sequences that must wait for :meth:`open`, by their number of arrival; ``None`` if the queue is open."""
         self._deferred: dict[int, Sequence] = {}
-        """The sequences, by their number of arrival, that a step passed over: they wait for the leader of their siblings,
-        or their request pins the weights and cannot be pinned now."""
+        """The sequences, by their number of arrival, that a step passed over: they wait for the leader of their
+        siblings, or their request pins the weights and cannot be pinned now."""
         self._siblings = Siblings()
         """The leaders and followers of the step that is being planned."""
         self._last_misfit: tuple[int, int] | None = None
@@ -261,7 +261,7 @@ class Scheduler:
     def _preempt_last(self) -> None:
         """Preempt the running sequence with the last rank: move it with its answer back to the queue, to free its
         blocks."""
-        self.requeue(self._rows.sequences[self._rows.by_rank(np.arange(self._rows.count))[-1]])
+        self.requeue(self._rows.sequences[self._rows.sort_by_rank(np.arange(self._rows.count))[-1]])
         self.num_preempted += 1
 
     def schedule(self) -> Schedule:
@@ -279,7 +279,7 @@ class Scheduler:
         pieces: list[tuple[int, int]] = []
         copies: list[tuple[int, int]] = []
         num_before = rows.count
-        for row in [] if len(decoding) == num_before else rows.by_rank(np.flatnonzero(~is_decoding)).tolist():
+        for row in [] if len(decoding) == num_before else rows.sort_by_rank(np.flatnonzero(~is_decoding)).tolist():
             if budget <= 0:
                 break
             if not rows.computed_R[row]:
@@ -328,7 +328,7 @@ class Scheduler:
         if not len(needing_block):
             return False
         has_preempted = False
-        for sequence in [rows.sequences[row] for row in rows.by_rank(needing_block)]:
+        for sequence in [rows.sequences[row] for row in rows.sort_by_rank(needing_block)]:
             while sequence.row != NO_ROW:
                 fresh = self._pool.allocate(1)
                 if fresh is not None:
@@ -381,7 +381,7 @@ class Scheduler:
         length = int(rows.length_R[row])
         count = min(budget, length - start)
         if self._states is not None:  # end the piece at a block border, where a snapshot is possible
-            border = last_border(min(start + count + 1, length))
+            border = find_last_border(min(start + count + 1, length))
             count = border - start if border > start else count
         self._register(row, start + count)
         self._plan_snapshot(row, start + count)
@@ -460,7 +460,7 @@ class Scheduler:
         """Allocate blocks for ``sequence``: blocks shared with its parent or with cached prefixes, followed by new
         ones. If there are too few, return ``None`` and allocate nothing."""
         ids_T = sequence.ids()
-        needed = blocks_for(min(len(ids_T) + 1, sequence.max_length - 1))
+        needed = count_blocks(min(len(ids_T) + 1, sequence.max_length - 1))
         version = self.version if sequence.pin is None else sequence.pin
         allocation = self._share_with_parent(sequence, ids_T, version) or self._share_with_ended_parent(
             sequence, ids_T, version
@@ -511,7 +511,7 @@ class Scheduler:
         partial = num_cached % BLOCK and self._states is None  # states exist only at the ends of blocks
         if parent_ids_T is None or not partial or version != self._pool.version:
             return None
-        num_blocks, chain = blocks_for(num_cached), Chain(version, sequence.salt)
+        num_blocks, chain = count_blocks(num_cached), Chain(version, sequence.salt)
         blocks = self._pool.match(chain, parent_ids_T[: num_blocks * BLOCK + 1])
         whole = len(blocks) == num_blocks and self._pool.held_once(blocks[-1])
         forked = self._pool.fork(blocks, num_cached) if whole else None

@@ -38,7 +38,7 @@ class Siblings:
         size = len(sequence.given_ids_T)
         is_leader = end == size and (size - 1) % BLOCK >= WORTH_WAITING
         if self._by_snapshot:
-            is_leader = sequence.answer is None and end <= last_border(size)
+            is_leader = sequence.answer is None and end <= find_last_border(size)
         if is_leader:
             self._leaders[_context(sequence)] = sequence
 
@@ -55,11 +55,11 @@ class Siblings:
         return True
 
 
-def last_border(size: int) -> int:
+def find_last_border(size: int) -> int:
     """Return the number of tokens before the last block border within ``size`` tokens. At least one token remains after
     it, which has to be computed.
 
-    >>> last_border(16), last_border(17)
+    >>> find_last_border(16), find_last_border(17)
     (0, 16)
     """
     return (size - 1) // BLOCK * BLOCK

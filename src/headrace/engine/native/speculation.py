@@ -34,7 +34,7 @@ import xxhash
 from headrace.base.types.columns import FloatColumn, IntColumn
 from headrace.base.types.sampling import Sampling
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.blocks import BlockPool, blocks_for
+from headrace.engine.native.blocks import BlockPool, count_blocks
 from headrace.engine.native.heads import DraftPrices, HeadDrafter
 from headrace.engine.native.history import CONTEXT, HistoryIndex, OwnText
 from headrace.engine.native.history_store import END
@@ -320,7 +320,7 @@ class Speculation:
         room_D = rows.num_blocks_R[rows_D] * BLOCK - rows.length_R[rows_D]
         for place in np.flatnonzero(lengths_D > room_D).tolist():
             row = int(rows_D[place])
-            needed = blocks_for(int(rows.length_R[row] + lengths_D[place])) - int(rows.num_blocks_R[row])
+            needed = count_blocks(int(rows.length_R[row] + lengths_D[place])) - int(rows.num_blocks_R[row])
             fresh = self._pool.allocate(needed)
             if fresh is None:
                 lengths_D[place] = room_D[place]

@@ -141,11 +141,11 @@ class SequenceStates:
         planned = self.snapshots.pop_planned()
         self._pool.copy([int(self.slots_R[row]) for row, _ in planned], [slot for _, slot in planned])
 
-    def of_rows(self, rows_R: Index) -> StatePass:
+    def make_pass(self, rows_R: Index) -> StatePass:
         """Return the states of the rows ``rows_R``, in that order, for one forward pass, which updates them."""
         return StatePass(self._pool, self.slots_R[rows_R])
 
-    def of_scoring(self) -> StatePass:
+    def make_scoring_pass(self) -> StatePass:
         """Return the state of the sequence that is being scored, for one forward pass, which updates it."""
         return StatePass(self._pool, np.array([self.scoring_slot]))
 

@@ -151,7 +151,7 @@ class Browser:
         """The queries that count the ledger's contents."""
 
     @classmethod
-    def of_run(cls, run_dir: Path) -> Browser:
+    def open_run(cls, run_dir: Path) -> Browser:
         """Return a view of the ledger of the run in ``run_dir``. Raises :class:`~headrace.base.errors.LedgerError` if
         the run keeps its ledger on a Redis server, or has no ledger file."""
         if (run_dir / REDIS_FILE).exists() and not (run_dir / SQLITE_FILE).exists():

@@ -1,6 +1,6 @@
 """Encoding and decoding of bundles. A bundle contains the turns of several episodes, stored column by column. A bundle
 of the ledger contains episodes that were recorded together. A bundle for the learner contains episodes of one group,
-and may be in a file. An *entry* is the index of an episode in its bundle.
+and may be in a file.
 
     the bundle of a group:  | sizes | ids | logprobs | versions | the other columns, encoded | padding |
 
@@ -155,16 +155,16 @@ class GroupBundle:
             if counts != {self._ends_E[-1]} or self._ends_K[-1] != num_tokens:
                 raise ValueError(f"a bundle of {num_tokens} tokens whose columns do not fit each other")
 
-    def turns(self, entry: int) -> list[Turn]:
-        """Return the turns of the episode with the index ``entry``. Raises ``msgspec.MsgspecError`` if the index does
+    def turns(self, index: int) -> list[Turn]:
+        """Return the turns of the episode with the index ``index``. Raises ``msgspec.MsgspecError`` if the index does
         not exist or a rare column does not fit the turns."""
         with _invalid():
-            return _turns(self._bundle, entry)
+            return _turns(self._bundle, index)
 
-    def plain_tokens(self, entry: int) -> Tokens | None:
-        """Return the tokens of the episode with the index ``entry``, one turn after the other, if its turns form one
+    def plain_tokens(self, index: int) -> Tokens | None:
+        """Return the tokens of the episode with the index ``index``, one turn after the other, if its turns form one
         path and have no rare fields, as the turns of most episodes do; otherwise return ``None``."""
-        bundle, first, last = self._bundle, self._ends_E[entry], self._ends_E[entry + 1]
+        bundle, first, last = self._bundle, self._ends_E[index], self._ends_E[index + 1]
         parents = bundle.parents_K[first:last]
         if parents[:1] != [None] or parents[1:] != list(range(last - first - 1)):
             return None
@@ -173,13 +173,13 @@ class GroupBundle:
         at = slice(self._ends_K[first], self._ends_K[last])
         return Tokens(ids_T=bundle.ids_N[at], logprobs_T=bundle.logprobs_N[at], versions_T=bundle.versions_N[at])
 
-    def lengths(self, entry: int) -> list[int]:
-        """Return the number of tokens of each turn of the episode with the index ``entry``."""
-        return self._bundle.lengths_K[self._ends_E[entry] : self._ends_E[entry + 1]]
+    def lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each turn of the episode with the index ``index``."""
+        return self._bundle.lengths_K[self._ends_E[index] : self._ends_E[index + 1]]
 
-    def authors(self, entry: int) -> list[str]:
-        """Return the author of each turn of the episode with the index ``entry``."""
-        return self._bundle.authors_K[self._ends_E[entry] : self._ends_E[entry + 1]]
+    def authors(self, index: int) -> list[str]:
+        """Return the author of each turn of the episode with the index ``index``."""
+        return self._bundle.authors_K[self._ends_E[index] : self._ends_E[index + 1]]
 
 
 @contextmanager
@@ -191,10 +191,10 @@ def _invalid() -> Iterator[None]:
         raise msgspec.ValidationError(str(error)) from None
 
 
-def _refuse_negative(bundle: _Bundle, entry: int) -> None:
-    """Raise ``ValueError`` if a length in ``bundle`` or the index ``entry`` is negative, or if the token ids have more
+def _refuse_negative(bundle: _Bundle, index: int) -> None:
+    """Raise ``ValueError`` if a length in ``bundle`` or the index ``index`` is negative, or if the token ids have more
     than one dimension."""
-    if min([entry, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
+    if min([index, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
         raise ValueError("a bundle with a negative length, or whose tokens are not a column")
 
 

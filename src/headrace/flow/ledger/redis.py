@@ -66,10 +66,10 @@ def read_password(setting: str, variable: str) -> str | None:
     return secret(variable) or None
 
 
-def without_password(url: str) -> str:
+def hide_password(url: str) -> str:
     """Return ``url`` without its user name and password, so that it can be shown.
 
-    >>> without_password("redis://me:hush@10.0.0.9:6379/0")
+    >>> hide_password("redis://me:hush@10.0.0.9:6379/0")
     'redis://10.0.0.9:6379/0'
     """
     scheme, separator, location = url.partition("://")
@@ -132,7 +132,7 @@ class RedisLedger:
         the ledger cannot be used.
         """
         self._redis = redis_package("flow.ledger='redis'")
-        self._description = f"{name} at {without_password(url)}"
+        self._description = f"{name} at {hide_password(url)}"
         self._stream, self._meta = f"headrace:{name}:operations", f"headrace:{name}:meta"
         self._writer = secrets.token_hex(8)
         self._outage_s = outage_s
@@ -148,7 +148,7 @@ class RedisLedger:
             )
         except ValueError as error:
             raise ConfigError(
-                f"flow.ledger_url={without_password(url)!r}: {error}",
+                f"flow.ledger_url={hide_password(url)!r}: {error}",
                 remedy="give redis://host:port/db, or unix:///path",
             ) from None
         self._append = self._server.register_script(_APPEND)

@@ -59,7 +59,7 @@ from headrace.launch.starts import LearnerStart, StoreStart
 from headrace.learner import LearnerConfig
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
-from headrace.learner.parallel.load import load_for
+from headrace.learner.parallel.load import load_on_ranks
 from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, join_ranks
 from headrace.learner.parallel.shards import gather_each, local_shard
 from headrace.learner.parallel.shares import assign_boxes
@@ -111,7 +111,7 @@ def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> Non
     """Load the model and, if ``start`` names one, the snapshot from which to continue. Report that the learner is
     ready, and execute ``orders`` until the order to shut down. Every rank runs this function."""
     model_config = ModelConfig.model_validate(start.model)
-    model = load_for(model_config.at(start.snapshot) if start.snapshot else model_config, orders.ranks)
+    model = load_on_ranks(model_config.with_snapshot(start.snapshot) if start.snapshot else model_config, orders.ranks)
     clock = RealClock()
     context = LearnerContext(
         temperature=start.temperature,

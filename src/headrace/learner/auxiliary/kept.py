@@ -86,7 +86,7 @@ class Copy:
             _exchange(local_shard(one.weight.detach()), part)
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """Return a context in which the model computes with this copy, without gradients. Afterwards the weights have
         their old values."""
         pairs = [(local_shard(one.weight.detach()), part) for one, part in zip(self._sources, self._parts, strict=True)]
@@ -155,8 +155,8 @@ class KeptWeights(Protocol):
     has_state: bool
     """Whether a snapshot must contain the copies; false if they are always loaded from a directory."""
 
-    def swapped_in(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with the copy; see :meth:`Copy.swapped_in`."""
+    def swap_in(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with the copy; see :meth:`Copy.swap_in`."""
         ...
 
     def before_update(self) -> None:
@@ -186,9 +186,9 @@ class OneCopy:
         self._copy = copy
         self.has_state = has_state
 
-    def swapped_in(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with the copy; see :meth:`Copy.swapped_in`."""
-        return self._copy.swapped_in()
+    def swap_in(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with the copy; see :meth:`Copy.swap_in`."""
+        return self._copy.swap_in()
 
     def before_update(self) -> None:
         """Do nothing: the copy does not need the weights before an update."""
@@ -248,19 +248,19 @@ class Ring:
         self._ring: deque[Copy] = deque(maxlen=len(copies))
         """The copies in use, the oldest first."""
 
-    def swapped_in(self) -> AbstractContextManager[None]:
+    def swap_in(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes with the oldest copy; with its own weights at version 0, when
         there is no copy yet."""
-        return self._ring[0].swapped_in() if self._ring else nullcontext()
+        return self._ring[0].swap_in() if self._ring else nullcontext()
 
     def __len__(self) -> int:
         """Return the number of versions that have a copy at present."""
         return len(self._ring)
 
-    def swapped_in_from(self, age: int) -> AbstractContextManager[None]:
+    def swap_in_age(self, age: int) -> AbstractContextManager[None]:
         """Return a context in which the model computes with the weights of ``age`` versions ago. ``age`` is between 1
         and ``len(self)``."""
-        return self._ring[-age].swapped_in()
+        return self._ring[-age].swap_in()
 
     def before_update(self) -> None:
         """Save the present weights as the newest copy. If all copies are in use, it replaces the oldest one."""

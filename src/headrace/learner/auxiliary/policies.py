@@ -47,7 +47,7 @@ from headrace.learner.config import MixtureConfig
 from headrace.learner.forward import Forward
 from headrace.learner.head import TopRequest
 from headrace.learner.parallel.files import Snapshot
-from headrace.learner.parallel.load import load_for
+from headrace.learner.parallel.load import load_on_ranks
 from headrace.learner.parallel.parts import SavedTensor
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
@@ -87,7 +87,7 @@ class OfThisModel:
     def computing(self) -> Iterator[Forward]:
         """Return a context that yields the forward passes of the trained model, in which they use the kept weights."""
         assert self.kept is not None
-        with self.kept.swapped_in():
+        with self.kept.swap_in():
             yield self._forward
 
 
@@ -103,7 +103,7 @@ class OfAnother:
         dtype: Any = str(parts.model.dtype).removeprefix("torch.")
         with errors_naming(f"{setting}.path"):
             refuse_other_vocabulary(config.path, str(parts.context.model_dir), f"{setting}.path")
-            model = load_for(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
+            model = load_on_ranks(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
         self._forward = Forward(
             model,
             parts.config.model_copy(
@@ -207,7 +207,7 @@ class Reference(QueriedModel):
 
         Source: Ethayarajh et al. (KTO), arXiv 2402.01306, section 4.1.
         """
-        other = with_other_answers(batch)
+        other = exchange_answers(batch)
         with self._source.computing() as forward:
             forward.refuse(other)
             log_ref_N = forward.logprobs(other, other.mask_N)
@@ -244,7 +244,7 @@ class TeacherModel(QueriedModel):
     def prepare(self, work: StepWork) -> StepWork:
         """Return ``work`` with the columns of the teacher that the objective reads: the likeliest entries, or the
         log-probabilities and the advantages with their credit."""
-        batch, version = _unrouted(work.batch), self._config.version_at(work.batch.step)
+        batch, version = _unrouted(work.batch), self._config.get_version(work.batch.step)
         if version is not None:
             count = int(work.mask_N.sum())
             work = replace(work, metrics={**work.metrics, "teacher_version": Ratio(float(version * count), count)})
@@ -264,7 +264,7 @@ class TeacherModel(QueriedModel):
         return credited(replace(work, teacher_scores_N=teacher_scores_N), self._objective, log_nu_N.astype(np.float64))
 
 
-def with_other_answers(batch: Batch) -> Batch:
+def exchange_answers(batch: Batch) -> Batch:
     """Return the batch with the answer of each sample (from its first loss token to the end) replaced by the answer of
     the previous sample; the first sample gets the answer of the last one. The answers are then independent of their
     prompts."""
@@ -355,7 +355,7 @@ class SampledPolicies(AuxiliaryModel):
                     remedy="set learner.old.versions to the largest age of a token (flow.max_age)",
                 )
             mask_N = old_N & (ages_N == age)
-            with self._ring.swapped_in_from(age):
+            with self._ring.swap_in_age(age):
                 log_old_N[mask_N] = self._forward.logprobs(batch, mask_N)[mask_N]
         return replace(work, log_old_N=torch.from_numpy(log_old_N))
 

@@ -32,7 +32,7 @@ from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.shards import gather_whole
 from headrace.models import lora
 from headrace.models.config import LoraConfig
-from headrace.models.weights import of_adapter
+from headrace.models.weights import belongs_to_adapter
 
 BY_ROWS, BY_COLUMNS = "colwise", "rowwise"
 """The names, in transformers' plans for tensor parallelism, of the division of a weight by rows (each rank has a part
@@ -63,7 +63,7 @@ def adding(model: PreTrainedModel, base: str, ranks: AnyRanks) -> Iterator[None]
     with _unsharded_shapes(model):
         yield
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(of_adapter(name))  # peft has frozen only the temporary weights
+        parameter.requires_grad_(belongs_to_adapter(name))  # peft has frozen only the temporary weights
     for name, (layer, *_) in lora.wrapped_layers(model) if ranks.config.tensor > 1 else ():
         _refuse_style(model, name, layer.base_layer.weight, base)
         style = _style(model, name)

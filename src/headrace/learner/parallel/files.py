@@ -93,7 +93,7 @@ class Snapshot:
         :class:`~headrace.base.errors.CheckpointError` on every rank if rank 0 cannot write."""
         failed: CheckpointError | None = None
         if self._ranks.is_leader:
-            beside = {f"{one.name}{_ENDING}": _in_host(one.state()) for one in self._auxiliary if one.has_state}
+            beside = {f"{one.name}{_ENDING}": _copy_to_host(one.state()) for one in self._auxiliary if one.has_state}
             plain = self._optimizer.plain
             extras = snapshot.Extras(
                 step=step,
@@ -249,6 +249,6 @@ def _all_files(directory: Path, kind: str) -> list[Path]:
     return files
 
 
-def _in_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _copy_to_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return copies of the tensors in host memory, by name."""
     return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in named}

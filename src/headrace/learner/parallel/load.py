@@ -28,7 +28,7 @@ from headrace.models.recompute import carrying
 from headrace.models.text_part import trunk_name
 
 
-def load_for(config: ModelConfig, ranks: AnyRanks) -> PreTrainedModel:
+def load_on_ranks(config: ModelConfig, ranks: AnyRanks) -> PreTrainedModel:
     """Load and return the model of a learner: whole in one process, sharded over ``ranks`` otherwise."""
     if not isinstance(ranks, Ranks):
         return load.load_model(config, str(ranks.device))

@@ -32,7 +32,7 @@ from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.parts import SavedTensor
 from headrace.learner.parallel.shards import gather_whole, local_shard, num_replicas, slice_shard, reshard_like, wrap_shard
 from headrace.learner.parallel.split import reshard
-from headrace.models.weights import DEFAULT, parse_adapter_name, is_adapted, of_adapter
+from headrace.models.weights import DEFAULT, parse_adapter_name, is_adapted, belongs_to_adapter
 
 ADAMW = ("exp_avg", "exp_avg_sq")
 MUON = ("momentum_buffer",)
@@ -372,7 +372,7 @@ def _trained_weights(
         if not weight.requires_grad:
             continue
         num_equal = 1 if name in parts else parallel.tensor
-        summands = num_equal * parallel.num_averaged if of_adapter(name) and parallel.world > 1 else 0
+        summands = num_equal * parallel.num_averaged if belongs_to_adapter(name) and parallel.world > 1 else 0
         found.append(
             _trained_weight(name, weight, memory, muon=name in matrices, summands=summands, alone=parallel.world == 1)
         )
@@ -390,7 +390,7 @@ def _trained_weight(
     device = torch.device("cpu") if memory.offload_optimizer else part.device
     kept = part.to(device=device, dtype=dtype)
     master = weight if kept is part and (alone or summands) else Parameter(kept)
-    adapter = parse_adapter_name(name) if of_adapter(name) else DEFAULT
+    adapter = parse_adapter_name(name) if belongs_to_adapter(name) else DEFAULT
     return TrainedWeight(
         name=name,
         weight=weight,

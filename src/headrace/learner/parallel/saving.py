@@ -36,7 +36,7 @@ from headrace.learner.parallel.parts import Part, SavedParts, shard_name, slots,
 from headrace.learner.parallel.shards import assign_to_ranks, local_ranges
 from headrace.models.heads import copy_later, later_bytes
 from headrace.models.load import INDEX_FILE
-from headrace.models.weights import in_file_format
+from headrace.models.weights import to_file_format
 
 FILE_BYTES = 1 << 30
 """The size of a file of whole weights in bytes; the last tensor of a file may exceed it."""
@@ -174,7 +174,7 @@ class ShardedSnapshot:
             for number in range(self._ranks.rank, len(files), world):
                 path = self._directory / f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
                 chosen = [self._weights[place][0] for place in files[number]]
-                tensors = in_file_format(self._model, {name: saved[name].whole() for name in chosen})
+                tensors = to_file_format(self._model, {name: saved[name].whole() for name in chosen})
                 save_file(tensors, path, metadata={"format": "pt"})
                 flush_one(path)
                 names |= dict.fromkeys(tensors, path.name)

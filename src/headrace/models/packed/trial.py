@@ -33,13 +33,13 @@ def find_failure(kinds: Sequence[AttentionKind], device: torch.device, compute: 
             found = _trial(kind, device, compute)
         except (RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:  # as compilers raise them
             words = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return f"it does not compile for {in_words(kind)}: {words}"
+            return f"it does not compile for {describe_kind(kind)}: {words}"
         if found is not None:
-            return f"a trial of {in_words(kind)} is wrong: {found}"
+            return f"a trial of {describe_kind(kind)} is wrong: {found}"
     return None
 
 
-def in_words(kind: AttentionKind) -> str:
+def describe_kind(kind: AttentionKind) -> str:
     """Return a description of a kind of attention, for messages."""
     sizes = f"{kind.heads} heads of {kind.key_size} over {kind.kv_heads} in {str(kind.dtype).removeprefix('torch.')}"
     extras = [

@@ -72,11 +72,11 @@ def inside(lengths_B: Tensor, length: int) -> Tensor:
     return torch.arange(length, device=lengths_B.device) < lengths_B[:, None]
 
 
-def chunk_size_for(length: int, largest: int) -> int:
+def choose_chunk_size(length: int, largest: int) -> int:
     """Return the chunk size, at most ``largest``, with which to compute sequences of ``length`` tokens. Every chunk is
     computed completely, so that short sequences need small chunks.
 
-    >>> [chunk_size_for(length, 64) for length in (100, 20, 1)]
+    >>> [choose_chunk_size(length, 64) for length in (100, 20, 1)]
     [64, 32, 16]
     """
     size = largest

@@ -61,7 +61,7 @@ class FrozenAgent(AgentSection):
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
         """Return the settings of the policy's model with the weights with which the run begins."""
-        return model.of_policy()
+        return model.keep_policy_adapter()
 
     def __str__(self) -> str:
         return "the weights that the run begins with"

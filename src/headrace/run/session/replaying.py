@@ -19,7 +19,7 @@ from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores
 from headrace.base.errors import ConfigError, LedgerError, StoreError
-from headrace.base.store import COLUMNS, COLUMNS_LOST, StoreReader, read_batch, without_groups
+from headrace.base.store import COLUMNS, COLUMNS_LOST, StoreReader, read_batch, remove_groups
 from headrace.base.types.batch import Batch
 from headrace.base.types.outline import BatchOutline, groups_in_words
 from headrace.base.types.scored import ScoredGroup
@@ -160,7 +160,7 @@ class RecordedBatches:
                 f"{unreadable[missing[0]].problem}",
                 remedy="a replay needs the folder 'columns' of the run's directory whole: flow.columns.keep = 'always'",
             )
-        return without_groups(complete, masked)[0] if masked else complete
+        return remove_groups(complete, masked)[0] if masked else complete
 
     def _outline(self, step: int) -> BatchOutline:
         """Return the outline of the batch of ``step``. The credit is computed again, from all groups of the step;

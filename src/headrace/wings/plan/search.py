@@ -296,5 +296,5 @@ def row_of(site: PlanContext, tried: Candidate) -> PlanRow:
         learner_idle=account.learner_idle,
         mean_age=outcome.mean_age,
         oldest=outcome.max_age,
-        exposed_sync=account.of_time(account.exposed_sync_s),
+        exposed_sync=account.to_fraction(account.exposed_sync_s),
     )

@@ -108,7 +108,7 @@ def _describe_candidate(site: PlanContext, each: Candidate, bound: Bound) -> str
         f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_rate_words(outcome.tok_s)} trained "
         f"tokens/s, a step every {time_words(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
         f"{account.learner_idle:.0%}; ages {outcome.mean_age:.2f} on average, {outcome.max_age} at most; the learner "
-        f"is blocked by the sync {account.of_time(account.exposed_sync_s):.1%} of the time, a version travels "
+        f"is blocked by the sync {account.to_fraction(account.exposed_sync_s):.1%} of the time, a version travels "
         f"{site.world(choice, 1).sync.travel_s:,.2f} s. It is {bound(account)}."
     )
 

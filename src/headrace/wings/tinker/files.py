@@ -28,7 +28,7 @@ from headrace.learner.disk import CHECKSUMS_FILE, Damaged, listed_checksums, sea
 from headrace.models.heads import copy_later
 from headrace.models.lora import CONFIG_FILE, WEIGHTS_FILE
 from headrace.models.multilora import LoraTensors, from_tensors, to_peft
-from headrace.models.weights import format_first, in_file_format, not_finite
+from headrace.models.weights import format_first, to_file_format, not_finite
 from headrace.wings.tinker.weights import WeightKind, Weights, WholeTensors, trainable
 
 STATE_FILE, FACTS_FILE = "training_state.safetensors", "tinker.json"
@@ -114,7 +114,7 @@ def write_model(directory: Path, state: WeightState, model: PreTrainedModel, bas
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     model.config.save_pretrained(unfinished)
-    save_file(in_file_format(model, state.weights.tensors), unfinished / WHOLE_FILE, metadata={"format": "pt"})
+    save_file(to_file_format(model, state.weights.tensors), unfinished / WHOLE_FILE, metadata={"format": "pt"})
     copy_later(base, unfinished)
     facts = {"spec": dict(state.spec), "version": state.version}
     (unfinished / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
