@@ -77,8 +77,8 @@ class ColumnStore:
         self, directory: Path, writer: str, *, limit_bytes: int | None = None, file_bytes: int = FILE_BYTES
     ) -> None:
         """Write into ``directory`` as the writer named ``writer``. ``limit_bytes`` limits the size of all files in the
-        directory together; ``None`` sets no limit. Existing files of the same writer, from an earlier process, are kept
-        and not continued."""
+        directory together; ``None`` sets no limit. A file of ``file_bytes`` bytes or more is not continued. Existing
+        files of the same writer, from an earlier process, are kept and not continued."""
         self._directory = directory
         self._writer = writer
         self._limit_bytes = limit_bytes
@@ -316,8 +316,9 @@ def lies_in_store(batch: Batch) -> bool:
 
 
 def read_batch(batch: Batch, reader: StoreReader) -> tuple[Batch, dict[int, StoreError]]:
-    """Return ``batch`` with all columns in memory, and the groups with rows that could not be read: the index of each
-    group in the batch, mapped to the error. :func:`remove_groups` removes such groups from the loss."""
+    """Return ``batch`` with all columns in memory, read by ``reader``, and the groups with rows that could not be read:
+    the index of each group in the batch, mapped to the error. :func:`remove_groups` removes such groups from the
+    loss."""
     owners_N = np.repeat(batch.groups_S, batch.lengths_S)
     kept, routing = batch.kept, batch.routing
     lost: dict[int, StoreError] = {}

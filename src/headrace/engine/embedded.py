@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
-    """Load the model and construct its engine, which stays open within the context. This is the ``open`` function of
-    the kind ``native``.
+    """Load the model that ``setup`` describes and construct its engine, which stays open within the context. This is
+    the ``open`` function of the kind ``native``.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the batch or its cache does not fit the memory.
     """

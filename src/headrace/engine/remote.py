@@ -151,8 +151,9 @@ class RemoteEngine:
         return scores
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included. Raises :class:`~headrace.base.errors.RequestError` if the
-        engine does not have these tokens, or has no ``/detokenize``."""
+        """Return the text of the tokens ``ids``, special ones included. Raises
+        :class:`~headrace.base.errors.RequestError` if the engine does not have these tokens, or has no
+        ``/detokenize``."""
         path = str(self._client.base_url.join("../detokenize"))  # beside /v1, as in vLLM
         text = (await self._post_json(path, {"model": self._model, "tokens": list(ids)})).get("prompt")
         if not isinstance(text, str):
@@ -188,9 +189,9 @@ class RemoteEngine:
         return tree
 
     async def _send(self, body: dict[str, Any], path: str = "completions") -> httpx.Response:
-        """Send the request until the engine accepts it, and return the response, whose body has not been read yet. If
-        the engine is full (HTTP 429 or 503), the request is sent again after each pause of ``PAUSES_S``. Raises
-        :class:`~headrace.base.errors.RequestError` for any other refusal and after the last attempt."""
+        """Send the request to ``path`` until the engine accepts it, and return the response, whose body has not been
+        read yet. If the engine is full (HTTP 429 or 503), the request is sent again after each pause of ``PAUSES_S``.
+        Raises :class:`~headrace.base.errors.RequestError` for any other refusal and after the last attempt."""
         for pause_s in (*PAUSES_S, None):
             request = self._client.build_request("POST", path, json=body)
             answer = await self._client.send(request, stream=True)
@@ -204,9 +205,9 @@ class RemoteEngine:
         raise AssertionError("the last attempt returns or raises")
 
     def _body(self, sampling: Sampling, num_sampled: int) -> dict[str, Any]:
-        """Return the JSON body of a completion request, without the prompt. ``num_sampled`` tokens of the answer exist
-        already and count towards its limit ``max_new_tokens``. Raises :class:`~headrace.base.errors.RequestError` for
-        options that the protocol cannot express."""
+        """Return the JSON body of a completion request with the parameters ``sampling``, without the prompt.
+        ``num_sampled`` tokens of the answer exist already and count towards its limit ``max_new_tokens``. Raises
+        :class:`~headrace.base.errors.RequestError` for options that the protocol cannot express."""
         if sampling.structure or sampling.record_top:
             raise RequestError(
                 "a structure, or likeliest entries, are asked of an engine behind OpenAI's protocol",

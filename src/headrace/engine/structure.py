@@ -68,7 +68,8 @@ class Grammars:
     which end it, are allowed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Sequence[int]) -> None:
-        """Create the maker. ``tokenizer`` is converted for llguidance only when the first mask is made."""
+        """Create the maker. ``tokenizer`` is converted for llguidance only when the first mask is made. The other
+        arguments are described at the class."""
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._wrapped: LLTokenizer | None = None
         """The tokenizer in llguidance's form; ``None`` until the first mask is made."""

@@ -47,7 +47,8 @@ class ColumnFiles:
     snapshots removes the files that it returns."""
 
     def __init__(self, directory: Path, config: ColumnsConfig) -> None:
-        """Begin without known files. ``directory`` is the directory of the store, which may not exist yet."""
+        """Begin without known files. ``directory`` is the directory of the store, which may not exist yet; ``config``
+        says how long columns are kept."""
         self._directory = directory
         self._removes_unneeded = config.keep == "until_trained"
         """Whether files are removed as soon as no group needs them."""

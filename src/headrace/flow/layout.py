@@ -138,8 +138,8 @@ def lay_out(outline: BatchOutline, read: Callable[[GroupOutline], bytes | memory
 
 
 def _samples(bundle: GroupBundle, entry: int, key: EpisodeKey, credit: Credit) -> list[TrainSample]:
-    """Return the train samples of the episode ``key``, which has the index ``entry`` in ``bundle``. They are equal to
-    the samples that :func:`~headrace.base.types.scored.paths` returns for the episode."""
+    """Return the train samples of the episode ``key``, which has the index ``entry`` in ``bundle``, with its
+    ``credit``. They are equal to the samples that :func:`~headrace.base.types.scored.paths` returns for the episode."""
     tokens = bundle.plain_tokens(entry)
     if tokens is None:
         return paths(EpisodeGraph(key=key, turns=bundle.turns(entry)), credit)

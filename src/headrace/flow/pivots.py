@@ -186,9 +186,9 @@ class PivotChooser:
         return [place for place in places if np.isfinite(known_T[place])]
 
     def _draw_places(self, starts: npt.NDArray[np.int64], rng: np.random.Generator) -> list[int]:
-        """Draw positions among every ``gap``-th token of each answer, and return them in ascending order, as indices
-        into all tokens of the answers. ``starts`` contains the index at which each answer begins and, at the end, the
-        total number of tokens."""
+        """Draw positions with ``rng`` among every ``gap``-th token of each answer, and return them in ascending order,
+        as indices into all tokens of the answers. ``starts`` contains the index at which each answer begins and, at the
+        end, the total number of tokens."""
         gap = self._config.gap
         bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
         candidates_C = np.array([place for start, end in bounds for place in range(start + gap, end, gap)], np.int64)

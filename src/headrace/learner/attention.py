@@ -49,8 +49,8 @@ def select_attention(
 
 @torch.no_grad()
 def choose_attention(model: PreTrainedModel, prefer: AttentionName) -> ChosenAttention:
-    """Return the attention implementation for ``model`` as :func:`select_attention` does. The kinds of its layers are
-    determined by a pass over two tokens."""
+    """Return the attention implementation for ``model`` as :func:`select_attention` does, which describes ``prefer``.
+    The kinds of its layers are determined by a pass over two tokens."""
     recorder = KindRecorder(model.device)
     if not is_deterministic(model):
         model(**make_probe(recorder), use_cache=False)

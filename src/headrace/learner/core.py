@@ -527,7 +527,7 @@ class LearnerCore:
         self._end_span("count experts", start_s)
 
     def _backward_micro(self, work: StepWork, micro: MicroBatch, tally: MicroBatchStats) -> None:
-        """Run the forward and backward pass of one micro-batch, and add its metrics to ``tally``."""
+        """Run the forward and backward pass of one micro-batch of ``work``, and add its metrics to ``tally``."""
         start_s = self._context.clock.now()
         result = self._forward(work.batch, work.mask_N, micro, None if work.top is None else work.top.ids_NK)
         self._end_span("forward", start_s)

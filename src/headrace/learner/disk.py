@@ -32,7 +32,7 @@ class Damaged(DataError):
 
 
 def checksum(path: Path) -> str:
-    """Return the XXH3 hash (128 bits) of the bytes of one file, in hexadecimal."""
+    """Return the XXH3 hash (128 bits) of the bytes of the file ``path``, in hexadecimal."""
     hashed, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(piece):
@@ -188,7 +188,7 @@ def flush(directory: Path) -> None:
 
 
 def flush_one(path: Path) -> None:
-    """Flush one file, or the entries of one directory, to the disk."""
+    """Flush the file ``path``, or the entries of the directory ``path``, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

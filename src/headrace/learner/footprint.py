@@ -395,7 +395,8 @@ class LearnerSizes:
 
 
 def levers(sizes: LearnerSizes) -> dict[str, float]:
-    """Return the settings that would lower the peak of one rank, each with the bytes that it frees."""
+    """Return the settings that would lower the peak of one rank of a learner with ``sizes``, each with the bytes that
+    it frees."""
     now = sizes.footprint().total_bytes
     freed = {
         setting: now - replace(sizes, config=config).footprint().total_bytes
@@ -405,8 +406,8 @@ def levers(sizes: LearnerSizes) -> dict[str, float]:
 
 
 def _changed_configs(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]:
-    """Yield settings that may need less memory and that the learner would accept, each with the learner's settings
-    after the change."""
+    """Yield settings that may need less memory than those of ``sizes`` and that the learner would accept, each with the
+    learner's settings after the change."""
     config, memory, ways = sizes.config, sizes.config.memory, sizes.config.parallel
     yield from _smaller_passes(sizes)
     if config.attention == "padded" and not sizes.on_host:
@@ -438,9 +439,9 @@ def _changed_configs(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]
 
 
 def _smaller_passes(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]:
-    """Yield settings with which a rank computes fewer tokens at a time, or a part of every matrix, each with the
-    learner's settings after the change. A micro-batch is halved, but not below the longest sample; ranks that share the
-    tokens or the matrices of a sample are added where it cannot be halved."""
+    """Yield settings with which a rank of a learner with ``sizes`` computes fewer tokens at a time, or a part of every
+    matrix, each with the learner's settings after the change. A micro-batch is halved, but not below the longest
+    sample; ranks that share the tokens or the matrices of a sample are added where it cannot be halved."""
     config, shape, ways = sizes.config, sizes.shape, sizes.config.parallel
     tokens = round(sizes.tokens * ways.context)
     half, unknown = max(1, tokens // 2), math.isinf(sizes.longest)

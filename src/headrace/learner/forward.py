@@ -94,9 +94,9 @@ class Forward:
         ranks: AnyRanks | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Prepare the forward passes of ``model``. Logits are divided by the sampling ``temperature``;
-        ``entropy_gradient`` says whether entropies have a gradient. ``progress`` records which micro-batch is being
-        computed. ``ranks`` are the processes that compute together; ``None``: a single process."""
+        """Prepare the forward passes of ``model`` under the settings ``config``. Logits are divided by the sampling
+        ``temperature``; ``entropy_gradient`` says whether entropies have a gradient. ``progress`` records which
+        micro-batch is being computed. ``ranks`` are the processes that compute together; ``None``: a single process."""
         self._ranks = ranks or SingleRank(model.device)
         self._progress = progress or Progress(RealClock())
         self.switch = Switch(model)
@@ -153,8 +153,8 @@ class Forward:
         refuse_rescaled(batch, self._limit)
 
     def split_by_agent(self, batch: Batch, mask_N: Mask) -> list[tuple[str, Mask]]:
-        """Return pairs of an agent and its part of the mask, for all agents whose adapters compute tokens of the mask.
-        :attr:`switch` must be set to an agent while its tokens are packed and computed."""
+        """Return pairs of an agent and its part of the mask ``mask_N``, for all agents whose adapters compute tokens of
+        ``batch`` in the mask. :attr:`switch` must be set to an agent while its tokens are packed and computed."""
         return [("", mask_N)] if len(self.switch.agents) == 1 else batch.split_by_agent(mask_N)
 
     def pack(self, batch: Batch, mask_N: Mask, *, pairs: bool = False) -> list[MicroBatch]:
@@ -202,8 +202,8 @@ class Forward:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
-        """Return log π ``[N]`` of the tokens in the mask under the model's present weights; 0 elsewhere. All ranks get
-        the whole column."""
+        """Return log π ``[N]`` of the tokens of ``batch`` in the mask under the model's present weights; 0 elsewhere.
+        All ranks get the whole column."""
         logprobs_N = np.zeros(batch.num_tokens, np.float32)
         for agent, own_N in self.split_by_agent(batch, mask_N):
             with self.switch.on(agent):
@@ -214,8 +214,8 @@ class Forward:
 
     @torch.no_grad()
     def top_entries(self, batch: Batch, mask_N: Mask, request: TopRequest) -> TopK:
-        """Return the ``request.num`` likeliest entries at every token in the mask, with their log-probabilities; 0
-        elsewhere. All ranks get the whole columns."""
+        """Return the ``request.num`` likeliest entries at every token of ``batch`` in the mask, with their
+        log-probabilities; 0 elsewhere. All ranks get the whole columns."""
         ids_NK = torch.zeros(batch.num_tokens, request.num, dtype=torch.int32)
         logs_NK = torch.zeros(batch.num_tokens, request.num)
         for agent, own_N in self.split_by_agent(batch, mask_N):

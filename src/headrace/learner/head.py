@@ -92,8 +92,9 @@ class KeptEntries:
         return most_P + sums_P.log()
 
     def allowed(self, num_tokens: int, vocab_size: int) -> Tensor:
-        """Return for each token and each entry of the vocabulary whether it is in the token's kept-set, ``[P, V]``
-        bool; all true for a token without a kept-set. It is for callers that have all logits."""
+        """Return for each of the ``num_tokens`` tokens and each of the ``vocab_size`` entries of the vocabulary whether
+        it is in the token's kept-set, ``[P, V]`` bool; all true for a token without a kept-set. It is for callers that
+        have all logits."""
         whole_P = self.sizes_P == 0
         allowed_PV = whole_P[:, None].expand(num_tokens, vocab_size).contiguous()
         _, flat_E = self.within(slice(0, num_tokens), slice(0, vocab_size))
@@ -125,8 +126,9 @@ class HeadRequest:
 
 
 def linear_logprobs(hidden_PD: Tensor, matrix: HeadMatrix, request: HeadRequest) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log π of ``request.ids_P`` and the entropies, ``[P]`` each, and log π of ``request.top_PK``, ``[P, K]`` (K
-    = 0 for ``None``), in nats. All are in float32 or wider, with exact gradients.
+    """Return, for the hidden states ``hidden_PD`` and the head ``matrix``, log π of ``request.ids_P`` and the
+    entropies, ``[P]`` each, and log π of ``request.top_PK``, ``[P, K]`` (K = 0 for ``None``), in nats. All are in
+    float32 or wider, with exact gradients.
 
     The head is ``hidden · weightᵀ + bias``, in the dtype of its weights; sums are in float32 or wider. Ranks that have
     parts of the head call this together, with the same hidden states, and get the same results.
@@ -148,8 +150,9 @@ class TopRequest:
 
 @torch.no_grad()
 def linear_top(hidden_PD: Tensor, matrix: HeadMatrix, temperature: float, request: TopRequest) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probabilities ``[P, K]`` of the likeliest entries under the same head as in
-    :func:`linear_logprobs`, with logits divided by ``temperature``; the likeliest entry is first."""
+    """Return ids and log-probabilities ``[P, K]`` of the likeliest entries that ``request`` describes, for the hidden
+    states ``hidden_PD`` and the head ``matrix``, as in :func:`linear_logprobs`, with logits divided by ``temperature``;
+    the likeliest entry is first."""
     head = _Head(hidden_PD, matrix, temperature)
     best_PK = hidden_PD.new_full((len(hidden_PD), request.num), -torch.inf, dtype=head.wide)
     ids_PK, sums = best_PK.long().zero_(), []
@@ -213,7 +216,8 @@ class _RunningSums:
         return found
 
     def join(self, part: VocabularyPart, *columns: Tensor) -> list[Tensor]:
-        """Sum over the logits of all ranks, in place; also return the sums of ``columns`` over the ranks."""
+        """Sum over the logits of all ranks that have a part of the vocabulary (``part``), in place; also return the
+        sums of ``columns`` over the ranks."""
         largest_C = part.largest(self.largest_C)
         drop_C = self.largest_C - largest_C
         sum_C = self.sum_C * drop_C.exp()
@@ -236,7 +240,8 @@ class _Head:
     ``entries`` are lists of slices that divide the tokens and the rows of its weight."""
 
     def __init__(self, hidden_PD: Tensor, matrix: HeadMatrix, temperature: float) -> None:
-        """Divide the computation of the logits of ``hidden_PD`` into tiles. Logits are divided by ``temperature``."""
+        """Divide the computation of the logits of ``hidden_PD`` by the head ``matrix`` into tiles. Logits are divided
+        by ``temperature``."""
         self.hidden_PD = hidden_PD
         self.weight_VD, self.bias_V, self.part = matrix
         self.temperature = temperature
@@ -396,7 +401,8 @@ class _GradientSums:
         """The sum for the block of the weight's rows that is being computed; ``None`` between blocks."""
 
     def add(self, tokens: slice, entries: slice, grad_CB: Tensor) -> None:
-        """Add the contribution of a tile, with the gradient ``grad_CB`` of its logits, to all gradients."""
+        """Add the contribution of the tile ``tokens`` × ``entries``, with the gradient ``grad_CB`` of its logits, to
+        all gradients."""
         if self._bias is not None:
             self._bias[entries] += grad_CB.sum(0)
         narrow_CB = grad_CB.to(self._head.weight_VD.dtype)

@@ -255,7 +255,8 @@ class TokenLogprobs:
     def _compute_chunk(
         self, hidden_CD: Tensor, ids_C: Tensor, top_CK: Tensor, kept: KeptSets | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log π, the entropy and log π of the requested entries for one chunk of positions."""
+        """Return log π of ``ids_C`` over the kept-sets ``kept``, the entropy, and log π of the entries ``top_CK``, for
+        one chunk of positions with the hidden states ``hidden_CD``."""
         logits_CV = _divide_by_temperature(self._model.logits(hidden_CD), self._temperature)
         all_CV = self._log_softmax(logits_CV)
         renormalised_CV = all_CV

@@ -106,13 +106,14 @@ def explained_out_of_memory(sizes: LearnerSizes, step: int, left: str = UNCHANGE
 
 
 def advice(sizes: LearnerSizes) -> str:
-    """Return the settings that would free memory on a rank, each with the approximate number of bytes that it frees."""
+    """Return the settings that would free memory on a rank of a learner with ``sizes``, each with the approximate
+    number of bytes that it frees."""
     named = [f"{setting}: about {format_bytes(freed)}" for setting, freed in levers(sizes).items()]
     return f"one of these frees memory on each rank: {'; '.join(named)}" if named else "take a device with more memory"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes in readable units.
+    """Return ``num_bytes`` bytes in readable units.
 
     >>> format_bytes(3 * 2**30), format_bytes(1500)
     ('3.0 GiB', '1.5 KiB')

@@ -201,8 +201,9 @@ class MixtureBalance:
         self._selected_LE = self._zeros()
 
     def _add_outputs(self, index: int, _router: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> None:
-        """Add the choices and probabilities of the router of layer ``index`` to the sums of this pass. This is a
-        forward hook of the router. When the backward pass computes a layer again, its choices are not counted twice."""
+        """Add the choices and probabilities in ``output``, which the router of layer ``index`` returned, to the sums of
+        this pass. This is a forward hook of the router. When the backward pass computes a layer again, its choices are
+        not counted twice."""
         assert self._routed is not None
         logits_NE, _, experts_NK = self._routed.known.read(output)
         sums = self._current
@@ -254,7 +255,8 @@ def _copies(micro: MicroBatch, num_rows: int) -> np.ndarray[Any, Any]:
 
 def _refuse(config: MixtureConfig, model: nn.Module, routed: RoutedModel | None, *, is_divided: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for a model or ranks that do not support the losses or bias
-    updates that ``config`` sets."""
+    updates that ``config`` sets. ``routed`` describes the mixture (``None``: the model has none), and ``is_divided``
+    says whether ranks divide the tokens of a router or compute the same ones."""
     if routed is None:
         raise ConfigError(
             f"learner.mixture balances the experts of a mixture, and a {type(model).__name__} has none "

@@ -173,14 +173,16 @@ def singly(samples: Index) -> list[Unit]:
 
 
 def groups_whole(batch: Batch, samples: Index) -> list[Unit]:
-    """Return one unit for each group of the ``samples``, for losses that compare the samples of a group."""
+    """Return one unit for each group of the ``samples`` of ``batch``, for losses that compare the samples of a
+    group."""
     groups_K = batch.groups_S[samples]
     return [Unit.apart(np.sort(samples[groups_K == group])) for group in dict.fromkeys(groups_K.tolist())]
 
 
 def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[list[MicroBatch]]:
-    """Return a list of micro-batches for each rank, which consist of whole ``units``. Each rank has the same number of
-    micro-batches; the last ones may be empty. The result is deterministic.
+    """Return a list of micro-batches for each rank, which consist of whole ``units``. ``lengths_S`` is the number of
+    tokens of each sample of the batch. Each rank has the same number of micro-batches; the last ones may be empty. The
+    result is deterministic.
 
     Since ranks wait for each other after every micro-batch, micro-batches with the same index have about the same cost
     on all ranks. Raises :class:`~headrace.base.errors.RunError` for a unit that is larger than a micro-batch.

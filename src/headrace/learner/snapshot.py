@@ -62,8 +62,8 @@ class Extras:
 
 
 def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor], extras: Extras) -> None:
-    """Write all files of the learner into the existing ``directory``, and flush them. ``moments`` are the optimizer's
-    tensors, labelled ``weight|key``.
+    """Write all files of the learner of ``model``, with ``extras``, into the existing ``directory``, and flush them.
+    ``moments`` are the optimizer's tensors, labelled ``weight|key``.
 
     Raises :class:`~headrace.base.errors.CheckpointError` on failure; the directory is then removed.
     """
@@ -133,8 +133,8 @@ def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
 
 
 def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restore the optimizer's moments and torch's random state, and return the number of steps before the snapshot.
-    Learning rates and decays are not restored, since the configuration sets them.
+    """Restore the optimizer's moments and torch's random state from ``directory``, and return the number of steps
+    before the snapshot. Learning rates and decays are not restored, since the configuration sets them.
 
     Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
     model.
@@ -165,8 +165,8 @@ def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.
 
 
 def collect_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors of all parameters, labelled ``parameter's name|key``; empty before the first
-    update."""
+    """Return the optimizer's tensors of all parameters of ``model``, labelled ``parameter's name|key``; empty before
+    the first update."""
     names = _names(model, optimizer)
     states: Mapping[int, Mapping[str, Tensor]] = optimizer.state_dict()["state"]
     return {

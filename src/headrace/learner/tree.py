@@ -140,8 +140,9 @@ def _largest_load(units: Sequence[Unit], lengths_S: Index, num_ranks: int) -> fl
 
 
 def _divide(tree: Unit, lengths_S: Index, budget: int, best: int) -> list[Unit]:
-    """Divide a tree into subtrees of at most ``budget`` tokens at the least cost. The cost is the number of computed
-    tokens, plus :data:`SLOWER` for each token of a subtree above ``best``."""
+    """Divide a tree, whose samples have the lengths ``lengths_S``, into subtrees of at most ``budget`` tokens at the
+    least cost. The cost is the number of computed tokens, plus :data:`SLOWER` for each token of a subtree above
+    ``best``."""
     shared_K = tree.shared_K
     rows_K = np.concatenate([[0], np.cumsum(lengths_S[tree.samples] - shared_K)])
     units: list[Unit] = []
@@ -165,8 +166,9 @@ def _subtree(tree: Unit, begin: int, end: int) -> Unit:
 
 def _cheapest_starts(shared_K: Index, rows_K: Index, budget: int, best: int) -> Index:
     """Return, for each k, the index of the first sample of the last unit in the cheapest division of the first k + 1
-    samples of a tree, ``[K]`` (dynamic programming). ``rows_K`` are the cumulative sums, from 0, of the tokens that
-    samples do not share with the previous sample."""
+    samples of a tree, ``[K]`` (dynamic programming). The sample k shares its first ``shared_K[k]`` tokens with the
+    previous one; ``budget`` and ``best`` are those of :func:`_divide`. ``rows_K`` are the cumulative sums, from 0, of
+    the tokens that samples do not share with the previous sample."""
     begins_K = np.zeros(len(shared_K), np.int64)
     more_K = shared_K - rows_K[:-1]
     # the cost of all samples before each sample, plus the shared tokens that a unit starting there repeats

@@ -161,9 +161,9 @@ class MicroBatchStats:
     def combine_updates(
         cls, parts: Sequence[MicroBatchStats], work: StepWork, before: Metrics, stats: TokenStats
     ) -> MicroBatchStats:
-        """Return the statistics of several updates of one batch from ``parts``, the statistics of each update.
-        ``stats`` and ``before`` are token statistics and metrics before the first update; they replace the token
-        statistics of the updates, and their metrics of the same names."""
+        """Return the statistics of several updates of the batch of ``work`` from ``parts``, the statistics of each
+        update. ``stats`` and ``before`` are token statistics and metrics before the first update; they replace the
+        token statistics of the updates, and their metrics of the same names."""
         joined = cls()
         joined._num_tokens = work.batch.num_tokens
         joined._teacher_scores = [] if work.teacher_scores_N is None else [work.teacher_scores_N]
@@ -264,7 +264,8 @@ class Gradient:
     @classmethod
     def from_stats(cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
         """Return the record of a gradient from ``tally``, the statistics of its micro-batches. ``dropped`` is the
-        number of tokens that could not carry loss, by reason; the losses are multiplied by ``scale``."""
+        number of tokens that could not carry loss, by reason; the passes took ``seconds`` seconds; the losses are
+        multiplied by ``scale``."""
         return cls(
             metrics=tally.metrics(scale),
             trained_tokens=tally.trained_tokens,

@@ -128,7 +128,7 @@ class ModelConfig(Section):
         >>> model = ModelConfig(path="base")
         >>> model.with_snapshot("step-9").path
         'step-9'
-        >>> adapted = model.model_copy(update={"lora": LoraConfig()}).at("step-9")
+        >>> adapted = model.model_copy(update={"lora": LoraConfig()}).with_snapshot("step-9")
         >>> adapted.path, adapted.lora.adapter
         ('base', 'step-9')
         """

@@ -189,8 +189,8 @@ class FilesInbox:
 
 
 def safetensors_header(manifest: Manifest, version: int) -> bytes:
-    """Return the header of a safetensors file for one version: the length of the JSON text, then the text with names,
-    dtypes, shapes and offsets of the tensors, which follow each other without gaps."""
+    """Return the header of a safetensors file for a version with the layout ``manifest``: the length of the JSON text,
+    then the text with names, dtypes, shapes and offsets of the tensors, which follow each other without gaps."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
     end = 0
     for entry in manifest.entries:
@@ -239,8 +239,8 @@ def _open_filesystem(folder: str) -> tuple[Any, str]:
 
 
 def folder_of_run(sync: SyncConfig, places: RunPlaces) -> str:
-    """Return the folder in which this run writes its versions: ``weights`` in the run directory, or a folder of its own
-    in ``sync.directory``, which several runs may share."""
+    """Return the folder in which the run with the directories ``places`` writes its versions: ``weights`` in the run
+    directory, or a folder of its own in ``sync.directory``, which several runs may share."""
     if not sync.directory:
         return str(places.run_dir / "weights")
     # run directories of other machines may have the same name

@@ -157,10 +157,10 @@ class GroupOutbox:
         return private_memory(num_bytes)
 
     def send(self, request: SendRequest) -> Sent:
-        """Start to send this rank's part of a version to the receivers in the thread. Return at once the path that
-        names the groups and, on rank 0, the hashes of all pieces. New groups are used if the receivers have changed,
-        the last transfer failed, or the version is sent again. Files are written before the return. Raises
-        :class:`~headrace.base.errors.WeightsError` if the other ranks do not agree in time."""
+        """Start to send this rank's part of the version in ``request`` to the receivers in the thread. Return at once
+        the path that names the groups and, on rank 0, the hashes of all pieces. New groups are used if the receivers
+        have changed, the last transfer failed, or the version is sent again. Files are written before the return.
+        Raises :class:`~headrace.base.errors.WeightsError` if the other ranks do not agree in time."""
         if not request.to:
             raise WeightsError(
                 f"version {request.version} has no receiver to be sent to", remedy="start an engine with this transport"
@@ -376,8 +376,9 @@ class GroupInbox:
         self._joined = None
 
     def _receive(self, update: WeightUpdate, into: memoryview | None) -> None:
-        """Receive the parts of all ranks at the same time, in one thread for each, into the image ``into`` (``None``:
-        discard them). If a part does not arrive, leave all groups, since its rank has left its group, too."""
+        """Receive the parts of all ranks of ``update`` at the same time, in one thread for each, into the image
+        ``into`` (``None``: discard them). If a part does not arrive, leave all groups, since its rank has left its
+        group, too."""
         if update.path.startswith(_FILES):
             self._read(update, into)
             return
@@ -426,9 +427,9 @@ class GroupInbox:
 
 
 def _receive_part(group: Broadcasts, rank: int, update: WeightUpdate, into: memoryview | None) -> None:
-    """Receive the part of the learner's ``rank`` from ``group``, and write each bucket to its place in the image
-    ``into`` (``None``: discard it). Raises :class:`~headrace.base.errors.NeedsFull` if the rank sends another
-    version."""
+    """Receive the part of ``update`` that the learner's ``rank`` sends from ``group``, and write each bucket to its
+    place in the image ``into`` (``None``: discard it). Raises :class:`~headrace.base.errors.NeedsFull` if the rank
+    sends another version."""
     header = _numbers(0, 0)
     group.broadcast_one(header)
     version, base = (int(number) for number in header)
@@ -502,8 +503,8 @@ def _numbers(first: int, second: int) -> Tensor:
 
 
 def _open_store(host: str, deadline_s: float) -> Any:
-    """Open the store of a run at a free port of ``host``, and return it. Raises
-    :class:`~headrace.base.errors.ConfigError` if this machine cannot listen there."""
+    """Open the store of a run at a free port of ``host``, and return it; its calls wait for at most ``deadline_s``
+    seconds. Raises :class:`~headrace.base.errors.ConfigError` if this machine cannot listen there."""
     try:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

@@ -74,7 +74,7 @@ class Bucket:
         return Manifest(entries=tuple(block.entry for block in self.blocks), total_bytes=self.num_bytes)
 
     def views(self, payload: memoryview) -> list[Tensor]:
-        """Return the blocks as views into the bytes of the bucket."""
+        """Return the blocks as views into ``payload``, the bytes of the bucket."""
         return [view(payload, block.entry) for block in self.blocks]
 
 

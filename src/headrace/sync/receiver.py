@@ -300,8 +300,9 @@ class Receiver:
 
     @torch.no_grad()
     def _tensors(self, manifest: Manifest, image: memoryview, index: int) -> list[Tensor]:
-        """Return the tensors of ``image`` in the order of the model's tensors. A tensor is a view into ``image`` if
-        dtype and device equal the model's; otherwise it is a converted copy in the buffer ``index``."""
+        """Return the tensors of ``image``, whose layout is ``manifest``, in the order of the model's tensors. A tensor
+        is a view into ``image`` if dtype and device equal the model's; otherwise it is a converted copy in the buffer
+        ``index``."""
         tensors = []
         for (name, target), parts in zip(self._targets.items(), self._views(manifest, image, index), strict=True):
             first = parts[0]

@@ -39,8 +39,8 @@ def is_loopback(host: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split ``HOST:PORT`` into its host and its port. Raises :class:`~headrace.base.errors.ConfigError` for any other
-    text.
+    """Split ``address``, which must be ``HOST:PORT``, into its host and its port. Raises
+    :class:`~headrace.base.errors.ConfigError` for any other text.
 
     >>> host_and_port("10.0.0.5:7781"), host_and_port("[fd00::5]:7781")
     (('10.0.0.5', 7781), ('fd00::5', 7781))

@@ -178,7 +178,7 @@ class NameOf:
 
 
 def get_kinds(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
-    """Return the allowed values of the field ``kind`` of a section; empty if the section has no such field."""
+    """Return the allowed values of the field ``kind`` of the section class ``model``; empty if it has no such field."""
     return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 

@@ -32,8 +32,8 @@ C = TypeVar("C", bound=Section)
 
 
 def load_toml(path: Path, what: str = "run file") -> dict[str, Any]:
-    """Return the content of a TOML file as nested dictionaries. ``what`` describes the file in errors. Raises
-    :class:`ConfigError`, which names file, line and reason."""
+    """Return the content of the TOML file ``path`` as nested dictionaries. ``what`` describes the file in errors.
+    Raises :class:`ConfigError`, which names file, line and reason."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -109,8 +109,8 @@ def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any], whole_kinds: b
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return all values of nested dictionaries that are not dictionaries themselves, by dotted name. Each name begins
-    with the prefix ``above``.
+    """Return all values in the nested dictionaries ``tree`` that are not dictionaries themselves, by dotted name. Each
+    name begins with the prefix ``above``.
 
     >>> leaves({"flow": {"lead": 1, "policy": {"kind": "bounded"}}})
     {'flow.lead': 1, 'flow.policy.kind': 'bounded'}

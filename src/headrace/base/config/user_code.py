@@ -96,7 +96,7 @@ def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
 
 
 def top_level_names(tree: ast.Module) -> set[str]:
-    """Return the names that a parsed file defines or imports at its top level."""
+    """Return the names that the parsed file ``tree`` defines or imports at its top level."""
     names: set[str] = set()
     for node in tree.body:
         match node:

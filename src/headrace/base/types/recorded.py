@@ -138,7 +138,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def unknown(cls, count: int, *, num_layers: int, top_k: int, dtype: npt.DTypeLike = np.uint8) -> Routing:
         """Return the record of ``count`` tokens whose routing was not recorded, for a model with ``num_layers``
-        mixture-of-experts layers and ``top_k`` experts per token."""
+        mixture-of-experts layers and ``top_k`` experts per token, whose indices have the type ``dtype``."""
         return cls(known_T=np.zeros(count, bool), experts_RLK=np.zeros((0, num_layers, top_k), dtype))
 
     @classmethod

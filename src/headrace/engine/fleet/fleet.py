@@ -106,7 +106,7 @@ class Fleet:
 
     def mirror(self, name: str, state: EngineState, version: int, *, paused: bool) -> None:
         """Copy to the engine ``name`` the state that it has in another fleet, which commits versions to it and may
-        pause it. Nothing happens if the engine is absent."""
+        pause it (``paused``). Nothing happens if the engine is absent."""
         member = self._members.get(name)
         if member is None:
             return
@@ -285,8 +285,8 @@ class Fleet:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample an answer on one of the engines. If the engine dies, another one continues; the caller gets one
-        uninterrupted answer."""
+        """Sample an answer to ``prompt_ids_T`` on one of the engines, as :meth:`headrace.engine.Engine.generate` does.
+        If the engine dies, another one continues; the caller gets one uninterrupted answer."""
         async with aclosing(self._stream(self._new_request(prompt_ids_T, sampling, options))) as stream:
             async for chunk in stream:
                 yield chunk
@@ -294,9 +294,9 @@ class Fleet:
     async def generate_siblings(
         self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
     ) -> None:
-        """Sample several answers to one prompt; see :class:`~headrace.engine.SiblingSource`. The siblings that are
-        routed to one engine are sent to it in one call. If the engine dies, its siblings continue one by one on other
-        engines."""
+        """Sample several answers to the prompt ``prompt_ids_T``, and pass their chunks to ``on_chunks``; see
+        :class:`~headrace.engine.SiblingSource`. The siblings that are routed to one engine are sent to it in one call.
+        If the engine dies, its siblings continue one by one on other engines."""
         routed = [self._new_request(prompt_ids_T, sampling, options) for sampling, options in siblings]
         try:
             parts: dict[Member, list[int]] = {}
@@ -314,13 +314,14 @@ class Fleet:
                 self._router.end(each.number)
 
     async def _siblings_on(self, member: Member, routed: dict[int, RoutedRequest], on_chunks: OnSiblingChunks) -> None:
-        """Sample the siblings ``routed``, given by their indices, on the engine ``member``, to which they are assigned.
-        If it cannot sample siblings together, is full or dies, the unfinished siblings are sampled one by one."""
+        """Sample the siblings ``routed``, given by their indices, on the engine ``member``, to which they are assigned,
+        and pass their chunks to ``on_chunks``. If it cannot sample siblings together, is full or dies, the unfinished
+        siblings are sampled one by one."""
         places = list(routed)
 
         async def pass_on(arrived: Sequence[tuple[int, TokenChunk]]) -> None:
-            """Record chunks of the engine, and pass them on with the indices of the caller. A request that the engine
-            refused because it is full is not reported: it is sent to another engine later."""
+            """Record the chunks ``arrived`` of the engine, and pass them on with the indices of the caller. A request
+            that the engine refused because it is full is not reported: it is sent to another engine later."""
             passed_on = []
             for at, chunk in arrived:
                 index = places[at]
@@ -357,9 +358,9 @@ class Fleet:
         *,
         removed: bool,
     ) -> None:
-        """Sample the sibling ``index`` to its end by a request of its own. ``death`` is the error of the engine that
-        served it before and died or was ``removed``; ``None`` if no engine did. An error of the request becomes its
-        last chunk."""
+        """Sample the sibling ``index``, the request ``routed``, to its end by a call of its own, and pass its chunks to
+        ``on_chunks``. ``death`` is the error of the engine that served it before and died or was ``removed``; ``None``
+        if no engine did. An error of the request becomes its last chunk."""
         self._router.end(routed.number)
         try:
             if death is not None:
@@ -394,8 +395,8 @@ class Fleet:
             self._router.end(routed.number)
 
     async def _stream_from_one(self, routed: RoutedRequest) -> AsyncIterator[TokenChunk]:
-        """Yield the chunks that one engine returns for the request, until the request ends or the engine dies. If it
-        dies or is full, the request is prepared for another engine, and the caller tries again. Raises
+        """Yield the chunks that one engine returns for the request ``routed``, until the request ends or the engine
+        dies. If it dies or is full, the request is prepared for another engine, and the caller tries again. Raises
         :class:`~headrace.base.errors.EngineFull` if every engine that could serve the request is full."""
         fork = routed.options.fork
         parent_engine, fork = (None, None) if fork is None else self._routes.find_parent(fork)
@@ -427,9 +428,9 @@ class Fleet:
         return passed_on
 
     async def _assign(self, routed: RoutedRequest, parent_engine: Member | None = None) -> Member:
-        """Wait for an engine that can serve the request, assign the request to it, and return it. ``parent_engine`` is
-        the only engine that can serve a fork; ``None`` for other requests. If only engines are left that the request
-        avoids, because they refused it as full, it avoids them no more. Raises
+        """Wait for an engine that can serve the request ``routed``, assign the request to it, and return it.
+        ``parent_engine`` is the only engine that can serve a fork; ``None`` for other requests. If only engines are
+        left that the request avoids, because they refused it as full, it avoids them no more. Raises
         :class:`~headrace.base.errors.SequenceFailed` for a request that is bound to weights or to an engine that no
         serving engine has any more."""
         # hashing a long prompt is slow, and the engine of the request's session has its prefix in the cache anyway
@@ -443,13 +444,13 @@ class Fleet:
         return self._members[name]
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        """Return the logprob of each of ``tokens`` under the weights in use, computed by one of the engines; 0 for the
-        first token."""
+        """Return the logprob of each of ``tokens`` at ``temperature`` under the weights in use, computed by one of the
+        engines; 0 for the first token."""
         return await self._score_on_any(lambda engine: engine.score(tokens, temperature=temperature))
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """Return the logprobs of ``tokens`` and the ``num`` likeliest entries with ids below ``below`` (0: all) at each
-        position, computed by one of the engines."""
+        """Return the logprobs of ``tokens`` at ``temperature`` and the ``num`` likeliest entries with ids below
+        ``below`` (0: all) at each position, computed by one of the engines."""
         return await self._score_on_any(lambda one: one.top_scores(tokens, num, below=below, temperature=temperature))
 
     async def _score_on_any(self, score: Callable[[Engine], Awaitable[A]]) -> A:
@@ -487,8 +488,9 @@ class Fleet:
         return self._clock.now() - start_s
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Commit ``version`` on every engine that has staged it, some at a time, and return one report for all. If all
-        engines that had staged it have died, stage it on other engines first."""
+        """Commit ``version`` on every engine that has staged it, some at a time, and return one report for all.
+        ``mode`` says what becomes of running sequences. If all engines that had staged it have died, stage it on other
+        engines first."""
         done: list[SwapReport] = []
         if mode is Interrupt.SLEEP:  # this commit wakes each engine
             self._set_paused(None)
@@ -579,8 +581,9 @@ class Fleet:
     async def _commit_on(
         self, member: Member, version: int, mode: Interrupt, gate: asyncio.Semaphore
     ) -> SwapReport | None:
-        """Commit ``version`` on one engine, which gets no new requests meanwhile. Return its report, or ``None`` if the
-        engine was lost. ``gate`` limits how many engines commit at the same time."""
+        """Commit ``version`` in the mode ``mode`` on the engine ``member``, which gets no new requests meanwhile.
+        Return its report, or ``None`` if the engine was lost. ``gate`` limits how many engines commit at the same
+        time."""
         async with gate:
             if self._members.get(member.name) is not member:
                 return None

@@ -175,8 +175,8 @@ async def gather_all(work: Iterable[Awaitable[A]]) -> list[A]:
 
 
 def combine_reports(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:
-    """Return one report of a commit on several engines, from each engine's report: the sums of all counts of sequences
-    and tokens, and the longest of the times.
+    """Return one report of the commit of ``version`` in the mode ``mode`` on several engines, from each engine's
+    report: the sums of all counts of sequences and tokens, and the longest of the times.
 
     >>> one = SwapReport(version=3, gap_s=0.1, carried_over=2, restarted=0)
     >>> combine_reports(3, Interrupt.INFLIGHT, [one, one]).carried_over

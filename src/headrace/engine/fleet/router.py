@@ -193,34 +193,34 @@ class Router:
             engine.state = EngineState.SERVING
 
     def set_aside(self, name: str) -> None:
-        """Assign no new sequences to the engine until :meth:`use` records newer weights, because it has missed a
-        version. It keeps the sequences that it has."""
+        """Assign no new sequences to the engine ``name`` until :meth:`use` records newer weights, because it has missed
+        a version. It keeps the sequences that it has."""
         engine = self._engines[name]
         if engine.state is not EngineState.LEAVING:
             engine.state = EngineState.JOINING
 
     def retire(self, name: str) -> None:
-        """Assign no new sequences to the engine any more, because it is about to leave. It keeps the sequences that it
-        has."""
+        """Assign no new sequences to the engine ``name`` any more, because it is about to leave. It keeps the sequences
+        that it has."""
         self._engines[name].state = EngineState.LEAVING
 
     def hold(self, name: str) -> None:
-        """Assign no new sequences to the engine while other engines can serve them, because a commit is about to stop
-        it."""
+        """Assign no new sequences to the engine ``name`` while other engines can serve them, because a commit is about
+        to stop it."""
         engine = self._engines[name]
         if engine.state is EngineState.SERVING:
             engine.state = EngineState.HELD
 
     def release(self, name: str) -> None:
-        """End :meth:`hold`. Nothing happens if the engine is absent or was not held."""
+        """End :meth:`hold` of the engine ``name``. Nothing happens if the engine is absent or was not held."""
         engine = self._engines.get(name)
         if engine is not None and engine.state is EngineState.HELD:
             engine.state = EngineState.SERVING
 
     def assign(self, sequence: int, request: RouteRequest = ANY_ENGINE, avoid: Collection[str] = ()) -> str | None:
-        """Choose an engine for ``sequence``, assign the sequence to it and return the engine's name; ``None`` if no
-        engine can serve it. Engines named in ``avoid`` are not chosen. Raises ``ValueError`` for a sequence that is
-        assigned already."""
+        """Choose an engine for ``sequence``, according to ``request``, assign the sequence to it and return the
+        engine's name; ``None`` if no engine can serve it. Engines named in ``avoid`` are not chosen. Raises
+        ``ValueError`` for a sequence that is assigned already."""
         if sequence in self._assigned:
             raise ValueError(f"sequence {sequence} has a place already")
         least = self._least_loaded(request, avoid)
@@ -328,8 +328,8 @@ def allowed_load(least: int) -> int:
 
 
 def prefix_keys(prompt_ids_T: IntColumn) -> tuple[int, ...]:
-    """Return the keys (64-bit hashes) of the beginnings of a prompt, the longest last. Two prompts share the keys of
-    their common beginnings, so equal keys show which engine has a beginning in its cache.
+    """Return the keys (64-bit hashes) of the beginnings of the prompt ``prompt_ids_T``, the longest last. Two prompts
+    share the keys of their common beginnings, so equal keys show which engine has a beginning in its cache.
 
     >>> one, other = prefix_keys(np.arange(100)), prefix_keys(np.arange(70))
     >>> len(one), len(other), [key in one for key in other]

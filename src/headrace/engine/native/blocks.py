@@ -210,9 +210,10 @@ class BlockPool:
         return blocks + fresh, len(blocks)
 
     def register(self, chain: Chain, table: Sequence[int], ids_T: IntColumn) -> None:
-        """Make the full blocks of ``ids_T`` that the chain has not registered yet available for matching. ``ids_T`` are
-        the sequence's tokens up to the end of this pass. If another block with the same contents is cached already,
-        that block stays the cached one. A chain of another version registers nothing."""
+        """Make the full blocks of ``ids_T`` that the chain has not registered yet available for matching. ``table`` are
+        the sequence's blocks, and ``ids_T`` are the sequence's tokens up to the end of this pass. If another block with
+        the same contents is cached already, that block stays the cached one. A chain of another version registers
+        nothing."""
         end = len(ids_T) // BLOCK
         if chain.version != self.version or end <= chain.length:
             return

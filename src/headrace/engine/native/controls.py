@@ -87,8 +87,9 @@ class Controls:
         """Whether the rows in use set nothing but a temperature and a seed."""
 
     def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up ``row``, the first unused one, for a new sequence. ``answer_ids_T`` are the tokens that the sequence
-        has sampled already, if it is a fork or was preempted."""
+        """Set up ``row``, the first unused one, for a sequence that joins the batch, with the parameters ``sampling``
+        and the prompt ``prompt_ids_T``. ``answer_ids_T`` are the tokens that the sequence has sampled already, if it is
+        a fork or was preempted."""
         greedy = sampling.temperature == 0
         certain = greedy and sampling.record_kept
         self._seeds_R[row] = sampling.seed % 2**64
@@ -145,9 +146,9 @@ class Controls:
         return dataclasses.replace(draw, entropies_R=entropies(changed_DV, requested_D))
 
     def _draw(self, logits_DV: Tensor, temperatures_D: Tensor, uniforms_D: Tensor, rows: Index) -> Draw:
-        """Sample one token for each of ``rows`` from its logits after bias, penalties and mask. ``uniforms_D`` are
-        random numbers in [0, 1). Rows with and without truncation are sampled separately, and their results are merged
-        in order."""
+        """Sample one token for each of ``rows`` at its temperature in ``temperatures_D``, from its logits after bias,
+        penalties and mask. ``uniforms_D`` are random numbers in [0, 1). Rows with and without truncation are sampled
+        separately, and their results are merged in order."""
         truncated_at = np.flatnonzero(self._truncated_R[rows])
         if not len(truncated_at):
             return sample(logits_DV, temperatures_D, uniforms_D, self._log_softmax)
@@ -179,8 +180,9 @@ class Controls:
             self._masks.append(ids_D, rows)
 
     def _draw_truncated(self, logits_DV: Tensor, temperatures_D: Tensor, uniforms_D: Tensor, rows: Index) -> Draw:
-        """Sample one token for each of ``rows`` under top-k, top-p and min-p, and record the kept-sets (the ids that
-        survive the truncation) of the rows that request them. ``uniforms_D`` are uniform numbers in [0, 1)."""
+        """Sample one token for each of ``rows`` from its logits ``logits_DV`` at its temperature in ``temperatures_D``,
+        under top-k, top-p and min-p, and record the kept-sets (the ids that survive the truncation) of the rows that
+        request them. ``uniforms_D`` are uniform numbers in [0, 1)."""
         scaled_DV = logits_DV.float() / temperatures_D[:, None]
         limits = TruncationLimits(
             top_k_R=self._tensor(self._top_k_R[rows]),
@@ -255,8 +257,8 @@ class Changes:
         return growing
 
     def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> bool:
-        """Set up ``row`` for a new sequence: its bias, its penalties, and the tokens of prompt and answer to which the
-        penalties apply. Return whether they change a logit."""
+        """Set up ``row`` for a sequence with the parameters ``sampling``: its bias, its penalties, and the tokens of
+        its prompt and of its answer so far to which the penalties apply. Return whether they change a logit."""
         penalised = _penalised(sampling)
         self._growing_R[row] = penalised
         changes = self._changing_R[row] = penalised or bool(sampling.logit_bias)

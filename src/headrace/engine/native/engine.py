@@ -195,8 +195,8 @@ class NativeEngine:
         self._deadlines.add(sequence)
 
     def abort(self, request_ids: abc.Sequence[int]) -> list[TokenChunk]:
-        """End the requests with these ids before they are complete. Return all chunks that are due, including the last
-        chunks of these requests. Unknown ids are ignored."""
+        """End the requests with the ids ``request_ids`` before they are complete. Return all chunks that are due,
+        including the last chunks of these requests. Unknown ids are ignored."""
         known = self._intake.known
         self._end([known[one] for one in dict.fromkeys(request_ids) if one in known], StopReason.ABORTED)
         self._swaps.settle()
@@ -410,9 +410,9 @@ class NativeEngine:
         return drafter
 
     def _draw(self, logits_PV: Tensor, rows_D: Index, drafts_D: Index | None, stamps: int | Index) -> Drawn:
-        """Sample the next tokens of ``rows_D``. ``drafts_D`` is the number of drafted tokens of each row in the pass
-        (``None``: no row has any). Blocks that accepted drafts have filled are registered, and invalid keys and values
-        are cleared."""
+        """Sample the next tokens of ``rows_D`` from the logits ``logits_PV`` of the pass, and record them with the
+        versions ``stamps``. ``drafts_D`` is the number of drafted tokens of each row in the pass (``None``: no row has
+        any). Blocks that accepted drafts have filled are registered, and invalid keys and values are cleared."""
         rows, before_D = self._rows, self._rows.computed_R[rows_D]
         drawn = self._drawer.draw(logits_PV, rows_D, drafts_D, stamps)
         self._generated_tokens += drawn.num_tokens

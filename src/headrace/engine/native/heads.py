@@ -76,8 +76,8 @@ class DraftPrices:
         return saved_A
 
     def pays(self, reached_A: Chances, step: int) -> bool:
-        """Return whether the next tokens of these drafts save more than a step of the head costs. :meth:`saved`
-        describes the arguments."""
+        """Return whether the next tokens of these drafts save more than a step of the head costs. ``reached_A`` and the
+        other arguments are those of :meth:`saved`, which describes the arguments."""
         return float(self.saved(reached_A, step).sum()) > self.step + self.row * len(reached_A)
 
 
@@ -153,7 +153,8 @@ class HeadDrafter:
         self._length_R[row] = 0
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
-        """Move the states of the rows ``sources`` to the rows ``targets``, after sequences have left."""
+        """Move the states of the rows ``sources`` to the rows ``targets``, after sequences have left; ``count`` is not
+        used."""
         self._length_R[targets] = self._length_R[sources]
         if len(sources):
             self._state_RH[self._tensor(targets)] = self._state_RH[self._tensor(sources)]

@@ -79,9 +79,9 @@ class HistoryIndex:
     """
 
     def __init__(self, num_tokens: int, file: Path | None = None, vocab_size: int = 2**31) -> None:
-        """Make an empty index in memory or, with ``file``, open the index that is stored in this file. Entries of the
-        file with token ids of ``vocab_size`` or more count as damaged. Raises ``OSError`` if the file cannot be
-        created."""
+        """Make an empty index of ``num_tokens`` tokens in memory or, with ``file``, open the index that is stored in
+        this file. Entries of the file with token ids of ``vocab_size`` or more count as damaged. Raises ``OSError`` if
+        the file cannot be created."""
         self._bits = (_SLOTS_PER_TOKEN * num_tokens - 1).bit_length()
         """The number of bits of a slot's index: the table has 2 to this power slots."""
         self.store = open_store(
@@ -193,8 +193,8 @@ class OwnText:
 
 
 def extract_contexts(ids_DC: IntColumn) -> IntColumn:
-    """Return the last :data:`CONTEXT` tokens of each sequence; shorter sequences are padded with :data:`END` in
-    front."""
+    """Return the last :data:`CONTEXT` tokens of each sequence in ``ids_DC``; shorter sequences are padded with
+    :data:`END` in front."""
     last_DC = ids_DC[:, -CONTEXT:]
     return np.pad(last_DC, ((0, 0), (CONTEXT - last_DC.shape[1], 0)), constant_values=END)
 

@@ -165,9 +165,9 @@ class Intake:
         return place
 
     def _answer(self, request: GenerateRequest, name: str) -> FinishedSequence | None:
-        """Return the answer tokens that another engine has sampled for this request, in the form that a preempted
-        sequence has; ``None`` for a request without such tokens. All of them count as sent. Raises
-        :class:`~headrace.base.errors.RequestError` for an answer that cannot be continued."""
+        """Return the answer tokens that another engine has sampled for this request, which errors call ``name``, in the
+        form that a preempted sequence has; ``None`` for a request without such tokens. All of them count as sent.
+        Raises :class:`~headrace.base.errors.RequestError` for an answer that cannot be continued."""
         if request.answer_ids_T is None:
             return None
         checked = check_ids("answer", request.answer_ids_T, self._bounds.vocab_size)

@@ -19,7 +19,8 @@ def make_cache(
 ) -> PagedCache:
     """Allocate and return the key-value cache, for ``config.cache_tokens`` tokens. If that is not set, the cache is
     large enough for ``config.max_sequences`` sequences of ``max_context`` tokens, but takes at most the share
-    ``config.cache_share`` of the free memory. ``shapes`` are the shapes of keys and values in each layer.
+    ``config.cache_share`` of the free memory. ``shapes`` are the shapes of keys and values in each layer, which are
+    stored as ``dtype`` on ``device``.
 
     Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory.
     """

@@ -33,8 +33,8 @@ class PackedWeightReceiver:
     memory, it only forwards the calls to ``receiver``."""
 
     def __init__(self, receiver: WeightReceiver, model: nn.Module) -> None:
-        """Find the products of ``model`` that run on kernels, allocate the buffers of packed weights if there is enough
-        memory, and pack the weights that the model has now."""
+        """Stage updates with ``receiver``. Find the products of ``model`` that run on kernels, allocate the buffers of
+        packed weights if there is enough memory, and pack the weights that the model has now."""
         self._receiver = receiver
         products = [each for each in get_products(model) if not each.linear.weight.is_inference()]
         self._ops = kernels() if products else None

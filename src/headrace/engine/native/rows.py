@@ -66,7 +66,8 @@ class Rows:
     the first ``count`` rows are in use. ``followers`` are notified of every change of the rows."""
 
     def __init__(self, num_rows: int, num_columns: int, followers: abc.Sequence[Follower] = ()) -> None:
-        """Allocate the arrays for ``num_rows`` sequences of at most ``num_columns`` tokens; no row is in use yet."""
+        """Allocate the arrays for ``num_rows`` sequences of at most ``num_columns`` tokens; no row is in use yet.
+        ``followers`` are described at the class."""
         self._followers = list(followers)
         self.num_rows = num_rows
         self.sequences: list[Sequence] = []
@@ -349,7 +350,8 @@ class ChunkBuilder:
     chunks are appended to one list, so that the chunks of a sequence are returned in order."""
 
     def __init__(self, rows: Rows, routes: RoutingStore) -> None:
-        """Start without a chunk. ``rows`` are the sequences of the batch."""
+        """Start without a chunk. ``rows`` are the sequences of the batch, and ``routes`` has the experts of their
+        tokens."""
         self._rows = rows
         self._routes = routes
         self._due: list[TokenChunk] = []

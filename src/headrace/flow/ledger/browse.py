@@ -174,7 +174,7 @@ class Browser:
         return int(self._fetch_all(f"SELECT count(*){_FROM}{where}", values)[0][0])
 
     def episode(self, key: EpisodeKey) -> EpisodeGraph | None:
-        """Return one episode with all its turns; ``None`` if it does not exist or has not ended."""
+        """Return the episode ``key`` with all its turns; ``None`` if it does not exist or has not ended."""
         query = (
             "SELECT status, cause, reward, reward_parts, agent_rewards, turns, entry FROM episodes"
             " JOIN bundles ON id = bundle WHERE group_number = ? AND position = ?"

@@ -161,8 +161,9 @@ class RedisLedger:
 
     @classmethod
     def open(cls, url: str, name: str, password_env: str = "") -> RedisLedger:
-        """Return the existing ledger ``name`` for reading. ``password_env`` names the environment variable of the
-        password. Raises :class:`~headrace.base.errors.LedgerError` if there is no such ledger."""
+        """Return the existing ledger ``name`` on the Redis server ``url`` for reading. ``password_env`` names the
+        environment variable of the password. Raises :class:`~headrace.base.errors.LedgerError` if there is no such
+        ledger."""
         return cls(url, name, password_env=password_env)
 
     def apply(self, *operations: Operation) -> None:
@@ -376,9 +377,9 @@ def decode_operation(kind: bytes, data: bytes) -> Operation | RollBack:
 
 
 def replay(index: SqliteLedger, kind: bytes, data: bytes) -> None:
-    """Decode one operation and apply it to ``index``, the local copy of the ledger. Raises ``msgspec.MsgspecError`` if
-    ``data`` is not valid, and :class:`~headrace.base.errors.LedgerError` if the operation is impossible. After an
-    error, ``index`` is unchanged."""
+    """Decode one operation of the kind ``kind`` from ``data`` and apply it to ``index``, the local copy of the ledger.
+    Raises ``msgspec.MsgspecError`` if ``data`` is not valid, and :class:`~headrace.base.errors.LedgerError` if the
+    operation is impossible. After an error, ``index`` is unchanged."""
     operation = decode_operation(kind, data)
     try:
         if isinstance(operation, RollBack):

@@ -26,8 +26,9 @@ class RunningTurns:
     operation. The flow owns the collector."""
 
     def __init__(self, record: Callable[[Stream], object], clock: Clock, *, max_unrecorded: int) -> None:
-        """Create an empty collector. ``record`` is the function that records an operation. ``max_unrecorded`` is the
-        largest number of tokens of each turn that a crash may lose; with 0, nothing is recorded before a turn ends."""
+        """Create an empty collector. ``record`` is the function that records an operation, and ``clock`` gives the time
+        at which it was recorded. ``max_unrecorded`` is the largest number of tokens of each turn that a crash may lose;
+        with 0, nothing is recorded before a turn ends."""
         self._record = record
         self._clock = clock
         self._max_unrecorded = max_unrecorded

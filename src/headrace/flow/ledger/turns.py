@@ -139,12 +139,12 @@ def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) 
 
 
 def encode_token_results(learned: TokenResults | Stored) -> bytes:
-    """Return the learner's results for the tokens of one step as the bytes that the ledger stores; or, if these bytes
-    lie in the store of the run, the reference to them as bytes."""
+    """Return ``learned``, the learner's results for the tokens of one step, as the bytes that the ledger stores; or, if
+    these bytes lie in the store of the run, the reference to them as bytes."""
     return _LEARNED.encode(learned)
 
 
 def decode_token_results(blob: bytes | memoryview) -> TokenResults | Stored:
-    """Return the learner's results, or the reference to them, that :func:`encode_token_results` encoded."""
+    """Return the learner's results, or the reference to them, that :func:`encode_token_results` encoded as ``blob``."""
     learned: TokenResults | Stored = _LEARNED.decode(blob)
     return learned

@@ -242,9 +242,9 @@ class Critic(AuxiliaryModel):
 
 
 def _critic_metrics(values_L: Floats, estimate_L: CriticEstimate) -> Metrics:
-    """Return the critic's metrics for the L loss tokens of a batch, from the values before the update: the value loss,
-    the mean value, and ``explained_variance``, the fraction of the rewards' variance that the values predict, which is
-    missing if all rewards are equal."""
+    """Return the critic's metrics for the L loss tokens of a batch, from ``estimate_L``, the estimate before the
+    update: the value loss, the mean value, and ``explained_variance``, the fraction of the rewards' variance that the
+    values predict, which is missing if all rewards are equal."""
     count = float(len(values_L))
     error_L = values_L - estimate_L.returns_N
     variance = float(estimate_L.outcomes_N.var())

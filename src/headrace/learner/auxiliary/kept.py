@@ -279,8 +279,8 @@ class Ring:
                 yield f"{place}|{name}", tensor
 
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
-        """Restore the kept versions from the tensors of a snapshot, labelled ``place|name``. Raises ``ValueError`` for
-        more versions than copies."""
+        """Restore the kept versions from ``state``, the tensors of a snapshot, labelled ``place|name``. Raises
+        ``ValueError`` for more versions than copies."""
         self._spare += self._ring
         self._ring.clear()
         places = len({label.partition("|")[0] for label in state})

@@ -15,8 +15,8 @@ from headrace.learner.config import COLUMNS, SETTINGS
 
 
 def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
-    """Create the auxiliary models that the settings and the objective need, and return them in the order in which they
-    prepare a batch."""
+    """Create the auxiliary models that the settings and the objective in ``parts`` need, and return them in the order
+    in which they prepare a batch."""
     config, found = parts.config, list[AuxiliaryModel]()
     if config.reference is not None:
         found.append(Reference(parts, config.reference))

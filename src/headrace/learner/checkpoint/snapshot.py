@@ -98,13 +98,13 @@ def commit(unfinished: Path, state: SnapshotState) -> Path:
 
 
 def abandon(unfinished: Path) -> None:
-    """Remove the temporary directory that :func:`begin` returned, if it still exists."""
+    """Remove ``unfinished``, the temporary directory that :func:`begin` returned, if it still exists."""
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove the unfinished snapshots of earlier processes, and return their paths. It must be called before the first
-    :func:`begin`."""
+    """Remove the unfinished snapshots of earlier processes in ``directory``, and return their paths. It must be called
+    before the first :func:`begin`."""
     stale = [path for path in _entries(directory) if _UNFINISHED.fullmatch(path.name)]
     for path in stale:
         with _explained(path, "removed"):
@@ -113,12 +113,14 @@ def sweep(directory: Path) -> list[Path]:
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the path of the snapshot with the highest step; ``None`` if there is none. Its content is not checked."""
+    """Return the path of the snapshot in ``directory`` with the highest step; ``None`` if there is none. Its content is
+    not checked."""
     return next(iter(_list_snapshots(directory)), None)
 
 
 def retain(directory: Path, keep: int) -> list[Path]:
-    """Remove all complete snapshots except the ``keep`` newest ones (at least one), and return the removed paths."""
+    """Remove all complete snapshots in ``directory`` except the ``keep`` newest ones (at least one), and return the
+    removed paths."""
     surplus = _complete(directory)[max(1, keep) :]
     for path in surplus:
         with _explained(path, "removed"):

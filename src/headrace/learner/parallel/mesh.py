@@ -82,8 +82,8 @@ class Ranks:
     """This process as one of the ranks of its learner. All ranks must call each method, in the same order."""
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
-        """Arrange the ranks of torch's process group, which must have been joined, in the mesh that ``config``
-        describes."""
+        """Arrange the ranks of torch's process group, which must have been joined and compute on ``device``, in the
+        mesh that ``config`` describes."""
         self.config = config
         self.device = device
         self.rank = dist.get_rank()

@@ -94,8 +94,8 @@ class ShardOptimizer:
     parts of the weights. All ranks must call :meth:`clip_norms`, :meth:`step` and :meth:`state` together."""
 
     def __init__(self, model: PreTrainedModel, config: LearnerConfig, ranks: AnyRanks) -> None:
-        """Create the optimizer of all parameters of ``model`` that require gradients. Raises
-        :class:`~headrace.base.errors.ConfigError` for settings that do not apply to the model."""
+        """Create the optimizer of all parameters of ``model`` that require gradients, whose shards are on ``ranks``.
+        Raises :class:`~headrace.base.errors.ConfigError` for settings that do not apply to the model."""
         self._model = model
         self._ranks = ranks
         if config.optimizer.kind == "muon" and is_adapted(model):
@@ -267,8 +267,9 @@ class ShardOptimizer:
         return {key: wrap_shard(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
 
     def parts(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return this rank's shards of the tensors of :meth:`state`, with the same keys, on the device on which the
-        optimizer keeps them. They share the optimizer's memory, except moments of 8 bits."""
+        """Return this rank's shards of the state of the weight ``one``, as :meth:`state` returns it, with the same
+        keys, on the device on which the optimizer keeps them. They share the optimizer's memory, except moments of 8
+        bits."""
         if not self.updates:
             return {}
         optimizer_state = self._get_state(one) or self._zeros(one)  # empty tensors if this rank's shard is empty
@@ -281,9 +282,9 @@ class ShardOptimizer:
 
     @torch.no_grad()
     def set_state(self, one: TrainedWeight, state: Mapping[str, Tensor | SavedTensor], updates: int) -> None:
-        """Restore some of the tensors that :meth:`state` returned after ``updates`` updates. ``state`` contains whole
-        tensors, or saved tensors, of which this rank's shard is read. Raises ``ValueError`` for the state of another
-        optimizer, and the same errors as :meth:`SavedTensor.read`."""
+        """Restore some of the tensors that :meth:`state` returned for the weight ``one`` after ``updates`` updates.
+        ``state`` contains whole tensors, or saved tensors, of which this rank's shard is read. Raises ``ValueError``
+        for the state of another optimizer, and the same errors as :meth:`SavedTensor.read`."""
         known = MUON if one.muon else ADAMW
         if self._low_bit is None and (strange := sorted(state.keys() - {*known, MASTER})):
             raise ValueError(f"{strange[0]} of {one.name} is another optimizer's")
@@ -365,7 +366,8 @@ def _clip_factor(norm: float, max_norm: float) -> float:
 def _trained_weights(
     model: PreTrainedModel, memory: MemoryConfig, matrices: frozenset[str], ranks: AnyRanks
 ) -> list[TrainedWeight]:
-    """Return a record for each trained weight of ``model``; ``matrices`` are the names of weights that Muon updates."""
+    """Return a record for each trained weight of ``model`` under the settings ``memory``, sharded over ``ranks``;
+    ``matrices`` are the names of weights that Muon updates."""
     parallel, found = ranks.config, list[TrainedWeight]()
     parts = parted(model) if parallel.tensor > 1 and is_adapted(model) else frozenset[str]()
     for name, weight in model.named_parameters():
@@ -382,9 +384,9 @@ def _trained_weights(
 def _trained_weight(
     name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, summands: int, alone: bool
 ) -> TrainedWeight:
-    """Return the record of a trained weight, with a separate master if the memory settings require one. With a single
-    rank (``alone``), and for a weight of an adapter, which every rank has whole, the master may be the weight itself.
-    For ``muon`` and ``summands`` see :class:`TrainedWeight`."""
+    """Return the record of the trained weight ``name``, with a separate master if the memory settings require one. With
+    a single rank (``alone``), and for a weight of an adapter, which every rank has whole, the master may be the weight
+    itself. For ``muon`` and ``summands`` see :class:`TrainedWeight`."""
     part = local_shard(weight.detach())
     dtype = torch.float32 if memory.masters else part.dtype
     device = torch.device("cpu") if memory.offload_optimizer else part.device

@@ -206,8 +206,8 @@ def _open(path: Path) -> Any:
 
 
 def _boxes(path: Path, file: Any, metadata: Mapping[str, str]) -> Iterator[tuple[str, _PlaceOfBox, tuple[int, ...]]]:
-    """Yield the key, the description and the shape of every box of an open file. Raises ``ValueError`` if its metadata
-    do not match its tensors."""
+    """Yield the key, the description and the shape of every box of the open file ``path``. Raises ``ValueError`` if its
+    metadata do not match its tensors."""
     sizes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a mapping
     if _BOXES not in metadata:  # whole tensors
         yield from ((key, _PlaceOfBox(key, (0,) * len(size), size), size) for key, size in sizes.items())

@@ -116,7 +116,7 @@ class ShardedSnapshot:
             self._problem = f"rank {self._ranks.rank}: its part cannot be copied to host memory: {error}"
 
     def add(self, label: str, values: Tensor) -> None:
-        """Add the whole tensor ``values``, in host memory, which only this rank writes."""
+        """Add the whole tensor ``values`` under ``label``, in host memory, which only this rank writes."""
         self._parts.append(Part(label=label, at=(0,) * values.ndim, shape=tuple(values.shape), values=values))
 
     def write(self, model_dir: Path) -> None:
@@ -184,8 +184,8 @@ class ShardedSnapshot:
             return _WriteReport(problem=f"rank {self._ranks.rank}: {error}")
 
     def _seal(self, reports: list[_WriteReport], model_dir: Path) -> _WriteReport:
-        """Write and flush the small files and the checksums on rank 0, or remove the directory if a rank has reported a
-        problem in ``reports``. Return the report."""
+        """Write and flush the small files, such as the tokenizer's from ``model_dir``, and the checksums on rank 0, or
+        remove the directory if a rank has reported a problem in ``reports``. Return the report."""
         try:
             if not _problems(reports):
                 _write_small(self._directory, self._model, model_dir)

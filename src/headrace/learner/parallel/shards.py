@@ -136,7 +136,8 @@ def num_replicas(tensor: Tensor, world: int) -> int:
 
 
 def gather_each(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield each name with its whole tensor, gathered one at a time. All ranks must iterate together, to the end.
+    """Yield each name of ``named`` with its whole tensor, gathered one at a time. All ranks must iterate together, to
+    the end.
 
     Floating-point tensors are rounded to ``dtype`` before they are gathered; ``None``: they are not rounded.
     """

@@ -200,8 +200,8 @@ def _copy_without_hooks(model: PreTrainedModel, children: dict[str, Any]) -> nn.
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters. After a forward pass without a backward pass, some would be kept, and would be
-    outdated after an update."""
+    """Free the gathered parameters of ``model``. After a forward pass without a backward pass, some would be kept, and
+    would be outdated after an update."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -82,8 +82,8 @@ class GenerateRequest(RequestOptions, frozen=True, kw_only=True, omit_defaults=T
     def create(
         cls, request_id: int, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions
     ) -> GenerateRequest:
-        """Return the request with the number ``request_id``, this prompt, these sampling parameters and every field of
-        ``options``."""
+        """Return the request with the number ``request_id``, the prompt ``prompt_ids_T``, these sampling parameters and
+        every field of ``options``."""
         given = msgspec.structs.asdict(options)
         return cls(request_id=request_id, prompt_ids_T=prompt_ids_T, sampling=sampling, **given)
 
@@ -164,7 +164,8 @@ class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @classmethod
     def create(cls, call: int, tokens: Tokens, temperature: float, *, top_k: int = 0, top_below: int = 0) -> ScoreTokens:
-        """Return the order number ``call`` to score ``tokens`` at ``temperature``, under the kept-sets and experts that
+        """Return the order number ``call`` to score ``tokens`` at ``temperature``, and to return the ``top_k``
+        likeliest entries with ids below ``top_below`` (0: all) at each position, under the kept-sets and experts that
         were recorded with them."""
         return cls(
             call=call,
