@@ -230,8 +230,7 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
         raise ConfigError(f"groups has {len(groups)} rows, log_pi has {num_sequences}", remedy="give one per sequence")
 
     def column(name: str, dtype: torch.dtype, default: Tensor) -> Tensor:
-        """Return the column ``name``, flat and as ``dtype``, or ``default`` if it is not given; one advantage per
-        sequence is repeated for its tokens."""
+        """Return column ``name`` as ``dtype``, flat, or ``default``; one advantage per sequence is repeated."""
         if given[name] is None:
             return default
         value = to_tensor(name, given[name]).to(log_pi.device)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ from headrace.learner.tree import PrefixTrees, cut_tree
 from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, is_deterministic
 from headrace.models.lora import Switch
 from headrace.models.packed.kinds import KindRecorder
-from headrace.models.rope import context_limit
+from headrace.models.rope import ContextLimit, context_limit
 from headrace.models.routing import RoutedModel, RoutingPass, RoutingReplay, find_routing
 from headrace.models.weights import count_vocabulary
 
@@ -84,6 +85,23 @@ class Forward:
     and likeliest entries. A learner has one for the trained model, and one for each auxiliary model with weights of its
     own."""
 
+    _token_logprobs: Callable[..., tuple[Tensor, ...]]
+    """The computation of log π and entropies of the sampled tokens."""
+    _top_entries: Callable[..., tuple[Tensor, ...]]
+    """The computation of the likeliest entries."""
+    _share: bool | Literal["auto"]
+    """The setting that decides whether tokens at the common beginning of samples are computed once."""
+    _offload: bool
+    """Whether activations are stored in host memory until the backward pass."""
+    _routed: RoutedModel | None
+    """The routing of a mixture of experts, if it can be replayed; else ``None``."""
+    _replay: RoutingReplay | None
+    """The replay of recorded experts; ``None`` if the model has no routing that can be replayed."""
+    _packing: Packing
+    """The limits by which samples are packed into micro-batches."""
+    _limit: ContextLimit | None
+    """The longest context for which the model can be used."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -101,24 +119,18 @@ class Forward:
         self._progress = progress or Progress(RealClock())
         self.switch = Switch(model)
         self._share = config.share_prefixes if config.parallel.context == 1 else False
-        """The setting that decides whether tokens at the common beginning of samples are computed once."""
         self._offload = config.memory.offload_activations
-        """Whether activations are stored in host memory until the backward pass."""
         self._routed = _find_replayable_routing(model)
-        """The routing of a mixture of experts, if it can be replayed; else ``None``."""
         self.mixture = MixtureBalance(config.mixture, model, self._routed, self._ranks)
         # the hooks of the replay run before the hooks of the balance, which then count the replayed experts
         self._replay = None if self._routed is None else RoutingReplay(self._routed)
-        """The replay of recorded experts; ``None`` if the model has no routing that can be replayed."""
         self._packing = Packing(
             budget=config.tokens_per_microbatch,
             num_ranks=self._ranks.config.num_shares,
             cost=estimate_cost(model, self._routed),
         )
-        """The limits by which samples are packed into micro-batches."""
         self._vocab_size = count_vocabulary(model)
         self._limit = context_limit(model.config)
-        """The longest context for which the model can be used."""
 
         invariant = is_deterministic(model)
         fills = not invariant and products.install(model, config.tokens_per_microbatch) and self._routed is None
@@ -131,10 +143,6 @@ class Forward:
             return TokenLogprobs(parts, chunk, temperature, entropy_gradient, log_softmax)
 
         top_entries = partial(TopEntries, chunk=chunk, temperature=temperature)
-        self._token_logprobs: Callable[..., tuple[Tensor, ...]]
-        """The computation of log π and entropies of the sampled tokens."""
-        self._top_entries: Callable[..., tuple[Tensor, ...]]
-        """The computation of the likeliest entries."""
         recorder = KindRecorder(self._ranks.device)
         probe = make_probe(InvariantPlan([2], self._ranks.device) if invariant else recorder)
         if self._ranks.config.world > 1:

@@ -6,7 +6,7 @@
     stage  ──▶ every engine that lacks the version, at once
     commit ──▶ on some engines at a time (``rolling``), while the others serve; done when every engine that is present
                uses it
-    join ──▶ the engine waits for the newest version, then serves     leave ──▶ its sequences move to other engines
+    add ──▶ the engine waits for the newest version, then serves      remove ──▶ its sequences move to other engines
     retire ──▶ the engine ends the sequences that it has, and gets no new ones, until it leaves
     an engine misses a version ──▶ it ends its sequences, and serves again when a later version reaches it
 
@@ -57,14 +57,11 @@ class Fleet:
         self._clock, self._rolling, self._end = clock, rolling, end
         self._router = Router()
         self._members: dict[str, Member] = {}
-        """The engines that are present, by name."""
         self._lost_sequences: dict[str, int] = {}
         """The number of sequences that each removed engine had, by its name, until :meth:`remove` returns it."""
         self._counters = FleetCounters(size)
         self._numbers = itertools.count()
-        """The numbers of the sequences, by which the router knows them."""
         self._routes = StickyRoutes()
-        """Which engine served each of the last requests, for forks."""
         self._update: WeightUpdate | None = None
         """The newest update of the weights, which late engines get; ``None`` before the first."""
         self._paused: bool | None = None
@@ -72,10 +69,8 @@ class Fleet:
         self._changed = asyncio.Event()
         """The event that is set, and replaced by a new one, whenever an engine or its state has changed."""
         self._on_member: Callable[[str], None] = lambda _: None
-        """The function that is called with the name of an engine that has changed; see :meth:`follow`."""
         self._mirrored = False
-        """Whether other processes send requests to the engines, too. The load of an engine is then read from its
-        counters."""
+        """Whether other processes send requests to the engines, too, so that their load is read from their counters."""
         self.version = NOT_SAMPLED
         """The newest version that all engines use, except engines that have missed it."""
 
@@ -314,9 +309,8 @@ class Fleet:
                 self._router.end(each.number)
 
     async def _siblings_on(self, member: Member, routed: dict[int, RoutedRequest], on_chunks: OnSiblingChunks) -> None:
-        """Sample the siblings ``routed``, given by their indices, on the engine ``member``, to which they are assigned,
-        and pass their chunks to ``on_chunks``. If it cannot sample siblings together, is full or dies, the unfinished
-        siblings are sampled one by one."""
+        """Sample the siblings ``routed``, given by their indices, on their engine ``member``, for ``on_chunks``. If it
+        cannot sample siblings together, is full or dies, the unfinished siblings are sampled one by one."""
         places = list(routed)
 
         async def pass_on(arrived: Sequence[tuple[int, TokenChunk]]) -> None:
@@ -488,9 +482,8 @@ class Fleet:
         return self._clock.now() - start_s
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Commit ``version`` on every engine that has staged it, some at a time, and return one report for all.
-        ``mode`` says what becomes of running sequences. If all engines that had staged it have died, stage it on other
-        engines first."""
+        """Commit ``version`` in the mode ``mode`` on every engine that has staged it, some at a time, and return one
+        report for all. If all engines that had staged it have died, stage it on other engines first."""
         done: list[SwapReport] = []
         if mode is Interrupt.SLEEP:  # this commit wakes each engine
             self._set_paused(None)
@@ -581,9 +574,8 @@ class Fleet:
     async def _commit_on(
         self, member: Member, version: int, mode: Interrupt, gate: asyncio.Semaphore
     ) -> SwapReport | None:
-        """Commit ``version`` in the mode ``mode`` on the engine ``member``, which gets no new requests meanwhile.
-        Return its report, or ``None`` if the engine was lost. ``gate`` limits how many engines commit at the same
-        time."""
+        """Commit ``version`` in the mode ``mode`` on the engine ``member``, which gets no new requests meanwhile. Return
+        its report, or ``None`` if the engine was lost. ``gate`` limits how many engines commit at once."""
         async with gate:
             if self._members.get(member.name) is not member:
                 return None

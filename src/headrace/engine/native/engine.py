@@ -52,7 +52,7 @@ from headrace.engine.native.scoring import PrefillScorer
 from headrace.engine.native.selfcheck import refuse_unequal
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.engine.native.speculation import make_speculation
-from headrace.engine.native.states import make_states, state_kernels
+from headrace.engine.native.states import SequenceStates, make_states, state_kernels
 from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
 from headrace.engine.native.verification import Drawn, TokenDrawer
@@ -88,6 +88,34 @@ class NativeEngine:
 
     _paused_s: float | None = None
     """The time at which the engine was paused, in seconds of its clock; ``None``: it is not paused."""
+    _weights: PackedWeightReceiver
+    """The receiver that stages the weights, and packs them for kernels."""
+    _states: SequenceStates | None
+    """The states of recurrent layers; ``None`` if the model has none."""
+    _pool: BlockPool
+    """The allocation of the cache's blocks."""
+    _rows: Rows
+    """The sequences of the batch."""
+    _head: HeadDrafter | None
+    """The drafter with the prediction head; ``None`` if it is not used."""
+    _drawer: TokenDrawer
+    """The object that draws the tokens of each pass and verifies drafts."""
+    _routes: RoutingStore
+    """The experts of all tokens in the cache."""
+    _outbox: ChunkBuilder
+    """The chunks that the next call returns."""
+    _pins: Pins
+    """The copies of older weights for sequences that are pinned to them."""
+    _swaps: Swaps
+    """The commits of staged weights."""
+    _intake: Intake
+    """The admission of requests, and the record of all sequences that have not ended."""
+    _controls: Controls
+    """The sampling parameters of the rows."""
+    _forks_checked_version: int
+    """The version for which waiting forks were checked last."""
+    _implementations: dict[str, str]
+    """The implementations of attention, kernels and other parts in words, for the record of the run."""
 
     def __init__(
         self,
@@ -103,14 +131,8 @@ class NativeEngine:
         history: Path | None = None,
         head: PredictionHead | None = None,
     ) -> None:
-        """Allocate the cache and construct the parts of an engine that computes sequences of at most ``max_context``
-        tokens with ``model``.
-
-        ``receiver`` stages the versions of the weights, and ``clock`` measures deadlines and durations. ``decode``
-        converts token ids to text, for stop strings; ``masks`` makes the masks of structured answers; without these,
-        requests that need them are refused. ``adapters`` are the adapters of requests (``None``: those in the model),
-        ``history`` is the file for the history of answers (``None``: it is kept in memory), and ``head`` is the model's
-        prediction head. Raises :class:`~headrace.base.errors.ConfigError` or
+        """Allocate the cache and construct the parts of the engine; ``clock`` measures deadlines and durations. The
+        other arguments are described at the class. Raises :class:`~headrace.base.errors.ConfigError` or
         :class:`~headrace.base.errors.ModelError` if the engine cannot serve the model."""
         refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock, self._device = model, config, clock, model.device
@@ -118,50 +140,36 @@ class NativeEngine:
         exact = invariant_log_softmax if is_deterministic(model) else None
         kernels, shapes = _fuse_kernels(model, config), cache_shapes(model)
         self._weights = PackedWeightReceiver(receiver, model)
-        """The receiver that stages the weights, and packs them for kernels."""
         attention, self._maker = choose(model.dtype, self._device)
         refuse_unequal(model, shapes, self._maker, max_context, state_kernels(model, config))
         self._states = make_states(model, config)
-        """The states of recurrent layers; ``None`` if the model has none."""
         self._cache = make_cache(config, max_context, shapes + _head_shapes(head, config), model.dtype, self._device)
         snapshots = None if self._states is None else self._states.snapshots
         self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64), states=snapshots)
-        """The allocation of the cache's blocks."""
         self._controls = Controls(config.max_sequences, self._device, exact, None if masks is None else Masks(masks))
-        """The sampling parameters of the rows."""
         stops = None if decode is None else StopsFollower(Stops(decode))
         listeners = [each for each in (self._controls, stops, self._states) if each]
         self._rows = Rows(config.max_sequences, max_context, listeners)
-        """The sequences of the batch."""
         self._adapters = adapters or SwitchedAdapters(model)
         self._head = self._drafter(head)
-        """The drafter with the prediction head; ``None`` if it is not used."""
         self._speculation = make_speculation(config, self._rows, self._pool, size, file=history, head=self._head)
         self._drawer = TokenDrawer(self._rows, self._controls, stops, self._speculation)
-        """What draws the tokens of each pass and verifies drafts."""
         self._routes = RoutingStore(model, self._cache.num_blocks)
-        """The experts of all tokens in the cache."""
         self._outbox = ChunkBuilder(self._rows, self._routes)
-        """The chunks that the next call returns."""
         self._pins = Pins(weight_tensors(model).values(), config.max_pinned_versions)
-        """The copies of older weights for sequences that are pinned to them."""
         self._scheduler = Scheduler(
             self._rows, self._pool, max_step_tokens=config.max_step_tokens, states=self._states,
             before_change=self._outbox.before_change, may_pin=self._can_pin,
         )  # fmt: skip
         self._swaps = Swaps(self._weights, self._scheduler, self._rows, self._pool, clock)
-        """The commits of staged weights."""
         self._scorer = PrefillScorer(model, self._cache, self._maker, exact, self._states)
         bounds = self._bounds(max_context, masks, stop_strings=decode is not None)
         self._intake = Intake(bounds, self._rows, config.fork_memory)
-        """The admission of requests, and the record of all sequences that have not ended."""
         self._deadlines = Deadlines(self._intake.known)
         self._forks_checked_version = self._swaps.stamp
-        """The version for which waiting forks were checked last."""
         self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
         """The time in seconds in which steps were computed, their number, and the number of sampled tokens."""
         self._implementations = {"attention": attention, "kernels": kernels, **_names_of_torch_parts(model, config)}
-        """The implementations of attention, kernels and other parts in words, for the record of the run."""
 
     def facts(self) -> dict[str, str | int | float]:
         """Return facts for the record of the run, by name: the implementations of attention and kernels, and the sizes
