@@ -117,7 +117,7 @@ def _functions() -> Iterator[str]:
     yield "## Metrics\n\nThe metrics of every step, and of `headrace.algo.loss(...).metrics`. w = π/μ.\n"
     yield "| metric | meaning |\n|---|---|"
     for row in LOSS_METRICS:
-        yield f"| `{row.name}` | {row.what} |"
+        yield f"| `{row.name}` | {row.meaning} |"
     yield ""
 
 

@@ -71,7 +71,7 @@ class Pivot(NamedTuple):
 
     answer: int
     """Index of the answer among the answers (sampled turns) of the episode."""
-    at: int
+    num_tokens_before: int
     """Number of tokens of the answer before the pivot; at least one token follows."""
     depth: float
     """Fraction of the episode's sampled tokens that come before the pivot."""
@@ -169,7 +169,7 @@ class PivotChooser:
         places = self._at_spikes(entropies) if self._config.choose == "entropy" else self._draw_places(starts, rng)
         answers = np.searchsorted(starts, places, side="right") - 1
         return [
-            Pivot(answer=answer, at=place - int(starts[answer]), depth=place / int(starts[-1]))
+            Pivot(answer=answer, num_tokens_before=place - int(starts[answer]), depth=place / int(starts[-1]))
             for place, answer in zip(places, answers.tolist(), strict=True)
         ]
 

@@ -172,7 +172,7 @@ def linear_top(hidden_PD: Tensor, matrix: HeadMatrix, temperature: float, reques
     running = _RunningSums.combine(sums, best_PK)
     if matrix.part is not None:
         running.join(matrix.part)
-        best_PK, ids_PK = _best(matrix.part.beside(best_PK), matrix.part.beside(ids_PK), request.num)
+        best_PK, ids_PK = _best(matrix.part.gather(best_PK), matrix.part.gather(ids_PK), request.num)
     return ids_PK, best_PK - running.log_sum()[:, None]
 
 

@@ -32,17 +32,17 @@ _RANDOM_STATE = "random_state.cpu"
 _STEP = "step"
 
 
-Beside = Mapping[str, dict[str, Tensor]]
+AuxiliaryFiles = Mapping[str, dict[str, Tensor]]
 """Further files of a snapshot: the tensors of each file, by file name and tensor name."""
 
 
-def num_bytes(model: nn.Module, moments: Mapping[str, Tensor], beside: Beside) -> int:
+def num_bytes(model: nn.Module, moments: Mapping[str, Tensor], auxiliary_files: AuxiliaryFiles) -> int:
     """Return the approximate size in bytes of a snapshot with the model, the optimizer's ``moments`` and the further
-    files ``beside``."""
+    files ``auxiliary_files``."""
     tensors = [
         *weight_tensors(model).values(),
         *moments.values(),
-        *(t for file_tensors in beside.values() for t in file_tensors.values()),
+        *(t for file_tensors in auxiliary_files.values() for t in file_tensors.values()),
     ]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
 
@@ -55,7 +55,7 @@ class Extras:
     """The number of steps before the snapshot."""
     model_dir: Path
     """The directory from which the tokenizer's files and the prediction heads, which are not trained, are copied."""
-    beside: Beside
+    auxiliary_files: AuxiliaryFiles
     """The files with the tensors of the auxiliary models."""
     numbers: Mapping[str, int] = field(default_factory=dict)
     """Further numbers for the metadata of the optimizer's file."""
@@ -69,7 +69,7 @@ def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor],
     """
     adapted = is_adapted(model)
     more_bytes = 0 if adapted else later_bytes(extras.model_dir)
-    with whole_or_nothing(directory, num_bytes(model, moments, extras.beside) + more_bytes):
+    with whole_or_nothing(directory, num_bytes(model, moments, extras.auxiliary_files) + more_bytes):
         if adapted:
             from headrace.models import lora
 
@@ -86,8 +86,8 @@ def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor],
         numbers = {name: str(number) for name, number in {_STEP: extras.step, **extras.numbers}.items()}
         tensors = {**moments, _RANDOM_STATE: torch.get_rng_state()}
         save_file(tensors, directory / OPTIMIZER_FILE, metadata=numbers)
-        for file, beside in extras.beside.items():
-            save_file(beside, directory / file)
+        for file, file_tensors in extras.auxiliary_files.items():
+            save_file(file_tensors, directory / file)
         seal(directory)
 
 

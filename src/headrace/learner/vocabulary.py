@@ -45,7 +45,7 @@ class VocabularyPart:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
 
-    def beside(self, tensor_PK: Tensor) -> Tensor:
+    def gather(self, tensor_PK: Tensor) -> Tensor:
         """Return the columns ``tensor_PK`` of all ranks concatenated, in the order of the ranks. Each rank must have
         the same number."""
         parts = [torch.empty_like(tensor_PK) for _ in range(self.group.size())]

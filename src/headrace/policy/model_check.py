@@ -253,7 +253,7 @@ class _Check:
             ((Gap.between(column, nearest), len(column)) for column, nearest in pairs), key=lambda found: found[0].worst
         )
         ok = all(is_rounding(*pair, self._largest, most_far=self._max_far_share) for pair in pairs)
-        where = f"at token {gap.at + 1} of {length}"
+        where = f"at token {gap.worst_index + 1} of {length}"
         detail = f"largest |Δ logprob| {gap.worst:.2g} {where}, mean {gap.mean_abs:.2g}"
         if not ok:
             detail = f"{part}: {detail}; rounding explains a mean of {self._largest:g}"

@@ -93,12 +93,12 @@ class Snapshot:
         :class:`~headrace.base.errors.CheckpointError` on every rank if rank 0 cannot write."""
         failed: CheckpointError | None = None
         if self._ranks.is_leader:
-            beside = {f"{one.name}{_ENDING}": _copy_to_host(one.state()) for one in self._auxiliary if one.has_state}
+            auxiliary_files = {f"{one.name}{_ENDING}": _copy_to_host(one.state()) for one in self._auxiliary if one.has_state}
             plain = self._optimizer.plain
             extras = snapshot.Extras(
                 step=step,
                 model_dir=model_dir,
-                beside=beside,
+                auxiliary_files=auxiliary_files,
                 numbers={} if plain else {UPDATES: self._optimizer.updates},
             )
             try:
