@@ -413,11 +413,11 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _same(ours: Tensor, theirs: Tensor, what: str, tolerance: float = TOLERANCE) -> str:
-    """Return a sentence that says how closely two tensors agree, relative to the largest entry of ``theirs`` if it is
+def _same(actual: Tensor, expected: Tensor, description: str, tolerance: float = TOLERANCE) -> str:
+    """Return a sentence that says how closely two tensors agree, relative to the largest entry of ``expected`` if it is
     above 1. Raises :class:`ClauseBroken` if they differ by more than ``tolerance``."""
-    scale = theirs.abs().max().clamp(min=1.0) if theirs.numel() else theirs.new_ones(())
-    gap = ((ours - theirs).abs().max() / scale).item() if theirs.numel() else 0.0
+    scale = expected.abs().max().clamp(min=1.0) if expected.numel() else expected.new_ones(())
+    gap = ((actual - expected).abs().max() / scale).item() if expected.numel() else 0.0
     if not gap <= tolerance:
-        raise ClauseBroken(f"{what} differ by {gap:.3g}")
-    return f"{what} agree to {gap:.1e}"
+        raise ClauseBroken(f"{description} differ by {gap:.3g}")
+    return f"{description} agree to {gap:.1e}"

@@ -180,15 +180,15 @@ def _table_for_option(key: str, candidates: list[tuple[str, set[str], set[str], 
     return free[0][1]
 
 
-def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, Any]]:
+def _table(union: Any, noun: str, choice: Choice) -> tuple[type[Any], dict[str, Any]]:
     """Return the settings class that ``choice`` names, and the table of settings that ``choice`` contains. ``union`` is
-    the registry of the formulas, and ``what`` is the noun for a formula in errors, such as ``loss``."""
+    the registry of the formulas, and ``noun`` is the noun for a formula in errors, such as ``loss``."""
     if isinstance(choice, Section):
         return type(choice), choice.model_dump()
     if not isinstance(choice, str | Mapping):
-        find(union, what, choice)
+        find(union, noun, choice)
     table = settings_table(choice) if isinstance(choice, str) else dict(choice)
-    return find(union, what, str(table.get("kind", ""))), table
+    return find(union, noun, str(table.get("kind", ""))), table
 
 
 def _refuse_unknown(
@@ -203,16 +203,16 @@ def _refuse_unknown(
             raise ConfigError(f"{' with '.join(kinds)} has no option {key!r}", remedy=remedy)
 
 
-def _refuse_missing(objective: Objective, given: Mapping[str, Any]) -> None:
+def _refuse_missing(objective: Objective, columns: Mapping[str, Any]) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if a column that the objective reads is missing. ``log_old``
     replaces ``log_mu`` unless a correction reads ``log_mu``."""
     for name in ("advantages", "mask"):
-        if given[name] is None:
+        if columns[name] is None:
             raise ConfigError(f"{name} is missing", remedy=f"give {name}; what a loss does not look at may be 0")
     by_corrections = frozenset[str]().union(*(part.columns() for part in objective.corrections))
-    for name in sorted(objective.columns & set(given)):
-        stands_in = name == "log_mu" and name not in by_corrections and given["log_old"] is not None
-        if given[name] is None and not stands_in:
+    for name in sorted(objective.columns & set(columns)):
+        stands_in = name == "log_mu" and name not in by_corrections and columns["log_old"] is not None
+        if columns[name] is None and not stands_in:
             raise ConfigError(f"{name} is missing, but the formula reads it", remedy=f"give {name}, shaped like log_pi")
 
 

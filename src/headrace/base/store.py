@@ -295,17 +295,17 @@ class StoreReader:
             raise _part_error(piece, f"cannot be read in {self._directory}: {error.strerror}") from None
 
 
-def _raised(found: T, lost: list[LostRows]) -> T:
-    """Return ``found``, or raise the error of the first range of lost rows."""
+def _raised(value: T, lost: list[LostRows]) -> T:
+    """Return ``value``, or raise the error of the first range of lost rows."""
     if lost:
         raise lost[0].error
-    return found
+    return value
 
 
-def _part_error(piece: StoredRows, what: str) -> StoreError:
-    """Return the error of the part that contains ``piece``. ``what`` continues a sentence about the part."""
+def _part_error(piece: StoredRows, problem: str) -> StoreError:
+    """Return the error of the part that contains ``piece``. ``problem`` continues a sentence about the part."""
     return StoreError(
-        f"the part of the store at byte {piece.start} of {piece.file!r} {what}",
+        f"the part of the store at byte {piece.start} of {piece.file!r} {problem}",
         remedy="keep the folder 'columns' of the run's directory whole, on the machine of the learner",
     )
 

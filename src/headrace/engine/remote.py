@@ -231,10 +231,10 @@ class RemoteEngine:
             **self._extra,
         }
 
-    def _add_to_stats(self, **by: int) -> None:
+    def _add_to_stats(self, **changes: int) -> None:
         """Add the given numbers to the counters of the statistics: ``running=-1`` means one request fewer."""
         changed: dict[str, Any] = {
-            name: msgspec.structs.asdict(self._stats)[name] + change for name, change in by.items()
+            name: msgspec.structs.asdict(self._stats)[name] + change for name, change in changes.items()
         }
         self._stats = msgspec.structs.replace(self._stats, **changed)
 

@@ -182,7 +182,7 @@ class PivotChooser:
         for entropies_T in entropies:
             known_T[start : start + min(self._config.gap, len(entropies_T))] = -np.inf
             start += len(entropies_T)
-        places = spikes(known_T, most=self._config.per_episode, gap=self._config.gap)
+        places = spikes(known_T, max_count=self._config.per_episode, gap=self._config.gap)
         return [place for place in places if np.isfinite(known_T[place])]
 
     def _draw_places(self, starts: npt.NDArray[np.int64], rng: np.random.Generator) -> list[int]:

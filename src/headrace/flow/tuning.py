@@ -160,11 +160,11 @@ class AgeTuner:
         why = f"{tuner.good} good steps in a row reached it; the last: effective sample size {ess:.3g}, KL {kl:.2g}"
         return tuner._change_bound(1, why)
 
-    def _change_bound(self, by: int, why: str) -> tuple[AgeTuner, str]:
-        """Return the state with the bound changed by ``by`` versions, limited to the range from 1 to the limit of the
-        settings, and a sentence that says what has changed and ``why``. The sentence is empty if the bound is the
+    def _change_bound(self, change: int, why: str) -> tuple[AgeTuner, str]:
+        """Return the state with the bound changed by ``change`` versions, limited to the range from 1 to the limit of
+        the settings, and a sentence that says what has changed and ``why``. The sentence is empty if the bound is the
         same."""
-        new = min(self.settings.limit, max(1, self.max_age + by))
+        new = min(self.settings.limit, max(1, self.max_age + change))
         if new == self.max_age:
             return replace(self, good=0), ""
         words = f"max_age {self.max_age} → {new}: {why}"

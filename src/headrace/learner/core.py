@@ -380,7 +380,7 @@ class LearnerCore:
             for model in self._auxiliary if first else ():
                 model.before_update()
             if lr > 0:  # skipped at rate 0, since adding 0 would change −0.0 to 0.0
-                with self._context.progress.at("update", f"the optimizer's update of step {self._step}"):
+                with self._context.progress.track("update", f"the optimizer's update of step {self._step}"):
                     self._optimizer.step(lr)
             biases = self._forward.mixture.move_biases(trained=lr > 0)
             self._optimizer.zero_grad()
@@ -421,7 +421,7 @@ class LearnerCore:
             start_s = self._context.clock.now()
             with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
                 undo.callback(self._discard_gradients)
-                with self._context.progress.at(model.name, f"{model.name} of step {self._step}"):
+                with self._context.progress.track(model.name, f"{model.name} of step {self._step}"):
                     work = model.prepare(work)
                 undo.pop_all()
             self._end_span(model.name, start_s)
@@ -504,7 +504,7 @@ class LearnerCore:
         self._end_span("pack", start_s)
         self._count_choices(work, packed)
         for number, micro in enumerate(packed, 1):
-            with self._context.progress.at(
+            with self._context.progress.track(
                 "micro-batch", f"micro-batch {number} of {len(packed)} of step {self._step}"
             ):
                 self._optimizer.expect(last=number == len(packed))

@@ -45,13 +45,13 @@ def compute_checksums(directory: Path, files: Iterable[Path]) -> dict[str, str]:
     return {path.relative_to(directory).as_posix(): checksum(path) for path in files}
 
 
-def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
+def seal(directory: Path, checksums: Mapping[str, str] | None = None) -> None:
     """Write the hash of every file below ``directory`` into its file of checksums.
 
-    ``known`` are hashes that were computed while the files were written, by path. These hashes, and hashes that an
+    ``checksums`` are hashes that were computed while the files were written, by path. These hashes, and hashes that an
     earlier call has written, are not computed again. Raises ``OSError`` if a file cannot be read or written.
     """
-    listed = {**listed_checksums(directory), **(known or {})}
+    listed = {**listed_checksums(directory), **(checksums or {})}
     new = [path for path in sorted(directory.rglob("*")) if path.is_file() and _name(directory, path) not in listed]
     listed |= compute_checksums(directory, [path for path in new if path.name != CHECKSUMS_FILE])
     write_checksums(directory, listed)

@@ -235,11 +235,11 @@ class Forward:
                     logs_NK[micro.places_M[own_M]] = logs_MK.cpu().to(logs_NK.dtype)[own_M]
         return TopK(ids_NK=self._ranks.join_shares(ids_NK), logs_NK=self._ranks.join_shares(logs_NK))
 
-    def _reported(self, packed: Sequence[MicroBatch], what: str) -> Iterator[MicroBatch]:
+    def _reported(self, packed: Sequence[MicroBatch], result: str) -> Iterator[MicroBatch]:
         """Yield the micro-batches one after the other, and record each as the present unit of work in the learner's
-        progress. ``what`` names the result that is computed."""
+        progress. ``result`` names the result that is computed."""
         for number, micro in enumerate(packed, 1):
-            with self._progress.at(what, f"{what} of micro-batch {number} of {len(packed)}"):
+            with self._progress.track(result, f"{result} of micro-batch {number} of {len(packed)}"):
                 yield micro
 
     def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, request: TopRequest) -> Iterator[Tensor]:

@@ -80,10 +80,10 @@ HALF_UPDATED = "the update had begun, so that only a snapshot has whole weights:
 
 
 @contextmanager
-def explained_out_of_memory(sizes: LearnerSizes, step: int, left: str = UNCHANGED) -> Iterator[None]:
+def explained_out_of_memory(sizes: LearnerSizes, step: int, state: str = UNCHANGED) -> Iterator[None]:
     """Return a context that converts an out-of-memory error into a :class:`~headrace.base.errors.RunError` about
-    ``step``, which names settings that free memory. ``sizes`` are those of the learner, and ``left`` describes gradient
-    and weights after the failure.
+    ``step``, which names settings that free memory. ``sizes`` are those of the learner, and ``state`` describes
+    gradient and weights after the failure.
 
     The code inside the context must discard its tensors on failure.
     """
@@ -100,7 +100,7 @@ def explained_out_of_memory(sizes: LearnerSizes, step: int, left: str = UNCHANGE
         if not sizes.on_host:
             torch.cuda.empty_cache()
         raise RunError(
-            f"step {step} does not fit in memory: {reason.splitlines()[0]}; {left}",
+            f"step {step} does not fit in memory: {reason.splitlines()[0]}; {state}",
             remedy=advice(sizes),
         )
 

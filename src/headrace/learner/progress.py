@@ -34,7 +34,7 @@ class Progress:
 
     >>> from headrace.base.clock import RealClock
     >>> progress = Progress(RealClock())
-    >>> with progress.at("micro-batch", "micro-batch 1 of 2"):
+    >>> with progress.track("micro-batch", "micro-batch 1 of 2"):
     ...     progress.unit.what, progress.usual_s()
     ('micro-batch 1 of 2', 0.0)
     >>> progress.unit.what, progress.num_units
@@ -52,11 +52,11 @@ class Progress:
         """The current unit."""
 
     @contextmanager
-    def at(self, kind: str, what: str) -> Iterator[None]:
-        """Return a context of one unit of work of the kind ``kind`` and with the description ``what``; contexts may be
-        nested."""
+    def track(self, kind: str, description: str) -> Iterator[None]:
+        """Return a context of one unit of work of the kind ``kind`` and with the description ``description``; contexts
+        may be nested."""
         outer_unit, start_s = self.unit, self._clock.now()
-        self.unit = WorkUnit(kind=kind, what=what, start_s=start_s)
+        self.unit = WorkUnit(kind=kind, what=description, start_s=start_s)
         try:
             yield
         finally:

@@ -348,13 +348,13 @@ class PackedPlan:
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if self._queries is None else self._queries.collect(joined)
 
-    def _attend(self, place: int, rows: Iterable[Tensor], rule: Rule, chosen_BQL: Tensor | None) -> Tensor:
-        """Compute the attention of the bucket with index ``place``. ``rows`` are its queries, keys and values.
+    def _attend(self, index: int, rows: Iterable[Tensor], rule: Rule, chosen_BQL: Tensor | None) -> Tensor:
+        """Compute the attention of the bucket with index ``index``. ``rows`` are its queries, keys and values.
         ``chosen_BQL`` is true where an indexer has chosen a token for a query; ``None`` without an indexer."""
-        bucket = self._buckets[place]
+        bucket = self._buckets[index]
         query, key, value = (each.transpose(1, 2) for each in rows)
         masked = not bucket.whole or rule.limits(bucket.length) or not rule.plain
-        mask = self._mask(place, rule) if masked else None
+        mask = self._mask(index, rule) if masked else None
         if chosen_BQL is not None:
             mask = chosen_BQL[:, None] if mask is None else chosen_BQL[:, None] & mask
         out_BHQD = attend_masked(query, key, value, mask, rule)
@@ -366,12 +366,12 @@ class PackedPlan:
         whole = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=inputs_BL[0].device)
         return bucket.own(choose(inputs_BL, whole.tril().expand(bucket.num_rows, -1, -1), None))
 
-    def _mask(self, place: int, rule: Rule) -> Tensor:
-        """Return the attention mask, bool, of the bucket with index ``place`` under ``rule``: ``[Q, L]`` if it is the
+    def _mask(self, index: int, rule: Rule) -> Tensor:
+        """Return the attention mask, bool, of the bucket with index ``index`` under ``rule``: ``[Q, L]`` if it is the
         same for all sequences of the bucket, otherwise ``[B, 1, Q, L]``. Masks are cached."""
-        key = place, rule.window, rule.chunk
+        key = index, rule.window, rule.chunk
         if key not in self._masks:
-            bucket = self._buckets[place]
+            bucket = self._buckets[index]
             # padding queries after the row's end would see no token under a window: 0 / 0 would enter the gradients
             from_BQ = bucket.queries_BQ.clamp(max=bucket.length - 1)
             from_BQ = from_BQ[0] if bucket.alike else from_BQ[:, None]

@@ -355,26 +355,26 @@ def _on_kernels(module: nn.Module) -> bool:
 
 
 def _add_product(
-    output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None
+    output: Tensor, inputs: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None
 ) -> Tensor:
     """Return ``output`` plus the adapter's product at the rows ``rows`` (``None`` for all rows). ``output`` is the
-    output of a linear layer for the inputs ``given``, and ``pair`` is A and B."""
+    output of a linear layer for the inputs ``inputs``, and ``pair`` is A and B."""
     a_RI, b_OR = pair
     flat_NO = output.view(-1, output.shape[-1])
-    given_NI = given.reshape(-1, given.shape[-1])
+    given_NI = inputs.reshape(-1, inputs.shape[-1])
     if rows is None and output.dtype == a_RI.dtype:
         return torch.addmm(flat_NO, given_NI @ a_RI.T, b_OR.T, alpha=scale).view(output.shape)
     if rows is None:
-        return output + ((given.to(a_RI.dtype) @ a_RI.T) @ b_OR.T * scale).to(output.dtype)
+        return output + ((inputs.to(a_RI.dtype) @ a_RI.T) @ b_OR.T * scale).to(output.dtype)
     added = (given_NI.index_select(0, rows).to(a_RI.dtype) @ a_RI.T) @ b_OR.T * scale
     return flat_NO.index_add(0, rows, added.to(output.dtype)).view(output.shape)
 
 
-def _add_stack_products(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], rows: _GroupedRows) -> Tensor:
+def _add_stack_products(output: Tensor, inputs: Tensor, pair: tuple[Tensor, Tensor], rows: _GroupedRows) -> Tensor:
     """Return ``output`` plus the products of all adapters of a stack at their ``rows``. ``output`` is the output of a
-    linear layer for the inputs ``given``, and ``pair`` is A and B of the stack for this layer."""
+    linear layer for the inputs ``inputs``, and ``pair`` is A and B of the stack for this layer."""
     a_GIR, b_GRO = pair
-    picked = given.reshape(-1, given.shape[-1]).index_select(0, rows.gather_GM.view(-1)).to(a_GIR.dtype)
+    picked = inputs.reshape(-1, inputs.shape[-1]).index_select(0, rows.gather_GM.view(-1)).to(a_GIR.dtype)
     added = torch.bmm(torch.bmm(picked.view(*rows.gather_GM.shape, -1), a_GIR), b_GRO).flatten(0, 1)
     if rows.places is not None:
         added = added.index_select(0, rows.places)

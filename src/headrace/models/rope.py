@@ -79,9 +79,9 @@ def wrong_factors(config: PreTrainedConfig) -> str:
     return ""
 
 
-def _are_factors(given: Any) -> TypeGuard[list[float]]:
+def _are_factors(value: Any) -> TypeGuard[list[float]]:
     """Return whether the value of a setting is a list of positive numbers."""
-    return isinstance(given, list) and all(isinstance(one, (int, float)) and one > 0 for one in given)
+    return isinstance(value, list) and all(isinstance(one, (int, float)) and one > 0 for one in value)
 
 
 def rope_types(config: PreTrainedConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:

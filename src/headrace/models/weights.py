@@ -109,13 +109,13 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return found
 
 
-def format_first(found: Sequence[str]) -> str:
-    """Return the first five of ``found`` as text, with the number of further elements.
+def format_first(names: Sequence[str]) -> str:
+    """Return the first five of ``names`` as text, with the number of further elements.
 
     >>> format_first(["a", "b"]), format_first(list("abcdefg"))
     ('a, b', 'a, b, c, d, e and 2 more')
     """
-    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def model_bytes(model: nn.Module) -> int:

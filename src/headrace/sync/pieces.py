@@ -239,13 +239,13 @@ def _bucket(blocks: list[_Block]) -> Bucket:
     return Bucket(start=start, num_bytes=last.offset_bytes + last.num_bytes, blocks=shifted)
 
 
-def _shift(entry: TensorEntry, by: int) -> TensorEntry:
-    """Return a copy of ``entry`` whose offset is larger by ``by`` bytes."""
+def _shift(entry: TensorEntry, num_bytes: int) -> TensorEntry:
+    """Return a copy of ``entry`` whose offset is larger by ``num_bytes``."""
     return TensorEntry(
         name=entry.name,
         dtype=entry.dtype,
         shape=entry.shape,
-        offset_bytes=entry.offset_bytes + by,
+        offset_bytes=entry.offset_bytes + num_bytes,
         num_bytes=entry.num_bytes,
     )
 

@@ -160,11 +160,11 @@ def _file_bytes(image_bytes: int) -> int:
     return max(_payload_start(image_bytes) + image_bytes, 1)
 
 
-def _memory_error(path: Path, what: str, error: Exception) -> WeightsError:
-    """Return the error for shared memory that is too small. ``what`` is the beginning of the message: the purpose and
-    the number of bytes."""
+def _memory_error(path: Path, purpose: str, error: Exception) -> WeightsError:
+    """Return the error for shared memory that is too small. ``purpose`` is the beginning of the message: the purpose
+    and the number of bytes."""
     return WeightsError(
-        f"{what} at {path.parent}: {error}",
+        f"{purpose} at {path.parent}: {error}",
         remedy=f"free that much there (df -h {path.parent}), or enlarge it: mount -o remount,size=... /dev/shm",
     )
 

@@ -130,9 +130,9 @@ class FakeEngine:
         """Return the counters: generated tokens, busy time, running sequences and the committed version."""
         return self._stats
 
-    def _count(self, **by: float) -> None:
-        """Add each number in ``by`` to the counter of the same name, which :meth:`stats` returns."""
-        changed: dict[str, Any] = {name: getattr(self._stats, name) + change for name, change in by.items()}
+    def _count(self, **changes: float) -> None:
+        """Add each number in ``changes`` to the counter of the same name, which :meth:`stats` returns."""
+        changed: dict[str, Any] = {name: getattr(self._stats, name) + change for name, change in changes.items()}
         self._stats = msgspec.structs.replace(self._stats, **changed)
 
 

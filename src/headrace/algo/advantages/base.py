@@ -137,6 +137,6 @@ def remove_rounding(differences: Floats, scale: Floats) -> Floats:
     return np.where(np.abs(differences) <= 1e-12 * np.abs(scale), 0.0, differences)
 
 
-def divide_or_zero(values: Floats, by: Floats) -> Floats:
-    """Return ``values / by``, and 0 where ``by`` is 0."""
-    return np.divide(values, by, out=np.zeros_like(values), where=by != 0)
+def divide_or_zero(dividends: Floats, divisors: Floats) -> Floats:
+    """Return ``dividends / divisors``, and 0 where ``divisors`` is 0."""
+    return np.divide(dividends, divisors, out=np.zeros_like(dividends), where=divisors != 0)

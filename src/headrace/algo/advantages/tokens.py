@@ -191,7 +191,7 @@ class Prpo(AdvantageSection):
     def starts(self, entropies_T: npt.NDArray[np.floating[Any]]) -> list[int]:
         """Return the indices of the tokens at which the segments of one answer begin, without the first segment, which
         begins at 0. They are the spikes of ``entropies_T``, the entropy at each token."""
-        return [place for place in spikes(entropies_T, most=self.spikes, gap=self.gap) if place > 0]
+        return [place for place in spikes(entropies_T, max_count=self.spikes, gap=self.gap) if place > 0]
 
     def _segments(self, outcomes: Outcomes) -> Ints:
         """Return the number of each token's segment, computed from the entropies. Numbers increase over all episodes;
@@ -203,16 +203,16 @@ class Prpo(AdvantageSection):
         return np.cumsum(begins_N)
 
 
-def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, most: int, gap: int) -> list[int]:
-    """Return the indices of the ``most`` highest entropies (or fewer, if there are not as many) that are at least
+def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, max_count: int, gap: int) -> list[int]:
+    """Return the indices of the ``max_count`` highest entropies (or fewer, if there are not as many) that are at least
     ``gap`` tokens apart, in ascending order. Among equal entropies, the first is preferred.
 
-    >>> spikes(np.array([0.1, 2.0, 1.9, 0.3, 1.5]), most=2, gap=2)
+    >>> spikes(np.array([0.1, 2.0, 1.9, 0.3, 1.5]), max_count=2, gap=2)
     [1, 4]
     """
     found: list[int] = []
     for place in np.argsort(-entropies_T, kind="stable").tolist():
-        if len(found) == most:
+        if len(found) == max_count:
             break
         if all(abs(place - other) >= gap for other in found):
             found.append(place)

@@ -199,14 +199,15 @@ class _KeyLocation:
     """The type annotation of the key."""
 
 
-def _name_a_kind(place: _KeyLocation, above: _KeyLocation, key: str) -> str:
-    """Return the remedy for a table at ``place`` that lacks ``kind``. ``key`` is the name of the table in the section
-    at ``above``. If that section has a default for the table, the remedy suggests its kind; all kinds are listed."""
-    kinds = ", ".join(sorted({str(model.model_fields["kind"].default) for model in place.models}))
+def _name_a_kind(location: _KeyLocation, above: _KeyLocation, key: str) -> str:
+    """Return the remedy for a table at ``location`` that lacks ``kind``. ``key`` is the name of the table in the
+    section at ``above``. If that section has a default for the table, the remedy suggests its kind; all kinds are
+    listed."""
+    kinds = ", ".join(sorted({str(model.model_fields["kind"].default) for model in location.models}))
     defaults = [model.model_fields[key].default for model in above.models if key in model.model_fields]
     usual = next((dict(default)["kind"] for default in defaults if isinstance(default, Section)), None)
-    of_all = f"{place.name}.kind to one of {kinds}"
-    return f"set {place.name}.kind = {usual!r} too, which is the default, or {of_all}" if usual else f"set {of_all}"
+    of_all = f"{location.name}.kind to one of {kinds}"
+    return f"set {location.name}.kind = {usual!r} too, which is the default, or {of_all}" if usual else f"set {of_all}"
 
 
 def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) -> _KeyLocation:

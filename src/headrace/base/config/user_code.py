@@ -163,15 +163,15 @@ class _ImportChecker:
                 return False
         return True
 
-    def _is_harmless(self, module: str, path: Path, place: str) -> bool:
+    def _is_harmless(self, module: str, path: Path, location: str) -> bool:
         """Return whether importing ``module`` in the file ``path`` certainly does not change where Python finds
-        modules. Raises :class:`ConfigError` if that import must fail. ``place`` names the setting, the file and the
+        modules. Raises :class:`ConfigError` if that import must fail. ``location`` names the setting, the file and the
         line in the error."""
         if module.startswith("."):
             if path.name == "__init__.py":
                 return False
             raise ConfigError(
-                f"{place}: a relative import ({module}), and the file is not loaded as part of a package",
+                f"{location}: a relative import ({module}), and the file is not loaded as part of a package",
                 remedy=f"write the name without dots: files in {self.folder} can be imported by their names",
             )
         first = module.partition(".")[0]
@@ -180,7 +180,7 @@ class _ImportChecker:
         if beside is None:
             if not _is_found(first, self.folder):
                 raise ConfigError(
-                    f"{place}: there is no module {first!r} in this Python ({sys.executable})",
+                    f"{location}: there is no module {first!r} in this Python ({sys.executable})",
                     remedy=f"install the package that has it ({sys.executable} -m pip install {first}, if it is called "
                     f"so), put {first}.py into {self.folder}, or correct the name",
                 )

@@ -317,14 +317,14 @@ def _store_newest(memory: OrderedDict[K, V], key: K, value: V) -> None:
         memory.popitem(last=False)
 
 
-def allowed_load(least: int) -> int:
+def allowed_load(smallest_load: int) -> int:
     """Return how many sequences an engine may have and still be preferred for its cache, where the least loaded engine
-    has ``least`` sequences.
+    has ``smallest_load`` sequences.
 
     >>> allowed_load(0), allowed_load(100)
     (8, 133)
     """
-    return least + LOAD_MARGIN + int(least * LOAD_MARGIN_SHARE)
+    return smallest_load + LOAD_MARGIN + int(smallest_load * LOAD_MARGIN_SHARE)
 
 
 def prefix_keys(prompt_ids_T: IntColumn) -> tuple[int, ...]:

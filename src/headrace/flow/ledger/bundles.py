@@ -292,25 +292,25 @@ def _rare_fields(turn: Turn) -> _RareFields:
     )
 
 
-def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
-    """Return the turn with the index ``place`` among the turns of a bundle. The slice ``at`` selects its tokens among
+def _turn(bundle: _Bundle, index: int, span: slice) -> Turn:
+    """Return the turn with the index ``index`` among the turns of a bundle. The slice ``span`` selects its tokens among
     the bundle's tokens. Raises ``ValueError`` if the slice ends behind the last token."""
-    if at.stop > len(bundle.ids_N):
-        raise ValueError(f"turn {place} ends at token {at.stop} of {len(bundle.ids_N)}")
-    rare = bundle.more.get(place, _NO_RARE_FIELDS)
+    if span.stop > len(bundle.ids_N):
+        raise ValueError(f"turn {index} ends at token {span.stop} of {len(bundle.ids_N)}")
+    rare = bundle.more.get(index, _NO_RARE_FIELDS)
     return Turn(
-        author=bundle.authors_K[place],
+        author=bundle.authors_K[index],
         tokens=Tokens(
-            ids_T=bundle.ids_N[at],
-            logprobs_T=bundle.logprobs_N[at],
-            versions_T=bundle.versions_N[at],
+            ids_T=bundle.ids_N[span],
+            logprobs_T=bundle.logprobs_N[span],
+            versions_T=bundle.versions_N[span],
             kept=rare.kept,
             routing=rare.routing,
             entropies_T=rare.entropies_T,
             teacher_scores=rare.teacher_scores,
         ),
-        parent=bundle.parents_K[place],
-        stop_reason=bundle.stops_K[place],
+        parent=bundle.parents_K[index],
+        stop_reason=bundle.stops_K[index],
         context_routing=rare.context_routing,
         failed=rare.failed,
         untrained=rare.untrained,

@@ -73,11 +73,11 @@ def insert(table: str, *, otherwise: str = "") -> str:
 
 
 @cache
-def seal_rows(table: str, where: str = "") -> str:
-    """Return the SQL statement that computes the checksums of rows of ``table`` again after an update. ``where`` is the
-    SQL condition that selects the rows; empty for all rows."""
+def seal_rows(table: str, condition: str = "") -> str:
+    """Return the SQL statement that computes the checksums of rows of ``table`` again after an update. ``condition`` is
+    the SQL condition that selects the rows; empty for all rows."""
     columns = ", ".join(COLUMNS[table])
-    return f"UPDATE {table} SET row_checksum = row_checksum({columns})" + (f" WHERE {where}" if where else "")
+    return f"UPDATE {table} SET row_checksum = row_checksum({columns})" + (f" WHERE {condition}" if condition else "")
 
 
 def next_id(db: sqlite3.Connection, table: str) -> int:

@@ -300,11 +300,11 @@ class SqliteLedger:
         if problems:
             raise self._damage_error(problems, "")
 
-    def _damage_error(self, found: str, why_not_mended: str) -> LedgerError:
-        """Return the error to raise for a damaged ledger. ``found`` is the description of the damage;
+    def _damage_error(self, damage: str, why_not_mended: str) -> LedgerError:
+        """Return the error to raise for a damaged ledger. ``damage`` is the description of the damage;
         ``why_not_mended`` is appended to the message, and may be empty."""
         return LedgerError(
-            f"the ledger {self._path} is damaged ({found}){why_not_mended}; {self._describe_last_step()}",
+            f"the ledger {self._path} is damaged ({damage}){why_not_mended}; {self._describe_last_step()}",
             remedy="restore it from a copy, or start a new run directory from the newest checkpoint (model.path)",
         )
 
@@ -384,8 +384,8 @@ def schema_version(db: sqlite3.Connection) -> int:
     return int(version)
 
 
-def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -> None:
-    """Apply the migrations that the schema of ``db`` lacks, each in one transaction. ``where`` is the path of the
+def migrate(db: sqlite3.Connection, path: str, finish: Callable[[int], None]) -> None:
+    """Apply the migrations that the schema of ``db`` lacks, each in one transaction. ``path`` is the path of the
     database, for error messages.
 
     ``finish`` is called at the end of the last of these transactions, with the version of the schema before the
@@ -396,7 +396,7 @@ def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -
     scripts, version = steps(), schema_version(db)
     if version > len(scripts):
         raise LedgerError(
-            f"{where} has ledger format {version}, this program writes {len(scripts)}",
+            f"{path} has ledger format {version}, this program writes {len(scripts)}",
             remedy="use the version of headrace that wrote it, or start a new run directory",
         )
     for number, script in enumerate(scripts[version:], version + 1):

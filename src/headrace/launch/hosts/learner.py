@@ -324,7 +324,7 @@ class LearnerHost:
         for message in self._orders.receive():
             if isinstance(message, Shutdown):
                 return
-            unit = progress.at(type(message).__name__, _describe(message))
+            unit = progress.track(type(message).__name__, _describe(message))
             with unit, self._cores.unit(message.outline.num_tokens if isinstance(message, Train) else None):
                 self._answer(message.call, partial(self._handle, message))
             del message  # it may hold a batch, and the parts of the next order arrive while this loop waits

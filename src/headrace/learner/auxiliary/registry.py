@@ -33,11 +33,11 @@ def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
     return tuple(found)
 
 
-def refuse_unserved(objective: Objective, found: Sequence[AuxiliaryModel]) -> None:
+def refuse_unserved(objective: Objective, models: Sequence[AuxiliaryModel]) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if the objective reads a column that neither the learner nor one
-    of ``found``, its auxiliary models, computes. The error names the settings that would add the column."""
-    available = COLUMNS.union(*(model.columns for model in found))
-    names = {model.name for model in found}
+    of ``models``, its auxiliary models, computes. The error names the settings that would add the column."""
+    available = COLUMNS.union(*(model.columns for model in models))
+    names = {model.name for model in models}
     missing: list[str] = sorted(objective.columns - available)
     if objective.old == "kept" and "old" not in names:
         missing.append("log_old of kept weights")

@@ -200,13 +200,13 @@ def _blocks(run: _Run, rule: Rule) -> list[_Run]:
     ]
 
 
-def _runs(mine: Index, starts_M: Index) -> list[_Run]:
+def _runs(indices: Index, starts_M: Index) -> list[_Run]:
     """Return the runs of consecutive tokens of one sequence among this rank's tokens, whose indices in the micro-batch
-    are ``mine``. ``starts_M`` is the index at which the sequence of each token begins."""
-    breaks = np.flatnonzero((np.diff(mine) != 1) | (np.diff(starts_M[mine]) != 0)) + 1
-    edges = [0, *breaks.tolist(), len(mine)] if len(mine) else []
+    are ``indices``. ``starts_M`` is the index at which the sequence of each token begins."""
+    breaks = np.flatnonzero((np.diff(indices) != 1) | (np.diff(starts_M[indices]) != 0)) + 1
+    edges = [0, *breaks.tolist(), len(indices)] if len(indices) else []
     return [
-        _Run(rows=slice(begin, end), first=int(mine[begin] - starts_M[mine[begin]]), start=int(starts_M[mine[begin]]))
+        _Run(rows=slice(begin, end), first=int(indices[begin] - starts_M[indices[begin]]), start=int(starts_M[indices[begin]]))
         for begin, end in pairwise(edges)
     ]
 

@@ -220,14 +220,14 @@ class Snapshot:
 
 
 @contextmanager
-def _reading(directory: Path, what: str) -> Iterator[None]:
+def _reading(directory: Path, contents: str) -> Iterator[None]:
     """Return a context in which an error while reading the snapshot ``directory`` becomes a
-    :class:`~headrace.base.errors.CheckpointError`. ``what`` names the contents that are read, for the error."""
+    :class:`~headrace.base.errors.CheckpointError`. ``contents`` names the contents that are read, for the error."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"the {what} of snapshot {directory} cannot be read, or is another model's: {error!r}",
+            f"the {contents} of snapshot {directory} cannot be read, or is another model's: {error!r}",
             remedy="resume with the model that the snapshot was made from, from an older snapshot, or train again",
         ) from None
 

@@ -260,96 +260,96 @@ class ShardOptimizer:
         for one in self.trained:
             one.weight.grad = one.master.grad = None
 
-    def state(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return the optimizer's state of the weight ``one`` for a snapshot, sharded like the weight, with the same
+    def state(self, record: TrainedWeight) -> dict[str, Tensor]:
+        """Return the optimizer's state of the weight ``record`` for a snapshot, sharded like the weight, with the same
         keys on every rank; empty before the first update."""
-        device = local_shard(one.weight).device
-        return {key: wrap_shard(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
+        device = local_shard(record.weight).device
+        return {key: wrap_shard(tensor.to(device), record.weight) for key, tensor in self.parts(record).items()}
 
-    def parts(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return this rank's shards of the state of the weight ``one``, as :meth:`state` returns it, with the same
+    def parts(self, record: TrainedWeight) -> dict[str, Tensor]:
+        """Return this rank's shards of the state of the weight ``record``, as :meth:`state` returns it, with the same
         keys, on the device on which the optimizer keeps them. They share the optimizer's memory, except moments of 8
         bits."""
         if not self.updates:
             return {}
-        optimizer_state = self._get_state(one) or self._zeros(one)  # empty tensors if this rank's shard is empty
-        state = {key: optimizer_state[key] for key in (MUON if one.muon else ADAMW)}
+        optimizer_state = self._get_state(record) or self._zeros(record)  # empty tensors if this rank's shard is empty
+        state = {key: optimizer_state[key] for key in (MUON if record.muon else ADAMW)}
         if self._low_bit is not None:
             state = self._low_bit.plain(state)
-        if one.has_own_memory and one.master.dtype != one.weight.dtype:
-            state[MASTER] = one.master.detach()
+        if record.has_own_memory and record.master.dtype != record.weight.dtype:
+            state[MASTER] = record.master.detach()
         return state
 
     @torch.no_grad()
-    def set_state(self, one: TrainedWeight, state: Mapping[str, Tensor | SavedTensor], updates: int) -> None:
-        """Restore some of the tensors that :meth:`state` returned for the weight ``one`` after ``updates`` updates.
+    def set_state(self, record: TrainedWeight, state: Mapping[str, Tensor | SavedTensor], updates: int) -> None:
+        """Restore some of the tensors that :meth:`state` returned for the weight ``record`` after ``updates`` updates.
         ``state`` contains whole tensors, or saved tensors, of which this rank's shard is read. Raises ``ValueError``
         for the state of another optimizer, and the same errors as :meth:`SavedTensor.read`."""
-        known = MUON if one.muon else ADAMW
+        known = MUON if record.muon else ADAMW
         if self._low_bit is None and (strange := sorted(state.keys() - {*known, MASTER})):
-            raise ValueError(f"{strange[0]} of {one.name} is another optimizer's")
+            raise ValueError(f"{strange[0]} of {record.name} is another optimizer's")
         self.updates = updates
-        parts = {key: self._part(tensor, one).to(one.master.device) for key, tensor in state.items()}
-        if MASTER in parts and one.has_own_memory:
-            one.master.copy_(parts[MASTER])
-        if not one.master.numel() or not updates:
+        parts = {key: self._part(tensor, record).to(record.master.device) for key, tensor in state.items()}
+        if MASTER in parts and record.has_own_memory:
+            record.master.copy_(parts[MASTER])
+        if not record.master.numel() or not updates:
             return
         if self._low_bit is not None:
-            optimizer_state = self._get_state(one)
-            optimizer_state.update({} if optimizer_state else self._zeros(one))
+            optimizer_state = self._get_state(record)
+            optimizer_state.update({} if optimizer_state else self._zeros(record))
             self._low_bit.fill(optimizer_state, {key: part for key, part in parts.items() if key != MASTER})
         else:
-            self._get_state(one).update({key: part.to(one.master.dtype) for key, part in parts.items() if key in known})
-        if not one.muon:
-            self._get_state(one)["step"] = self._count(one, updates)
+            self._get_state(record).update({key: part.to(record.master.dtype) for key, part in parts.items() if key in known})
+        if not record.muon:
+            self._get_state(record)["step"] = self._count(record, updates)
 
-    def _part(self, tensor: Tensor | SavedTensor, one: TrainedWeight) -> Tensor:
+    def _part(self, tensor: Tensor | SavedTensor, record: TrainedWeight) -> Tensor:
         """Return this rank's shard of one tensor of a weight's state. Codes and scales of 8-bit moments are whole,
         since they are used with one rank only, and their shapes differ from the weight's."""
         if self._low_bit is not None and isinstance(tensor, SavedTensor):
             return tensor.whole()
-        return slice_shard(tensor, one.weight)
+        return slice_shard(tensor, record.weight)
 
-    def _zeros(self, one: TrainedWeight) -> dict[str, Tensor]:
+    def _zeros(self, record: TrainedWeight) -> dict[str, Tensor]:
         """Return the optimizer's state of a weight before its first update: zeros for AdamW's moments, or for Muon's
         momentum."""
         if self._low_bit is not None:
-            return self._low_bit.moments(one.master)
-        return {key: torch.zeros_like(one.master) for key in (MUON if one.muon else ADAMW)}
+            return self._low_bit.moments(record.master)
+        return {key: torch.zeros_like(record.master) for key in (MUON if record.muon else ADAMW)}
 
-    def _count(self, one: TrainedWeight, updates: int) -> Tensor:
+    def _count(self, record: TrainedWeight, updates: int) -> Tensor:
         """Return ``updates`` as the tensor in which AdamW stores the number of updates."""
-        return torch.tensor(float(updates), dtype=torch.float32, device=one.master.device)
+        return torch.tensor(float(updates), dtype=torch.float32, device=record.master.device)
 
-    def _get_state(self, one: TrainedWeight) -> dict[str, Tensor]:
+    def _get_state(self, record: TrainedWeight) -> dict[str, Tensor]:
         """Return the optimizer's state of a weight on this rank, which the caller may change in place: the momentum of
         Muon or the moments of AdamW; empty before it is allocated."""
-        if one.muon:
-            return self._momenta.setdefault(one.name, {})
+        if record.muon:
+            return self._momenta.setdefault(record.name, {})
         assert self.adamw is not None
-        optimizer_state: dict[str, Tensor] = self.adamw.state[one.master]
+        optimizer_state: dict[str, Tensor] = self.adamw.state[record.master]
         return optimizer_state
 
-    def _orthogonal_step(self, one: TrainedWeight, gradient: Tensor, lr: float) -> None:
-        """Update the matrix ``one`` by Muon, with decoupled weight decay. ``gradient`` is this rank's shard of the
+    def _orthogonal_step(self, record: TrainedWeight, gradient: Tensor, lr: float) -> None:
+        """Update the matrix ``record`` by Muon, with decoupled weight decay. ``gradient`` is this rank's shard of the
         gradient. ``lr`` is the common learning rate, which is scaled by this weight's rule. Every rank applies torch's
         Muon to the whole matrix and uses its own part of the result, which therefore does not depend on the sharding.
 
         Nesterov momentum is elementwise, so each rank computes only its own part of it. Torch's Muon is then applied,
         without momentum, to a matrix of zeros, whose new value is the update.
         """
-        rule = self._rules[one.name]
+        rule = self._rules[record.name]
         lr *= rule.lr_scale
-        momentum = self._get_state(one).setdefault(MUON[0], torch.zeros_like(one.master))
+        momentum = self._get_state(record).setdefault(MUON[0], torch.zeros_like(record.master))
         momentum.lerp_(gradient, 1 - self._momentum)
-        nesterov = gradient.lerp(momentum, self._momentum).to(local_shard(one.weight).device)
-        full = gather_whole(wrap_shard(nesterov, one.weight))
+        nesterov = gradient.lerp(momentum, self._momentum).to(local_shard(record.weight).device)
+        full = gather_whole(wrap_shard(nesterov, record.weight))
         update = Parameter(torch.zeros_like(full))
         update.grad = full
         torch.optim.Muon(
             [update], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
         ).step()
-        one.master.mul_(1 - lr * rule.weight_decay).add_(slice_shard(update.detach(), one.weight).to(one.master.device))
+        record.master.mul_(1 - lr * rule.weight_decay).add_(slice_shard(update.detach(), record.weight).to(record.master.device))
 
 
 def _gradients(weights: Sequence[TrainedWeight]) -> list[Tensor]:

@@ -91,19 +91,19 @@ class _StoredBox:
     size: tuple[int, ...]
     """The shape of the box."""
 
-    def copy_into(self, part: Tensor, wanted: Sequence[range]) -> int:
-        """Copy the values of this box whose indices are in the ranges ``wanted`` into ``part``, which covers these
+    def copy_into(self, target: Tensor, ranges: Sequence[range]) -> int:
+        """Copy the values of this box whose indices are in the ranges ``ranges`` into ``target``, which covers these
         ranges. Return the number of copied values."""
-        begins = [max(axis.start, at) for axis, at in zip(wanted, self.at, strict=True)]
-        ends = [min(axis.stop, at + size) for axis, at, size in zip(wanted, self.at, self.size, strict=True)]
+        begins = [max(axis.start, at) for axis, at in zip(ranges, self.at, strict=True)]
+        ends = [min(axis.stop, at + size) for axis, at, size in zip(ranges, self.at, self.size, strict=True)]
         if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
             return 0
-        if not wanted:  # a scalar has no axes
-            part.copy_(self.file.get_tensor(self.key))
+        if not ranges:  # a scalar has no axes
+            target.copy_(self.file.get_tensor(self.key))
             return 1
         here = tuple(slice(a - at, b - at) for a, b, at in zip(begins, ends, self.at, strict=True))
-        there = tuple(slice(a - axis.start, b - axis.start) for a, b, axis in zip(begins, ends, wanted, strict=True))
-        part[there].copy_(self.file.get_slice(self.key)[here])
+        there = tuple(slice(a - axis.start, b - axis.start) for a, b, axis in zip(begins, ends, ranges, strict=True))
+        target[there].copy_(self.file.get_slice(self.key)[here])
         return math.prod(b - a for a, b in zip(begins, ends, strict=True))
 
 

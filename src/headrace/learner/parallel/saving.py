@@ -139,9 +139,9 @@ class ShardedSnapshot:
                 "directory; the last whole snapshot is untouched",
             )
 
-    def _gather_reports(self, mine: _WriteReport) -> list[_WriteReport]:
-        """Return the reports of all ranks, in their order; ``mine`` is the report of this rank."""
-        messages = self._ranks.gather_beside(msgspec.json.encode(mine))
+    def _gather_reports(self, report: _WriteReport) -> list[_WriteReport]:
+        """Return the reports of all ranks, in their order; ``report`` is the report of this rank."""
+        messages = self._ranks.gather_beside(msgspec.json.encode(report))
         return [msgspec.json.decode(one, type=_WriteReport) for one in messages]
 
     def _write_shard(self, model_dir: Path) -> _WriteReport:
@@ -225,15 +225,16 @@ def _places(tensor: Tensor) -> Iterator[tuple[Box, tuple[slice, ...]]]:
             yield box, tuple(slot for _, slot in chosen)
 
 
-def _num_bytes(one: SourceTensor, box: Box) -> int:
-    """Return the size of a box of a tensor in bytes."""
-    return math.prod(end - begin for begin, end in box) * one.part.element_size()
+def _num_bytes(source: SourceTensor, box: Box) -> int:
+    """Return the size in bytes of ``box``, a box of the tensor ``source``."""
+    return math.prod(end - begin for begin, end in box) * source.part.element_size()
 
 
-def _copy_box(one: SourceTensor, box: Box, where: tuple[slice, ...]) -> Part:
-    """Return a copy of one box of a tensor in host memory; ``where`` are its slices in this rank's shard."""
-    values = one.part[where].to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return Part(label=one.label, at=tuple(begin for begin, _ in box), shape=tuple(one.like.shape), values=values)
+def _copy_box(source: SourceTensor, box: Box, slices: tuple[slice, ...]) -> Part:
+    """Return a copy of one box of the tensor ``source`` in host memory; ``slices`` are its slices in this rank's
+    shard."""
+    values = source.part[slices].to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return Part(label=source.label, at=tuple(begin for begin, _ in box), shape=tuple(source.like.shape), values=values)
 
 
 def _problems(reports: Sequence[_WriteReport]) -> list[str]:

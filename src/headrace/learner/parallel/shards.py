@@ -35,12 +35,12 @@ def wrap_shard(shard: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
-def reshard_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return ``tensor`` with the sharding of ``other``, redistributed among the ranks if necessary; both are on the
+def reshard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return ``tensor`` with the sharding of ``like``, redistributed among the ranks if necessary; both are on the
     same ranks."""
-    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor) or tensor.placements == other.placements:
+    if not isinstance(tensor, DTensor) or not isinstance(like, DTensor) or tensor.placements == like.placements:
         return tensor
-    return tensor.redistribute(placements=other.placements)
+    return tensor.redistribute(placements=like.placements)
 
 
 def gather_whole(tensor: Tensor) -> Tensor:

@@ -57,19 +57,20 @@ class ShardedLogprobs:
             self._inside_head(alone.detect_matrix, torch.zeros(1, device=model.device))
         reshard(model)
 
-    def __call__(self, inputs: dict[str, Any], before_P: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def __call__(self, inputs: dict[str, Any], before_P: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """Return the same tensors as :meth:`TokenLogprobs.__call__`, for the same arguments: the keyword arguments of a
-        forward pass, the positions before the loss tokens, and ``rest``, the further arguments of the computation."""
+        forward pass, the positions before the loss tokens, and ``arguments``, the further arguments of the
+        computation."""
         hidden_PD = self._hidden(inputs)[before_P]
         rows_P = torch.arange(len(before_P), device=hidden_PD.device)
-        found = self._inside_head(lambda given_PD: self._columns(given_PD, rows_P, *rest), hidden_PD)
+        found = self._inside_head(lambda given_PD: self._columns(given_PD, rows_P, *arguments), hidden_PD)
         if not torch.is_grad_enabled():
             reshard(self._model)
         return found
 
-    def _columns(self, hidden_PD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def _columns(self, hidden_PD: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """Compute the columns from the hidden states of the P positions; called inside the head's forward pass."""
-        found = self._logprobs({"hidden": hidden_PD}, *rest)
+        found = self._logprobs({"hidden": hidden_PD}, *arguments)
         # copies, since a view would lose torch's hooks if it were changed
         return tuple(column_P.clone() for column_P in found)
 

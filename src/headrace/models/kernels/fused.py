@@ -207,10 +207,10 @@ class AttentionSample:
         return next((name for name, own in module.named_parameters(recurse=False) if own is sinks), None)
 
 
-def close(given: Tensor, wanted: Tensor) -> bool:
-    """Return whether two results are the same up to rounding: no number of ``given`` differs from that of ``wanted`` by
-    more than :data:`TOLERANCE` times the largest number of ``wanted``."""
-    return given.shape == wanted.shape and bool((given - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
+def close(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether two results are the same up to rounding: no number of ``actual`` differs from that of ``expected``
+    by more than :data:`TOLERANCE` times the largest number of ``expected``."""
+    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
 def find_norm(module: nn.Module | None) -> RmsNorm | None:
