@@ -127,12 +127,12 @@ def apply_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str,
     return {**loss, **options}
 
 
-def _set_function_options(kind: type[Any], loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``options``. If the loss is a function of the user (``kind`` is ``Custom``), options that are not settings
-    of ``Custom`` are moved into its setting ``options``, the arguments of the function."""
-    if kind is not Custom:
+def _set_function_options(section_class: type[Any], loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``options``. If the loss is a function of the user (``section_class`` is ``Custom``), options that are not
+    settings of ``Custom`` are moved into its setting ``options``, the arguments of the function."""
+    if section_class is not Custom:
         return dict(options)
-    for_function = {key: value for key, value in options.items() if key not in get_option_names(kind)}
+    for_function = {key: value for key, value in options.items() if key not in get_option_names(section_class)}
     settings = {key: value for key, value in options.items() if key not in for_function}
     return {**settings, "options": {**settings.get("options", {}), **for_function}} if for_function else settings
 

@@ -45,6 +45,7 @@ def settings_table(name: str) -> dict[str, Any]:
     return {"kind": "custom", "ref": name} if ".py:" in name else {"kind": name}
 
 
-def get_option_names(kind: type[Section]) -> set[str]:
-    """Return the names of the options of a formula: the fields of its settings class except ``kind``."""
-    return set(kind.model_fields) - {"kind"}
+def get_option_names(section_class: type[Section]) -> set[str]:
+    """Return the names of the options of a formula: the fields of its settings class ``section_class`` except
+    ``kind``."""
+    return set(section_class.model_fields) - {"kind"}

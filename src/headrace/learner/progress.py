@@ -30,7 +30,7 @@ class Progress:
     """The current unit of a learner, the number of finished units, and the usual duration of each kind of units. A
     supervisor compares them with the clock, to detect a learner that no longer advances.
 
-    The learner calls :meth:`at`; the attributes may be read in any thread.
+    The learner calls :meth:`track`; the attributes may be read in any thread.
 
     >>> from headrace.base.clock import RealClock
     >>> progress = Progress(RealClock())

@@ -121,20 +121,20 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def validate(kind: type[C], tree: Mapping[str, Any], above: str = "") -> C:
-    """Return ``tree``, a table of a run file, as a record of the section class ``kind``. Raises :class:`ConfigError`,
-    which lists every invalid key with its value, the reason and a remedy.
+def validate(section_class: type[C], tree: Mapping[str, Any], above: str = "") -> C:
+    """Return ``tree``, a table of a run file, as a record of the section class ``section_class``. Raises
+    :class:`ConfigError`, which lists every invalid key with its value, the reason and a remedy.
 
     ``above`` is the dotted name of ``tree`` within the run file, for error messages; empty for a whole run file.
     """
     try:
-        record = kind.model_validate(tree)
+        record = section_class.model_validate(tree)
     except pydantic.ValidationError as error:
         details = error.errors(include_url=False)
     else:
         _refuse_secrets(record.model_dump(mode="json"), above)
         return record
-    lines = [_explain(kind, detail, above) for detail in details]
+    lines = [_explain(section_class, detail, above) for detail in details]
     raise ConfigError("\n".join(_unique(p for p, _ in lines)), remedy="; ".join(_unique(r for _, r in lines)))
 
 
@@ -152,20 +152,20 @@ def _refuse_secrets(value: Any, name: str) -> None:
         refuse_secret(name, found[1], "give it through the environment variables or files that its client reads")
 
 
-def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str, str]:
-    """Return the problem and the remedy for ``detail``, one of pydantic's errors, in terms of the run file. ``kind`` is
-    the section that was validated, ``table`` its dotted name."""
+def _explain(section_class: type[Section], detail: ErrorDetails, table: str) -> tuple[str, str]:
+    """Return the problem and the remedy for ``detail``, one of pydantic's errors, in terms of the run file.
+    ``section_class`` is the section that was validated, ``table`` its dotted name."""
     original = detail.get("ctx", {}).get("error")
     if isinstance(original, ConfigError):
         return original.problem, original.remedy
-    location, above = _locate(kind, detail["loc"], table), _locate(kind, detail["loc"][:-1], table)
+    location, above = _locate(section_class, detail["loc"], table), _locate(section_class, detail["loc"][:-1], table)
     name, value = location.name, detail["input"]
     if is_choice(location.form):  # pydantic reports one error per alternative: one line lists them all
         return f"{name}={value!r}: expected {allowed(location.form)}", f"change {name}"
     match detail["type"]:
         case "extra_forbidden":
-            if name in kind.former_keys:
-                return f"{name} has another name now: {kind.former_keys[name]}", f"write {kind.former_keys[name]}"
+            if name in section_class.former_keys:
+                return f"{name} has another name now: {section_class.former_keys[name]}", f"write {section_class.former_keys[name]}"
             known = {key for model in above.models for key in model.model_fields}
             return f"{name} is not a setting", nearest(str(detail["loc"][-1]), known)
         case "missing":
@@ -210,15 +210,15 @@ def _name_a_kind(location: _KeyLocation, above: _KeyLocation, key: str) -> str:
     return f"set {location.name}.kind = {usual!r} too, which is the default, or {of_all}" if usual else f"set {of_all}"
 
 
-def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) -> _KeyLocation:
+def _locate(section_class: type[Section], location: tuple[int | str, ...], table: str) -> _KeyLocation:
     """Return the location in the run file that corresponds to ``location``, pydantic's path of an error in the section
-    ``kind``. ``table`` is the dotted name of that section.
+    ``section_class``. ``table`` is the dotted name of that section.
 
     Pydantic's path also contains the tags of unions, which select one of the sections, and the names of a union's
     alternatives. Neither is part of the setting's name.
     """
-    name, form = table, cast(Any, kind)
-    here: list[type[pydantic.BaseModel]] = [kind]
+    name, form = table, cast(Any, section_class)
+    here: list[type[pydantic.BaseModel]] = [section_class]
     for part in location:
         tagged = [model for model in here if part in get_kinds(model)]
         if isinstance(part, int):

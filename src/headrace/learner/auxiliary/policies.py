@@ -68,7 +68,7 @@ class Source(Protocol):
         ...
 
 
-class OfThisModel:
+class KeptWeightsSource:
     """The source of a policy whose weights are kept copies of the trained model's weights. The trained model computes
     with the copies for one pass."""
 
@@ -91,7 +91,7 @@ class OfThisModel:
             yield self._forward
 
 
-class OfAnother:
+class SeparateModelSource:
     """The source of a policy that is a separate, frozen model, loaded beside the trained model."""
 
     kept: KeptWeights | None = None
@@ -126,8 +126,8 @@ def source(parts: LearnerParts, config: PolicyConfig | TeacherConfig, setting: s
     """Return the source of the policy that ``config`` describes. ``setting`` is its name in the run file, for
     errors."""
     if isinstance(config, OtherModel):
-        return OfAnother(parts, config, setting)
-    return OfThisModel(parts, config, setting)
+        return SeparateModelSource(parts, config, setting)
+    return KeptWeightsSource(parts, config, setting)
 
 
 class QueriedModel(AuxiliaryModel):

@@ -135,10 +135,10 @@ class KnownRouter:
         return _dense_gates(routed), routed[0]
 
 
-def find_router(kind: type[nn.Module], config: Any) -> KnownRouter | None:
-    """Return the properties of the routers of the class ``kind`` in a model with the configuration ``config``; ``None``
-    if none of the formulas here is that of the routers."""
-    found = [_Probe.run(kind, config, dtype) for dtype in _DTYPES]
+def find_router(router_class: type[nn.Module], config: Any) -> KnownRouter | None:
+    """Return the properties of the routers of the class ``router_class`` in a model with the configuration ``config``;
+    ``None`` if none of the formulas here is that of the routers."""
+    found = [_Probe.run(router_class, config, dtype) for dtype in _DTYPES]
     probes = [probe for probe in found if probe is not None]
     if len(probes) < len(found):
         return None
@@ -181,14 +181,14 @@ class _Probe:
 
     @staticmethod
     @torch.inference_mode()
-    def run(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> _Probe | None:
-        """Build a router of the class ``kind`` from the model's configuration ``config``, with random weights of the
-        type ``dtype``, and call it. Return ``None`` if it cannot be built or called in the usual way, or does not
-        return logits, gates and experts."""
+    def run(router_class: type[nn.Module], config: Any, dtype: torch.dtype) -> _Probe | None:
+        """Build a router of the class ``router_class`` from the model's configuration ``config``, with random weights
+        of the type ``dtype``, and call it. Return ``None`` if it cannot be built or called in the usual way, or does
+        not return logits, gates and experts."""
         generator = torch.Generator().manual_seed(0)
         with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu"):
             try:
-                router: Any = kind(config).to(dtype).eval()
+                router: Any = router_class(config).to(dtype).eval()
             except (TypeError, AttributeError):
                 return None
         for each in itertools.chain(router.parameters(), router.buffers()):
@@ -202,7 +202,7 @@ class _Probe:
         scale_N1 = torch.logspace(-2, 1, _PROBES)[:, None]
         scale_N1[::2] *= -1
         hidden_NH = (torch.randn(_PROBES, size, generator=generator).abs() * scale_N1).to(dtype)
-        biases = [torch.randn(num_experts, generator=generator) for _ in range(_num_biases(kind))]
+        biases = [torch.randn(num_experts, generator=generator) for _ in range(_num_biases(router_class))]
         for given in (hidden_NH, hidden_NH[None]):
             try:
                 output = router(given, *biases)
@@ -244,7 +244,7 @@ class _Probe:
         return bool(differ_N.any() and same_N[differ_N].all())
 
 
-def _num_biases(kind: type[nn.Module]) -> int:
+def _num_biases(router_class: type[nn.Module]) -> int:
     """Return the number of arguments of the router after the tokens, which are biases of experts."""
-    given = list(inspect.signature(kind.forward).parameters.values())[2:]
+    given = list(inspect.signature(router_class.forward).parameters.values())[2:]
     return sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in given)
