@@ -31,6 +31,7 @@ class Submit:
     rows: tuple[int, ...]
     """The index of the dataset row of each group."""
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class Move:
     numbers: tuple[int, ...]
     state: GroupState
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
     oldest_version: int | None = None
     """Oldest version of the groups' tokens; only for the states ADMITTED and READY."""
     step: int | None = None
@@ -66,6 +68,7 @@ class EndEpisode:
 
     episode: EpisodeGraph
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ class DropEpisodes:
     reason: str
     """Why the episodes are not trained; empty for episodes that are trained."""
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,7 @@ class EndStep:
     ages: dict[int, int]
     """Number of trained tokens by age, in versions."""
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
     learned: TokenResults | Stored | None = None
     """The results that the learner computed for each token of the step, or where they lie in the store of the run;
     ``None`` if they are not recorded."""
@@ -118,6 +123,7 @@ class CommitVersion:
     checksum: str
     """One hash of the hashes of all tensors. Processes with equal checksums have the same weights."""
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +135,7 @@ class Note:
     detail: str
     """The event in words."""
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
 
 
 Operation = Submit | Move | Stream | EndEpisode | DropEpisodes | EndStep | CommitVersion | Note
