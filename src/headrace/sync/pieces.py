@@ -101,15 +101,15 @@ def make_layout(boxes: TensorBoxes, tensors: Mapping[str, Tensor], form: Form) -
     return RankLayout(pieces=plan(pieces), starts=tuple(starts))
 
 
-def buckets(layout: RankLayout, largest: int = BUCKET_BYTES) -> list[Bucket]:
-    """Return the buckets in which a rank with ``layout`` sends its bytes. A bucket has at most ``largest`` bytes, but
+def buckets(layout: RankLayout, max_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Return the buckets in which a rank with ``layout`` sends its bytes. A bucket has at most ``max_bytes`` bytes, but
     at least one row. A block of :data:`ALONE_BYTES` or more is a bucket of its own."""
     groups: list[list[_Block]] = [[]]
-    for block in _blocks(layout, largest):
+    for block in _blocks(layout, max_bytes):
         entry, group = block.entry, groups[-1]
         joined_bytes = entry.offset_bytes + entry.num_bytes - group[0].entry.offset_bytes if group else 0
         alone = group and max(group[-1].entry.num_bytes, entry.num_bytes) >= ALONE_BYTES
-        if alone or (group and joined_bytes > largest):
+        if alone or (group and joined_bytes > max_bytes):
             groups.append([])
         groups[-1].append(block)
     return [_bucket(group) for group in groups if group]
@@ -208,15 +208,15 @@ def _starts(name: str, box: Box, tensor: Tensor, part: Tensor) -> tuple[int, ...
     return (box.starts[0] * prod(box.shape[1:-1]), 0)
 
 
-def _blocks(layout: RankLayout, largest: int) -> Iterator[_Block]:
-    """Yield the pieces of ``layout`` as blocks. A piece larger than ``largest`` bytes is divided into blocks of rows
+def _blocks(layout: RankLayout, max_bytes: int) -> Iterator[_Block]:
+    """Yield the pieces of ``layout`` as blocks. A piece larger than ``max_bytes`` bytes is divided into blocks of rows
     along its first axis. The offset of a block counts all bytes of the rank. Pieces without elements are skipped."""
     for piece, starts in zip(layout.pieces.entries, layout.starts, strict=True):
         rows = piece.shape[0] if piece.shape else 1
         if not piece.num_bytes:
             continue
         row_bytes = piece.num_bytes // rows
-        step = max(1, largest // row_bytes)
+        step = max(1, max_bytes // row_bytes)
         for first in range(0, rows, step):
             count = min(step, rows - first)
             entry = TensorEntry(
