@@ -85,7 +85,8 @@ REMEDIES = {
 
 
 def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | None = None) -> LossReport:
-    """Run the contract suite on the loss ``ref``: a name, ``file.py:function`` or a settings record.
+    """Run the contract suite on the loss ``ref``: a name, ``file.py:function`` or a settings record. ``seed`` is the
+    seed of the random batches.
 
     ``options`` are the options of a loss that is given by name, as in :func:`headrace.algo.loss`: settings, or
     arguments of the user's own function. Optional columns are ``None`` unless the loss declares that it reads them
@@ -142,7 +143,7 @@ def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -
     of opposite sign."""
 
     def normal(*shape: int) -> Tensor:
-        """Return a tensor of standard normal random numbers."""
+        """Return a tensor of the shape ``shape`` with standard normal random numbers."""
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     def near(log_p_N: Tensor, spread: float) -> Tensor:
@@ -236,9 +237,9 @@ class GradientTrial:
         return replace(inputs, selected_NP=self.objective.prepare(inputs))
 
     def weights(self, inputs: LossInputs) -> Tensor:
-        """Return the weight of each token in the loss, in place of a reduction's weights; 0 outside the mask. The
-        weights of any two tokens differ and do not depend on the token's index, so that an error in one token changes
-        the sum."""
+        """Return the weight of each token of ``inputs`` in the loss, in place of a reduction's weights; 0 outside the
+        mask. The weights of any two tokens differ and do not depend on the token's index, so that an error in one token
+        changes the sum."""
         return (1.5 + (1e4 * inputs.log_mu_N).sin()).masked_fill(~inputs.mask_N, 0.0)
 
     def run(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:

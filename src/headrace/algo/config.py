@@ -162,9 +162,9 @@ class AlgoConfig(Section):
         return outcomes
 
     def credit_of_episodes(self, outcomes: Outcomes) -> Floats:
-        """Return the number per episode that a run sends to its learner. It is the advantage; or the shaped reward, if
-        the learner's critic computes the advantages; or the reward's term of the advantage, if the learner adds the
-        teacher's term."""
+        """Return the number for each episode of ``outcomes`` that a run sends to its learner. It is the advantage; or
+        the shaped reward, if the learner's critic computes the advantages; or the reward's term of the advantage, if
+        the learner adds the teacher's term."""
         shaped = self.shape_rewards(outcomes)
         if isinstance(self.advantage, ReverseKl):
             return self.advantage.credit_rewards(shaped)

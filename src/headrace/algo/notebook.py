@@ -49,11 +49,12 @@ def loss(
 
     ``log_pi`` [B, T] carries the gradient. Every other column is [B, T] too, ``advantages`` also [B] or [B, 1]; a
     single sequence may be [T]. Values outside ``mask`` have no effect. Without ``log_mu``, π_old sampled the tokens (a
-    correction needs ``log_mu``); without ``versions``, all tokens have age 0; without ``groups`` ([B], a label for the
-    prompt of each sequence), all sequences have the same prompt (for ``dpo``: each two consecutive sequences are a
-    pair). ``correction`` and ``reduction`` are a name, a table or a settings record; ``None`` means no correction, and
-    the reduction of the loss's paper. An option is assigned to the loss, correction or reduction that has it; if
-    several have it, set it in a table. Options that a user's own loss does not declare are passed to its function.
+    correction needs ``log_mu``); without ``versions``, all tokens have age 0, else their age is ``version_now`` minus
+    their version; without ``groups`` ([B], a label for the prompt of each sequence), all sequences have the same prompt
+    (for ``dpo``: each two consecutive sequences are a pair). ``correction`` and ``reduction`` are a name, a table or a
+    settings record; ``None`` means no correction, and the reduction of the loss's paper. An option is assigned to the
+    loss, correction or reduction that has it; if several have it, set it in a table. Options that a user's own loss
+    does not declare are passed to its function.
 
     Returns the scalar loss with its gradient, the tokens' values [B, T] and the metrics, with ``ess`` and ``chi2`` of
     π/μ: ``float(out.metrics["ess"])``. A metric without counted tokens is NaN. Raises :class:`ConfigError` for an
@@ -101,8 +102,8 @@ def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[Any] | None
 
 
 def kl(name: Estimator, log_pi: Any, log_ref: Any) -> Tensor:
-    """Return the estimate of KL(π‖π_ref) per token, for tensors of any shape. ``name`` is an estimator of
-    :mod:`headrace.algo.divergence`."""
+    """Return the estimate of KL(π‖π_ref) per token, from log π (``log_pi``) and log π_ref (``log_ref``), for tensors of
+    any shape. ``name`` is an estimator of :mod:`headrace.algo.divergence`."""
     if name not in ("k1", "k2", "k3"):
         raise ConfigError(f"kl {name!r} does not exist", remedy=nearest(str(name), ["k1", "k2", "k3"]))
     return estimate(name, to_tensor("log_pi", log_pi), to_tensor("log_ref", log_ref))

@@ -176,10 +176,10 @@ class Objective:
     def _measure(
         self, inputs: LossInputs, factor_N: Tensor, clipped_N: Tensor | None, metrics: dict[str, Ratio]
     ) -> None:
-        """Add to ``metrics``: the mean factor of the corrections and the fraction of tokens that they reject, the
-        fraction of clipped tokens by age, and the mean entropy, as far as they exist. ``factor_N`` is the product of
-        the corrections' factors. ``clipped_N`` is the loss's mask of clipped tokens, or ``None`` if the loss has no
-        bound."""
+        """Add to ``metrics``, for the micro-batch ``inputs``: the mean factor of the corrections and the fraction of
+        tokens that they reject, the fraction of clipped tokens by age, and the mean entropy, as far as they exist.
+        ``factor_N`` is the product of the corrections' factors. ``clipped_N`` is the loss's mask of clipped tokens, or
+        ``None`` if the loss has no bound."""
         count = inputs.mask_N.sum()
         if self.corrections:
             kept_N = factor_N.masked_fill(~inputs.mask_N, 0.0)

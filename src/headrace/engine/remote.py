@@ -88,7 +88,8 @@ class RemoteEngine:
     """
 
     def __init__(self, client: httpx.AsyncClient, model: str, *, is_ours: bool) -> None:
-        """Use the open ``client``, whose base URL is the URL of the API."""
+        """Use the open ``client``, whose base URL is the URL of the API. The other arguments are described at the
+        class."""
         self._client = client
         self._model = model
         self._extra: dict[str, Any] = (
@@ -102,7 +103,8 @@ class RemoteEngine:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample one sequence after the prompt, and yield its tokens in chunks, of which the last has a stop reason.
+        """Sample one sequence after the prompt ``prompt_ids_T`` with the parameters ``sampling``, and yield its tokens
+        in chunks, of which the last has a stop reason.
 
         If ``options.answer_ids_T`` holds tokens that another engine has sampled, the answer continues after them. Its
         further tokens differ from the tokens that the first engine would have sampled.

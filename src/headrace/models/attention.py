@@ -119,8 +119,8 @@ class Plan(Protocol):
         ...
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence of one layer within each sequence, and return its outputs ``[N, ...]``. The output of a
-        recurrence at a token depends on the tokens before it. ``key`` identifies its state."""
+        """Compute a recurrence of one layer over ``inputs_N`` within each sequence, and return its outputs ``[N,
+        ...]``. The output of a recurrence at a token depends on the tokens before it. ``key`` identifies its state."""
         ...
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
@@ -130,8 +130,9 @@ class Plan(Protocol):
 
 
 def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None = None) -> Tensor:
-    """Run one forward pass over the flattened tokens ``ids_N``. Return their logits ``[N, V]``, or those of the tokens
-    at the indices ``keep_K``, ``[len(keep_K), V]``. ``plan`` determines which token attends to which tokens."""
+    """Run one forward pass of ``model`` over the flattened tokens ``ids_N``. Return their logits ``[N, V]``, or those
+    of the tokens at the indices ``keep_K``, ``[len(keep_K), V]``. ``plan`` determines which token attends to which
+    tokens."""
     keep: dict[str, Any] = {} if keep_K is None else {"logits_to_keep": keep_K}
     output = model(
         input_ids=ids_N[None], position_ids=plan.positions_N[None], use_cache=False, **{PLAN: plan}, **keep
@@ -143,7 +144,7 @@ def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None =
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer; transformers calls this function in every layer. The arguments are
+    """Compute the attention of the layer ``module``; transformers calls this function in every layer. The tensors are
     ``[1, heads, N, D]``, the result is ``[1, N, H, D]``. The keyword arguments contain the plan.
 
     Dropout is ignored on purpose: log π must be a function of the weights.
@@ -257,8 +258,9 @@ class PackedPlan:
         device: torch.device | str = "cpu",
         rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Arrange sequences of ``lengths_S`` tokens. ``rows_T`` is the index in the pass of each token of each
-        sequence, so that sequences can share their first tokens; ``None`` if the sequences are concatenated."""
+        """Arrange sequences of ``lengths_S`` tokens, with index tensors on ``device``. ``rows_T`` is the index in the
+        pass of each token of each sequence, so that sequences can share their first tokens; ``None`` if the sequences
+        are concatenated."""
         lengths = np.asarray(lengths_S, np.int64)
         starts = np.cumsum(lengths) - lengths
         rows = np.arange(int(lengths.sum())) if rows_T is None else np.asarray(rows_T, np.int64)
@@ -313,16 +315,16 @@ class PackedPlan:
         return self._join(outputs)
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
-        """Return the tokens that the indexer of a layer chooses for each token, among the earlier tokens of its
-        sequence."""
+        """Return the tokens that the indexer of a layer chooses by ``choose`` and its inputs ``inputs_N`` for each
+        token, among the earlier tokens of its sequence."""
         parts = zip(*map(self._split_into_buckets, inputs_N), strict=True)
         return ChosenTokens(
             tuple(self._choose(bucket, choose, rows) for bucket, rows in zip(self._buckets, parts, strict=True))
         )
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence from the beginning of each sequence, with an initial state of zeros, and return its
-        outputs ``[N, ...]``. Tokens that several sequences share are computed for each sequence."""
+        """Compute a recurrence over ``inputs_N`` from the beginning of each sequence, with an initial state of zeros,
+        and return its outputs ``[N, ...]``. Tokens that several sequences share are computed for each sequence."""
         parts = zip(*map(self._split_into_buckets, inputs_N), strict=True)
         outputs = [
             bucket.own(recurrence.chunk(rows, bucket.lengths_B, None)[0]).flatten(0, 1)
@@ -410,9 +412,9 @@ class _Slots:
 def _count_unshared(
     lengths_S: np.ndarray[Any, Any], rows_T: np.ndarray[Any, Any], places_T: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-    """Return, for each sequence, the number of its tokens that no earlier sequence contains, ``[S]``. They are its last
-    tokens. ``rows_T`` are the indices in the pass of the tokens, and ``places_T`` their positions in their
-    sequences."""
+    """Return, for each sequence, of ``lengths_S`` tokens, the number of its tokens that no earlier sequence contains,
+    ``[S]``. They are its last tokens. ``rows_T`` are the indices in the pass of the tokens, and ``places_T`` their
+    positions in their sequences."""
     is_first_T = np.zeros(len(rows_T), np.bool_)
     is_first_T[np.unique(rows_T, return_index=True)[1]] = True
     sequence_T = np.repeat(np.arange(len(lengths_S)), lengths_S)

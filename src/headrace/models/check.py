@@ -64,9 +64,9 @@ class _RuleRecorder(PackedPlan):
 
 @torch.no_grad()  # and not inference mode, under which gathered parameters could not be trained later
 def check_packing(model: PreTrainedModel, path: str) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` unless a packed sequence has the same logits as the sequence
-    alone under the architecture's own attention. It is packed after another sequence, and before a sequence at the end
-    of the longest context."""
+    """Raise :class:`~headrace.base.errors.ModelError` for the model in the directory ``path`` unless a packed sequence
+    has the same logits as the sequence alone under the architecture's own attention. It is packed after another
+    sequence, and before a sequence at the end of the longest context."""
     ids_N = torch.arange(FIRST + SECOND + FAR, device=model.device) % model.config.vocab_size
     limit = context_limit(model.config)
     far = 0 if limit is None else limit.length - 1

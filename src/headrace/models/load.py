@@ -157,8 +157,8 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
 
 def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the model with Headrace's attention, and transformers' report of the loaded weights. ``read`` are the
-    settings of the model. For a multimodal checkpoint, ``read`` are those of the text part, and the text part is
-    returned."""
+    settings of the model in the files, and ``config`` those of the run. For a multimodal checkpoint, ``read`` are those
+    of the text part, and the text part is returned."""
     import torch
 
     from headrace.models.attention import NAME
@@ -299,8 +299,8 @@ def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
 
 
 def refuse_settings(path: str, config: PreTrainedConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` for settings of the model in ``path`` that no supported model
-    has. The check needs neither torch nor the model's class."""
+    """Raise :class:`~headrace.base.errors.ModelError` for settings ``config`` of the model in ``path`` that no
+    supported model has. The check needs neither torch nor the model's class."""
     kind = config.model_type
     if strange := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
         raise ModelError(
@@ -326,7 +326,7 @@ def refuse_settings(path: str, config: PreTrainedConfig) -> None:
 
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
     """Raise :class:`~headrace.base.errors.ModelError` for an architecture that engine and learner cannot compute,
-    according to the settings of the model in ``path`` and to the classes of transformers."""
+    according to ``config``, the settings of the model in ``path``, and to the classes of transformers."""
     from headrace.models import indexed
     from headrace.models.recurrent import foreign_mixer
     from headrace.models.text_part import causal_class
@@ -353,7 +353,7 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
 
 
 def _impossible_setting(config: PreTrainedConfig) -> str:
-    """Return the first setting with an impossible value, in words; empty if there is none."""
+    """Return the first setting of ``config`` with an impossible value, in words; empty if there is none."""
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and longest < 1:
         return f"max_position_embeddings={longest}"

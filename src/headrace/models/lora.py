@@ -160,8 +160,8 @@ def adapters(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def active(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """A context in which the adapter ``name`` is the only active and trainable adapter. The previous adapter is
-    restored afterwards.
+    """A context in which the adapter ``name`` is the only active and trainable adapter of ``model``. The previous
+    adapter is restored afterwards.
 
     Gradients of other adapters are not changed.
     """
@@ -185,8 +185,8 @@ def active_adapter(model: nn.Module) -> str:
 
 
 def save_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> None:
-    """Write the adapter ``name`` (empty for the active adapter) into ``directory``, in the format that peft's
-    ``PeftModel.from_pretrained`` reads."""
+    """Write the adapter ``name`` of ``model`` (empty for the active adapter) into ``directory``, in the format that
+    peft's ``PeftModel.from_pretrained`` reads."""
     name = name or active_adapter(model)
     _write(model, name, _tensors_by_file_name(model, name), directory)
 
@@ -274,7 +274,8 @@ def read_lora_config(directory: Path) -> LoraConfig:
 
 
 def wrapped_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
-    """Return the layers that peft has wrapped, by name, each with its wrappers from the outermost to the innermost."""
+    """Return the layers of ``model`` that peft has wrapped, by name, each with its wrappers from the outermost to the
+    innermost."""
     found: list[tuple[str, list[Any]]] = []
     for name, module in model.named_modules():
         if _is_adapted(module) and found and name.startswith(f"{found[-1][0]}."):
@@ -362,7 +363,7 @@ def _match_names(model: nn.Module, ends: list[str], names: list[str]) -> list[st
 
 
 def _linear_names(peft: Any, model: nn.Module) -> list[str]:
-    """Return the names of all layers that can have an adapter.
+    """Return the names of all layers of ``model`` that can have an adapter.
 
     In some mixtures peft mistakes the names of dense layers and shared experts (``gate_proj``) for the former names of
     parts of the experts, and would adapt the experts instead. Such layers are left out."""
@@ -381,7 +382,7 @@ def _linear_names(peft: Any, model: nn.Module) -> list[str]:
 
 
 def peft_adapts(model: nn.Module, name: str) -> bool:
-    """Return whether peft accepts an adapter for the linear layer ``name`` in this architecture."""
+    """Return whether peft accepts an adapter for the linear layer ``name`` of ``model``."""
     return str(model.config.model_type) not in _MAMBAS or name.rpartition(".")[2] != "out_proj"  # type: ignore[union-attr]
 
 

@@ -34,8 +34,8 @@ class Merged:
 
 def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Merged:
     """Add the adapter in ``adapter`` to the model in ``base``, in float32, and write an ordinary Hugging Face model
-    with its tokenizer and the prediction heads of the base into the new directory ``out``. If ``base`` is a multimodal
-    checkpoint, ``out`` is one, too, with the base's other weights.
+    with its tokenizer and the prediction heads of the base into the new directory ``out``, in ``dtype``. If ``base`` is
+    a multimodal checkpoint, ``out`` is one, too, with the base's other weights.
 
     Raises :class:`~headrace.base.errors.ModelError` for an adapter of another base.
     """

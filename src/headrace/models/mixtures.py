@@ -39,7 +39,8 @@ def is_mixture(config: PreTrainedConfig) -> bool:
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    """Return the number of experts per layer, the largest if layers differ; 0 for a dense model."""
+    """Return the number of experts per layer of a model with the configuration ``config``, the largest if layers
+    differ; 0 for a dense model."""
     return max(_expert_counts(config), default=0)
 
 

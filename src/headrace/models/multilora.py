@@ -237,8 +237,8 @@ class MultiLora:
         return LoraTensors(rank=rank, scale=alpha / rank, tensors=tensors)
 
     def get_shapes(self, *, rank: int, parts: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Return the names and shapes of the tensors of an adapter for the layers of ``parts``, in the order of
-        names."""
+        """Return the names and shapes of the tensors of an adapter with the rank ``rank`` for the layers of ``parts``,
+        in the order of names."""
         shapes: dict[str, tuple[int, int]] = {}
         for name, layer in sorted(self.layers.items()):
             if layer.part in parts:
@@ -358,7 +358,8 @@ def _add_product(
     output: Tensor, inputs: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None
 ) -> Tensor:
     """Return ``output`` plus the adapter's product at the rows ``rows`` (``None`` for all rows). ``output`` is the
-    output of a linear layer for the inputs ``inputs``, and ``pair`` is A and B."""
+    output of a linear layer for the inputs ``inputs``, ``pair`` is A and B, and ``scale`` is the factor of their
+    product."""
     a_RI, b_OR = pair
     flat_NO = output.view(-1, output.shape[-1])
     given_NI = inputs.reshape(-1, inputs.shape[-1])
@@ -407,7 +408,7 @@ def to_peft(
 
 
 def from_tensors(tensors: Mapping[str, Tensor], *, rank: int, scale: float, trained: bool) -> LoraTensors:
-    """Return an adapter with copies of ``tensors``, which have the names of :attr:`LoraTensors.tensors`. ``trained``
-    says whether the copies require gradients."""
+    """Return an adapter with the rank ``rank``, the scale ``scale`` and copies of ``tensors``, which have the names of
+    :attr:`LoraTensors.tensors`. ``trained`` says whether the copies require gradients."""
     own = {name: tensor.detach().clone().requires_grad_(trained) for name, tensor in tensors.items()}
     return LoraTensors(rank=rank, scale=scale, tensors=own)

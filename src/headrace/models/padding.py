@@ -50,14 +50,15 @@ class PaddedSlots:
         """Whether a token has several slots without padding."""
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """Return the slots ``[S, ...]``, padding included, for the tokens ``[N, ...]``; with gradients."""
+        """Return the slots ``[S, ...]``, padding included, for ``tensor``, the tokens ``[N, ...]``; with gradients."""
         if not tensor.requires_grad:
             return self._into_slots(tensor)
         found: Tensor = _Copy.apply(tensor, self._into_slots, self._out_of_slots)  # type: ignore[no-untyped-call]
         return found
 
     def collect(self, tensor: Tensor) -> Tensor:
-        """Return the tokens ``[N, ...]`` from the slots ``[S, ...]``, where each token has one slot; with gradients."""
+        """Return the tokens ``[N, ...]`` from ``tensor``, the slots ``[S, ...]``, of which each token has one; with
+        gradients."""
         assert not self._shared
         if not tensor.requires_grad:
             return self._out_of_slots(tensor)

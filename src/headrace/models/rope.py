@@ -66,8 +66,8 @@ def unknown_rope(config: PreTrainedConfig) -> str:
 
 
 def wrong_factors(config: PreTrainedConfig) -> str:
-    """Return what is wrong with the factors of a ``longrope``, which needs one factor for each pair of dimensions;
-    empty if they are right."""
+    """Return what is wrong with the factors of a ``longrope`` in ``config``, which needs one factor for each pair of
+    dimensions; empty if they are right."""
     for kind, parameters in rope_types(config):
         if kind != "longrope":
             continue
@@ -85,7 +85,8 @@ def _are_factors(value: Any) -> TypeGuard[list[float]]:
 
 
 def rope_types(config: PreTrainedConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the type and the parameters of each rotary embedding: a single one, or one for each type of layer."""
+    """Yield the type and the parameters of each rotary embedding of ``config``: a single one, or one for each type of
+    layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, dict)]
     for each in nested or [parameters]:

@@ -100,7 +100,8 @@ def _refuse_unknown_layers(path: str, tree: dict[str, Any]) -> None:
 
 
 def extract_text_config(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the text part of a multimodal model; ``whole`` itself for a text model.
+    """Return the configuration of the text part of the multimodal model in the directory ``path``, whose configuration
+    is ``whole``; ``whole`` itself for a text model.
 
     Raises :class:`~headrace.base.errors.ModelError` for a configuration with several text parts.
     """
@@ -113,8 +114,9 @@ def extract_text_config(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def get_layer_values(config: PreTrainedConfig, name: str) -> list[Any]:
-    """Return the different values of a setting in the layers of a model. Most models have one value; several values
-    exist if layers differ, such as the head sizes of Gemma 4. The result is ``[]`` if the model has no such setting."""
+    """Return the different values of the setting ``name`` of ``config`` in the layers of a model. Most models have one
+    value; several values exist if layers differ, such as the head sizes of Gemma 4. The result is ``[]`` if the model
+    has no such setting."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     found = [getattr(layer, name, None) for layer in layers]
     flat = [each for value in found for each in (value if isinstance(value, (list, tuple)) else [value])]
@@ -122,8 +124,8 @@ def get_layer_values(config: PreTrainedConfig, name: str) -> list[Any]:
 
 
 def num_later_layers(config: PreTrainedConfig) -> int:
-    """Return the number of prediction heads of a checkpoint with these settings: layers behind the model's own that
-    predict later tokens."""
+    """Return the number of prediction heads of a checkpoint with the settings ``config``: layers behind the model's own
+    that predict later tokens."""
     return int(getattr(config, "num_nextn_predict_layers", None) or 0)
 
 

@@ -114,7 +114,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 def pair_bytes(itemsize: int, *, softcapped: bool) -> int:
     """Return the number of bytes that the scores of one head in padded attention use until the backward pass, for each
     pair of tokens: the weights in float32, the weights in the model's dtype of ``itemsize`` bytes unless it is float32,
-    and capped scores before the softmax."""
+    and, if ``softcapped``, the capped scores before the softmax."""
     return (4 if itemsize == 4 else 4 + itemsize) + (itemsize if softcapped else 0)
 
 

@@ -108,7 +108,8 @@ def make_class_with_head(backbone: type[PreTrainedModel]) -> type[PreTrainedMode
 
 def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load the text part of the multimodal checkpoint ``path`` as a causal language model with its own attention.
-    Return it with transformers' report of the loaded weights. ``options`` are arguments of ``from_pretrained``.
+    Return it with transformers' report of the loaded weights. ``config`` is the configuration of the whole checkpoint,
+    and ``options`` are arguments of ``from_pretrained``.
 
     Raises :class:`~headrace.base.errors.ModelError` if there is not exactly one text part, or if its logits differ from
     those of the multimodal model.
@@ -266,10 +267,10 @@ def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
 def _tensors_by_file(
     base: Path, shapes: dict[str, list[int]], named: dict[str, Tensor], whole: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """Return the tensors of the text part, ``named`` as in the multimodal model ``whole``, by their names in the
-    checkpoint's files. These are the names of transformers' conversions or, for a checkpoint that was written without
-    conversions, the names in the model. ``shapes`` are the shapes of the tensors in the files. Raises
-    :class:`ModelError` if the files do not contain one of the tensors in the same shape."""
+    """Return the tensors of the text part, ``named`` as in the multimodal model ``whole``, which was loaded from
+    ``base``, by their names in the checkpoint's files. These are the names of transformers' conversions or, for a
+    checkpoint that was written without conversions, the names in the model. ``shapes`` are the shapes of the tensors in
+    the files. Raises :class:`ModelError` if the files do not contain one of the tensors in the same shape."""
     from transformers.core_model_loading import revert_weight_conversion
 
     problems = []
@@ -292,7 +293,8 @@ def _tensors_by_file(
 
 
 def _refuse_difference(path: str, whole: PreTrainedModel, text: PreTrainedModel) -> None:
-    """Raise :class:`ModelError` unless the text model has the same logits as the multimodal model for text."""
+    """Raise :class:`ModelError` unless the text model ``text`` has the same logits for text as ``whole``, the
+    multimodal model in the directory ``path``."""
     ids_T = torch.tensor(list(_plain_ids(whole.config, text.config.vocab_size)), device=whole.device)
     try:
         with torch.no_grad():
@@ -330,8 +332,8 @@ def _integers(tree: dict[str, Any], ends: tuple[str, ...]) -> Iterable[int]:
 
 
 def whole_class(path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' class of a multimodal model. Raises :class:`~headrace.base.errors.ModelError` if there is
-    none."""
+    """Return transformers' class of the multimodal model in the directory ``path``, whose configuration is ``config``.
+    Raises :class:`~headrace.base.errors.ModelError` if there is none."""
     if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         raise ModelError(
             f"model.path={path!r} is a {config.model_type}: it takes more than text, and transformers knows no "
@@ -354,9 +356,9 @@ def _backbone_class(text: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def trunk_name(text: PreTrainedModel) -> str:
-    """Return the name of the attribute of a causal language model that contains its backbone, which computes hidden
-    states. Usually it is ``base_model_prefix``. In Llama 4, that is the name of the whole in the multimodal model; then
-    the backbone is the first child that is itself a ``PreTrainedModel``."""
+    """Return the name of the attribute of the causal language model ``text`` that contains its backbone, which computes
+    hidden states. Usually it is ``base_model_prefix``. In Llama 4, that is the name of the whole in the multimodal
+    model; then the backbone is the first child that is itself a ``PreTrainedModel``."""
     said = str(text.base_model_prefix)
     if said in text._modules:
         return said

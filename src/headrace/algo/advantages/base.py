@@ -104,9 +104,9 @@ def joint(first: Ints, second: Ints) -> Ints:
 
 
 def centered(outcomes: Outcomes, weights_E: Floats | None = None) -> Floats:
-    """Return each counted reward minus the weighted mean of the counted rewards of its group. ``weights_E`` are the
-    weights; ``None``: equal weights. The result is 0 for rewards that do not count, and exactly 0 if all rewards of a
-    group are the same."""
+    """Return each counted reward of ``outcomes`` minus the weighted mean of the counted rewards of its group.
+    ``weights_E`` are the weights; ``None``: equal weights. The result is 0 for rewards that do not count, and exactly 0
+    if all rewards of a group are the same."""
     weights_E = outcomes.counted_E.astype(np.float64) if weights_E is None else weights_E * outcomes.counted_E
     mass_E = total(weights_E, outcomes.groups_E)
     mean_E = total(weights_E * outcomes.values_E, outcomes.groups_E) / np.where(mass_E > 0, mass_E, 1.0)

@@ -251,8 +251,8 @@ class Rae(AdvantageSection):
         return credit_E
 
     def follow(self, outcomes: Outcomes) -> tuple[Floats, Floats]:
-        """Return the advantage of every episode, and the running mean of every agent after these episodes, which is the
-        baseline at the start of the next batch."""
+        """Return the advantage of every episode of ``outcomes``, and the running mean of every agent after these
+        episodes, which is the baseline at the start of the next batch."""
         agents_E = np.zeros(len(outcomes.rewards_E), np.int64) if outcomes.agents_E is None else outcomes.agents_E
         num_agents = int(agents_E.max()) + 1 if len(agents_E) else 0
         baselines = np.zeros(num_agents) if outcomes.baselines is None else outcomes.baselines.copy()

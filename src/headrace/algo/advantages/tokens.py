@@ -142,7 +142,8 @@ class ReverseKl(AdvantageSection):
         return self.beta * np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
 
     def credit_rewards(self, outcomes: Outcomes) -> Floats:
-        """Return the reward's term of the advantage of every episode: ω times the reward minus the group's mean."""
+        """Return the reward's term of the advantage of every episode of ``outcomes``: ω times the reward minus the
+        group's mean."""
         return self.weight * centered(outcomes)
 
 

@@ -238,8 +238,8 @@ class TopEntropy(CorrectionSection):
         return frozenset({"entropy", "selected"})
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask (N, bool) of the fraction of the batch's tokens with the highest entropy. Tokens with the
-        lowest selected entropy are all selected."""
+        """Return the mask (N, bool) of the fraction of the tokens of the batch ``whole`` with the highest entropy.
+        Tokens with the lowest selected entropy are all selected."""
         assert whole.entropy_N is not None
         entropies = whole.entropy_N[whole.mask_N]
         if not len(entropies):

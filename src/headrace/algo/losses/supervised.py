@@ -140,9 +140,9 @@ class Distill(LossSection):
 
 
 def append_tail(log_p_NK: Tensor) -> Tensor:
-    """Return the log-probabilities of K entries with an additional column for the tail, all other entries together.
-    They are bounded, so that they stay finite: those of the K entries are at least −60, and the probability of the tail
-    is at least 1e-7."""
+    """Return ``log_p_NK``, the log-probabilities of K entries, with an additional column for the tail, all other
+    entries together. They are bounded, so that they stay finite: those of the K entries are at least −60, and the
+    probability of the tail is at least 1e-7."""
     mass_N = log_p_NK.exp().sum(dim=1, keepdim=True).clamp(max=1 - 1e-7)
     tail_N = (-mass_N).log1p()
     wide = log_p_NK.new_empty((log_p_NK.shape[0], log_p_NK.shape[1] + 1))
@@ -151,7 +151,8 @@ def append_tail(log_p_NK: Tensor) -> Tensor:
 
 
 def kl_over(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
-    """Return KL(p‖q) of every row, from the log-probabilities of its entries."""
+    """Return KL(p‖q) of every row, from the log-probabilities of its entries, log p (``log_p_NK``) and log q
+    (``log_q_NK``)."""
     return (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(dim=1)
 
 

@@ -121,7 +121,8 @@ def _kept_problem(kept: KeptSets, ids_T: IntColumn, vocab_size: int) -> str:
 
 
 def _sampling_problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
-    """Yield each problem of the sampling options in words, such as ``top_p=0.0 is not in (0, 1]``."""
+    """Yield each problem of the sampling options for a model with ``vocab_size`` tokens in words, such as ``top_p=0.0
+    is not in (0, 1]``."""
     if sampling.max_new_tokens < 1:
         yield f"max_new_tokens={sampling.max_new_tokens} is not at least 1"
     for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):

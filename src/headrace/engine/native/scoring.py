@@ -65,15 +65,15 @@ class PrefillScorer:
         self._routed_model: RoutedModel | None = None
 
     def blocks(self, request: ScoreTokens, vocab_size: int) -> int:
-        """Return the number of cache blocks that :meth:`score` needs for ``request``. Raises
-        :class:`~headrace.base.errors.RequestError` for a request that cannot be scored."""
+        """Return the number of cache blocks that :meth:`score` needs for ``request`` to a model with ``vocab_size``
+        tokens. Raises :class:`~headrace.base.errors.RequestError` for a request that cannot be scored."""
         self._refuse_if_unfit(request, vocab_size)
         return count_blocks(len(request.ids_T) - 1) if len(request.ids_T) else 0
 
     def score(self, request: ScoreTokens, table: list[int], vocab_size: int) -> TopScores:
         """Return the logprobs of the request's tokens, and the ``top_k`` likeliest entries at each position. The first
         token, which nothing precedes, gets zeros. ``table`` are the cache blocks to use, as many as :meth:`blocks`
-        returned; their contents are overwritten."""
+        returned; their contents are overwritten. ``vocab_size`` is the number of the model's tokens."""
         shape = len(request.ids_T), request.top_k
         scores = TopScores(
             logprobs_T=np.zeros(shape[0], np.float32),

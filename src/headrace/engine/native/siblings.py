@@ -25,7 +25,7 @@ class Siblings:
     snapshot of the leader's state."""
 
     def __init__(self, *, by_snapshot: bool = False) -> None:
-        """Create the record of a step without leaders and followers."""
+        """Create the record of a step without leaders and followers. The argument is described at the class."""
         self._by_snapshot = by_snapshot
         self._leaders: dict[_Context, Sequence] = {}
         """The leaders by the context that their followers share with them."""

@@ -140,7 +140,7 @@ class Speculation:
     ) -> None:
         """Create the drafter with the settings of ``config`` and an empty history in memory or, with ``file``, the
         history that is stored in this file. ``head`` drafts where the history does not. Raises ``OSError`` if the file
-        cannot be created."""
+        cannot be created. The other arguments are described at the class."""
         self._rows, self._pool, self._vocab_size = rows, pool, vocab_size
         self._num, self._max_step_tokens = config.draft_tokens, config.max_step_tokens
         """The most tokens that a pass drafts for a row, and the most tokens of one pass."""
@@ -167,7 +167,7 @@ class Speculation:
         """The numbers of drafted tokens and of accepted ones, which were drawn as drafted."""
 
     def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up ``row`` for a new sequence with the prompt ``prompt_ids_T``; the other arguments are not used."""
+        """Set up ``row`` for a sequence with the prompt ``prompt_ids_T``; the other arguments are not used."""
         self._keys_R[row] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(prompt_ids_T, np.int32).tobytes())
         self._own.add(row)
         self._barred_R[row] = False
@@ -175,7 +175,7 @@ class Speculation:
             self._wait = 0
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
-        """Move the rows ``sources`` to the indices ``targets``, after other rows have left."""
+        """Move the rows ``sources`` to the indices ``targets``, after other rows have left; ``count`` is not used."""
         self._keys_R[targets], self._barred_R[targets] = self._keys_R[sources], self._barred_R[sources]
         self._own.move(sources, targets)
 
@@ -225,8 +225,8 @@ class Speculation:
         return _inserted(schedule, lengths_D)
 
     def note(self, rows_E: Index, places_E: Index, drawn_E: npt.NDArray[np.bool_]) -> None:
-        """Record the outcome of a pass, for each drafted token that was compared with a draw: its row, its index in the
-        draft, and whether it was drawn."""
+        """Record the outcome of a pass, for each drafted token that was compared with a draw: its row (``rows_E``), its
+        index in the draft (``places_E``), and whether it was drawn (``drawn_E``)."""
         self.num_accepted += int(drawn_E.sum())
         ways_E, chances_E = self._ways_RK[rows_E, places_E], self._chances_RK[rows_E, places_E]
         self._trust.note(ways_E, chances_E, drawn_E)

@@ -132,8 +132,8 @@ class SequenceStates:
         self._free += sorted(used_slots - set(self.slots_R[:count].tolist()))
 
     def restore(self, copies: list[tuple[int, int]]) -> None:
-        """Copy states before a pass, for sequences that begin after a cached prefix: for each pair (slot, row), copy
-        the state in ``slot`` to the slot of ``row``."""
+        """Copy states before a pass, for sequences that begin after a cached prefix: for each pair (slot, row) of
+        ``copies``, copy the state in ``slot`` to the slot of ``row``."""
         self._pool.copy([slot for slot, _ in copies], [int(self.slots_R[row]) for _, row in copies])
 
     def save(self) -> None:
@@ -191,6 +191,7 @@ def make_states(model: PreTrainedModel, config: EngineConfig) -> SequenceStates 
 
 
 def state_kernels(model: PreTrainedModel, config: EngineConfig) -> Kernels | None:
-    """Return the compiled kernels, if they can update the states of a model's sequences; else ``None``."""
+    """Return the compiled kernels, if they can update the states of the sequences of ``model`` under the settings
+    ``config``; else ``None``."""
     loaded = kernels() if config.kernels == "auto" and fits(model) else None
     return loaded if isinstance(loaded, Kernels) else None

@@ -55,7 +55,7 @@ class Stops:
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        """Start without stop strings in any row."""
+        """Start without stop strings in any row. The argument is described at the class."""
         self._decode = decode
         self._rows: dict[int, _StopState] = {}
         """The stop strings and the end of the text, by row; only for rows that have stop strings."""
@@ -122,5 +122,6 @@ class StopsFollower:
         self.move, self.push = stops.move, stops.push
 
     def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up the stop strings of ``row`` for a new sequence that has sampled ``answer_ids_T`` already."""
+        """Set up the stop strings in ``sampling`` for the sequence in ``row``, which has sampled ``answer_ids_T``
+        already; its prompt is not used."""
         self._stops.add(row, sampling.stop, answer_ids_T)

@@ -323,8 +323,9 @@ def make_head_deterministic(head: PredictionHead) -> None:
 
 
 def _make_mixtures_invariant(model: nn.Module) -> None:
-    """Make the functions batch-invariant in the parts of a mixture of experts that no kernel covers: matrix products in
-    parts with parameters of their own, and the sigmoid also in the modules around them, which gate shared experts."""
+    """Make the functions of ``model`` batch-invariant in the parts of a mixture of experts that no kernel covers:
+    matrix products in parts with parameters of their own, and the sigmoid also in the modules around them, which gate
+    shared experts."""
     routed = find_routing(model)
     if routed is None:
         return

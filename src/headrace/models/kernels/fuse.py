@@ -115,8 +115,9 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
 
 
 def _fuse(model: nn.Module, ops: Kernels, kept: dict[str, str], *, layers: bool) -> FuseReport:
-    """Replace the operations that kernels can compute under the present parameters, and return the report. ``kept``
-    receives the reasons why other modules are not replaced, by the name of the module."""
+    """Replace the operations of ``model`` that the kernels ``ops`` can compute under the present parameters, and return
+    the report. With ``layers``, whole decoder layers are replaced, too. ``kept`` receives the reasons why other modules
+    are not replaced, by the name of the module."""
     before_NV, samples = _record_calls(model)
     swapped: Counter[str] = Counter()
     for name, module in model.named_modules():
@@ -185,7 +186,7 @@ def _probe_parameter(parameter: Tensor, generator: torch.Generator) -> nn.Parame
 
 
 def unfuse(model: nn.Module) -> None:
-    """Restore the original forward method of every module."""
+    """Restore the original forward method of every module of ``model``."""
     for module in model.modules():
         module.__dict__.pop("product", None)
         fused = module.__dict__.get("forward")

@@ -27,7 +27,8 @@ class Fused:
     they call the module's original forward method. ``ops`` are the kernels."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
-        """Prepare the replacement of the forward method of ``module``, which is not changed yet."""
+        """Prepare the replacement of the forward method of ``module``, which is not changed yet, on the kernels
+        ``ops``."""
         self.module, self.ops = module, ops
         self.inherited = "forward" not in module.__dict__
         """Whether the original forward method is that of the module's class, and not an attribute of the module."""

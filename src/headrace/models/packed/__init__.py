@@ -51,7 +51,8 @@ PADDED = ChosenAttention(name="padded", plan=PackedPlan, why="learner.attention 
 def choose(
     prefer: AttentionName, layers: Sequence[AttentionKind], device: torch.device, compute: Compute | None = None
 ) -> ChosenAttention:
-    """Return the implementation of attention for a model whose ``layers`` compute these kinds on ``device``.
+    """Return the implementation of attention that ``prefer`` names for a model whose ``layers`` compute these kinds on
+    ``device``.
 
     ``auto`` is flex attention on a GPU, if it compiles and its results are right in a trial; otherwise padded rows. On
     a CPU, flex attention stores all scores in memory. ``compute`` replaces the function that computes flex attention.

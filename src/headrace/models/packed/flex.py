@@ -101,8 +101,8 @@ class FlexMask:
         """The masks that layers have used so far, by window and chunk size."""
 
     def attend(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, rule: Rule) -> Tensor:
-        """Return the attention ``[Q, H, D]`` of one layer, with the head size of the values; zeros for a query that
-        attends to no key."""
+        """Return the attention ``[Q, H, D]`` of one layer under its ``rule``, with the head size of the values; zeros
+        for a query that attends to no key."""
         qkv = tuple(each.transpose(0, 1)[None] for each in (query_QHD, key_MKD, value_MKD))
         score = (
             _unchanged_score

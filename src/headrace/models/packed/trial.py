@@ -52,8 +52,9 @@ def describe_kind(kind: AttentionKind) -> str:
 
 
 def _trial(kind: AttentionKind, device: torch.device, compute: Compute) -> str | None:
-    """Compute two passes of random numbers with flex attention and with padded rows, with and without gradients. Return
-    the first difference, in words; ``None`` if the results are the same up to rounding."""
+    """Compute two passes of random numbers for a layer of the kind ``kind`` on ``device``, with flex attention
+    (``compute``) and with padded rows, with and without gradients. Return the first difference, in words; ``None`` if
+    the results are the same up to rounding."""
     for lengths in LENGTHS:
         tensors, rule, output_gradient = _random_inputs(kind, sum(lengths), device)
         flex = FlexPlan(lengths, device, compute=compute)

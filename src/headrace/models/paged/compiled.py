@@ -60,7 +60,8 @@ class CompiledAttention:
         self._loaded.decoder(step, decoder, self._pass, shape, torch.get_num_threads())
 
     def shape(self, heads: int, layer: tuple[Tensor, Tensor], rule: Rule) -> PagedLayer:
-        """Return the kernel's argument for one layer: its pools and attention parameters, for ``heads`` query heads."""
+        """Return the kernel's argument for one layer: its pools ``layer`` and the parameters of its ``rule``, for
+        ``heads`` query heads."""
         keys, values = layer
         sinks = rule.sinks_H
         return PagedLayer(

@@ -104,8 +104,8 @@ class Prompts:
         """The index of each token in the concatenated outputs of all parts."""
 
     def attend(self, qkv_F: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Compute the attention ``[F, H, E]`` of the F tokens after the decoding rows. Their keys and values must
-        already be in the blocks of ``layer``."""
+        """Compute the attention ``[F, H, E]`` of the F tokens after the decoding rows under ``rule``, from their
+        queries, keys and values ``qkv_F``. These keys and values must already be in the blocks of ``layer``."""
         if self._fresh is not None and not self._resumed:
             return self._fresh.attend(*qkv_F, rule)
         parts = []
@@ -152,8 +152,8 @@ class _Gathered:
         writing it."""
 
     def attend(self, query_RQHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Return the attention ``[R, Q, H, E]`` of the rows' queries over the blocks of ``layer``, under the window,
-        chunks and soft cap of ``rule``."""
+        """Return the attention ``[R, Q, H, E]`` of the rows' queries ``query_RQHE`` over the blocks of ``layer``, under
+        the window, chunks and soft cap of ``rule``."""
         window = self._longest if rule.window is None else min(rule.window, self._longest)
         limits = window, rule.chunk or self._longest
         visible = self._visible_context(limits, query_RQHE.dtype)
@@ -196,7 +196,7 @@ class _Gathered:
 
     def _compute_visible_context(self, window: int, chunk: int, dtype: torch.dtype) -> _VisibleContext:
         """Return the blocks that contain the visible context of each row under this window and chunk size, and the mask
-        of their positions."""
+        of their positions, as ``dtype``."""
         # the first query of a row sees the earliest positions: its first visible block is the row's first
         first_R: Index = np.maximum(self._starts_R - window + 1, self._starts_R // chunk * chunk) // BLOCK
         final_R: Index = self._last_R // BLOCK
@@ -224,8 +224,8 @@ def _concatenate_runs(begins_R: Index, counts_R: Index) -> Index:
 
 
 def row_buckets(geometry: Geometry, rows: Index) -> Iterator[Index]:
-    """Yield groups of ``rows`` of a pass with similar numbers of queries and similar lengths, so that a padded group
-    contains little padding."""
+    """Yield groups of ``rows`` of the pass with the layout ``geometry`` with similar numbers of queries and similar
+    lengths, so that a padded group contains little padding."""
     for few in bucket_by_length(geometry.counts_R[rows]):
         alike = rows[few]
         for chosen in bucket_by_length(geometry.starts_R[alike] + geometry.counts_R[alike]):

@@ -136,8 +136,8 @@ def _power(size: int) -> int:
 
 
 def columns(size: int, value_size: int, itemsize: int) -> int:
-    """Return the number of columns that a program reads at a time, for keys and values of these sizes with ``itemsize``
-    bytes per number; 0 if they are too large for the kernel."""
+    """Return the number of columns that a program reads at a time, for keys of ``size`` and values of ``value_size``
+    numbers with ``itemsize`` bytes per number; 0 if they are too large for the kernel."""
     line = (_power(size) + _power(value_size)) * itemsize
     return next((tile for tile in TILES if tile * line <= TILE_BYTES), 0)
 

@@ -50,8 +50,8 @@ class MixerCall:
         """The number of recurrences that the mixer has computed in this call."""
 
     def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence over the tokens of the pass with the plan, and return its outputs. The state is
-        identified by the layer and by the number of earlier recurrences."""
+        """Compute a recurrence over the inputs ``inputs_N`` of the tokens of the pass with the plan, and return its
+        outputs. The state is identified by the layer and by the number of earlier recurrences."""
         key = self._layer, self._count
         self._count += 1
         found: Tensor = self._plan.recur(key, recurrence, inputs_N)
@@ -274,7 +274,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def recurrent_layers(model: nn.Module) -> list[int]:
-    """Return the indices of the layers whose mixers have a state."""
+    """Return the indices of the layers of ``model`` whose mixers have a state."""
     found = (module.__dict__.get("forward") for module in model.modules())
     return sorted({each.layer for each in found if isinstance(each, RecurrentForward)})
 

@@ -39,7 +39,8 @@ class StatePool:
         device: torch.device | str,
         ops: Kernels | None = None,
     ) -> None:
-        """Allocate ``num_slots`` slots. ``shapes`` are the sizes of the states of one sequence."""
+        """Allocate ``num_slots`` slots on ``device``. ``shapes`` are the sizes of the states of one sequence, and
+        ``ops`` are the kernels that update states (``None``: torch does)."""
         self.shapes = dict(shapes)
         self.ops = ops
         """The compiled kernels that update the states of decoding sequences; ``None``: torch updates them."""

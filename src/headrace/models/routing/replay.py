@@ -99,7 +99,8 @@ class RoutingReplay:
     """
 
     def __init__(self, routed: RoutedModel) -> None:
-        """Register a hook on every router of the model. Outside a replay the hooks change nothing."""
+        """Register a hook on every router of the model that ``routed`` describes. Outside a replay the hooks change
+        nothing."""
         self._routed = routed
         for index, layer in enumerate(routed.layers):
             layer.router.register_forward_hook(partial(self._route, index), prepend=True)
