@@ -231,7 +231,7 @@ class EngineConfig(Section):
         return self.tensor * self.pipeline
 
     @property
-    def fuses(self) -> bool:
+    def can_fuse(self) -> bool:
         """Whether the model may run on fused kernels: this kind of engine reads the setting ``kernels``, and it is not
         ``off``."""
         return self.kernels == "auto" and "kernels" not in ENGINES.load(self.kind).unread

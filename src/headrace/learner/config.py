@@ -50,17 +50,17 @@ class MixtureConfig(Section):
     """Coefficient of the router's z-loss, mean log² Σ exp(logits), which keeps router logits small; 0.001 is usual."""
     bias_rate: float = Field(default=0.0, ge=0)
     """For routers that choose by a correction bias (DeepSeek-V3): how far each update moves the bias of an expert, up
-    if it was chosen less than the mean of its layer, down if more; 0.001 is usual. 0 leaves the biases as they are."""
+    if it was selected less than the mean of its layer, down if more; 0.001 is usual. 0 leaves the biases as they are."""
 
     @property
-    def trains(self) -> bool:
+    def has_losses(self) -> bool:
         """Return whether an auxiliary loss of the experts is added to the loss of every step."""
         return self.balance_coef > 0 or self.z_coef > 0
 
     @property
-    def acts(self) -> bool:
+    def has_effect(self) -> bool:
         """Return whether any of these settings has an effect: a loss is added, or a bias is updated."""
-        return self.trains or self.bias_rate > 0
+        return self.has_losses or self.bias_rate > 0
 
 
 class LearnerConfig(Section):

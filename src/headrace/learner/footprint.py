@@ -100,7 +100,7 @@ class LearnerSizes:
         return ways.data * ways.context * ways.tensor
 
     @property
-    def gathers(self) -> bool:
+    def gathers_layers(self) -> bool:
         """Return whether a rank gathers whole layers from other ranks."""
         return self.config.parallel.num_averaged > 1
 
@@ -109,7 +109,7 @@ class LearnerSizes:
         """Return the tokens of a micro-batch on one rank. On a CPU, passes of a dense model are so short that
         activations stay in the cache, unless a sample is longer."""
         tokens = float(self.config.tokens_per_microbatch)
-        if self.on_host and not self.shape.num_experts and not self.gathers:
+        if self.on_host and not self.shape.num_experts and not self.gathers_layers:
             least = 0.0 if math.isinf(self.longest) else self.longest
             tokens = min(tokens, max(1.0, least, CACHED_NUMBERS // self.shape.inner))
         return tokens / self.config.parallel.context
@@ -132,7 +132,7 @@ class LearnerSizes:
         )
         in_layer = replace(
             static,
-            gradients_bytes=static.gradients_bytes + (0.0 if self.gathers else table),
+            gradients_bytes=static.gradients_bytes + (0.0 if self.gathers_layers else table),
             gathered_bytes=self._gathered_layer_bytes(first=True) + self._held_table_bytes(),
             activations_bytes=kept * (self.shape.layers - 1) + layer,
         )
@@ -216,7 +216,7 @@ class LearnerSizes:
 
     def _table_gradient_bytes(self) -> float:
         """Return the bytes of the gradient of the head, which is computed first, on a rank that gathers nothing."""
-        if self.adapted or self.gathers:
+        if self.adapted or self.gathers_layers:
             return 0.0
         return self.shape.table_params * self.itemsize / self.config.parallel.tensor
 
@@ -233,7 +233,7 @@ class LearnerSizes:
         """Return the bytes of the weights and the gradients of the layers that are gathered at a time; with ``first``,
         in the first layer of a backward pass, before the buffer and the sums of a former layer exist."""
         shape, ways = self.shape, self.config.parallel
-        if not self.gathers:
+        if not self.gathers_layers:
             return 0.0
         experts = shape.expert_params / shape.layers
         own = (shape.layer_params - experts) / ways.tensor
@@ -246,14 +246,14 @@ class LearnerSizes:
 
     def _gathered_table_bytes(self) -> float:
         """Return the bytes of the weights and the gradients of the head, or of the embeddings, while it is gathered."""
-        if not self.gathers:
+        if not self.gathers_layers:
             return 0.0
         numbers = self._gathered_numbers() - self.itemsize  # no other table is gathered ahead
         return self.shape.table_params / self.config.parallel.tensor * numbers
 
     def _held_table_bytes(self) -> float:
         """Return the bytes of the gathered head of a frozen base, which is held to the end of the pass."""
-        held = self.gathers and self.adapted
+        held = self.gathers_layers and self.adapted
         return self.itemsize * self.shape.table_params / self.config.parallel.tensor if held else 0.0
 
     def _gathered_numbers(self) -> float:

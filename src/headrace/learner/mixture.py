@@ -90,7 +90,7 @@ class MixtureBalance:
         parallel = ranks.config
         # a rank computes a part of a router's tokens, or the same tokens as other ranks
         is_divided = parallel.context * parallel.tensor > 1
-        if config.acts:
+        if config.has_effect:
             _refuse(config, model, routed, is_divided=is_divided)
         self._routed = routed = None if is_divided else routed
         for index, layer in enumerate(() if routed is None else routed.layers):
@@ -142,7 +142,7 @@ class MixtureBalance:
     def loss(self) -> Tensor | None:
         """Return the contribution of the micro-batch of the last pass to the balance loss and the z-loss, times their
         coefficients, with gradient; ``None`` if no such loss is trained."""
-        if not self.config.trains:
+        if not self.config.has_losses:
             return None
         sums = self._last
         assert sums is not None
@@ -220,7 +220,7 @@ class MixtureBalance:
             by_logits = self._routed.known.chooses_by_logits
             ranked_NK = experts_NK if by_logits else logits_NE.topk(experts_NK.shape[1]).indices
             _count(sums.ranked_LE[index], ranked_NK, sums.copies_N)
-        if not (self.config.trains and torch.is_grad_enabled()):
+        if not (self.config.has_losses and torch.is_grad_enabled()):
             return
         logits_NE, copies_N1 = logits_NE.float(), sums.copies_N[:, None].to(torch.float32)
         if self.config.balance_coef:

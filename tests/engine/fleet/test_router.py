@@ -216,14 +216,14 @@ def test_engine_that_leaves_keeps_what_it_has_and_gets_nothing_new_whatever_happ
     assert router.assign(2, RouteRequest(only="a")) is None
     assert (router.where(0), router.takes_sequences("a"), router.takes_sequences("b")) == ("a", False, True)
     router.remove("b")
-    assert not router.serves
+    assert not router.has_serving_engine
     assert router.remove("a") == (0,)
 
 
 def test_engine_without_weights_serves_nothing() -> None:
     router = Router()
     router.add("a")
-    assert not router.serves
+    assert not router.has_serving_engine
     assert router.assign(0) is None
     router.use("a", 4)
     assert router.assign(0) == "a"

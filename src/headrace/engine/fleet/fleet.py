@@ -431,7 +431,7 @@ class Fleet:
         by_prefix = len(self._members) > 1 and not self._router.has_session(routed.options.session)
         route = routed.route_request("" if parent_engine is None else parent_engine.name, by_prefix=by_prefix)
         while (name := self._router.assign(routed.number, route, routed.avoid)) is None:
-            if self._router.serves and not routed.avoid:
+            if self._router.has_serving_engine and not routed.avoid:
                 raise routed.pinned_error()
             routed.avoid.clear()
             await self._changed.wait()

@@ -162,7 +162,7 @@ class Router:
         return self._sessions.get(session, "") in self._engines
 
     @property
-    def serves(self) -> bool:
+    def has_serving_engine(self) -> bool:
         """Whether any engine accepts sequences."""
         return any(engine.state.takes_sequences for engine in self._engines.values())
 
