@@ -119,7 +119,9 @@ def _move(tensors: Mapping[str, Tensor], version: int) -> None:
 
 
 def _differing(codec: str, engine: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    expected = {name: encode_and_decode(get_codec(codec), name, tensor) for name, tensor in gather_each(tensors.items())}
+    expected = {
+        name: encode_and_decode(get_codec(codec), name, tensor) for name, tensor in gather_each(tensors.items())
+    }
     return [name for name, tensor in engine.items() if not torch.equal(tensor, expected[name])]
 
 

@@ -180,7 +180,8 @@ def test_without_the_package_the_kind_is_refused_with_the_command_that_installs_
 def test_a_learner_without_memory_is_told_what_the_kind_would_free(large_dir):
     model = load_model(ModelConfig(path=str(large_dir)))
     of_kind = {
-        kind: compute_sizes(model, validate(LearnerConfig, {"optimizer": {"kind": kind}})) for kind in ("adamw", "adamw8bit")
+        kind: compute_sizes(model, validate(LearnerConfig, {"optimizer": {"kind": kind}}))
+        for kind in ("adamw", "adamw8bit")
     }
     low_bit, ranks = "learner.optimizer.kind = 'adamw8bit' (headrace[low-bit])", "learner.parallel.data = 2"
     freed = levers(of_kind["adamw"])[low_bit]

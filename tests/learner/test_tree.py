@@ -21,7 +21,9 @@ def lengths_of(batch: Batch) -> np.ndarray:
 
 
 def rows_of(batch: Batch, budget: int = 10**9) -> int:
-    units = cut_tree(PrefixTrees(batch).make_unit(np.arange(len(batch.lengths_S))), lengths_of(batch), Packing(budget=budget))
+    units = cut_tree(
+        PrefixTrees(batch).make_unit(np.arange(len(batch.lengths_S))), lengths_of(batch), Packing(budget=budget)
+    )
     micros = plan(batch.lengths_S, units, Packing(budget=budget))[0]
     rows = sum(len(micro.places_R) for micro in micros)
     assert rows == sum(unit.num_rows(lengths_of(batch)) for unit in units)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headrace.base.errors import CheckpointError, ModelError
 from headrace.learner.snapshot import restore_weights
 from headrace.models import ModelConfig, load_model
-from headrace.models.lora import read_lora_config, load_adapter, save_adapter
+from headrace.models.lora import load_adapter, read_lora_config, save_adapter
 from headrace.models.merge import export_merged
 from headrace.models.weights import weight_tensors
 from tests.models.kinds import tiny

@@ -24,7 +24,7 @@ from headrace.learner.parallel.shares import assign_gathered_boxes, local_box
 from headrace.models.weights import weight_tensors
 from headrace.sync.codecs.forms import Float8, IdentityForm
 from headrace.sync.manifest import plan, view
-from headrace.sync.pieces import Box, view_box, buckets, checksums, make_layout, refuse_incomplete, whole_boxes
+from headrace.sync.pieces import Box, buckets, checksums, make_layout, refuse_incomplete, view_box, whole_boxes
 
 TENSORS = {"a": torch.zeros(7, 3), "b": torch.zeros(()), "c": torch.zeros(4, dtype=torch.bfloat16)}
 

@@ -25,7 +25,7 @@ AGE_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8))
 def off_policy(inputs: LossInputs, log_learner_N: Tensor) -> dict[str, Ratio]:
     """Return metrics of the distance of two policies from μ over the mask of ``inputs``. For π: KL(μ‖π) by k1 and k3,
     and the moments of w = π/μ, for tokens (also by age) and for sequences. For the learner before this step, whose
-    log-probabilities are ``log_learner_N``: k1 and k3, separately for tokens of age 0 and of higher ages. """
+    log-probabilities are ``log_learner_N``: k1 and k3, separately for tokens of age 0 and of higher ages."""
     mask_N = inputs.mask_N
     x_N = log_ratio(inputs.log_pi_N.detach(), inputs.log_mu_N)
     w_N = x_N.exp()

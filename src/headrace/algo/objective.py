@@ -108,7 +108,7 @@ class Objective:
     def shares(self, layout: BatchLayout) -> Shares:
         """Return the weights of the tokens of ``layout``, a part of a batch that is not complete yet. The part must
         contain whole groups. Accumulate gradients with ``weights_N`` and the mass of every part, then divide the
-        gradients by the sum of the masses. """
+        gradients by the sum of the masses."""
         return self.reduction(layout)
 
     def prepare(self, whole: LossInputs) -> Tensor | None:

@@ -143,7 +143,9 @@ class PivotResampler:
         self._count("chosen", len(points))
         by_point = zip(points, (task.result() for task in attempted), strict=True)
         # From the last pivot to the first, because a graft splits a turn and changes the indices of later turns.
-        for point, attempts in sorted(by_point, key=lambda pair: (pair[0].turn, pair[0].pivot.num_tokens_before), reverse=True):
+        for point, attempts in sorted(
+            by_point, key=lambda pair: (pair[0].turn, pair[0].pivot.num_tokens_before), reverse=True
+        ):
             self._graft_branches(episode, original, point, attempts)
         self._count("recovered", sum(success for _, success in list_outcomes(episode, self._config.threshold)))
 
@@ -199,7 +201,9 @@ class PivotResampler:
         for number, pivot in enumerate(self._chooser.choose(entropies, rng)):
             index, answer = answers[pivot.answer]
             earlier_turns = tuple(part for part in sampled if part.turn < answer.turn)
-            cut_turn = msgspec.structs.replace(answer, tokens=answer.tokens[: pivot.num_tokens_before], stop_reason=None)
+            cut_turn = msgspec.structs.replace(
+                answer, tokens=answer.tokens[: pivot.num_tokens_before], stop_reason=None
+            )
             prefix = (*earlier_turns, cut_turn)
             parent = None if answer.request_id < 0 else answer.request_id
             points.append(_PivotPoint(number=number, pivot=pivot, turn=index, prefix=prefix, parent=parent))

@@ -137,7 +137,9 @@ def _problem(registered: Any) -> str | None:
     """Return why the object ``registered`` that an installed package offers is not a kind of engine, in words that
     follow its name; ``None`` if it is one. The registry calls this for each kind that it loads."""
     return (
-        None if isinstance(registered, EngineKind) else f"is a {type(registered).__name__}, not a headrace.engine.config.EngineKind"
+        None
+        if isinstance(registered, EngineKind)
+        else f"is a {type(registered).__name__}, not a headrace.engine.config.EngineKind"
     )
 
 

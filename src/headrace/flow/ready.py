@@ -21,7 +21,7 @@ import numpy as np
 from headrace.base.errors import StoreError
 from headrace.base.store import FILE_BYTES, READY, ColumnStore, parse_file_name
 from headrace.base.types.scored import ScoredGroup
-from headrace.flow.ledger.bundles import encode_group, attach_columns
+from headrace.flow.ledger.bundles import attach_columns, encode_group
 
 INLINE_TOKENS = 340
 """The largest number of tokens, about 4 KiB, of a group that stays in memory and is sent in the messages themselves,

@@ -50,7 +50,8 @@ class MixtureConfig(Section):
     """Coefficient of the router's z-loss, mean log² Σ exp(logits), which keeps router logits small; 0.001 is usual."""
     bias_rate: float = Field(default=0.0, ge=0)
     """For routers that choose by a correction bias (DeepSeek-V3): how far each update moves the bias of an expert, up
-    if it was selected less than the mean of its layer, down if more; 0.001 is usual. 0 leaves the biases as they are."""
+    if it was selected less than the mean of its layer, down if more; 0.001 is usual. 0 leaves the biases as they
+    are."""
 
     @property
     def has_losses(self) -> bool:

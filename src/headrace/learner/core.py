@@ -45,7 +45,7 @@ from headrace.learner.base import LearnerContext
 from headrace.learner.config import LearnerConfig
 from headrace.learner.forward import Forward
 from headrace.learner.intake import Mask, layout, refuse_unknown_agents
-from headrace.learner.memory import HALF_UPDATED, explained_out_of_memory, compute_sizes
+from headrace.learner.memory import HALF_UPDATED, compute_sizes, explained_out_of_memory
 from headrace.learner.optim import learning_rate
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.files import Snapshot

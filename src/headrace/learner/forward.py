@@ -31,7 +31,7 @@ from headrace.base.errors import ModelError
 from headrace.base.types.batch import Batch
 from headrace.base.types.tokens import FloatColumn
 from headrace.learner import products
-from headrace.learner.attention import select_attention, make_probe
+from headrace.learner.attention import make_probe, select_attention
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import estimate_cost
 from headrace.learner.head import TopRequest

@@ -22,7 +22,7 @@ from headrace.models.packed import PADDED, ChosenAttention
 from headrace.models.recurrent import recurrent_layers
 from headrace.models.settings import get_layer_values
 from headrace.models.shape import ModelShape, parse_shape
-from headrace.models.weights import is_adapted, count_vocabulary
+from headrace.models.weights import count_vocabulary, is_adapted
 
 _SIZES = (
     *("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts"),

@@ -262,7 +262,9 @@ class Gradient:
     computed."""
 
     @classmethod
-    def from_stats(cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
+    def from_stats(
+        cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0
+    ) -> Gradient:
         """Return the record of a gradient from ``tally``, the statistics of its micro-batches. ``dropped`` is the
         number of tokens that could not carry loss, by reason; the passes took ``seconds`` seconds; the losses are
         multiplied by ``scale``."""

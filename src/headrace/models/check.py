@@ -137,8 +137,8 @@ def _refuse_different_limits(model: PreTrainedModel, path: str, plan: _RuleRecor
         by_rule, by_mask = (min(size or longest, longest) for size in (rule.window or rule.chunk, masks[rule.layer]))
         if by_rule != by_mask:
             reason = (
-                f"layer {rule.layer} sees {_format_limit(by_mask)} by transformers' mask, and by what it says of itself "
-                f"{_format_limit(by_rule)}"
+                f"layer {rule.layer} sees {_format_limit(by_mask)} by transformers' mask, and by what it says of "
+                f"itself {_format_limit(by_rule)}"
             )
             raise _refusal(model, path, reason)
 

@@ -27,13 +27,13 @@ from headrace.models.settings import (
     BUILDING,
     LAYER_TYPES,
     REMEDY,
+    extract_text_config,
     get_layer_values,
     model_directory,
     num_later_layers,
     read_config,
     read_whole_config,
     spare_torch,
-    extract_text_config,
 )
 
 if TYPE_CHECKING:

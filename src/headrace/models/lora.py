@@ -35,12 +35,12 @@ from headrace.models.settings import BUILDING
 from headrace.models.text_part import prefixes_in_base, replace_prefix
 from headrace.models.weights import (
     DEFAULT,
-    parse_adapter_name,
+    belongs_to_adapter,
     format_first,
     not_finite,
-    belongs_to_adapter,
-    weight_tensors,
+    parse_adapter_name,
     remove_adapter_name,
+    weight_tensors,
 )
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -96,7 +96,9 @@ class Switch:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the trained adapters of ``model``. Without several adapters, switching has no effect."""
-        names = [name for name, parameter in model.named_parameters() if belongs_to_adapter(name) and parameter.requires_grad]
+        names = [
+            name for name, parameter in model.named_parameters() if belongs_to_adapter(name) and parameter.requires_grad
+        ]
         trained = dict.fromkeys(map(parse_adapter_name, names))
         self._layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
         """The layers that have adapters."""

@@ -47,7 +47,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from headrace.base.errors import ModelError
 from headrace.models.config import SUPPORTED, WHOLE
 from headrace.models.hub import local_directory, pinned_path
-from headrace.models.settings import read_whole_config, extract_text_config
+from headrace.models.settings import extract_text_config, read_whole_config
 from headrace.models.weights import refuse_not_finite
 
 PROBE = 24

@@ -43,7 +43,10 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     trained = {name: tensor for name, tensor in tensors.items() if belongs_to_adapter(name) and tensor.requires_grad}
     if len({parse_adapter_name(name) for name in trained}) == 1:
         return {remove_adapter_name(name): tensor for name, tensor in trained.items()}
-    return {remove_adapter_name(name) if parse_adapter_name(name) == DEFAULT else name: tensor for name, tensor in trained.items()}
+    return {
+        remove_adapter_name(name) if parse_adapter_name(name) == DEFAULT else name: tensor
+        for name, tensor in trained.items()
+    }
 
 
 def correction_biases(model: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from headrace.learner.auxiliary.config import CriticConfig
 from headrace.learner.config import LearnerConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import AUTO, DeviceName
-from headrace.models.hub import is_hub_name, local_directory, change_models
+from headrace.models.hub import change_models, is_hub_name, local_directory
 
 Table = Mapping[str, Any] | Section
 """A section of settings: a mapping, as in a run file, or a record."""

@@ -33,7 +33,7 @@ from headrace.models.attention import PackedPlan, forward
 from headrace.models.gap import Gap, largest_gap
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.rope import rope_types
-from headrace.models.settings import BUILDING, get_layer_values, find_context_limit, read_config, read_whole_config
+from headrace.models.settings import BUILDING, find_context_limit, get_layer_values, read_config, read_whole_config
 from headrace.models.text_part import causal_class
 from headrace.models.weights import count_vocabulary
 from headrace.policy.policy import Policy
@@ -291,7 +291,9 @@ def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
     """Return the lengths of the compared sequences: :data:`LENGTHS`, and a length beyond each attention window and
     original context of the model. All lengths are limited by ``longest`` and by ``limit``, the model's context."""
     beyond = [
-        each for name in ("sliding_window", "attention_chunk_size", "index_topk") for each in get_layer_values(config, name)
+        each
+        for name in ("sliding_window", "attention_chunk_size", "index_topk")
+        for each in get_layer_values(config, name)
     ]
     beyond += [parameters.get("original_max_position_embeddings") for _, parameters in rope_types(config)]
     lengths = {*LENGTHS, *(each + 40 for each in beyond if isinstance(each, int))}

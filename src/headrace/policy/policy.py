@@ -38,7 +38,7 @@ from headrace.models import context_length, load_model, load_tokenizer
 from headrace.models.devices import use_device
 from headrace.models.endings import stop_ids
 from headrace.models.heads import wanted_head
-from headrace.models.hub import pinned_path, change_models
+from headrace.models.hub import change_models, pinned_path
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import read_config

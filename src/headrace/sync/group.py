@@ -50,7 +50,7 @@ from headrace.sync.groups import (
     torch_distributed,
 )
 from headrace.sync.manifest import private_memory
-from headrace.sync.pieces import Bucket, view_box, buckets
+from headrace.sync.pieces import Bucket, buckets, view_box
 
 MOST_FAILURES = 2
 """The number of failed transfers to the same engines in a row after which versions are sent through files. A single
@@ -465,7 +465,8 @@ class _Image:
     def places(self, bucket: Bucket) -> list[Tensor]:
         """Return for each block of ``bucket`` the view into the image to which it belongs."""
         return [
-            view_box(self._memory, self._entries[block.name], block.starts, block.entry.shape) for block in bucket.blocks
+            view_box(self._memory, self._entries[block.name], block.starts, block.entry.shape)
+            for block in bucket.blocks
         ]
 
 

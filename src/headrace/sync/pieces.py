@@ -232,9 +232,7 @@ def _blocks(layout: RankLayout, max_bytes: int) -> Iterator[_Block]:
 def _bucket(blocks: list[_Block]) -> Bucket:
     """Return the bucket that consists of ``blocks``, which follow each other in the bytes of their rank."""
     start = blocks[0].entry.offset_bytes
-    shifted = tuple(
-        _Block(name=block.name, entry=_shift(block.entry, -start), starts=block.starts) for block in blocks
-    )
+    shifted = tuple(_Block(name=block.name, entry=_shift(block.entry, -start), starts=block.starts) for block in blocks)
     last = shifted[-1].entry
     return Bucket(start=start, num_bytes=last.offset_bytes + last.num_bytes, blocks=shifted)
 

@@ -48,4 +48,6 @@ def make_receiver(route: Route, tensors: Mapping[str, Tensor], token: str = "") 
     """Return the engine's side of the weight sync for ``tensors``, the model's parameters and buffers by name. The
     other arguments and the errors are the same as in :func:`make_publisher`."""
     transport = TRANSPORTS.load(route.transport)
-    return Receiver(tensors, get_codec(route.codec), lambda limit_bytes: transport.open_inbox(route, token, limit_bytes))
+    return Receiver(
+        tensors, get_codec(route.codec), lambda limit_bytes: transport.open_inbox(route, token, limit_bytes)
+    )

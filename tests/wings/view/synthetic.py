@@ -226,7 +226,9 @@ def learned(step: int, episodes: Sequence[EpisodeGraph], teacher: int | None) ->
         ids_TK=np.zeros((count, 0), np.int32),
         logs_TK=np.zeros((count, 0), np.float32),
     )  # fmt: skip
-    return TokenResults.from_batch([episode.key for episode in trained], batch, batch.logprobs_N + gaps_N, teacher_scores_N)
+    return TokenResults.from_batch(
+        [episode.key for episode in trained], batch, batch.logprobs_N + gaps_N, teacher_scores_N
+    )
 
 
 def fail(ledger: SqliteLedger, number: int) -> None:

@@ -18,9 +18,9 @@ from headrace.algo.advantages.base import (
     joint,
     leave_one_out,
     moments,
+    remove_rounding,
     require,
     total,
-    remove_rounding,
 )
 from headrace.algo.advantages.outcomes import Floats, Outcomes
 from headrace.base.errors import DataError

@@ -17,9 +17,9 @@ from headrace.algo.advantages.base import (
     joint,
     leave_one_out,
     moments,
+    remove_rounding,
     require,
     total,
-    remove_rounding,
 )
 from headrace.algo.advantages.groups import GrpoAdvantage
 from headrace.algo.advantages.outcomes import Bools, Floats, Ints, Outcomes

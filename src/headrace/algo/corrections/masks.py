@@ -14,7 +14,7 @@ import pydantic
 from pydantic import Field
 
 from headrace.algo.base import Column, Factor, LossInputs, log_ratio
-from headrace.algo.corrections.section import CorrectionSection, Level, keep_sequences, compute_log_rho, refuse_crossed
+from headrace.algo.corrections.section import CorrectionSection, Level, compute_log_rho, keep_sequences, refuse_crossed
 
 if TYPE_CHECKING:
     from torch import Tensor

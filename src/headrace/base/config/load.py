@@ -165,7 +165,10 @@ def _explain(section_class: type[Section], detail: ErrorDetails, table: str) -> 
     match detail["type"]:
         case "extra_forbidden":
             if name in section_class.former_keys:
-                return f"{name} has another name now: {section_class.former_keys[name]}", f"write {section_class.former_keys[name]}"
+                return (
+                    f"{name} has another name now: {section_class.former_keys[name]}",
+                    f"write {section_class.former_keys[name]}",
+                )
             known = {key for model in above.models for key in model.model_fields}
             return f"{name} is not a setting", nearest(str(detail["loc"][-1]), known)
         case "missing":

@@ -12,7 +12,7 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace.base.config.addresses import parse_host, is_loopback
+from headrace.base.config.addresses import is_loopback, parse_host
 from headrace.base.errors import ConfigError
 from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import Refusal, excerpt

@@ -574,8 +574,8 @@ class Fleet:
     async def _commit_on(
         self, member: Member, version: int, mode: Interrupt, gate: asyncio.Semaphore
     ) -> SwapReport | None:
-        """Commit ``version`` in the mode ``mode`` on the engine ``member``, which gets no new requests meanwhile. Return
-        its report, or ``None`` if the engine was lost. ``gate`` limits how many engines commit at once."""
+        """Commit ``version`` in the mode ``mode`` on the engine ``member``, which gets no new requests meanwhile.
+        Return its report, or ``None`` if the engine was lost. ``gate`` limits how many engines commit at once."""
         async with gate:
             if self._members.get(member.name) is not member:
                 return None

@@ -70,7 +70,7 @@ __all__ = [
     "Verdict",
     "apply_filters",
     "comparable_rewards",
-    "refuse_impossible",
     "get_rewards",
+    "refuse_impossible",
     "undo_filters",
 ]

@@ -29,7 +29,12 @@ from __future__ import annotations
 from typing import Literal
 
 from headrace.flow.policies.base import Selection, StalenessPolicy
-from headrace.flow.policies.deadlines import select_earliest_in_time, select_in_order, num_admissible, num_admissible_in_order
+from headrace.flow.policies.deadlines import (
+    num_admissible,
+    num_admissible_in_order,
+    select_earliest_in_time,
+    select_in_order,
+)
 from headrace.flow.state import FlowState
 
 

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 
 from headrace.base.errors import ConfigError
 from headrace.flow.policies.base import DISPLACED, STALE, Selection, StalenessPolicy
-from headrace.flow.policies.deadlines import select_earliest, select_earliest_in_time, select_in_order, num_admissible
+from headrace.flow.policies.deadlines import num_admissible, select_earliest, select_earliest_in_time, select_in_order
 from headrace.flow.state import FlowState
 
 

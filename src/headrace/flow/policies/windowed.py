@@ -19,7 +19,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.group import GroupState
 from headrace.flow.policies.base import Selection, StalenessPolicy
 from headrace.flow.policies.bounded import paced_admission
-from headrace.flow.policies.deadlines import select_earliest_in_time, select_in_order, get_deadline, is_rest_in_time
+from headrace.flow.policies.deadlines import get_deadline, is_rest_in_time, select_earliest_in_time, select_in_order
 from headrace.flow.state import FlowState
 
 

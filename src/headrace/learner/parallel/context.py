@@ -206,7 +206,11 @@ def _runs(indices: Index, starts_M: Index) -> list[_Run]:
     breaks = np.flatnonzero((np.diff(indices) != 1) | (np.diff(starts_M[indices]) != 0)) + 1
     edges = [0, *breaks.tolist(), len(indices)] if len(indices) else []
     return [
-        _Run(rows=slice(begin, end), first=int(indices[begin] - starts_M[indices[begin]]), start=int(starts_M[indices[begin]]))
+        _Run(
+            rows=slice(begin, end),
+            first=int(indices[begin] - starts_M[indices[begin]]),
+            start=int(starts_M[indices[begin]]),
+        )
         for begin, end in pairwise(edges)
     ]
 

@@ -29,7 +29,7 @@ from headrace.learner.auxiliary.base import AuxiliaryModel
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.optim import ShardOptimizer
-from headrace.learner.parallel.parts import STEP, UPDATES, SavedParts, SavedTensor, number_of_files, find_shards
+from headrace.learner.parallel.parts import STEP, UPDATES, SavedParts, SavedTensor, find_shards, number_of_files
 from headrace.learner.parallel.saving import WEIGHT, ShardedSnapshot, SourceTensor
 from headrace.learner.parallel.shards import local_shard, slice_shard
 from headrace.models.config import ModelConfig
@@ -93,7 +93,9 @@ class Snapshot:
         :class:`~headrace.base.errors.CheckpointError` on every rank if rank 0 cannot write."""
         failed: CheckpointError | None = None
         if self._ranks.is_leader:
-            auxiliary_files = {f"{one.name}{_ENDING}": _copy_to_host(one.state()) for one in self._auxiliary if one.has_state}
+            auxiliary_files = {
+                f"{one.name}{_ENDING}": _copy_to_host(one.state()) for one in self._auxiliary if one.has_state
+            }
             plain = self._optimizer.plain
             extras = snapshot.Extras(
                 step=step,

@@ -30,9 +30,16 @@ from headrace.learner.parallel.adapt import parted
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import gather_whole, local_shard, num_replicas, slice_shard, reshard_like, wrap_shard
+from headrace.learner.parallel.shards import (
+    gather_whole,
+    local_shard,
+    num_replicas,
+    reshard_like,
+    slice_shard,
+    wrap_shard,
+)
 from headrace.learner.parallel.split import reshard
-from headrace.models.weights import DEFAULT, parse_adapter_name, is_adapted, belongs_to_adapter
+from headrace.models.weights import DEFAULT, belongs_to_adapter, is_adapted, parse_adapter_name
 
 ADAMW = ("exp_avg", "exp_avg_sq")
 MUON = ("momentum_buffer",)
@@ -299,7 +306,9 @@ class ShardOptimizer:
             optimizer_state.update({} if optimizer_state else self._zeros(record))
             self._low_bit.fill(optimizer_state, {key: part for key, part in parts.items() if key != MASTER})
         else:
-            self._get_state(record).update({key: part.to(record.master.dtype) for key, part in parts.items() if key in known})
+            self._get_state(record).update(
+                {key: part.to(record.master.dtype) for key, part in parts.items() if key in known}
+            )
         if not record.muon:
             self._get_state(record)["step"] = self._count(record, updates)
 
@@ -349,7 +358,9 @@ class ShardOptimizer:
         torch.optim.Muon(
             [update], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
         ).step()
-        record.master.mul_(1 - lr * rule.weight_decay).add_(slice_shard(update.detach(), record.weight).to(record.master.device))
+        record.master.mul_(1 - lr * rule.weight_decay).add_(
+            slice_shard(update.detach(), record.weight).to(record.master.device)
+        )
 
 
 def _gradients(weights: Sequence[TrainedWeight]) -> list[Tensor]:

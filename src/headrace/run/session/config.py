@@ -24,11 +24,11 @@ from headrace.models.hub import (
     MODEL_PATHS,
     MODEL_TABLES,
     Change,
+    change_models,
     is_hub_name,
     local_directory,
     pinned_path,
     same_repository,
-    change_models,
 )
 from headrace.rollout.environments.program import with_absolute_files
 from headrace.run.rules import FORMER_KEYS, refuse

@@ -26,8 +26,8 @@ from headrace.testing.servers.base import (
     handle_sleep,
     handle_wake,
     handle_weight_label,
-    read_sampling,
     make_handler,
+    read_sampling,
     stream_events,
 )
 

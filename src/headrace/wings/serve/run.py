@@ -34,7 +34,7 @@ from headrace.models.hub import short_model_name
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import context_length
-from headrace.models.weights import model_bytes, count_vocabulary
+from headrace.models.weights import count_vocabulary, model_bytes
 from headrace.wings.serve.answering import Service
 from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.chat import ServedTokenizer

@@ -27,7 +27,7 @@ from headrace.learner.parallel.load import refuse_libraries
 from headrace.models import load_tokenizer
 from headrace.models.devices import choose_devices, num_gpus
 from headrace.models.endings import stop_ids
-from headrace.models.hub import local_directory, pinned_path, change_models
+from headrace.models.hub import change_models, local_directory, pinned_path
 from headrace.models.settings import find_context_limit, read_config
 from headrace.run.observe.words import plural
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, TuningConfig

@@ -41,7 +41,7 @@ from headrace.learner.auxiliary.config import OtherModel
 from headrace.learner.disk import verify_model
 from headrace.models import context_length, load_model
 from headrace.models.devices import use_device
-from headrace.models.hub import pinned_path, change_models
+from headrace.models.hub import change_models, pinned_path
 from headrace.models.load import refuse_other_vocabulary
 from headrace.models.settings import read_config
 from headrace.run.observe.words import plural

@@ -28,7 +28,7 @@ from headrace.learner.disk import CHECKSUMS_FILE, Damaged, listed_checksums, sea
 from headrace.models.heads import copy_later
 from headrace.models.lora import CONFIG_FILE, WEIGHTS_FILE
 from headrace.models.multilora import LoraTensors, from_tensors, to_peft
-from headrace.models.weights import format_first, to_file_format, not_finite
+from headrace.models.weights import format_first, not_finite, to_file_format
 from headrace.wings.tinker.weights import WeightKind, Weights, WholeTensors, trainable
 
 STATE_FILE, FACTS_FILE = "training_state.safetensors", "tinker.json"

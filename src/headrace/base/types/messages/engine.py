@@ -163,7 +163,9 @@ class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The exclusive upper limit of the ids of those entries; 0 for no limit."""
 
     @classmethod
-    def create(cls, call: int, tokens: Tokens, temperature: float, *, top_k: int = 0, top_below: int = 0) -> ScoreTokens:
+    def create(
+        cls, call: int, tokens: Tokens, temperature: float, *, top_k: int = 0, top_below: int = 0
+    ) -> ScoreTokens:
         """Return the order number ``call`` to score ``tokens`` at ``temperature``, and to return the ``top_k``
         likeliest entries with ids below ``top_below`` (0: all) at each position, under the kept-sets and experts that
         were recorded with them."""
