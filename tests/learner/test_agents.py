@@ -274,10 +274,10 @@ def test_a_model_begins_with_the_adapters_of_a_snapshot_or_all_with_a_lone_one(b
     unfinished = begin(tmp_path / "checkpoints", 1)
     both.save(unfinished)
     base = ModelConfig(path=str(build.model_dir), lora=LoraConfig(rank=4, agents=AGENT_NAMES))
-    loaded = load_model(base.at(str(unfinished)))
+    loaded = load_model(base.with_snapshot(str(unfinished)))
     assert_same_bits({name: tensor.detach() for name, tensor in weight_tensors(loaded).items()}, everything(both))
     lone = build()
-    lone.model = load_model(base.at(str(unfinished / AGENTS / "solver")))
+    lone.model = load_model(base.with_snapshot(str(unfinished / AGENTS / "solver")))
     for name in ("", *AGENT_NAMES):
         assert_same_bits(adapter(lone, name), adapter(both, "solver"))
     strange = LoraConfig(rank=4, agents=("judge",), adapter=str(unfinished))

@@ -24,10 +24,10 @@ class Clients:
         self._oai, self._claude = oai(nobody), claude(nobody)
 
     def oai(self, access: Access) -> openai.AsyncOpenAI:
-        return self._oai.apply_options(base_url=f"{access.base_url}/v1", api_key=access.api_key)
+        return self._oai.with_options(base_url=f"{access.base_url}/v1", api_key=access.api_key)
 
     def claude(self, access: Access) -> anthropic.AsyncAnthropic:
-        return self._claude.apply_options(base_url=access.base_url, api_key=access.api_key)
+        return self._claude.with_options(base_url=access.base_url, api_key=access.api_key)
 
     async def close(self) -> None:
         await self._oai.close()
