@@ -106,7 +106,7 @@ def judge(run_dir: Path, config: RunConfig, before: Sequence[LedgerSnapshot]) ->
         unclosed = sum(not attempt.closed for attempt in attempts)
         everything = answers_of(episode for attempt in attempts for episode in ledger.episodes(attempt.number))
         agree = _versions_that_agree(run_dir, ledger)
-        too_old = sum(tokens for age, tokens in ledger.ages().items() if age > config.flow.greatest_age)
+        too_old = sum(tokens for age, tokens in ledger.ages().items() if age > config.flow.largest_age)
     units = (conservation.groups, conservation.episodes, conservation.tokens)
     return Verdict(
         lost=needed - len(set(numbers)) + unclosed + conservation.groups.in_flight,

@@ -24,7 +24,7 @@ from headrace.base.types.messages import controller, engine, environment, learne
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.scored import TokenResults
 from headrace.flow.ledger.base import Move, Operation, Submit
-from headrace.flow.ledger.bundles import GroupBundle, decode_entry, encode_bundle, encode_group
+from headrace.flow.ledger.bundles import GroupBundle, decode_episode, encode_bundle, encode_group
 from headrace.flow.ledger.redis import RollBack, encode_operation, replay
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 from headrace.flow.ledger.turns import decode_token_results, decode_turns, encode_token_results, encode_turns
@@ -169,7 +169,7 @@ def _bundles(rng: random.Random) -> Format:
         return [EpisodeGraph(key=EpisodeKey(0, place), turns=valid_examples(Turn, rng, 2)) for place in range(2)]
 
     seeds = [encode_bundle(some())[0] for _ in range(4 * EXAMPLES)]
-    read = make_reader(msgspec.MsgspecError)(partial(decode_entry, entry=1))
+    read = make_reader(msgspec.MsgspecError)(partial(decode_episode, index=1))
     return Format(name="episodes in a bundle", share=0.01, seeds=seeds, change=mutate_msgpack, read=read)
 
 

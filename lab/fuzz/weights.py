@@ -16,7 +16,7 @@ from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.weights import WeightUpdate
 from headrace.sync.base import Inbox, SendRequest, Sent
-from headrace.sync.codecs import codec_of
+from headrace.sync.codecs import get_codec
 from headrace.sync.files import FilesInbox, FilesOutbox
 from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
@@ -71,7 +71,7 @@ class _TwoVersions:
         shapes = {"a": (8, 4), "b": (3,), "c": (2, 2, 2)}
         self._weights = {name: torch.randn(shape, generator=draws).bfloat16() for name, shape in shapes.items()}
         self._inbox = inbox
-        publisher = Publisher(self._weights, codec_of("delta"), outbox)
+        publisher = Publisher(self._weights, get_codec("delta"), outbox)
         publisher.copy(0)
         self.first, self._first_bytes = publisher.announce(0, 0), payload()
         self._weights["a"][3, 1] += 0.5
@@ -83,7 +83,7 @@ class _TwoVersions:
         """Return the receiver of a new engine that uses the first version; ``deliver`` sets the payload that it
         receives."""
         model = {name: torch.zeros_like(tensor) for name, tensor in self._weights.items()}
-        receiver = Receiver(model, codec_of("delta"), lambda _: self._inbox())
+        receiver = Receiver(model, get_codec("delta"), lambda _: self._inbox())
         deliver(self._first_bytes)
         receiver.stage(self.first)
         receiver.commit(0)

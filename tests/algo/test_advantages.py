@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import algo
-from headrace.algo.advantages import AnyAdvantage, GaeAdvantage, outcomes_of
+from headrace.algo.advantages import AnyAdvantage, GaeAdvantage, make_outcomes
 from headrace.algo.advantages.groups import Rae
 from headrace.algo.config import AlgoConfig
 from headrace.algo.registry import classes_by_kind
@@ -95,7 +95,7 @@ def test_rae_follows_each_agent_and_hands_its_baselines_on() -> None:
     later = {"a": 0.95 * 0.05 + 0.05, "b": 0.95 * -0.05}
     expected = [1 - b["a"], -1 - b["b"], 1 - later["a"], -later["b"]]
     assert algo.advantage("rae", rewards, agents=agents) == pytest.approx(expected)
-    credit, baselines = Rae().follow(outcomes_of(rewards[:2], agents=agents[:2]))
+    credit, baselines = Rae().follow(make_outcomes(rewards[:2], agents=agents[:2]))
     handed = dict(zip("ab", baselines.tolist(), strict=True))
     rest = algo.advantage("rae", rewards[2:], agents=agents[2:], baselines=handed)
     assert [*credit.tolist(), *rest] == pytest.approx(expected)
@@ -178,7 +178,7 @@ def test_gae_is_the_direct_recursion_over_each_episode(gamma: float, lam: float,
     expected = by_recursion(rewards, values, gamma, lam)
     got = algo.advantage("gae", rewards, values=values, lengths=lengths, gamma=gamma, lam=lam, normalize=False)
     assert got == pytest.approx([x for row in expected for x in row], rel=1e-12, abs=1e-12)
-    estimate = GaeAdvantage(gamma=gamma, lam=lam).estimate(outcomes_of(rewards, values=values, lengths=lengths))
+    estimate = GaeAdvantage(gamma=gamma, lam=lam).estimate(make_outcomes(rewards, values=values, lengths=lengths))
     flat = [x for row in values for x in row]
     assert estimate.returns_N == pytest.approx([a + v for a, v in zip(got, flat, strict=True)], rel=1e-12, abs=1e-12)
     earned = [r * gamma ** (n - 1 - t) for r, n in zip(rewards, lengths, strict=True) for t in range(n)]
@@ -288,18 +288,18 @@ def test_arrays_and_labels_of_any_kind_are_taken() -> None:
 
 
 def test_overlong_answers_lose_gradually() -> None:
-    outcomes = outcomes_of([1.0] * 4 + [None], lengths=[50, 80, 90, 200, 90])
+    outcomes = make_outcomes([1.0] * 4 + [None], lengths=[50, 80, 90, 200, 90])
     shaped = Overlong(max_tokens=100, buffer=20, penalty=0.5)(outcomes)
     np.testing.assert_allclose(shaped, [1.0, 1.0, 0.75, 0.5, np.nan])
 
 
 def test_short_right_answers_gain_and_long_wrong_ones_lose() -> None:
-    outcomes = outcomes_of([1.0, 1.0, 0.0, 0.0, 1.0], groups=[0, 0, 0, 0, 1], lengths=[10, 30, 10, 30, 5])
+    outcomes = make_outcomes([1.0, 1.0, 0.0, 0.0, 1.0], groups=[0, 0, 0, 0, 1], lengths=[10, 30, 10, 30, 5])
     np.testing.assert_allclose(LengthShaping()(outcomes), [1.5, 0.5, 0.0, -0.5, 1.0])
 
 
 def test_credit_shapes_rewards_before_it_compares_them() -> None:
     table = {"advantage": "rloo", "shaping": [{"kind": "overlong", "max_tokens": 100, "buffer": 50}]}
     config = AlgoConfig.model_validate(table)
-    credit = config.credit(outcomes_of([1.0, 1.0], lengths=[10, 100]))
+    credit = config.credit(make_outcomes([1.0, 1.0], lengths=[10, 100]))
     assert credit.tolist() == [1.0, -1.0]

@@ -126,7 +126,7 @@ def test_what_cannot_work_is_refused_with_its_remedy(text: str, problem: str, re
 def test_objective_says_what_it_reads(tree: dict[str, Any], columns: set[str]) -> None:
     objective = Objective.build(AlgoConfig.model_validate(tree))
     assert objective.columns == columns
-    assert objective.selects == ("selected" in columns)
+    assert objective.selects_tokens == ("selected" in columns)
 
 
 @pytest.mark.parametrize("correction", [None, "none", "opsm", ["outlier"], "tis", "loglinear", "geometric_rejection"])

@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from headrace.algo import formulas
-from headrace.algo.registry import classes_by_kind, options_of
+from headrace.algo.registry import classes_by_kind, get_option_names
 from headrace.base.config import Section, descriptions
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "formulas.md"
@@ -28,7 +28,7 @@ def test_every_formula_states_itself_its_source_and_its_options(name: str, kind:
     assert f"### {name}\n" in text
     assert kind.__doc__
     assert "Source" in kind.__doc__ or name == "trust_region"
-    for option in options_of(kind):
+    for option in get_option_names(kind):
         assert descriptions(kind).get(option), f"{name}.{option} has no docstring"
 
 

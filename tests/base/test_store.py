@@ -19,7 +19,7 @@ from headrace.base.store import (
     file_name,
     lies_in_store,
     read_batch,
-    without_groups,
+    remove_groups,
 )
 from headrace.base.types.batch import Batch, TrainSample
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, StopReason, TokenChunk, Turn
@@ -30,7 +30,7 @@ from headrace.base.types.messages.learner import Logprobs
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.scored import paths
 from headrace.base.types.tokens import Tokens
-from headrace.flow.ledger.bundles import decode_entry, encode_bundle
+from headrace.flow.ledger.bundles import decode_episode, encode_bundle
 
 CODEC, ORDERS = MessageCodec(controller.Message), MessageCodec(learner.Message)
 LAYERS, EXPERTS = 6, 2
@@ -46,7 +46,7 @@ def tokens_of(rng: np.random.Generator, count: int, *, kept: bool = True, routin
         ids_T=ids.astype(np.int32),
         logprobs_T=rng.normal(size=count).astype(np.float32),
         versions_T=np.full(count, 3, np.int32),
-        kept=KeptSets.of(sets) if kept else None,
+        kept=KeptSets.from_spans(sets) if kept else None,
         routing=Routing(known_T=known, experts_RLK=experts) if routing else None,
     )
 
@@ -130,7 +130,7 @@ def test_the_ledger_keeps_references_and_an_episode_is_whole_again(tmp_path: Pat
     whole = msgspec.structs.replace(turns[1], tokens=span)
     large, _ = encode_bundle([EpisodeGraph(key=EpisodeKey(0, 0), turns=[turns[0], whole])])
     assert len(data) < len(large) - 8 * len(span)
-    same(in_memory(decode_entry(data, 0)[1].tokens, tmp_path), span)
+    same(in_memory(decode_episode(data, 0)[1].tokens, tmp_path), span)
 
 
 def batch_of(tmp_path: Path, *, stored: bool) -> Batch:
@@ -189,7 +189,7 @@ def test_a_group_of_which_a_part_is_lost_carries_no_loss_and_others_are_as_they_
     assert list(lost) == [group]
     assert words in lost[group].problem
     assert file_name("e", number) in lost[group].problem
-    left, count = without_groups(read, lost)
+    left, count = remove_groups(read, lost)
     own_N = np.repeat(stored.groups_S == group, stored.lengths_S)
     assert count == int((plain.mask_N & own_N).sum()) > 0
     assert not left.mask_N[own_N].any()

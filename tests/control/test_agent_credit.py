@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.algo.config import AlgoConfig
 from headrace.base.errors import ConfigError
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, role_of
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, get_role
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import FROZEN
@@ -91,12 +91,12 @@ def reference(episodes: Sequence[EpisodeGraph]) -> list[dict[str, float]]:
     pools: dict[tuple[int, str], list[float]] = {}
     for each in episodes:
         for agent, reward in each.agent_rewards.items():
-            pools.setdefault((each.key.group, role_of(agent)), []).append(reward)
+            pools.setdefault((each.key.group, get_role(agent)), []).append(reward)
     found: list[dict[str, float]] = []
     for each in episodes:
         row = {}
         for agent, reward in each.agent_rewards.items():
-            pool = pools[each.key.group, role_of(agent)]
+            pool = pools[each.key.group, get_role(agent)]
             mean = math.fsum(pool) / len(pool)
             spread = math.fsum((value - mean) ** 2 for value in pool)
             std = math.sqrt(spread / (len(pool) - 1)) if len(pool) > 1 else 0.0

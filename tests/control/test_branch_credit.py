@@ -20,7 +20,7 @@ from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import Tokens
 from headrace.control.credit import credit
 from headrace.flow.layout import collate
-from headrace.flow.pivots import outcomes_of
+from headrace.flow.pivots import list_outcomes
 
 
 def turn(length: int, parent: int | None, *, branch: Branch | None = None, **fields: Any) -> Turn:
@@ -112,9 +112,9 @@ def test_shaping_sees_a_branch_with_the_answer_that_it_ends() -> None:
 
 def test_the_outcome_of_a_pivot_is_its_depth_and_whether_a_branch_succeeded() -> None:
     _, first, second = grown().episodes
-    assert outcomes_of(first, 0.0) == [(3 / 8, True)]
-    assert outcomes_of(second, 1.0) == [(2 / 6, True), (4 / 6, False)]
-    assert outcomes_of(grown().episodes[0], 0.0) == []
+    assert list_outcomes(first, 0.0) == [(3 / 8, True)]
+    assert list_outcomes(second, 1.0) == [(2 / 6, True), (4 / 6, False)]
+    assert list_outcomes(grown().episodes[0], 0.0) == []
 
 
 def segmented(place: int, reward: float, process: Sequence[tuple[int, float]]) -> EpisodeGraph:

@@ -48,7 +48,7 @@ def test_bound_holds_and_books_balance_over_a_crash_and_replayed_steps_train_the
             assert groups_of(batch) == groups_of(again[batch.step])
     batches |= again
     assert sorted(batches) == list(range(10))
-    bound = given.settings().flow.greatest_age
+    bound = given.settings().flow.largest_age
     assert max(int(batch.ages().max()) for batch in batches.values()) <= bound
     trained = [group for batch in batches.values() for group in groups_of(batch)]
     assert len(trained) == len(set(trained)) == 20

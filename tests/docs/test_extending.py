@@ -31,7 +31,7 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     rows = tomllib.loads(named.text)["project"]["entry-points"]
     monkeypatch.setattr(
         plugins,
-        "entry_points_of",
+        "get_entry_points",
         lambda group: [EntryPoint(name=name, value=value, group=group) for name, value in rows.get(group, {}).items()],
     )
     vars(TRANSPORTS).pop("_offers", None)

@@ -18,7 +18,7 @@ from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.scored import ScoredGroup
 from headrace.flow import Admission, Flow, FlowConfig, GroupBatch
-from headrace.flow.policies.deadlines import age_needed
+from headrace.flow.policies.deadlines import compute_needed_age
 from headrace.flow.state import FlowState
 from tests.flow.dict_ledger import DictLedger, Tried
 
@@ -83,7 +83,7 @@ class Driver:
         """(bound, newest version while it held) of bounds that hold no more."""
         if self.config.max_age == "auto":
             self.flow.resume_max_age(self.saved_bound)
-            self.earlier_bounds.append((self.config.greatest_age, self.newest_sampled))
+            self.earlier_bounds.append((self.config.largest_age, self.newest_sampled))
         self.bound = self.flow.state.limits.max_age
         self.check()
 
@@ -172,7 +172,7 @@ class Driver:
             ages = [step - version for version in versions]
             assert min(ages) >= 0
             assert max(ages) <= self.allowed(min(versions)), f"step {step} would train group {group.number}"
-            assert max(ages) <= self.config.greatest_age
+            assert max(ages) <= self.config.largest_age
             self.max_age = max(self.max_age, *ages)
         self.taken.append(taken)
         return True
@@ -186,7 +186,7 @@ class Driver:
         if self.config.max_age != "auto":
             return False
         self.earlier_bounds.append((self.bound, self.flow.state.version))
-        self.bound = self.rng.randrange(1, self.config.greatest_age + 1)
+        self.bound = self.rng.randrange(1, self.config.largest_age + 1)
         self.flow.set_max_age(self.bound)
         return True
 
@@ -232,7 +232,7 @@ class Driver:
         """Crash, and continue with other settings, unless what the ledger holds is too old for them."""
         resumed = Flow(config, writer=self.ledger, clock=StillClock(), last_step=self.steps, pick_row=lambda row: row)
         resumed.restore(self.checkpoint, self.ledger.roll_back(self.checkpoint))
-        fits = age_needed(resumed.state, only_planned=config.policy.drops_stale) <= config.greatest_age
+        fits = compute_needed_age(resumed.state, only_planned=config.policy.drops_stale) <= config.largest_age
         if fits:
             self.config, self.saved_bound = config, None
         self.crash()

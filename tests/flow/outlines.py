@@ -12,7 +12,7 @@ from headrace.base.types.scored import Credit, ScoredGroup
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
-from headrace.flow.layout import outline_of
+from headrace.flow.layout import make_outline
 
 LAYERS, EXPERTS = 3, 2
 
@@ -36,7 +36,7 @@ def span_of(rng: np.random.Generator, count: int, *, sampled: bool, plain: bool 
         ids_T=ids_T,
         logprobs_T=rng.normal(size=count).astype(np.float32),
         versions_T=np.where(rng.random(count) < 0.05, NOT_SAMPLED, rng.integers(0, 4, count)).astype(np.int32),
-        kept=KeptSets.of([[int(token)] for token in ids_T]),
+        kept=KeptSets.from_spans([[int(token)] for token in ids_T]),
         routing=Routing(known_T=known_T, experts_RLK=experts(rng, int(known_T.sum()))),
         entropies_T=rng.random(count).astype(np.float32),
         teacher_scores=scores,
@@ -107,4 +107,4 @@ def credit_of(groups: list[ScoredGroup], seed: int) -> list[Credit]:
 def outline_with(seed: int) -> BatchOutline:
     """The outline of a batch with everything that a batch may have, in memory."""
     groups = groups_with(seed)
-    return outline_of(seed, groups, credit_of(groups, seed), agents=("critic",), oldest_version=1)
+    return make_outline(seed, groups, credit_of(groups, seed), agents=("critic",), oldest_version=1)

@@ -13,7 +13,7 @@ from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, StopRe
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, mixed_version
-from headrace.flow.ledger.bundles import MOST_TOKENS, decode_entry, encode_bundle, split_by_tokens
+from headrace.flow.ledger.bundles import MOST_TOKENS, decode_episode, encode_bundle, split_by_tokens
 from headrace.flow.ledger.turns import decode_turns, encode_turns
 from tests.flow.episodes import as_told, ended, sampled
 
@@ -45,7 +45,7 @@ def test_every_episode_comes_back_bit_for_bit_and_is_counted_as_it_counts_itself
 ) -> None:
     data, told = encode_bundle(given_episodes)
     for entry, episode in enumerate(given_episodes):
-        back = EpisodeGraph(key=episode.key, turns=decode_entry(data, entry))
+        back = EpisodeGraph(key=episode.key, turns=decode_episode(data, entry))
         assert as_told(back) == as_told(episode)
         assert told[entry].count == episode.num_sampled
         assert (told[entry].oldest, told[entry].newest) == (episode.versions() or (None, None))
@@ -67,8 +67,8 @@ def test_what_few_turns_have_stays_with_its_own_turn() -> None:
         tokens = msgspec.structs.replace(told.turns[1].tokens, **column)
         told.turns.append(msgspec.structs.replace(told.turns[1], tokens=tokens, **more))
     data, _ = encode_bundle([plain, told, plain])
-    assert decode_entry(data, 0)[1].reward is None
-    first, second = decode_entry(data, 1)[2:]
+    assert decode_episode(data, 0)[1].reward is None
+    first, second = decode_episode(data, 1)[2:]
     assert (first.reward, first.untrained, first.failed, first.process) == (0.5, "not_chosen", True, -1.0)
     assert (first.teacher, second.teacher) == ("math", "")
     assert [turn.teacher for turn in decode_turns(encode_turns([first, second]))] == ["math", ""]
@@ -80,7 +80,7 @@ def test_what_few_turns_have_stays_with_its_own_turn() -> None:
     assert second.context_routing is not None
     assert second.tokens.routing is not None
     assert len(second.context_routing) == len(second.tokens.routing) == 4
-    assert [turn.untrained for turn in decode_entry(data, 2)] == ["", ""]
+    assert [turn.untrained for turn in decode_episode(data, 2)] == ["", ""]
 
 
 def test_who_reads_one_episode_never_reads_many_long_ones() -> None:
@@ -93,10 +93,10 @@ def test_who_reads_one_episode_never_reads_many_long_ones() -> None:
 @pytest.mark.parametrize("data", [b"", b"\x91", b"\x99\x01\x02\x03", b"\xc1"])
 def test_bytes_that_are_no_bundle_are_refused(data: bytes) -> None:
     with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):
-        decode_entry(data, 0)
+        decode_episode(data, 0)
 
 
 def test_an_entry_that_is_not_there_is_refused() -> None:
     data, _ = encode_bundle([ended(0, 0)])
     with pytest.raises(msgspec.ValidationError):
-        decode_entry(data, 1)
+        decode_episode(data, 1)

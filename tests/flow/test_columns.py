@@ -15,7 +15,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk, Tu
 from headrace.base.types.group import GroupState
 from headrace.base.types.recorded import Routing
 from headrace.base.types.tokens import Tokens
-from headrace.flow.columns import ColumnFiles, ColumnsConfig, files_of, remove
+from headrace.flow.columns import ColumnFiles, ColumnsConfig, collect_files, remove
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger.base import ResumedGroup
 
@@ -131,9 +131,9 @@ def test_a_store_that_was_synced_is_whole(tmp_path: Path) -> None:
 def test_columns_in_memory_name_no_file(tmp_path: Path) -> None:
     store = ColumnStore(tmp_path, "e")
     long, short = turn(store), turn(store, count=3)
-    assert files_of([short]) == set()
+    assert collect_files([short]) == set()
     mixed = Turn(author="policy", tokens=Tokens.concat([short.tokens, long.tokens, short.tokens]))
-    assert files_of([mixed]) == {"e.000000"}
+    assert collect_files([mixed]) == {"e.000000"}
 
 
 @pytest.mark.parametrize("tree", [{"limit_gb": 0.5}, {"keep": "never"}, {"keeps": "always"}])

@@ -17,7 +17,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import Tokens
 from headrace.flow import FlowConfig
-from headrace.flow.filters import FilterContext, FilterSection, Verdict, apply_filters, rewards_of, undo_filters
+from headrace.flow.filters import FilterContext, FilterSection, Verdict, apply_filters, get_rewards, undo_filters
 from headrace.flow.filters.length import LengthFilter
 from headrace.flow.filters.oversampling import Redundancy, ResampleCorrect
 from headrace.flow.filters.rewards import DynamicSampling, ZeroVariance
@@ -92,11 +92,11 @@ def test_answers_that_were_cut_off_are_masked_or_left_out() -> None:
 def test_masked_episode_stays_in_the_baseline_and_one_left_out_does_not() -> None:
     whole = group(1.0, 0.0, 1.0, 0.0, turns={1: cut()})
     masked = apply_filters(whole, [LengthFilter()], min_episodes=2, context=CONTEXT).group
-    assert rewards_of(masked.counted) == [1.0, 0.0, 1.0, 0.0]
-    assert rewards_of(masked.scored) == [1.0, 1.0, 0.0]
+    assert get_rewards(masked.counted) == [1.0, 0.0, 1.0, 0.0]
+    assert get_rewards(masked.scored) == [1.0, 1.0, 0.0]
     assert (masked.episodes[1].status, masked.episodes[1].cause) == (EpisodeStatus.MASKED, "overlong")
     left = apply_filters(whole, [LengthFilter(action="leave_out")], min_episodes=2, context=CONTEXT).group
-    assert rewards_of(left.counted) == rewards_of(left.scored) == [1.0, 1.0, 0.0]
+    assert get_rewards(left.counted) == get_rewards(left.scored) == [1.0, 1.0, 0.0]
     assert whole.episodes[1].status is EpisodeStatus.SCORED, "a filter changes nothing by itself"
 
 
@@ -118,7 +118,7 @@ def test_group_of_which_every_answer_is_masked_stays_where_the_filter_keeps_it()
     kept = apply_filters(whole, [LengthFilter(all_masked="keep")], min_episodes=2, context=CONTEXT)
     assert kept.dropped == ""
     assert [episode.status for episode in kept.group.episodes] == [EpisodeStatus.MASKED] * 2
-    assert rewards_of(kept.group.counted) == [1.0, 0.0]
+    assert get_rewards(kept.group.counted) == [1.0, 0.0]
     equal = group(1.0, 1.0, turns={0: cut(), 1: cut()})
     both = [LengthFilter(all_masked="keep"), ZeroVariance()]
     assert apply_filters(equal, both, min_episodes=2, context=CONTEXT).dropped == "zero_variance"

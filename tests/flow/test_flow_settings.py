@@ -61,7 +61,7 @@ def test_name_of_a_policy_stands_for_its_table_and_fills_in_what_it_fixes() -> N
     whole = FlowConfig(policy={"kind": "one_ahead"})
     assert FlowConfig(policy="one_ahead") == whole
     assert (whole.max_age, whole.lead, whole.order) == (1, 1, "strict")
-    assert FlowConfig(policy="synchronous").greatest_age == 0
+    assert FlowConfig(policy="synchronous").largest_age == 0
     assert FlowConfig(policy="unbounded", lead=9).effective_lead == 9
     for config in (whole, FlowConfig(max_age="auto", capacity="auto"), FlowConfig(policy="windowed", max_age=2)):
         assert FlowConfig(**config.model_dump(mode="json")) == config

@@ -13,7 +13,7 @@ from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.scored import TokenResults, paths
 from headrace.base.types.versions import oldest
-from headrace.flow.layout import inline, lay_out, outline_of
+from headrace.flow.layout import inline, lay_out, make_outline
 from headrace.flow.ledger.bundles import GroupBundle, encode_group
 from tests.flow.outlines import credit_of, groups_with, outline_with
 
@@ -55,7 +55,7 @@ def test_the_report_has_the_results_of_each_token_and_no_column_of_the_batch() -
     told = laid_out.complete_report(report)
     keys = [episode.key for group in groups for episode in group.scored]
     assert msgspec.msgpack.encode(list(told.learned.sizes_E.tolist())) == msgspec.msgpack.encode(
-        TokenResults.of(keys, whole, log_pi_N).sizes_E.tolist()
+        TokenResults.from_batch(keys, whole, log_pi_N).sizes_E.tolist()
     )
     np.testing.assert_array_equal(told.learned.log_pi_L, log_pi_N[whole.mask_N])
     assert told.learned.groups_E.tolist() == [key.group for key in keys]
@@ -76,7 +76,7 @@ def test_a_group_that_cannot_be_read_is_left_out_and_the_others_stay() -> None:
 
 def test_a_batch_whose_episodes_are_all_masked_is_empty() -> None:
     groups = groups_with(0)[-1:]
-    outline = outline_of(0, groups, credit_of(groups, 0))
+    outline = make_outline(0, groups, credit_of(groups, 0))
     assert not outline.groups
     laid_out = lay_out(outline, inline)
     assert not len(laid_out.batch.lengths_S)

@@ -34,11 +34,11 @@ def test_pivots_keep_their_distance_and_leave_something_to_sample(
     assert len(pivots) <= per_episode
     starts = np.cumsum([0, *lengths])
     for pivot in pivots:
-        assert gap <= pivot.at < lengths[pivot.answer]
-        assert pivot.depth == (starts[pivot.answer] + pivot.at) / starts[-1]
+        assert gap <= pivot.num_tokens_before < lengths[pivot.answer]
+        assert pivot.depth == (starts[pivot.answer] + pivot.num_tokens_before) / starts[-1]
     for first, second in itertools.pairwise(pivots):
         assert first < second
-        assert first.answer != second.answer or second.at - first.at >= gap
+        assert first.answer != second.answer or second.num_tokens_before - first.num_tokens_before >= gap
 
 
 def test_entropy_chooses_the_places_before_the_most_uncertain_tokens() -> None:
@@ -46,12 +46,12 @@ def test_entropy_chooses_the_places_before_the_most_uncertain_tokens() -> None:
     entropies_T[[2, 20, 21, 30]] = [9.0, 3.0, 2.9, 1.0]  # 2 is too near to the beginning, 21 to 20
     chooser = PivotChooser(PivotConfig(gap=5, per_episode=2, choose="entropy"))
     pivots = chooser.choose([entropies_T], np.random.default_rng(0))
-    assert [pivot.at for pivot in pivots] == [20, 30]
+    assert [pivot.num_tokens_before for pivot in pivots] == [20, 30]
 
 
 def test_uniform_reaches_every_candidate_equally_often() -> None:
     chooser, rng = PivotChooser(PivotConfig(gap=10, choose="uniform")), np.random.default_rng(1)
-    chosen = [chooser.choose([np.zeros(45)], rng)[0].at for _ in range(4000)]
+    chosen = [chooser.choose([np.zeros(45)], rng)[0].num_tokens_before for _ in range(4000)]
     counts = {at: chosen.count(at) / 4000 for at in sorted(set(chosen))}
     assert counts == {at: pytest.approx(0.25, abs=0.03) for at in (10, 20, 30, 40)}
 
@@ -66,7 +66,7 @@ def test_utility_is_recoverability_times_depth_to_the_power_of_its_bias() -> Non
         learned.learn(depth, success)
     depths = np.array([10, 20, 30, 40]) / 45
     utility = learned(depths) * depths**2
-    chosen = [chooser.choose([np.zeros(45)], rng)[0].at for _ in range(4000)]
+    chosen = [chooser.choose([np.zeros(45)], rng)[0].num_tokens_before for _ in range(4000)]
     found = [chosen.count(at) / 4000 for at in (10, 20, 30, 40)]
     assert found == pytest.approx(utility / utility.sum(), abs=0.03)
 

@@ -138,7 +138,7 @@ def test_bound_and_books_hold_and_the_last_step_comes_in_any_order_of_events(nam
         driver.random_events(rng.randrange(80), crashes=0.04)
         ended(driver)
         oldest = max(oldest, driver.max_age)
-    assert oldest <= config_of(name).greatest_age
+    assert oldest <= config_of(name).largest_age
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -179,11 +179,11 @@ def test_bound_and_books_hold_in_ten_thousand_histories(name: str, part: int) ->
         driver = kind(config, steps=rng.randrange(2, 5), rng=rng)
         driver.random_events(rng.randrange(60), crashes=0.04)
         ended(driver)
-        seen.update(crashed=driver.crashed, at_bound=driver.max_age == config.greatest_age)
+        seen.update(crashed=driver.crashed, at_bound=driver.max_age == config.largest_age)
         seen.update(driver.flow.state.dropped.keys())
     assert seen["crashed"] > MANY_HISTORIES // 10, "the histories hardly ever crash: they prove little"
     config = config_of(name)
-    runs_far = config.effective_lead >= config.greatest_age and config.capacity is None
+    runs_far = config.effective_lead >= config.largest_age and config.capacity is None
     assert not runs_far or seen["at_bound"] > MANY_HISTORIES // 100, "the histories hardly ever come near the bound"
     if config_of(name).policy.drops_stale:
         assert seen[STALE] > MANY_HISTORIES // 100

@@ -26,7 +26,7 @@ def recorded(feed: Callable[[RunningTurns], None], *, most: int) -> list[list[tu
     written = Written()
 
     async def main() -> None:
-        feed(RunningTurns(written.write, RealClock(), most=most))
+        feed(RunningTurns(written.write, RealClock(), max_unrecorded=most))
 
     run_virtual(main())
     assert all(isinstance(operation, Stream) for operation in written)
@@ -39,7 +39,7 @@ def test_never_more_is_lost_than_agreed_or_than_one_chunk(most: int, chunk: int)
     lost: list[int] = []
 
     async def main() -> None:
-        running = RunningTurns(written.write, RealClock(), most=most)
+        running = RunningTurns(written.write, RealClock(), max_unrecorded=most)
         for number in range(1, 40):
             running.add(turn_part(0, 0, sampled_tokens(chunk)))
             await asyncio.sleep(0.1)
@@ -92,7 +92,7 @@ def test_answer_that_begins_again_voids_what_was_recorded_of_it() -> None:
     written = Written()
 
     async def main() -> None:
-        running = RunningTurns(written.write, RealClock(), most=10)
+        running = RunningTurns(written.write, RealClock(), max_unrecorded=10)
         running.add(turn_part(0, 0, sampled_tokens(8)))
         await asyncio.sleep(0.1)
         running.add(turn_part(0, 0, sampled_tokens(3)))

@@ -30,7 +30,7 @@ from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import Tokens
-from headrace.flow.layout import inline, lay_out, outline_of
+from headrace.flow.layout import inline, lay_out, make_outline
 from headrace.launch.channel import ControllerChannel, PartChannel
 from headrace.launch.clients import LearnerClient
 from headrace.launch.hosts.learner import OrderStream
@@ -68,7 +68,7 @@ def batch_of(seed: int, *, num_samples: int = 40, heavy: bool = True) -> Batch:
     )
     return msgspec.structs.replace(
         batch,
-        kept=KeptSets.of([[int(token), 99][: rng.integers(0, 3)] for token in ids]),
+        kept=KeptSets.from_spans([[int(token), 99][: rng.integers(0, 3)] for token in ids]),
         routing=Routing(known_T=known, experts_RLK=rng.integers(0, 8, (int(known.sum()), 12, 4)).astype(np.uint8)),
         teacher_scores=scores,
         agents=("", "critic"),
@@ -238,7 +238,7 @@ def test_a_batch_that_arrives_is_never_more_than_twice_in_memory(monkeypatch: py
     monkeypatch.setattr(parts_module, "PART_BYTES", 100_000)
     monkeypatch.setattr(recorded, "CHECKED_TOKENS", 100)
     groups = heavy_groups(np.random.default_rng(0))
-    outline = outline_of(1, groups, [0.5] * 16, oldest_version=0)
+    outline = make_outline(1, groups, [0.5] * 16, oldest_version=0)
     stream = OrderStream(Arrived(Train(call=0, outline=outline)), SingleRank(torch.device("cpu")))  # type: ignore[arg-type]
     orders = stream.receive()
     tracemalloc.start()

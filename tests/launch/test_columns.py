@@ -24,7 +24,7 @@ from headrace.base.types.messages.parts import PartCollector
 from headrace.base.types.outline import BatchOutline
 from headrace.base.types.scored import TokenResults
 from headrace.base.types.tokens import Tokens
-from headrace.flow.layout import LaidOutBatch, inline, lay_out, outline_of
+from headrace.flow.layout import LaidOutBatch, inline, lay_out, make_outline
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import EndStep, Move, Submit
 from headrace.flow.ledger.browse import Browser
@@ -294,14 +294,14 @@ def outline_in(directory: Path, seed: int = 0) -> tuple[BatchOutline, LaidOutBat
     batch as it is without a store."""
     groups, engines = groups_with(seed, longest=200), ColumnStore(directory, "engine-0", file_bytes=20_000)
     credits = credit_of(groups, seed)
-    plain = lay_out(outline_of(seed, groups, credits, agents=("critic",), oldest_version=1), inline)
+    plain = lay_out(make_outline(seed, groups, credits, agents=("critic",), oldest_version=1), inline)
     for turns in (episode.turns for group in groups for episode in group.episodes):
         turns[:] = [
             msgspec.structs.replace(turn, tokens=engines.chunk(TokenChunk(tokens=turn.tokens)).tokens) for turn in turns
         ]
     ready = ReadyColumns(directory, file_bytes=1)
     put = [ready.put(group) for group in groups]
-    return outline_of(seed, put, credits, agents=("critic",), oldest_version=1), plain
+    return make_outline(seed, put, credits, agents=("critic",), oldest_version=1), plain
 
 
 def test_a_learner_lays_out_its_batch_from_the_store(tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_the_results_of_a_large_step_are_stored_and_the_ledger_finds_them(
         )
     )
     ledger.close()
-    browser = Browser.of_run(tmp_path)
+    browser = Browser.open_run(tmp_path)
     found = browser.token_results(0)
     assert isinstance(found, TokenResults)
     assert found.log_pi_L.tolist() == results.log_pi_L.tolist()

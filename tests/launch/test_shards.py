@@ -167,7 +167,7 @@ class World:
         self.tasks.append(listening.create_task(client.listen()))
         await client.ready
         self.clients[name] = client
-        self.fleet.join(name, client, version=0)
+        self.fleet.add(name, client, version=0)
 
     async def _start_shard(self, name: str) -> Child:
         start = RolloutStart(
@@ -242,7 +242,7 @@ async def kill_shards(made: World, rng: random.Random) -> None:
 
 async def replace_engine(made: World, group: asyncio.TaskGroup) -> None:
     """Let an engine die in the eyes of the controller, though its last answers still come, and start another."""
-    made.fleet.leave("engine-0")
+    made.fleet.remove("engine-0")
     made.clients.pop("engine-0").end(ComponentDied("dead", remedy="none"))
     await made.start_engine("engine-0", group)
 
@@ -255,7 +255,7 @@ async def resize(made: World, group: asyncio.TaskGroup) -> None:
     for _ in range(200):  # what is left then continues on others
         if made.fleet.load("engine-1"):
             await asyncio.sleep(0.02)
-    made.fleet.leave("engine-1")
+    made.fleet.remove("engine-1")
     made.clients.pop("engine-1").end(ComponentDied("removed", remedy="none"))
 
 
@@ -438,7 +438,7 @@ def test_shards_do_not_all_begin_with_the_same_engine() -> None:
         shards = RolloutShards(None, shard_names(2), config, RealClock(), fleet=fleet, client=clients.__getitem__)  # type: ignore[arg-type]
         shards._ready = {name: Told(name) for name in shards.names}  # type: ignore[misc]
         for name in "abcd":
-            fleet.join(name, SimpleNamespace(stats=EngineStats), version=0)  # type: ignore[arg-type]
+            fleet.add(name, SimpleNamespace(stats=EngineStats), version=0)  # type: ignore[arg-type]
         await asyncio.sleep(0)
 
     asyncio.run(body())

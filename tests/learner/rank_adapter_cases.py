@@ -23,10 +23,10 @@ from headrace.learner.adapters import Adapters
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.learner.parallel.config import ParallelConfig
-from headrace.learner.parallel.load import load_for, load_sharded
+from headrace.learner.parallel.load import load_on_ranks, load_sharded
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.models import LoraConfig, ModelConfig, load_model
-from headrace.models.weights import of_adapter, weight_tensors
+from headrace.models.weights import belongs_to_adapter, weight_tensors
 from headrace.sync.config import Route
 from headrace.sync.transports import make_receiver
 from tests.learner.builders import random_batch
@@ -149,7 +149,7 @@ def fresh(directory: Path) -> Found:
         model = load_sharded(ModelConfig(path=str(directory / "dense"), lora=own), ranks)
         drawn = weight_tensors(model)
         found[str(layout)] = all(torch.equal(one, alone[name]) for name, one in drawn.items()) and len(drawn)
-        assert not any(one.requires_grad for name, one in model.named_parameters() if not of_adapter(name))
+        assert not any(one.requires_grad for name, one in model.named_parameters() if not belongs_to_adapter(name))
     return found
 
 
@@ -231,7 +231,7 @@ def publish(directory: Path, ranks: AnyRanks, name: str) -> list[Any]:
     config = ModelConfig(path=str(directory / "dense"), lora=ADAPTED["policy"].start(directory, "policy"))
     route = Route(address=str(directory / f"buffer of {name}"), codec="adapter")
     found: list[Any] = []
-    with closing(PublishedBuffers(load_for(config, ranks), route, ranks)) as buffers:
+    with closing(PublishedBuffers(load_on_ranks(config, ranks), route, ranks)) as buffers:
         buffers.copy(0)
         if buffers.publisher is not None:
             update = buffers.publisher.announce(1, 0)
@@ -248,7 +248,7 @@ def publish(directory: Path, ranks: AnyRanks, name: str) -> list[Any]:
 def several_learners(directory: Path) -> Found:
     """Adapters of two learners on one sharded base: each has the loss that it has alone."""
     ranks = Ranks(ParallelConfig(data=2), torch.device("cpu"))
-    model = load_for(ModelConfig(path=str(directory / "dense")), ranks)
+    model = load_on_ranks(ModelConfig(path=str(directory / "dense")), ranks)
     adapters = Adapters(model, str(directory / "dense"), SEVERAL, partial(own_core, directory, ranks), ranks=ranks)
     found: Found = {name: [] for name in SEVERAL}
     for step in range(3):

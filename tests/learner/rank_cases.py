@@ -20,7 +20,7 @@ from headrace.learner.head import HeadMatrix, TopRequest, linear_logprobs, linea
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import Ranks, explained_rank_loss
-from headrace.learner.parallel.shards import gather_each, gather_whole, local_part, wrap_shard
+from headrace.learner.parallel.shards import gather_each, gather_whole, local_shard, wrap_shard
 from headrace.learner.vocabulary import VocabularyPart
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
@@ -289,7 +289,7 @@ def masters(directory: Path) -> Found:
         moved = [(one.master.detach() - start).abs().float() for one, start in pairs if one.weight.ndim == 2]
         out[f"moved_{kept}"] = float(torch.cat([part.flatten() for part in moved]).gt(0).float().mean())
         rounded = all(
-            torch.equal(local_part(one.weight.detach()), one.master.detach().bfloat16())
+            torch.equal(local_shard(one.weight.detach()), one.master.detach().bfloat16())
             for one in learner.optimizer.trained
         )
         out[f"rounded_{kept}"] = rounded

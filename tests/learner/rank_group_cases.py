@@ -15,13 +15,13 @@ from headrace.base.errors import NeedsFull
 from headrace.base.types.weights import WeightUpdate
 from headrace.launch.hosts.learner import PublishedBuffers
 from headrace.learner.parallel.config import ParallelConfig
-from headrace.learner.parallel.load import load_for
+from headrace.learner.parallel.load import load_on_ranks
 from headrace.learner.parallel.mesh import Ranks
-from headrace.learner.parallel.shards import gather_each, local_part
+from headrace.learner.parallel.shards import gather_each, local_shard
 from headrace.models import ModelConfig
 from headrace.models.config import LoraConfig
 from headrace.models.weights import weight_tensors
-from headrace.sync.codecs import codec_of
+from headrace.sync.codecs import get_codec
 from headrace.sync.config import Route
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_receiver
@@ -51,7 +51,7 @@ def sent(directory: Path, case: str) -> Found:
     config = ParallelConfig.model_validate(parallel)
     ranks = Ranks(config, torch.device("cpu"))
     lora = LoraConfig(rank=2) if codec == "adapter" else None
-    model = load_for(ModelConfig(path=str(directory / kind), lora=lora), ranks)
+    model = load_on_ranks(ModelConfig(path=str(directory / kind), lora=lora), ranks)
     tensors = weight_tensors(model)
     route = Route(transport="group", codec=codec, deadline_s=20.0)
     engine = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
@@ -70,7 +70,7 @@ def sent(directory: Path, case: str) -> Found:
         wrong += _differing(codec, engine, tensors)
         assert buffers.publisher is not None
         own = buffers.publisher._layout.pieces.total_bytes
-        elements = sum(local_part(tensor).numel() for tensor in tensors.values())
+        elements = sum(local_shard(tensor).numel() for tensor in tensors.values())
         answer = {"wrong": wrong, "own": own, "held": 4 * elements, "total": receiver.manifest.total_bytes}
     return {"ranks": [msgspec.json.decode(each) for each in ranks.gather(msgspec.json.encode(answer))]}
 
@@ -114,19 +114,21 @@ def _gathered(ranks: Ranks, address: str) -> list[str]:
 def _move(tensors: Mapping[str, Tensor], version: int) -> None:
     """Change a few of the weights, the same on ranks that hold the same part."""
     for tensor in tensors.values():
-        part = local_part(tensor).view(-1) if local_part(tensor).is_contiguous() else local_part(tensor)
+        part = local_shard(tensor).view(-1) if local_shard(tensor).is_contiguous() else local_shard(tensor)
         part[version :: 5 + version] += 0.125 * (1 + version)
 
 
 def _differing(codec: str, engine: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    expected = {name: encode_and_decode(codec_of(codec), name, tensor) for name, tensor in gather_each(tensors.items())}
+    expected = {
+        name: encode_and_decode(get_codec(codec), name, tensor) for name, tensor in gather_each(tensors.items())
+    }
     return [name for name, tensor in engine.items() if not torch.equal(tensor, expected[name])]
 
 
 def refused_fp8(directory: Path) -> Found:
     """Eight bits have one scale for a row, and tensor-parallel ranks hold parts of rows."""
     ranks = Ranks(ParallelConfig(tensor=2), torch.device("cpu"))
-    model = load_for(ModelConfig(path=str(directory / "dense")), ranks)
+    model = load_on_ranks(ModelConfig(path=str(directory / "dense")), ranks)
     try:
         # rank 1 waits twice this time for the store of rank 0, which has refused by then
         PublishedBuffers(model, Route(transport="group", codec="cast_fp8", deadline_s=1.0), ranks)

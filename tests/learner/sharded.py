@@ -14,7 +14,7 @@ from headrace.base.types.batch import Batch
 from headrace.learner import forward
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
-from headrace.learner.parallel.load import load_for
+from headrace.learner.parallel.load import load_on_ranks
 from headrace.learner.parallel.mesh import Ranks
 from headrace.models.config import ModelConfig
 from tests.learner.builders import VOCAB_SIZE
@@ -41,7 +41,7 @@ class ShardedLearner:
         config = LearnerConfig.model_validate({"lr": 1e-2, **parts, **case.config})
         forward.LOGITS_PER_CHUNK = case.chunk * VOCAB_SIZE
         self.ranks = Ranks(config.parallel, torch.device("cpu"))
-        self.model = load_for(ModelConfig(path=str(case.model_dir), dtype=case.dtype, lora=case.lora), self.ranks)
+        self.model = load_on_ranks(ModelConfig(path=str(case.model_dir), dtype=case.dtype, lora=case.lora), self.ranks)
         self.core = LearnerCore(
             self.model,
             config,

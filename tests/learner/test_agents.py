@@ -24,8 +24,8 @@ from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.config import AGENTS
-from headrace.models.lora import DEFAULT, Switch, config_of
-from headrace.models.weights import adapter_of, weight_tensors
+from headrace.models.lora import DEFAULT, Switch, read_lora_config
+from headrace.models.weights import parse_adapter_name, weight_tensors
 from tests.learner.builders import VOCAB_SIZE, assert_same_bits, random_batch, tiny
 
 AGENT_NAMES = ("proposer", "solver")
@@ -84,7 +84,7 @@ def adapter(learner: LearnerCore, agent: str = "") -> dict[str, torch.Tensor]:
     return {
         key.replace(f".{name}.", "."): tensor.detach().clone()
         for key, tensor in tensors.items()
-        if "lora_" in key and adapter_of(key) == name
+        if "lora_" in key and parse_adapter_name(key) == name
     }
 
 
@@ -121,7 +121,7 @@ def test_a_token_weighs_what_it_weighs_in_the_whole_batch(build: Build, reductio
     found: dict[str, torch.Tensor] = {}
     for name, tensor in both.model.named_parameters():
         if tensor.grad is not None:
-            key = name.replace(f".{adapter_of(name)}.", ".")
+            key = name.replace(f".{parse_adapter_name(name)}.", ".")
             found[key] = found.get(key, 0) + tensor.grad
     for name, tensor in one.model.named_parameters():
         if tensor.grad is not None:
@@ -257,7 +257,7 @@ def test_a_learner_of_several_adapters_goes_on_from_its_snapshot_bit_for_bit(bui
     unfinished = begin(tmp_path / "checkpoints", 2)
     first.save(unfinished)
     assert {path.name for path in (unfinished / AGENTS).iterdir()} == set(AGENT_NAMES)
-    assert config_of(unfinished / AGENTS / "solver").rank == 4
+    assert read_lora_config(unfinished / AGENTS / "solver").rank == 4
     resumed = build(AGENT_NAMES)
     resumed.restore(unfinished)
     assert resumed.version == 2
@@ -274,10 +274,10 @@ def test_a_model_begins_with_the_adapters_of_a_snapshot_or_all_with_a_lone_one(b
     unfinished = begin(tmp_path / "checkpoints", 1)
     both.save(unfinished)
     base = ModelConfig(path=str(build.model_dir), lora=LoraConfig(rank=4, agents=AGENT_NAMES))
-    loaded = load_model(base.at(str(unfinished)))
+    loaded = load_model(base.with_snapshot(str(unfinished)))
     assert_same_bits({name: tensor.detach() for name, tensor in weight_tensors(loaded).items()}, everything(both))
     lone = build()
-    lone.model = load_model(base.at(str(unfinished / AGENTS / "solver")))
+    lone.model = load_model(base.with_snapshot(str(unfinished / AGENTS / "solver")))
     for name in ("", *AGENT_NAMES):
         assert_same_bits(adapter(lone, name), adapter(both, "solver"))
     strange = LoraConfig(rank=4, agents=("judge",), adapter=str(unfinished))

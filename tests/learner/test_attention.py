@@ -15,7 +15,7 @@ import torch
 from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.footprint import LearnerSizes, levers
-from headrace.learner.memory import sizes_of
+from headrace.learner.memory import compute_sizes
 from headrace.learner.parallel import context
 from headrace.learner.parallel.context import ContextPlan, Pieces
 from headrace.models import ModelConfig, load_model
@@ -80,7 +80,7 @@ def test_ranks_of_one_context_attend_to_the_keys_of_all(given: dict[str, Any], m
         monkeypatch.setattr(context.dist, "get_rank", lambda group, own=rank: own)
         pieces = Pieces(23, 3)
         plan = ContextPlan(lengths, pieces, None, torch.device("cpu"), written_out)  # type: ignore[arg-type]
-        mine = pieces.of(rank)
+        mine = pieces.get_indices(rank)
         mine_N = np.concatenate([mine, np.zeros(pieces.per_rank - len(mine), np.int64)])
         gathered = iter([key, value])
         monkeypatch.setattr(plan, "_gather", lambda part, whole=gathered: next(whole))
@@ -117,7 +117,7 @@ def sizes_with(model_dir: Path, change: Callable[[AttentionKind], AttentionKind]
     )  # fmt: skip
     attention = replace(PADDED, layers=(change(kind), change(kind)))
     settings = LearnerConfig.model_validate({"tokens_per_microbatch": 1000, "share_prefixes": False, **config})
-    return replace(sizes_of(load_model(ModelConfig(path=str(model_dir))), settings, attention), on_host=False)
+    return replace(compute_sizes(load_model(ModelConfig(path=str(model_dir))), settings, attention), on_host=False)
 
 
 def test_scores_are_part_of_what_settings_free(model_dir: Path) -> None:

@@ -18,10 +18,10 @@ from headrace.base.config import validate
 from headrace.learner import head
 from headrace.learner.config import LearnerConfig
 from headrace.learner.footprint import CACHED_NUMBERS, HOST_TILE, TILE, LearnerSizes, levers
-from headrace.learner.memory import sizes_of
+from headrace.learner.memory import compute_sizes
 from headrace.models import ModelConfig, load_model
 from headrace.models.config import LoraConfig
-from headrace.models.shape import shape_of
+from headrace.models.shape import parse_shape
 from tests.learner.builders import Setup, tiny
 from tests.learner.tracked import Case, allocated_bytes, batch_of, peak_bytes
 from tests.models.kinds import tiny as tiny_kind
@@ -54,7 +54,7 @@ def case_of(
 
 def sizes_of_case(case: Case) -> LearnerSizes:
     """What a plan knows of a learner."""
-    shape = shape_of(case.model.model_type, case.model.to_dict())
+    shape = parse_shape(case.model.model_type, case.model.to_dict())
     return LearnerSizes(
         shape=shape,
         config=case.learner,
@@ -112,7 +112,7 @@ def test_adapters_of_experts_are_found_in_a_loaded_model(tmp_path: Path) -> None
     directory = str(tiny_kind(tmp_path / "model", "qwen3_moe"))
     for experts in (False, True):
         model = load_model(ModelConfig(path=directory, lora=LoraConfig(rank=2, experts=experts)))
-        sizes = sizes_of(model, LearnerConfig())
+        sizes = compute_sizes(model, LearnerConfig())
         assert sizes.adapts_experts == experts
         merged = replace(sizes, adapts_experts=False)
         assert (sizes.footprint().total_bytes > merged.footprint().total_bytes) == experts
@@ -162,7 +162,7 @@ def named(name: str, **settings: Any) -> dict[str, float]:
 
 
 def test_more_ranks_are_named_where_they_help() -> None:
-    params = {name: shape_of(name, CATALOGUE[name]).params for name in ("llama-3.1-8b", "llama-3.1-70b")}
+    params = {name: parse_shape(name, CATALOGUE[name]).params for name in ("llama-3.1-8b", "llama-3.1-70b")}
     recompute = {"memory": {"recompute": True}}
     freed = named("llama-3.1-8b", **recompute)["learner.parallel.data = 2"]
     assert freed == pytest.approx(18 * params["llama-3.1-8b"] / 2, rel=0.15)

@@ -46,7 +46,7 @@ def problem(seed: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor]
     spans = [
         sorted({int(ids_P[row]), *extra[row].nonzero()[:, 0].tolist()}) if row % 3 else [] for row in range(TOKENS)
     ]
-    return leaves, ids_P, KeptSets.of(spans)
+    return leaves, ids_P, KeptSets.from_spans(spans)
 
 
 def as_head(leaves: Sequence[Tensor]) -> tuple[Tensor, HeadMatrix]:

@@ -46,7 +46,7 @@ def sampled(model_dir, seed: int = 0, temperature: float = TEMPERATURE) -> Batch
             drawn = int(torch.multinomial(allowed.exp(), 1, generator=rng))
             ids[place], logprobs[place] = keep[drawn], float(allowed[drawn])
             spans[place] = keep if place % 3 else []
-    return msgspec.structs.replace(batch, ids_N=ids, logprobs_N=logprobs, kept=KeptSets.of(spans))
+    return msgspec.structs.replace(batch, ids_N=ids, logprobs_N=logprobs, kept=KeptSets.from_spans(spans))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_head_that_is_more_than_a_matrix_is_restricted_too(tmp_path, chunk):
     assert split.matrix() is None
     spans = [sorted({place + 1, 3, 9}) if place % 2 else [] for place in range(11)]
     logprobs, entropy, _ = TokenLogprobs(split, chunk, temperature=1.0, entropy_gradient=True)(
-        inputs, torch.arange(11), ids[1:], KeptSets.of(spans)
+        inputs, torch.arange(11), ids[1:], KeptSets.from_spans(spans)
     )
     logits = model(**inputs).logits[0, :11]
     for place, span in enumerate(spans):
@@ -126,7 +126,7 @@ def spoil(kept: KeptSets, how: str) -> KeptSets:
     ids, sizes = kept.ids_E.copy(), kept.sizes_T.copy()
     match how:
         case "does not hold the sampled id":
-            return KeptSets.of([[] if t != place else [15] for t in range(len(kept))])
+            return KeptSets.from_spans([[] if t != place else [15] for t in range(len(kept))])
         case "kept-sets of 3 tokens for":
             return kept[:3]
         case "a kept-set holds id 99":
@@ -154,7 +154,7 @@ def test_kept_sets_that_cannot_be_are_refused_before_anything_changes(setup, bat
     spans = [span.tolist() for span in batch.kept.spans()]
     spans[place] = [0, 1, 2]
     ids[place] = 1
-    batch = msgspec.structs.replace(batch, ids_N=ids, kept=KeptSets.of(spans))
+    batch = msgspec.structs.replace(batch, ids_N=ids, kept=KeptSets.from_spans(spans))
     learner = setup.learner()
     with pytest.raises(RunError, match=how):
         learner.train(msgspec.structs.replace(batch, kept=spoil(batch.kept, how)))

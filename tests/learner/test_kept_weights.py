@@ -31,7 +31,7 @@ def learner_of(model_dir, kept: dict | None, **setup: object) -> LearnerCore:
     return Setup(model_dir=model_dir, config=config, algo=KL, **setup).learner()
 
 
-def swapped_in(learner: LearnerCore) -> dict[str, torch.Tensor]:
+def swap_in(learner: LearnerCore) -> dict[str, torch.Tensor]:
     (auxiliary,) = learner._auxiliary
     before = weights(learner)
     with auxiliary._source.computing():
@@ -61,7 +61,7 @@ def test_after_every_update_the_kept_weights_are_those_of_the_formula(model_dir,
     for step in range(5):
         learner.train(random_batch(step))
         history.append(weights(learner))
-        found, expected = swapped_in(learner), expected_weights(kind, history)
+        found, expected = swap_in(learner), expected_weights(kind, history)
         for name, tensor in found.items():
             if kind == "ema":
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7)
@@ -122,7 +122,7 @@ def test_an_average_of_bfloat16_weights_adds_up_what_bfloat16_would_lose(tmp_pat
     live = one.weight.detach().clone()
     state = dict(kept.state())
     torch.testing.assert_close(state[one.name], start + 0.5e-5, rtol=0, atol=1e-7)
-    with kept.swapped_in():
+    with kept.swap_in():
         assert torch.equal(one.weight, state[one.name].bfloat16())
     assert torch.equal(one.weight, live)
     torch.testing.assert_close(dict(kept.state())[one.name], start + 0.5e-5, rtol=0, atol=1e-7)
@@ -162,7 +162,7 @@ def test_frozen_weights_of_a_directory_are_those_and_no_snapshot_holds_them(mode
     learner = learner_of(model_dir, {"kind": "frozen", "path": str(other)})
     assert_same_bits(weights(learner), weights(Setup(model_dir=model_dir).learner()))
     learner.train(random_batch(0))
-    assert_same_bits(swapped_in(learner), weights(Setup(model_dir=other).learner()))
+    assert_same_bits(swap_in(learner), weights(Setup(model_dir=other).learner()))
     (tmp_path / "saved").mkdir()
     learner.save(tmp_path / "saved")
     assert not list((tmp_path / "saved").glob("reference*"))

@@ -22,7 +22,7 @@ from headrace.base.errors import CheckpointError, ConfigError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.learner.footprint import levers
-from headrace.learner.memory import sizes_of
+from headrace.learner.memory import compute_sizes
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from tests.learner.builders import Setup, assert_goes_on, gradients, random_batch, tiny
@@ -180,7 +180,8 @@ def test_without_the_package_the_kind_is_refused_with_the_command_that_installs_
 def test_a_learner_without_memory_is_told_what_the_kind_would_free(large_dir):
     model = load_model(ModelConfig(path=str(large_dir)))
     of_kind = {
-        kind: sizes_of(model, validate(LearnerConfig, {"optimizer": {"kind": kind}})) for kind in ("adamw", "adamw8bit")
+        kind: compute_sizes(model, validate(LearnerConfig, {"optimizer": {"kind": kind}}))
+        for kind in ("adamw", "adamw8bit")
     }
     low_bit, ranks = "learner.optimizer.kind = 'adamw8bit' (headrace[low-bit])", "learner.parallel.data = 2"
     freed = levers(of_kind["adamw"])[low_bit]

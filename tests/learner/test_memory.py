@@ -13,7 +13,7 @@ from headrace.algo.reductions import TokenMean
 from headrace.base.errors import ConfigError, RunError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.footprint import levers
-from headrace.learner.memory import sizes_of
+from headrace.learner.memory import compute_sizes
 from headrace.learner.parallel.mesh import SingleRank
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.models import LoraConfig, ModelConfig, load_model
@@ -40,7 +40,7 @@ def test_memory_that_runs_out_costs_the_gradient_only_and_the_batch_can_be_given
 def test_levers_that_are_pulled_already_are_not_named(model_dir) -> None:
     model = load_model(ModelConfig(path=str(model_dir)))
     memory = {"recompute": True, "offload_optimizer": True}
-    sizes = replace(sizes_of(model, LearnerConfig.model_validate({"memory": memory})), on_host=False)
+    sizes = replace(compute_sizes(model, LearnerConfig.model_validate({"memory": memory})), on_host=False)
     assert [setting.partition(" ")[0] for setting in levers(sizes)] == [
         "learner.tokens_per_microbatch", "learner.memory.offload_activations",
     ]  # fmt: skip
@@ -48,7 +48,7 @@ def test_levers_that_are_pulled_already_are_not_named(model_dir) -> None:
 
 def test_no_lever_is_named_that_an_adapter_cannot_pull(model_dir) -> None:
     model = load_model(ModelConfig(path=str(model_dir), lora=LoraConfig(rank=2)))
-    sizes = replace(sizes_of(model, LearnerConfig()), on_host=False)
+    sizes = replace(compute_sizes(model, LearnerConfig()), on_host=False)
     assert [setting.partition(" ")[0] for setting in levers(sizes)] == [
         "learner.tokens_per_microbatch", "learner.memory.recompute", "learner.memory.offload_activations",
         "learner.parallel.data",
@@ -109,7 +109,7 @@ def test_whole_gradients_of_an_adapter_are_refused(model_dir) -> None:
 def test_whole_gradients_are_a_lever(model_dir) -> None:
     settings = {"memory": {"whole_gradients": True}, "parallel": {"data": 4}, "tokens_per_microbatch": 1}
     config = LearnerConfig.model_validate(settings)
-    sizes = sizes_of(load_model(ModelConfig(path=str(model_dir))), config)
+    sizes = compute_sizes(load_model(ModelConfig(path=str(model_dir))), config)
     assert levers(sizes)["learner.memory.whole_gradients = false"] == pytest.approx(sizes.trained * 4 * 3 / 4)
 
 

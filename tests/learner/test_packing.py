@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import RunError
-from headrace.learner.cost import cost_of
+from headrace.learner.cost import estimate_cost
 from headrace.learner.packing import Cost, MicroBatch, Packing, microbatches, pack, plan, ragged_arange, singly
 from headrace.models import ModelConfig, load_model
 from headrace.models.routing import find_routing
@@ -129,7 +129,7 @@ def test_long_answers_are_balanced_by_what_attention_costs():
 
 
 def test_a_microbatch_of_nothing_has_the_columns_of_nothing():
-    micro = MicroBatch.of([], np.array([3, 4]))
+    micro = MicroBatch.from_units([], np.array([3, 4]))
     assert [len(micro.samples_K), len(micro.places_M), len(micro.places_R), len(micro.positions_M())] == [0, 0, 0, 0]
 
 
@@ -156,19 +156,19 @@ def test_even_samples_fill_passes_of_the_best_size():
 
 def test_dense_models_on_a_processor_are_computed_in_passes_that_its_cache_holds(tmp_path):
     dense = load_model(ModelConfig(path=str(tiny(tmp_path / "dense", intermediate_size=2**13))))
-    assert cost_of(dense, None).best_rows == 2**8
+    assert estimate_cost(dense, None).best_rows == 2**8
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
     mixture = load_model(ModelConfig(path=str(tiny(tmp_path / "moe", kind="qwen3_moe", extra=settings))))
-    assert cost_of(mixture, find_routing(mixture)).best_rows is None
+    assert estimate_cost(mixture, find_routing(mixture)).best_rows is None
 
 
 def test_attention_weighs_against_the_parameters_a_token_meets(tmp_path):
     dense = load_model(ModelConfig(path=str(tiny(tmp_path / "dense"))))
     embedding = dense.get_input_embeddings().weight.numel()
     parameters = dense.num_parameters() - (0 if dense.config.tie_word_embeddings else embedding)
-    assert cost_of(dense, None).per_pair == pytest.approx(2 * 32 / parameters)
+    assert estimate_cost(dense, None).per_pair == pytest.approx(2 * 32 / parameters)
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
     mixture = load_model(ModelConfig(path=str(tiny(tmp_path / "moe", kind="qwen3_moe", extra=settings))))
     idle = 2 * sum(p.numel() for name, p in mixture.named_parameters() if ".experts." in name) // 4
     parameters = mixture.num_parameters() - idle - (0 if mixture.config.tie_word_embeddings else embedding)
-    assert cost_of(mixture, find_routing(mixture)).per_pair == pytest.approx(2 * 32 / parameters)
+    assert estimate_cost(mixture, find_routing(mixture)).per_pair == pytest.approx(2 * 32 / parameters)

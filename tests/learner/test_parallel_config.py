@@ -59,15 +59,15 @@ def test_a_model_that_fits_is_not_refused() -> None:
 @given(num_tokens=st.integers(1, 60), num_ranks=st.integers(1, 5))
 def test_every_token_is_computed_on_one_rank(num_tokens: int, num_ranks: int) -> None:
     pieces = Pieces(num_tokens, num_ranks)
-    everything = np.concatenate([pieces.of(rank) for rank in range(num_ranks)])
+    everything = np.concatenate([pieces.get_indices(rank) for rank in range(num_ranks)])
     assert sorted(everything.tolist()) == list(range(num_tokens))
-    assert max(len(pieces.of(rank)) for rank in range(num_ranks)) <= pieces.per_rank
+    assert max(len(pieces.get_indices(rank)) for rank in range(num_ranks)) <= pieces.per_rank
 
 
 @given(num_ranks=st.integers(1, 8), per_piece=st.integers(1, 50))
 def test_the_ranks_of_one_long_sequence_attend_to_as_many_tokens(num_ranks: int, per_piece: int) -> None:
     pieces = Pieces(2 * num_ranks * per_piece, num_ranks)
-    assert len({int((pieces.of(rank) + 1).sum()) for rank in range(num_ranks)}) == 1
+    assert len({int((pieces.get_indices(rank) + 1).sum()) for rank in range(num_ranks)}) == 1
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), num_ranks=st.integers(1, 3))
@@ -77,7 +77,7 @@ def test_a_run_is_of_one_sequence_and_knows_its_positions(lengths: list[int], nu
     positions = np.arange(lengths_K.sum()) - starts_M
     pieces = Pieces(int(lengths_K.sum()), num_ranks)
     for rank in range(num_ranks):
-        mine = pieces.of(rank)
+        mine = pieces.get_indices(rank)
         for run in _runs(mine, starts_M):
             here = mine[run.rows]
             assert positions[here].tolist() == list(range(run.first, run.first + run.length))

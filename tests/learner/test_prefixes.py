@@ -133,7 +133,7 @@ def test_tokens_are_shared_by_themselves_where_that_saves_a_tenth(tmp_path):
     ids_N = batch.ids_N.copy()
     ids_N[seconds_S] = np.arange(len(seconds_S))  # from the second token on all are different
     hardly = msgspec.structs.replace(batch, ids_N=ids_N)
-    assert set(PrefixTrees(hardly).of(np.arange(3)).shared_K.tolist()) == {0, 1}
+    assert set(PrefixTrees(hardly).make_unit(np.arange(3)).shared_K.tolist()) == {0, 1}
     assert all(micro.rows_M is None for micro in learner._forward.pack(hardly, hardly.mask_N))
 
 
@@ -144,7 +144,7 @@ def test_gradient_is_the_same_to_ten_digits_in_float64(tmp_path):
     batch = forest()
     lengths = batch.lengths_S.astype(np.int64)
     found = []
-    for units in ([PrefixTrees(batch).of(np.arange(15))], [Unit.apart(np.arange(15))]):
+    for units in ([PrefixTrees(batch).make_unit(np.arange(15))], [Unit.apart(np.arange(15))]):
         (micro,) = plan(lengths, units, Packing(budget=10_000))[0]
         flat = PackedPlan(micro.lengths_K, rows_T=micro.rows_M)
         ids = torch.from_numpy(batch.ids_N[micro.places_R].astype(np.int64))

@@ -21,7 +21,9 @@ def lengths_of(batch: Batch) -> np.ndarray:
 
 
 def rows_of(batch: Batch, budget: int = 10**9) -> int:
-    units = cut_tree(PrefixTrees(batch).of(np.arange(len(batch.lengths_S))), lengths_of(batch), Packing(budget=budget))
+    units = cut_tree(
+        PrefixTrees(batch).make_unit(np.arange(len(batch.lengths_S))), lengths_of(batch), Packing(budget=budget)
+    )
     micros = plan(batch.lengths_S, units, Packing(budget=budget))[0]
     rows = sum(len(micro.places_R) for micro in micros)
     assert rows == sum(unit.num_rows(lengths_of(batch)) for unit in units)
@@ -77,12 +79,12 @@ def test_rows_are_the_nodes_even_if_all_keys_of_experts_agree(monkeypatch):
     for seed in range(1, 60, 2):
         batch = random_tree(seed)
         assert rows_of(batch) >= naive_rows(batch, range(len(batch.lengths_S)))
-        assert_rows_are_computations(batch, MicroBatch.of(units_of(batch), lengths_of(batch)))
+        assert_rows_are_computations(batch, MicroBatch.from_units(units_of(batch), lengths_of(batch)))
 
 
 def units_of(batch: Batch, budget: int = 10**9, ranks: int = 1, best: int | None = None) -> list[Unit]:
     packing = Packing(budget=budget, num_ranks=ranks, cost=Cost(best_rows=best))
-    return cut_tree(PrefixTrees(batch).of(np.arange(len(batch.lengths_S))), lengths_of(batch), packing)
+    return cut_tree(PrefixTrees(batch).make_unit(np.arange(len(batch.lengths_S))), lengths_of(batch), packing)
 
 
 def assert_rows_are_computations(batch: Batch, micro: MicroBatch) -> None:
@@ -121,7 +123,7 @@ def test_a_row_is_not_shared_where_one_record_is_missing_or_another_expert_stand
     known = np.ones(12, bool)
     known[8 + 3] = False
     routing = Routing(known_T=known, experts_RLK=experts[known])
-    unit = PrefixTrees(msgspec.structs.replace(batch, routing=routing)).of(np.arange(3))
+    unit = PrefixTrees(msgspec.structs.replace(batch, routing=routing)).make_unit(np.arange(3))
     assert sorted(unit.shared_K.tolist()) == [0, 2, 3]
     assert rows_of(batch) == 4
 
@@ -144,7 +146,7 @@ def best_cut(lengths: np.ndarray, shared: np.ndarray, budget: int) -> int:
 def test_a_tree_beyond_the_budget_is_cut_where_the_fewest_tokens_are_computed_again(seed):
     batch = random_tree(2 * seed)
     lengths = lengths_of(batch)
-    whole = PrefixTrees(batch).of(np.arange(len(lengths)))
+    whole = PrefixTrees(batch).make_unit(np.arange(len(lengths)))
     budget = int(lengths.max()) + seed % 7
     units = cut_tree(whole, lengths, Packing(budget=budget))
     assert np.concatenate([unit.samples for unit in units]).tolist() == whole.samples.tolist()
@@ -169,11 +171,11 @@ def test_samples_that_share_nothing_are_units_of_their_own():
     batch = batch_of([([n, *range(10)], 1) for n in range(20, 25)], [0] * 5)
     units = units_of(batch)
     assert [len(unit.samples) for unit in units] == [1] * 5
-    assert MicroBatch.of(units, lengths_of(batch)).rows_M is None
+    assert MicroBatch.from_units(units, lengths_of(batch)).rows_M is None
 
 
 def test_the_same_batch_makes_the_same_tree():
     batch = routed_alike(forest(3), 2, 4)
-    one, other = (PrefixTrees(batch).of(chosen) for chosen in (np.arange(15), np.arange(15)[::-1]))
+    one, other = (PrefixTrees(batch).make_unit(chosen) for chosen in (np.arange(15), np.arange(15)[::-1]))
     assert one.samples.tolist() == other.samples.tolist()
     assert one.shared_K.tolist() == other.shared_K.tolist()

@@ -135,7 +135,7 @@ def _as_on_a_gpu() -> Iterator[None]:
     """Compute with the tiles of a GPU, and without what needs numbers: probes of routers, and files of a base."""
     with (
         mock.patch.dict(head.TILES, {"cpu": head.LARGE_TILE}),
-        mock.patch("headrace.learner.forward._routing_of", return_value=None),
+        mock.patch("headrace.learner.forward._find_replayable_routing", return_value=None),
         mock.patch("headrace.models.lora.prefixes_in_base", return_value={}),
     ):
         yield

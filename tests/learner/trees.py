@@ -81,7 +81,7 @@ def kept(batch: Batch, seed: int = 0) -> Batch:
         sorted({int(token), *rng.integers(0, VOCAB_SIZE, 5).tolist()}) if mask and rng.random() < 0.7 else []
         for token, mask in zip(batch.ids_N, batch.mask_N, strict=True)
     ]
-    return msgspec.structs.replace(batch, kept=KeptSets.of(spans))
+    return msgspec.structs.replace(batch, kept=KeptSets.from_spans(spans))
 
 
 def naive_rows(batch: Batch, samples: Sequence[int]) -> int:

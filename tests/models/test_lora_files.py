@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headrace.base.errors import CheckpointError, ModelError
 from headrace.learner.snapshot import restore_weights
 from headrace.models import ModelConfig, load_model
-from headrace.models.lora import config_of, load_adapter, save_adapter
+from headrace.models.lora import load_adapter, read_lora_config, save_adapter
 from headrace.models.merge import export_merged
 from headrace.models.weights import weight_tensors
 from tests.models.kinds import tiny
@@ -73,7 +73,7 @@ def test_an_adapter_that_was_saved_is_loaded_bit_for_bit(
     directory = written(model, tmp_path / "adapter")
     again = adapted(model_dir(kind), **lora, adapter=str(directory))
     assert torch.equal(logits(again), logits(model))
-    config = config_of(directory)
+    config = read_lora_config(directory)
     found = load_model(ModelConfig(path=str(model_dir(kind)), lora=config))
     assert torch.equal(logits(found), logits(model))
     assert (config.rank, config.experts, config.use_dora) == (4, bool(lora.get("experts")), bool(lora.get("use_dora")))

@@ -35,7 +35,7 @@ def multi(model):
 
 @pytest.fixture(scope="module")
 def loras(multi):
-    made = [multi.new(rank=rank, parts=parts, seed=place) for place, (rank, parts) in enumerate(SHAPES)]
+    made = [multi.create(rank=rank, parts=parts, seed=place) for place, (rank, parts) in enumerate(SHAPES)]
     generator = torch.Generator().manual_seed(0)
     for each in made:
         for tensor in each.tensors.values():
@@ -117,7 +117,7 @@ def test_mixers_on_kernels_adapt_rows_that_decode_and_prompts_beside_them(tmp_pa
     hybrid = load_model(ModelConfig(path=str(make_tiny(tmp_path / "model", spec))))
     twin, multi = on_kernels(hybrid)
     own = MultiLora(hybrid)
-    made = [own.new(rank=3, parts=("attention", "mlp"), seed=seed) for seed in range(2)]
+    made = [own.create(rank=3, parts=("attention", "mlp"), seed=seed) for seed in range(2)]
     for each in made:
         for tensor in each.tensors.values():
             tensor.data += 0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(tensor.numel()))

@@ -24,7 +24,7 @@ from headrace.models.packed import choose
 from headrace.models.packed.flex import Compute, FlexMask, FlexPlan, fused, written_out
 from headrace.models.packed.kinds import AttentionKind
 from headrace.models.packed.reach import BlockTables, Queries, Reach
-from headrace.models.packed.trial import LENGTHS, failure_of
+from headrace.models.packed.trial import LENGTHS, find_failure
 from headrace.models.shape import pair_bytes
 from tests.models.held import layer_bytes
 
@@ -143,7 +143,7 @@ def test_in_bfloat16_it_errs_by_no_more_than_its_numbers_are_rounded(sinks: bool
 
 def test_a_query_that_sees_nothing_gets_zeros_and_gives_no_gradient() -> None:
     tensors = leaves(4, 2, 0, sinks=True)
-    whole = Reach.of([4])
+    whole = Reach.from_lengths([4])
     mask = FlexMask(whole.take(np.array([1, 3]), 2), whole, CPU, written_out)
     rule = Rule(layer=0, scale=0.6, softcap=2.0)
     towards = torch.ones(4, 4, 6, dtype=torch.float64)
@@ -176,8 +176,8 @@ def test_tables_of_blocks_leave_out_only_what_nobody_sees_and_look_at_all_that_i
 ) -> None:
     paths, block = forest(data.draw), data.draw(st.sampled_from([1, 3, 4]))
     seen = seen_by(paths, Rule(layer=0, scale=1.0, window=window, chunk=chunk)).numpy()
-    reach = Reach.of([len(path) for path in paths], [row for path in paths for row in path])
-    tables = BlockTables.of(Queries(number_Q=reach.number_N, first_Q=reach.first(window, chunk)), reach, block)
+    reach = Reach.from_lengths([len(path) for path in paths], [row for path in paths for row in path])
+    tables = BlockTables.create(Queries(number_Q=reach.number_N, first_Q=reach.first(window, chunk)), reach, block)
     count = len(tables.some_IJ)
     whole = np.zeros((count * block, count * block), np.bool_)
     whole[: len(seen), : len(seen)] = seen
@@ -189,11 +189,11 @@ def test_tables_of_blocks_leave_out_only_what_nobody_sees_and_look_at_all_that_i
 
 
 def test_packed_samples_cost_no_blocks_of_each_other() -> None:
-    reach = Reach.of([512] * 8)
-    tables = BlockTables.of(Queries(number_Q=reach.number_N, first_Q=reach.first(None, None)), reach)
+    reach = Reach.from_lengths([512] * 8)
+    tables = BlockTables.create(Queries(number_Q=reach.number_N, first_Q=reach.first(None, None)), reach)
     assert tables.all_IJ.sum() == 8 * 6  # below the diagonal of 4 × 4 blocks
     assert tables.some_IJ.sum() == 8 * 4
-    near = BlockTables.of(Queries(number_Q=reach.number_N, first_Q=reach.first(128, None)), reach)
+    near = BlockTables.create(Queries(number_Q=reach.number_N, first_Q=reach.first(128, None)), reach)
     assert near.all_IJ.sum() == 0
     assert near.some_IJ.sum() == 8 * 7  # the diagonal, and the one below
 
@@ -264,7 +264,7 @@ def no_compiler(qkv, score, mask, *, scale, with_sums):
 )
 def test_a_trial_finds_kernels_that_do_not_compile_or_are_wrong(compute: Compute, words: str) -> None:
     kind = replace(KIND, has_sinks=True)
-    assert failure_of([kind], CPU, written_out) is None
+    assert find_failure([kind], CPU, written_out) is None
     with pytest.raises(ConfigError, match=words):
         choose("flex", [kind], CPU, compute)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from headrace.base.errors import ModelError
 from headrace.models import LoraConfig, ModelConfig, context_length, load_model
 from headrace.models.attention import PackedPlan, forward
-from headrace.models.lora import config_of, save_adapter
+from headrace.models.lora import read_lora_config, save_adapter
 from headrace.models.merge import export_merged
 from headrace.models.text_part import write_whole
 from headrace.models.weights import weight_tensors
@@ -184,7 +184,7 @@ def test_adapter_of_the_text_part_is_what_peft_loads_onto_the_whole(wrapper: Pat
     names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
     assert len(names) == len(weight_tensors(model))
     assert not [name for name in names if "vision" in name or "visual" in name]
-    again = load_model(ModelConfig(path=str(base), lora=config_of(out)))
+    again = load_model(ModelConfig(path=str(base), lora=read_lora_config(out)))
     assert torch.equal(logprobs(again), logprobs(model))
 
 
@@ -197,5 +197,5 @@ def test_adapter_that_names_the_layers_of_the_text_part_is_read(wrapper: Path, t
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     inner = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
     save_file(inner, tmp_path / "adapter_model.safetensors")
-    again = load_model(ModelConfig(path=str(wrapper), lora=config_of(tmp_path)))
+    again = load_model(ModelConfig(path=str(wrapper), lora=read_lora_config(tmp_path)))
     assert torch.equal(logprobs(again), logprobs(model))

@@ -12,7 +12,7 @@ from headrace.base.errors import ConfigError, WeightsError
 from headrace.models.weights import weight_tensors
 from headrace.run.session import load_config
 from headrace.sync import SyncConfig
-from headrace.sync.codecs import CODECS, codec_of
+from headrace.sync.codecs import CODECS, get_codec
 from headrace.sync.config import TRANSPORTS, Route
 from headrace.sync.transports import make_publisher, make_receiver
 from headrace.testing.sync import encode_and_decode
@@ -27,7 +27,7 @@ def weight(seed: int = 0, scale: float = 0.02) -> torch.Tensor:
 
 def test_float8_is_off_by_at_most_a_sixteenth_or_a_thousandth_of_the_row() -> None:
     before = weight() * torch.logspace(-6, 6, 70)[:, None]  # rows of very different size
-    after = encode_and_decode(codec_of("cast_fp8"), "w", before)
+    after = encode_and_decode(get_codec("cast_fp8"), "w", before)
     scale = before.abs().amax(1, keepdim=True) / 448
     assert ((after - before).abs() <= torch.maximum(before.abs() / 16, scale * 2**-10) * (1 + 1e-5)).all()
 
@@ -35,12 +35,12 @@ def test_float8_is_off_by_at_most_a_sixteenth_or_a_thousandth_of_the_row() -> No
 def test_float8_scales_each_row_of_every_expert_by_itself() -> None:
     experts = torch.stack([weight(1), weight(2, scale=40.0)])
     experts[0, 3] *= 1e-5
-    apart = torch.stack([encode_and_decode(codec_of("cast_fp8"), "w", expert) for expert in experts])
-    assert torch.equal(encode_and_decode(codec_of("cast_fp8"), "w", experts), apart)
+    apart = torch.stack([encode_and_decode(get_codec("cast_fp8"), "w", expert) for expert in experts])
+    assert torch.equal(encode_and_decode(get_codec("cast_fp8"), "w", experts), apart)
 
 
 def test_float8_keeps_zeros_and_what_is_no_matrix() -> None:
-    form = codec_of("cast_fp8")
+    form = get_codec("cast_fp8")
     assert torch.equal(encode_and_decode(form, "w", torch.zeros(3, 4)), torch.zeros(3, 4))
     assert torch.equal(encode_and_decode(form, "w", torch.full((3, 4), 1e-45)), torch.zeros(3, 4))
     assert encode_and_decode(form, "w", torch.zeros(0, 4)).shape == (0, 4)
@@ -49,9 +49,9 @@ def test_float8_keeps_zeros_and_what_is_no_matrix() -> None:
 
 
 def test_cast_is_the_rounding_of_torch_and_leaves_whole_numbers_alone() -> None:
-    assert torch.equal(encode_and_decode(codec_of("cast_bf16"), "w", weight()), weight().bfloat16().float())
+    assert torch.equal(encode_and_decode(get_codec("cast_bf16"), "w", weight()), weight().bfloat16().float())
     counts = torch.tensor([2**40 + 1])
-    assert torch.equal(encode_and_decode(codec_of("cast_bf16"), "n", counts), counts)
+    assert torch.equal(encode_and_decode(get_codec("cast_bf16"), "n", counts), counts)
 
 
 def test_learner_in_float32_feeds_an_engine_in_bfloat16(tmp_path: Path) -> None:
@@ -130,6 +130,6 @@ def test_every_row_of_the_tables_can_be_chosen_in_a_run_file_and_nothing_else() 
         with pytest.raises(ConfigError):
             validate(SyncConfig, wrong)
     with pytest.raises(ConfigError, match="did you mean 'delta'"):
-        codec_of("dleta")
+        get_codec("dleta")
     with pytest.raises(ConfigError, match="did you mean 'shm'"):
         make_receiver(Route(transport="smh"), {})

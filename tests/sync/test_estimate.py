@@ -15,7 +15,13 @@ from headrace.launch.child import Child
 from headrace.run.cli.app import app
 from headrace.sync import SyncConfig, estimate
 from headrace.sync.config import RunPlaces
-from headrace.sync.estimate import PROBE_BYTES, estimate_version, refuse_little_room, refuse_short_deadline, room_for
+from headrace.sync.estimate import (
+    PROBE_BYTES,
+    estimate_version,
+    measure_room,
+    refuse_little_room,
+    refuse_short_deadline,
+)
 from tests.run.session.runs import make_run, tiny_model
 
 
@@ -120,7 +126,9 @@ def test_versions_that_a_killed_run_left_count_as_room_since_they_go_first(
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "v00000003-01234567.safetensors").write_bytes(b"x" * 150)
     free(160)
-    room = room_for(SyncConfig(transport="files"), RunPlaces(run_dir=tmp_path, memory=tmp_path, private=tmp_path), 100)
+    room = measure_room(
+        SyncConfig(transport="files"), RunPlaces(run_dir=tmp_path, memory=tmp_path, private=tmp_path), 100
+    )
     assert room is not None
     assert (room.needed_bytes, room.free_bytes) == (300, 310)
 

@@ -28,7 +28,7 @@ from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
-from headrace.sync.codecs import codec_of
+from headrace.sync.codecs import get_codec
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
 from headrace.testing.sync import TOKEN, are_equal, encode_and_decode, receiver_with_faults
@@ -48,7 +48,7 @@ class Learner:
     def __init__(self, directory: Path, route: Route, rng: np.random.Generator) -> None:
         self._tensors = weight_tensors(load_model(ModelConfig(path=str(directory), dtype="float32")))
         self._start = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
-        self._rng, self._codec = rng, codec_of(route.codec)
+        self._rng, self._codec = rng, get_codec(route.codec)
         self.publisher = make_publisher(route, self._tensors, TOKEN)
         self.versions: list[dict[str, Tensor]] = []
 

@@ -24,14 +24,14 @@ from headrace.learner.parallel.shares import assign_gathered_boxes, local_box
 from headrace.models.weights import weight_tensors
 from headrace.sync.codecs.forms import Float8, IdentityForm
 from headrace.sync.manifest import plan, view
-from headrace.sync.pieces import Box, box_of, buckets, checksums, layout_of, refuse_incomplete, whole_boxes
+from headrace.sync.pieces import Box, buckets, checksums, make_layout, refuse_incomplete, view_box, whole_boxes
 
 TENSORS = {"a": torch.zeros(7, 3), "b": torch.zeros(()), "c": torch.zeros(4, dtype=torch.bfloat16)}
 
 
 def layouts(*shares: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[RankLayout, ...]:
     held = [{name: Box(starts=starts, shape=shape) for name, (starts, shape) in share.items()} for share in shares]
-    return tuple(layout_of(each, TENSORS, IdentityForm()) for each in held)
+    return tuple(make_layout(each, TENSORS, IdentityForm()) for each in held)
 
 
 REST = {"b": ((), ()), "c": ((0,), (4,))}
@@ -89,7 +89,7 @@ def test_buckets_carry_every_byte_of_a_rank_to_its_place(seed: int) -> None:
     tensors = {f"t{n}": _random_tensor(rng) for n in range(8)}
     manifest = plan(tensors)
     shares = _cut(rng, tensors, int(rng.integers(1, 5)))
-    made = tuple(layout_of(share, tensors, IdentityForm()) for share in shares)
+    made = tuple(make_layout(share, tensors, IdentityForm()) for share in shares)
     refuse_incomplete(made, manifest)
     image = memoryview(bytearray(manifest.total_bytes))
     entries = {entry.name: entry for entry in manifest.entries}
@@ -104,7 +104,7 @@ def test_buckets_carry_every_byte_of_a_rank_to_its_place(seed: int) -> None:
             assert bucket.num_bytes <= largest or (len(bucket.blocks) == 1 and rows == bucket.num_bytes)
             payload = sent[bucket.start : bucket.start + bucket.num_bytes]
             for block, arrived in zip(bucket.blocks, bucket.views(payload), strict=True):
-                box_of(image, entries[block.name], block.starts, block.entry.shape).copy_(arrived)
+                view_box(image, entries[block.name], block.starts, block.entry.shape).copy_(arrived)
     for name, tensor in tensors.items():
         assert torch.equal(view(image, entries[name]), tensor)
     hashes = [number for _, number in checksums(image, manifest, made)]
@@ -115,10 +115,10 @@ def test_buckets_carry_every_byte_of_a_rank_to_its_place(seed: int) -> None:
 def test_scales_of_rows_belong_to_the_rows_of_the_box() -> None:
     tensors = {"w": torch.zeros(6, 2, 5)}
     held = {"w": Box(starts=(2, 0, 0), shape=(3, 2, 5))}
-    assert layout_of(held, tensors, Float8()).starts == ((2, 0, 0), (4, 0))
+    assert make_layout(held, tensors, Float8()).starts == ((2, 0, 0), (4, 0))
     parts = Float8().parts("w", tensors["w"])
     first = {"w": Box(starts=(0, 0, 0), shape=(2, 2, 5))}, {"w": Box(starts=(5, 0, 0), shape=(1, 2, 5))}
-    refuse_incomplete([layout_of(each, tensors, Float8()) for each in (*first, held)], plan(parts))
+    refuse_incomplete([make_layout(each, tensors, Float8()) for each in (*first, held)], plan(parts))
 
 
 def _random_tensor(rng: np.random.Generator) -> Tensor:
@@ -183,7 +183,7 @@ def test_every_element_of_a_sharded_model_is_sent_once(model: str, mesh: str) ->
             shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in named.items()}
     shares = assign_gathered_boxes(shapes, held)
     manifest = plan(shapes)
-    refuse_incomplete([layout_of(share, shapes, IdentityForm()) for share in shares], manifest)
+    refuse_incomplete([make_layout(share, shapes, IdentityForm()) for share in shares], manifest)
     sizes = [sum(int(np.prod(box.shape)) * shapes[name].itemsize for name, box in share.items()) for share in shares]
     largest = max(shape.numel() * shape.itemsize for shape in shapes.values())
     assert max(sizes) <= manifest.total_bytes / len(sizes) + largest

@@ -63,7 +63,7 @@ TOKEN = (
     Hop("control/loops/scoring", "ScoringLoop._close_group", "close_group"),
     Hop("control/groups", "close_group", "ScoredGroup", "ScoredGroup"),
     Hop("flow/flow", "Flow.take", "GroupBatch", "GroupBatch"),
-    Hop("control/loops/feeding", "Feeder._order", "outline_of"),
+    Hop("control/loops/feeding", "Feeder._order", "make_outline"),
     Hop("flow/layout", "_group_outline", "GroupOutline", "GroupOutline"),
     # the outline, to the gradient
     Hop("launch/clients/learner", "LearnerClient.step", "_send_divided"),

@@ -135,6 +135,7 @@ class TokenLoss:
     """bool; the tokens at a bound of the formula, whose gradient is reduced or 0; ``None`` if the formula has no
     bound."""
     metrics: Metrics = field(default_factory=dict)
+    """Metrics of the loss over the micro-batch, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +147,7 @@ class Factor:
     log_old_N: Tensor | None = None
     """log π_old, which replaces that of the inputs in the loss and in later corrections; ``None``: no replacement."""
     metrics: Metrics = field(default_factory=dict)
+    """Metrics of the correction over the micro-batch, by name."""
 
 
 class TokenFormula(Protocol):
@@ -239,9 +241,10 @@ class LossOutput:
     tokens: Tensor
     """The corrected loss of each token, in the shape of the inputs, without gradient; 0 outside the mask."""
     metrics: dict[str, Ratio]
+    """The metrics of the loss, the corrections and the tokens, by name."""
 
 
-def tensor_of(name: str, value: Any) -> Tensor:
+def to_tensor(name: str, value: Any) -> Tensor:
     """Return ``value`` (a tensor, an array, lists of numbers) as a tensor. Raises :class:`ConfigError`, which contains
     ``name``, for any other value."""
     import torch

@@ -78,8 +78,9 @@ OFFERED = Registry[Tree](
 
 
 def expand(tree: Tree) -> Tree:
-    """Return the complete table ``[algo]``. The plain name of a formula becomes a table, such as ``{"kind": "dapo"}``
-    for ``"dapo"``. If ``bundle`` names a bundle, the result is merged over the tables of that bundle.
+    """Return the complete table ``[algo]`` for ``tree``, the table as a run file contains it. The plain name of a
+    formula becomes a table, such as ``{"kind": "dapo"}`` for ``"dapo"``. If ``bundle`` names a bundle, the result is
+    merged over the tables of that bundle.
 
     A table whose kind differs from the kind of the bundle's table replaces it as a whole. A table of the same kind, or
     without a kind, overrides only the keys that it contains. Corrections replace those of the bundle. Raises

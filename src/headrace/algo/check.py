@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from headrace.algo.base import Column, LossInputs
 from headrace.algo.config import AlgoConfig
 from headrace.algo.losses.custom import Custom
-from headrace.algo.notebook import with_options
+from headrace.algo.notebook import apply_options
 from headrace.algo.objective import Objective
 from headrace.algo.registry import settings_table
 from headrace.base.config import Section, validate
@@ -34,7 +34,7 @@ TOLERANCE = 1e-6
 
 
 class ClauseBroken(Exception):
-    """The error of a clause of the contract that is violated. Its text says what was measured."""
+    """The error raised by a test whose clause of the contract is violated. Its text says what was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,8 @@ REMEDIES = {
 
 
 def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | None = None) -> LossReport:
-    """Run the contract suite on the loss ``ref``: a name, ``file.py:function`` or a settings record.
+    """Run the contract suite on the loss ``ref``: a name, ``file.py:function`` or a settings record. ``seed`` is the
+    seed of the random batches.
 
     ``options`` are the options of a loss that is given by name, as in :func:`headrace.algo.loss`: settings, or
     arguments of the user's own function. Optional columns are ``None`` unless the loss declares that it reads them
@@ -97,11 +98,11 @@ def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | N
     mask gives zero loss and gradient. A formula that raises an error violates the clause. Raises :class:`ConfigError`
     for a reference that names no loss, and for unknown options.
     """
-    table: Any = with_options(settings_table(ref), dict(options or {})) if isinstance(ref, str) else ref
+    table: Any = apply_options(settings_table(ref), dict(options or {})) if isinstance(ref, str) else ref
     config = validate(AlgoConfig, {"loss": table, "correction": ()})
     source = None
     if isinstance(config.loss, Custom):
-        _ = config.loss.formula  # an error in the file itself is raised here, and is not a broken clause
+        _ = config.loss.function  # an error in the file itself is raised here, and is not a broken clause
         source = str(Path(config.loss.ref.rpartition(":")[0]).resolve())
     objective = Objective.build(config)
     trial = GradientTrial(objective, seed)
@@ -137,11 +138,12 @@ def _test_clause(clause: str, check: Callable[[], str], source: str | None) -> F
 
 
 def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -> LossInputs:
-    """Return a random batch for the tests: ``num_samples`` samples of ``length`` tokens in float64, with all columns
-    and some tokens outside the mask. Each two consecutive samples are a pair with advantages of opposite sign."""
+    """Return a random batch for the tests, drawn from ``generator``: ``num_samples`` samples of ``length`` tokens in
+    float64, with all columns and some tokens outside the mask. Each two consecutive samples are a pair with advantages
+    of opposite sign."""
 
     def normal(*shape: int) -> Tensor:
-        """Return a tensor of standard normal random numbers."""
+        """Return a tensor of the shape ``shape`` with standard normal random numbers."""
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     def near(log_p_N: Tensor, spread: float) -> Tensor:
@@ -172,8 +174,8 @@ def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -
 
 
 def take(inputs: LossInputs, samples: Sequence[int], *, packed: bool = False) -> LossInputs:
-    """Return the part of a batch that consists of the samples with the indices ``samples``, in this order and numbered
-    from 0. With ``packed``, the tokens outside the mask are left out."""
+    """Return the part of the batch ``inputs`` that consists of the samples with the indices ``samples``, in this order
+    and numbered from 0. With ``packed``, the tokens outside the mask are left out."""
     at = [(inputs.samples_N == sample).nonzero()[:, 0] for sample in samples]
     if packed:
         at = [rows[inputs.mask_N[rows]] for rows in at]
@@ -198,9 +200,9 @@ OPTIONAL: dict[Column, tuple[str, ...]] = {
 """The optional columns, by the name that a loss declares in order to read them."""
 
 
-def leaves_of(inputs: LossInputs) -> dict[str, Any]:
-    """Return copies of the columns that carry a gradient, by name. Each copy is a leaf of autograd, so that the loss
-    can be differentiated with respect to it."""
+def make_leaves(inputs: LossInputs) -> dict[str, Any]:
+    """Return copies of the columns of ``inputs`` that carry a gradient, by name. Each copy is a leaf of autograd, so
+    that the loss can be differentiated with respect to it."""
     columns = {name: getattr(inputs, name) for name in CARRIERS if getattr(inputs, name) is not None}
     return {name: column.detach().clone().requires_grad_() for name, column in columns.items()}
 
@@ -217,7 +219,7 @@ class GradientTrial:
 
     @cached_property
     def inputs(self) -> LossInputs:
-        """Return the random batch of :attr:`seed` with the columns that the objective reads."""
+        """The random batch that :meth:`batch` makes from :attr:`seed`. Most clauses are tested on it."""
         return self.batch(self.seed)
 
     def batch(self, seed: int) -> LossInputs:
@@ -235,15 +237,15 @@ class GradientTrial:
         return replace(inputs, selected_NP=self.objective.prepare(inputs))
 
     def weights(self, inputs: LossInputs) -> Tensor:
-        """Return the weight of each token in the loss, in place of a reduction's weights; 0 outside the mask. The
-        weights of any two tokens differ and do not depend on the token's index, so that an error in one token changes
-        the sum."""
+        """Return the weight of each token of ``inputs`` in the loss, in place of a reduction's weights; 0 outside the
+        mask. The weights of any two tokens differ and do not depend on the token's index, so that an error in one token
+        changes the sum."""
         return (1.5 + (1e4 * inputs.log_mu_N).sin()).masked_fill(~inputs.mask_N, 0.0)
 
     def run(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """Return the loss of ``inputs`` and its gradient. The gradient has a row for every token, with one column for
         log π and one for each further entry that carries a gradient."""
-        leaves = leaves_of(inputs)
+        leaves = make_leaves(inputs)
         loss = self.objective(replace(inputs, **leaves), self.weights(inputs)).loss
         grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
         if loss.requires_grad:
@@ -263,7 +265,7 @@ class GradientTrial:
         for seed in range(self.seed, self.seed + 5):
             _, grad = self.run(self.prepared(self.batch(seed)))
             if grad.any():
-                return f"greatest entry {grad.abs().max().item():.3g}"
+                return f"largest entry {grad.abs().max().item():.3g}"
         raise ClauseBroken("it is 0 for every token of five batches")
 
     def finite(self) -> str:
@@ -284,12 +286,12 @@ class GradientTrial:
         def value(moved: LossInputs) -> float:
             """Return the loss of ``moved``, the inputs with one changed entry, as a number."""
             with stop_gradients:
-                loss = self.objective(replace(moved, **leaves_of(moved)), weights_N).loss
+                loss = self.objective(replace(moved, **make_leaves(moved)), weights_N).loss
             return float(loss.detach())
 
         value(inputs)
         numeric = torch.zeros_like(grad)
-        entries = [(name, k) for name, leaf in leaves_of(inputs).items() for k in range(leaf[0].numel())]
+        entries = [(name, k) for name, leaf in make_leaves(inputs).items() for k in range(leaf[0].numel())]
         for row, (entry, (name, k)) in itertools.product(range(len(grad)), enumerate(entries)):
             change = torch.zeros_like(getattr(inputs, name))
             change.view(len(grad), -1)[row, k] = STEP
@@ -358,7 +360,7 @@ class GradientTrial:
         for inputs in (nothing, take(self.inputs, [])):
             loss, grad = self.run(self.prepared(inputs))
             if loss != 0 or grad.any():
-                raise ClauseBroken(f"loss {loss.item()}, greatest gradient {grad.abs().max().item()}")
+                raise ClauseBroken(f"loss {loss.item()}, largest gradient {grad.abs().max().item()}")
         return "zero loss, zero gradient"
 
 
@@ -412,11 +414,11 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _same(ours: Tensor, theirs: Tensor, what: str, tolerance: float = TOLERANCE) -> str:
-    """Return a sentence that says how closely two tensors agree, relative to the largest entry of ``theirs`` if it is
+def _same(actual: Tensor, expected: Tensor, description: str, tolerance: float = TOLERANCE) -> str:
+    """Return a sentence that says how closely two tensors agree, relative to the largest entry of ``expected`` if it is
     above 1. Raises :class:`ClauseBroken` if they differ by more than ``tolerance``."""
-    scale = theirs.abs().max().clamp(min=1.0) if theirs.numel() else theirs.new_ones(())
-    gap = ((ours - theirs).abs().max() / scale).item() if theirs.numel() else 0.0
+    scale = expected.abs().max().clamp(min=1.0) if expected.numel() else expected.new_ones(())
+    gap = ((actual - expected).abs().max() / scale).item() if expected.numel() else 0.0
     if not gap <= tolerance:
-        raise ClauseBroken(f"{what} differ by {gap:.3g}")
-    return f"{what} agree to {gap:.1e}"
+        raise ClauseBroken(f"{description} differ by {gap:.3g}")
+    return f"{description} agree to {gap:.1e}"

@@ -162,12 +162,12 @@ class AlgoConfig(Section):
         return outcomes
 
     def credit_of_episodes(self, outcomes: Outcomes) -> Floats:
-        """Return the number per episode that a run sends to its learner. It is the advantage; or the shaped reward, if
-        the learner's critic computes the advantages; or the reward's term of the advantage, if the learner adds the
-        teacher's term."""
+        """Return the number for each episode of ``outcomes`` that a run sends to its learner. It is the advantage; or
+        the shaped reward, if the learner's critic computes the advantages; or the reward's term of the advantage, if
+        the learner adds the teacher's term."""
         shaped = self.shape_rewards(outcomes)
         if isinstance(self.advantage, ReverseKl):
-            return self.advantage.of_rewards(shaped)
+            return self.advantage.credit_rewards(shaped)
         return shaped.values_E if self.advantage.by_critic else self.advantage(shaped)
 
 

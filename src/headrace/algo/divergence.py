@@ -15,8 +15,8 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def estimate(kind: Estimator, log_pi: Tensor, log_ref: Tensor) -> Tensor:
-    """Return an estimate of KL(π‖π_ref) per token, for tensors of any shape. With x = log π_ref − log π, clamped to
-    ±20: k1 = −x, k2 = x²/2, k3 = eˣ − 1 − x.
+    """Return an estimate of KL(π‖π_ref) per token, for tensors of any shape, by the estimator ``kind``. With
+    x = ``log_ref`` − ``log_pi`` (log π_ref − log π), clamped to ±20: k1 = −x, k2 = x²/2, k3 = eˣ − 1 − x.
 
     k1 is unbiased and may be negative; k2 has the right gradient on samples of π; k3 is unbiased and never negative.
     The gradient is 0 where x is clamped.

@@ -14,7 +14,7 @@ from headrace.algo.corrections import AnyCorrection
 from headrace.algo.divergence import estimate
 from headrace.algo.losses import AnyLoss
 from headrace.algo.reductions import AnyReduction
-from headrace.algo.registry import classes_by_kind, options_of
+from headrace.algo.registry import classes_by_kind, get_option_names
 from headrace.algo.returns import gae, value_loss
 from headrace.algo.shaping import AnyShaping
 from headrace.base.config import descriptions
@@ -83,14 +83,14 @@ def _chapters() -> Iterator[str]:
             yield from _entry(name, kind)
 
 
-def _entry(name: str, kind: type[Any]) -> Iterator[str]:
+def _entry(name: str, section_class: type[Any]) -> Iterator[str]:
     """Yield the Markdown of one formula: its docstring and the table of its options."""
-    yield f"### {name}\n\n{inspect.getdoc(kind)}\n"
-    if reduction := kind.__dict__.get("reduction") or vars(kind.__mro__[1]).get("reduction"):
+    yield f"### {name}\n\n{inspect.getdoc(section_class)}\n"
+    if reduction := section_class.__dict__.get("reduction") or vars(section_class.__mro__[1]).get("reduction"):
         yield f"Reduction of the paper: {reduction}.\n"
-    fields = {key: field for key, field in kind.model_fields.items() if key in options_of(kind)}
+    fields = {key: field for key, field in section_class.model_fields.items() if key in get_option_names(section_class)}
     if fields:
-        meanings = descriptions(kind)
+        meanings = descriptions(section_class)
         yield "| option | default | meaning |\n|---|---|---|"
         for key, field in fields.items():
             default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
@@ -117,7 +117,7 @@ def _functions() -> Iterator[str]:
     yield "## Metrics\n\nThe metrics of every step, and of `headrace.algo.loss(...).metrics`. w = π/μ.\n"
     yield "| metric | meaning |\n|---|---|"
     for row in LOSS_METRICS:
-        yield f"| `{row.name}` | {row.what} |"
+        yield f"| `{row.name}` | {row.meaning} |"
     yield ""
 
 

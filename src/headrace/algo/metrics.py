@@ -23,10 +23,9 @@ AGE_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8))
 
 
 def off_policy(inputs: LossInputs, log_learner_N: Tensor) -> dict[str, Ratio]:
-    """Return metrics of the distance of two policies from μ over the mask. For π: KL(μ‖π) by k1 and k3, and the moments
-    of w = π/μ, for tokens (also by age) and for sequences. For the learner before this step, whose log-probabilities
-    are ``log_learner_N``: k1 and k3, separately for tokens of age 0 and of higher ages.
-    """
+    """Return metrics of the distance of two policies from μ over the mask of ``inputs``. For π: KL(μ‖π) by k1 and k3,
+    and the moments of w = π/μ, for tokens (also by age) and for sequences. For the learner before this step, whose
+    log-probabilities are ``log_learner_N``: k1 and k3, separately for tokens of age 0 and of higher ages."""
     mask_N = inputs.mask_N
     x_N = log_ratio(inputs.log_pi_N.detach(), inputs.log_mu_N)
     w_N = x_N.exp()
@@ -42,21 +41,23 @@ def off_policy(inputs: LossInputs, log_learner_N: Tensor) -> dict[str, Ratio]:
         "mismatch_k3": _mean(k3_N, fresh_N),
         "stale_k1": _mean(-rho_N, stale_N),
         "stale_k3": _mean(k3_N, stale_N),
-        **by_age("kl_mu_k3", x_N.expm1() - x_N, inputs),
-        **by_age("ratio_mu", w_N, inputs),
-        **by_age("ratio_mu_squared", w_N.square(), inputs),
+        **average_by_age("kl_mu_k3", x_N.expm1() - x_N, inputs),
+        **average_by_age("ratio_mu", w_N, inputs),
+        **average_by_age("ratio_mu_squared", w_N.square(), inputs),
         "sequence_ratio_mu": _mean(w_S, sampled_S),
         "sequence_ratio_mu_squared": _mean(w_S.square(), sampled_S),
     }
 
 
 def kl_ref(log_pi_N: Tensor, log_ref_N: Tensor, mask_N: Tensor) -> Ratio:
-    """Return the mean of the k3 estimate of KL(π‖π_ref) over the tokens in the mask."""
+    """Return the mean of the k3 estimate of KL(π‖π_ref) over the tokens in the mask, from log π (``log_pi_N``) and log
+    π_ref (``log_ref_N``)."""
     return _mean(estimate("k3", log_pi_N, log_ref_N), mask_N)
 
 
-def by_age(name: str, values_N: Tensor, inputs: LossInputs) -> dict[str, Ratio]:
-    """Return the mean of ``values_N`` over the mask, and over each bucket of ages: ``name``, ``name/age_3-4``, ..."""
+def average_by_age(name: str, values_N: Tensor, inputs: LossInputs) -> dict[str, Ratio]:
+    """Return the mean of ``values_N`` over the mask of ``inputs``, and over the tokens of each bucket of ages, by
+    metric: ``name``, ``name/age_3-4``, ..."""
     kept_N = values_N.to(inputs.log_pi_N.dtype).masked_fill(~inputs.mask_N, 0.0)
     counted_N = inputs.mask_N.to(kept_N.dtype)
     ages_N = inputs.ages_N()
@@ -73,8 +74,8 @@ def by_age(name: str, values_N: Tensor, inputs: LossInputs) -> dict[str, Ratio]:
 
 
 def add(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, Ratio]:
-    """Return the combined metrics of several micro-batches or ranks: for each name, the sum of the totals and the sum
-    of the counts."""
+    """Return the combined metrics of ``parts``, the metrics of several micro-batches or ranks: for each name, the sum
+    of the totals and the sum of the counts."""
     out: dict[str, Ratio] = {}
     for metrics in parts:
         for name, ratio in metrics.items():

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.algo.advantages import ADVANTAGES, outcomes_of
+from headrace.algo.advantages import ADVANTAGES, make_outcomes
 from headrace.algo.advantages.outcomes import labels, to_list
-from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio, tensor_of
+from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio, to_tensor
 from headrace.algo.config import AlgoConfig
 from headrace.algo.corrections import CORRECTIONS
 from headrace.algo.divergence import Estimator, estimate
 from headrace.algo.losses import LOSSES, Custom
 from headrace.algo.reductions import REDUCTIONS
-from headrace.algo.registry import find, options_of, settings_table
+from headrace.algo.registry import find, get_option_names, settings_table
 from headrace.base.config import Section, validate
 from headrace.base.errors import ConfigError, nearest
 
@@ -49,11 +49,12 @@ def loss(
 
     ``log_pi`` [B, T] carries the gradient. Every other column is [B, T] too, ``advantages`` also [B] or [B, 1]; a
     single sequence may be [T]. Values outside ``mask`` have no effect. Without ``log_mu``, π_old sampled the tokens (a
-    correction needs ``log_mu``); without ``versions``, all tokens have age 0; without ``groups`` ([B], a label for the
-    prompt of each sequence), all sequences have the same prompt (for ``dpo``: each two consecutive sequences are a
-    pair). ``correction`` and ``reduction`` are a name, a table or a settings record; ``None`` means no correction, and
-    the reduction of the loss's paper. An option is assigned to the loss, correction or reduction that has it; if
-    several have it, set it in a table. Options that a user's own loss does not declare are passed to its function.
+    correction needs ``log_mu``); without ``versions``, all tokens have age 0, else their age is ``version_now`` minus
+    their version; without ``groups`` ([B], a label for the prompt of each sequence), all sequences have the same prompt
+    (for ``dpo``: each two consecutive sequences are a pair). ``correction`` and ``reduction`` are a name, a table or a
+    settings record; ``None`` means no correction, and the reduction of the loss's paper. An option is assigned to the
+    loss, correction or reduction that has it; if several have it, set it in a table. Options that a user's own loss
+    does not declare are passed to its function.
 
     Returns the scalar loss with its gradient, the tokens' values [B, T] and the metrics, with ``ess`` and ``chi2`` of
     π/μ: ``float(out.metrics["ess"])``. A metric without counted tokens is NaN. Raises :class:`ConfigError` for an
@@ -96,43 +97,43 @@ def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[Any] | None
     _refuse_unknown(options, {f"advantage {name!r}": kind}, extra=kind.reads)
     columns = {key: options.pop(key) for key in kind.reads if key in options}
     formula: Any = validate(kind, options)
-    result: list[float] = formula(outcomes_of(rewards, groups, **columns)).tolist()
+    result: list[float] = formula(make_outcomes(rewards, groups, **columns)).tolist()
     return result
 
 
 def kl(name: Estimator, log_pi: Any, log_ref: Any) -> Tensor:
-    """Return the estimate of KL(π‖π_ref) per token, for tensors of any shape. ``name`` is an estimator of
-    :mod:`headrace.algo.divergence`."""
+    """Return the estimate of KL(π‖π_ref) per token, from log π (``log_pi``) and log π_ref (``log_ref``), for tensors of
+    any shape. ``name`` is an estimator of :mod:`headrace.algo.divergence`."""
     if name not in ("k1", "k2", "k3"):
         raise ConfigError(f"kl {name!r} does not exist", remedy=nearest(str(name), ["k1", "k2", "k3"]))
-    return estimate(name, tensor_of("log_pi", log_pi), tensor_of("log_ref", log_ref))
+    return estimate(name, to_tensor("log_pi", log_pi), to_tensor("log_ref", log_ref))
 
 
 def _log_pi(given: Any) -> Tensor:
     """Return ``given``, the user's argument ``log_pi``, as a floating-point tensor. Raises
     :class:`~headrace.base.errors.ConfigError` unless its shape is [B, T] or [T]."""
-    log_pi = tensor_of("log_pi", given)
+    log_pi = to_tensor("log_pi", given)
     if log_pi.ndim not in (1, 2):
         raise ConfigError(f"log_pi has shape {tuple(log_pi.shape)}", remedy="give it [B, T], or [T] for one sequence")
     return log_pi if log_pi.is_floating_point() else log_pi.float()
 
 
-def with_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def apply_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``loss``, the table of settings of a loss, with ``options`` merged in. For a user's own loss, options that
     it does not declare become arguments of its function. Raises :class:`~headrace.base.errors.ConfigError` for an
     unknown option."""
     kind = find(LOSSES, "loss", loss["kind"])
-    options = _for_function(kind, loss, options)
+    options = _set_function_options(kind, loss, options)
     _refuse_unknown(options, {loss["kind"]: kind})
     return {**loss, **options}
 
 
-def _for_function(kind: type[Any], loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``options``. If the loss is a function of the user (``kind`` is ``Custom``), options that are not settings
-    of ``Custom`` are moved into its setting ``options``, the arguments of the function."""
-    if kind is not Custom:
+def _set_function_options(section_class: type[Any], loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``options``. If the loss is a function of the user (``section_class`` is ``Custom``), options that are not
+    settings of ``Custom`` are moved into its setting ``options``, the arguments of the function."""
+    if section_class is not Custom:
         return dict(options)
-    for_function = {key: value for key, value in options.items() if key not in options_of(kind)}
+    for_function = {key: value for key, value in options.items() if key not in get_option_names(section_class)}
     settings = {key: value for key, value in options.items() if key not in for_function}
     return {**settings, "options": {**settings.get("options", {}), **for_function}} if for_function else settings
 
@@ -154,9 +155,9 @@ def _config(
         *(("correction", *_table(CORRECTIONS, "correction", part)) for part in corrections),
         ("reduction", *_table(REDUCTIONS, "reduction", loss_kind.reduction if reduction is None else reduction)),
     ]
-    options = _for_function(loss_kind, loss_table, options)
+    options = _set_function_options(loss_kind, loss_table, options)
     _refuse_unknown(options, {str(table["kind"]): kind for _, kind, table in parts})
-    given = [(f"{what} {table['kind']!r}", set(table), options_of(kind), table) for what, kind, table in parts]
+    given = [(f"{what} {table['kind']!r}", set(table), get_option_names(kind), table) for what, kind, table in parts]
     for key, value in options.items():
         _table_for_option(key, [row for row in given if key in row[2]])[key] = value
     _, *correction_tables, reduction_table = (table for _, _, table in parts)
@@ -164,9 +165,9 @@ def _config(
 
 
 def _table_for_option(key: str, candidates: list[tuple[str, set[str], set[str], dict[str, Any]]]) -> dict[str, Any]:
-    """Return the table that the option ``key`` belongs to. ``having`` are the formulas with this option: name, keys in
-    its table, names of all options, and table. Raises :class:`~headrace.base.errors.ConfigError` if all tables contain
-    the option already, or if several do not."""
+    """Return the table that the option ``key`` belongs to. ``candidates`` are the formulas with this option: for each
+    its name, the keys in its table, the names of all its options, and its table. Raises
+    :class:`~headrace.base.errors.ConfigError` if all tables contain the option already, or if several do not."""
     free = [(name, table) for name, set_already, _, table in candidates if key not in set_already]
     if not free:
         names = " and ".join(name for name, *_ in candidates)
@@ -180,15 +181,15 @@ def _table_for_option(key: str, candidates: list[tuple[str, set[str], set[str], 
     return free[0][1]
 
 
-def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, Any]]:
+def _table(union: Any, noun: str, choice: Choice) -> tuple[type[Any], dict[str, Any]]:
     """Return the settings class that ``choice`` names, and the table of settings that ``choice`` contains. ``union`` is
-    the registry of the formulas, and ``what`` is the noun for a formula in errors, such as ``loss``."""
+    the registry of the formulas, and ``noun`` is the noun for a formula in errors, such as ``loss``."""
     if isinstance(choice, Section):
         return type(choice), choice.model_dump()
     if not isinstance(choice, str | Mapping):
-        find(union, what, choice)
+        find(union, noun, choice)
     table = settings_table(choice) if isinstance(choice, str) else dict(choice)
-    return find(union, what, str(table.get("kind", ""))), table
+    return find(union, noun, str(table.get("kind", ""))), table
 
 
 def _refuse_unknown(
@@ -196,30 +197,30 @@ def _refuse_unknown(
 ) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for an option that none of the formulas ``kinds`` (settings
     classes by name) has. The names ``extra`` are also allowed."""
-    known = extra.union(*(options_of(kind) for kind in kinds.values()))
+    known = extra.union(*(get_option_names(kind) for kind in kinds.values()))
     for key in options:
         if key not in known:
             remedy = nearest(key, known) if known else "give no options"
             raise ConfigError(f"{' with '.join(kinds)} has no option {key!r}", remedy=remedy)
 
 
-def _refuse_missing(objective: Objective, given: Mapping[str, Any]) -> None:
+def _refuse_missing(objective: Objective, columns: Mapping[str, Any]) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if a column that the objective reads is missing. ``log_old``
     replaces ``log_mu`` unless a correction reads ``log_mu``."""
     for name in ("advantages", "mask"):
-        if given[name] is None:
+        if columns[name] is None:
             raise ConfigError(f"{name} is missing", remedy=f"give {name}; what a loss does not look at may be 0")
     by_corrections = frozenset[str]().union(*(part.columns() for part in objective.corrections))
-    for name in sorted(objective.columns & set(given)):
-        stands_in = name == "log_mu" and name not in by_corrections and given["log_old"] is not None
-        if given[name] is None and not stands_in:
+    for name in sorted(objective.columns & set(columns)):
+        stands_in = name == "log_mu" and name not in by_corrections and columns["log_old"] is not None
+        if columns[name] is None and not stands_in:
             raise ConfigError(f"{name} is missing, but the formula reads it", remedy=f"give {name}, shaped like log_pi")
 
 
 def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: Objective) -> LossInputs:
-    """Return the user's [B, T] columns in the form of a micro-batch: all sequences concatenated, padding included.
-    ``groups`` are the labels of the sequences' prompts. Raises :class:`~headrace.base.errors.ConfigError` for columns
-    of another shape."""
+    """Return the user's [B, T] columns ``given``, by name, in the form of a micro-batch of ``objective``: all sequences
+    concatenated, padding included. ``groups`` are the labels of the sequences' prompts. Raises
+    :class:`~headrace.base.errors.ConfigError` for columns of another shape."""
     import torch
 
     log_pi = given["log_pi"]
@@ -230,10 +231,10 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
         raise ConfigError(f"groups has {len(groups)} rows, log_pi has {num_sequences}", remedy="give one per sequence")
 
     def column(name: str, dtype: torch.dtype, default: Tensor) -> Tensor:
-        """Return the column ``name``, flat, or ``default``; one advantage per sequence is repeated for its tokens."""
+        """Return column ``name`` as ``dtype``, flat, or ``default``; one advantage per sequence is repeated."""
         if given[name] is None:
             return default
-        value = tensor_of(name, given[name]).to(log_pi.device)
+        value = to_tensor(name, given[name]).to(log_pi.device)
         if dtype is torch.bool and not ((value == 0) | (value == 1)).all():
             raise ConfigError(f"{name} has entries other than 0 and 1", remedy="give 1 for what carries loss, else 0")
         value = value.to(dtype)

@@ -32,7 +32,7 @@ from headrace.algo.base import (
     TokenFormula,
 )
 from headrace.algo.config import AlgoConfig
-from headrace.algo.metrics import by_age, kl_ref, off_policy
+from headrace.algo.metrics import average_by_age, kl_ref, off_policy
 from headrace.base.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ class Objective:
 
     @classmethod
     def build(cls, config: AlgoConfig) -> Objective:
-        """Return the objective that the settings ``[algo]`` describe."""
+        """Return the objective that ``config``, the settings ``[algo]``, describes."""
         critic = config.advantage if isinstance(config.advantage, GaeAdvantage) else None
         teaching = config.advantage if isinstance(config.advantage, ReverseKl) else None
         return cls(
@@ -94,22 +94,21 @@ class Objective:
         return (self.loss.columns() - computed).union(*(part.columns() for part in self.corrections))
 
     @property
-    def selects(self) -> bool:
-        """Return whether tokens are selected from the whole batch. If so, the learner computes log π of the whole batch
-        first, and then calls :meth:`prepare`."""
+    def selects_tokens(self) -> bool:
+        """Whether the loss or a correction treats some tokens differently and selects them by a statistic of the whole
+        batch. If so, the learner computes log π of the whole batch first, and then calls :meth:`prepare`."""
         return "selected" in self.columns
 
     def weights(self, layout: BatchLayout) -> Tensor:
-        """Return the weight of every token of a whole batch in the loss (N, float32): the weight of the reduction
-        divided by the denominator of the batch; 0 outside the mask."""
+        """Return the weight of every token of a whole batch, described by ``layout``, in the loss (N, float32): the
+        weight of the reduction divided by the denominator of the batch; 0 outside the mask."""
         shares = self.shares(layout)
         return shares.weights_N / shares.mass.clamp(min=1.0)
 
     def shares(self, layout: BatchLayout) -> Shares:
-        """Return the weights of a part of a batch that is not complete yet. The part must contain whole groups.
-        Accumulate gradients with ``weights_N`` and the mass of every part, then divide the gradients by the sum of the
-        masses.
-        """
+        """Return the weights of the tokens of ``layout``, a part of a batch that is not complete yet. The part must
+        contain whole groups. Accumulate gradients with ``weights_N`` and the mass of every part, then divide the
+        gradients by the sum of the masses."""
         return self.reduction(layout)
 
     def prepare(self, whole: LossInputs) -> Tensor | None:
@@ -117,7 +116,7 @@ class Objective:
         tokens. Each micro-batch receives its own rows of the result as ``selected_NP``. ``whole`` contains log π under
         the present weights in ``log_pi_N``.
         """
-        if not self.selects:
+        if not self.selects_tokens:
             return None
         whole = _clean(whole)
         for correction in self.corrections:
@@ -125,8 +124,8 @@ class Objective:
                 log_old_N = correction(whole).log_old_N
                 assert log_old_N is not None
                 whole = replace(whole, log_old_N=log_old_N)
-        chosen = [part.select(whole) & whole.mask_N for part in self.parts if "selected" in part.columns()]
-        return torch.stack(chosen, dim=1)
+        selected = [part.select(whole) & whole.mask_N for part in self.parts if "selected" in part.columns()]
+        return torch.stack(selected, dim=1)
 
     def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
         """Return the part of the batch's loss that comes from one micro-batch, with gradient, and its metrics.
@@ -140,12 +139,12 @@ class Objective:
             metrics["kl_ref"] = kl_ref(inputs.log_pi_N.detach(), inputs.log_ref_N, inputs.mask_N)
         factor_N = inputs.log_pi_N.new_ones(len(inputs.mask_N))
         for correction in self.corrections:
-            factor = correction(self._inputs_of(correction, inputs))
+            factor = correction(self._make_inputs(correction, inputs))
             factor_N = factor_N * factor.tokens_N.detach()
             metrics.update(factor.metrics)
             if factor.log_old_N is not None:
                 inputs = replace(inputs, log_old_N=factor.log_old_N.detach())
-        loss = self.loss(self._inputs_of(self.loss, inputs))
+        loss = self.loss(self._make_inputs(self.loss, inputs))
         tokens_N = factor_N * loss.tokens_N
         metrics.update(loss.metrics)
         if (penalty := self.loss.penalty(inputs)) is not None:
@@ -155,14 +154,14 @@ class Objective:
         self._measure(inputs, factor_N, loss.clipped_N, metrics)
         return LossOutput(loss=(weights_N * tokens_N).sum(), tokens=tokens_N.detach(), metrics=metrics)
 
-    def _inputs_of(self, part: TokenFormula, inputs: LossInputs) -> LossInputs:
+    def _make_inputs(self, part: TokenFormula, inputs: LossInputs) -> LossInputs:
         """Return the inputs for the formula ``part``. If it selects tokens, ``selected_NP`` contains only its own
         selection."""
         if "selected" not in part.columns():
             return inputs
         assert inputs.selected_NP is not None
-        mine = [p for p in self.parts if "selected" in p.columns()].index(part)
-        return replace(inputs, selected_NP=inputs.selected_NP[:, mine : mine + 1])
+        index = [p for p in self.parts if "selected" in p.columns()].index(part)
+        return replace(inputs, selected_NP=inputs.selected_NP[:, index : index + 1])
 
     def _check(self, inputs: LossInputs) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if a column that a formula reads is ``None``."""
@@ -177,17 +176,17 @@ class Objective:
     def _measure(
         self, inputs: LossInputs, factor_N: Tensor, clipped_N: Tensor | None, metrics: dict[str, Ratio]
     ) -> None:
-        """Add to ``metrics``: the mean factor of the corrections and the fraction of tokens that they reject, the
-        fraction of clipped tokens by age, and the mean entropy, as far as they exist. ``factor_N`` is the product of
-        the corrections' factors. ``clipped_N`` is the loss's mask of clipped tokens, or ``None`` if the loss has no
-        bound."""
+        """Add to ``metrics``, for the micro-batch ``inputs``: the mean factor of the corrections and the fraction of
+        tokens that they reject, the fraction of clipped tokens by age, and the mean entropy, as far as they exist.
+        ``factor_N`` is the product of the corrections' factors. ``clipped_N`` is the loss's mask of clipped tokens, or
+        ``None`` if the loss has no bound."""
         count = inputs.mask_N.sum()
         if self.corrections:
             kept_N = factor_N.masked_fill(~inputs.mask_N, 0.0)
             metrics["correction_weight"] = Ratio(kept_N.sum(), count)
             metrics["correction_rejected"] = Ratio(count - (kept_N > 0).sum(), count)
         if clipped_N is not None:
-            metrics.update(by_age("clip_frac", clipped_N, inputs))
+            metrics.update(average_by_age("clip_frac", clipped_N, inputs))
         if inputs.entropy_N is not None:
             metrics["entropy"] = Ratio(inputs.entropy_N.detach().sum(), count)
 
@@ -210,11 +209,11 @@ _COLUMNS = (
 
 
 def usable(mask_N: Tensor, log_mu_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mask without tokens that cannot carry loss, and the number of dropped tokens by reason, as tensors, to
-    avoid waiting for the device.
+    """Return the mask ``mask_N`` without tokens that cannot carry loss, and the number of dropped tokens by reason, as
+    tensors, to avoid waiting for the device.
 
-    A token with a log μ that is not finite is excluded from the numerator and from the denominator of the loss. For
-    this, call the function before :meth:`Objective.weights`.
+    A token whose log μ, ``log_mu_N``, is not finite is excluded from the numerator and from the denominator of the
+    loss. For this, call the function before :meth:`Objective.weights`.
     """
     finite_N = log_mu_N.isfinite()
     return mask_N & finite_N, {"nonfinite_logprob": (mask_N & ~finite_N).sum()}

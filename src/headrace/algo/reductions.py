@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def tokens_by(owners_S: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-    """Return, for every token, the number of tokens in the mask of its owner, and the number of owners with such
-    tokens.
+def count_tokens_by_owner(owners_S: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+    """Return, for every token of ``layout``, the number of tokens in the mask that its owner has, and the number of
+    owners with such tokens.
 
     ``owners_S`` is the owner of each sample, its episode or its group, as any integers. An owner without tokens in the
     mask is not counted.
@@ -59,7 +59,7 @@ class SequenceMeanTokenMean(Section):
     def __call__(self, layout: BatchLayout) -> Shares:
         """Return the weight 1 / (number of tokens of its sequence) for every token in the mask, with the number of
         sequences as the denominator."""
-        tokens_N, num_episodes = tokens_by(layout.episodes_S, layout)
+        tokens_N, num_episodes = count_tokens_by_owner(layout.episodes_S, layout)
         return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_episodes)
 
 
@@ -76,7 +76,7 @@ class SequenceMeanTokenSum(Section):
 
     def __call__(self, layout: BatchLayout) -> Shares:
         """Return the weight 1 for every token in the mask, with the number of sequences as the denominator."""
-        _, num_episodes = tokens_by(layout.episodes_S, layout)
+        _, num_episodes = count_tokens_by_owner(layout.episodes_S, layout)
         return Shares(weights_N=layout.mask_N.float(), mass=num_episodes)
 
 
@@ -95,7 +95,7 @@ class ConstantDivisor(Section):
 
     def __call__(self, layout: BatchLayout) -> Shares:
         """Return the weight 1/L for every token in the mask, with the number of sequences as the denominator."""
-        _, num_episodes = tokens_by(layout.episodes_S, layout)
+        _, num_episodes = count_tokens_by_owner(layout.episodes_S, layout)
         return Shares(weights_N=layout.mask_N.float() / self.normalizer, mass=num_episodes)
 
 
@@ -113,7 +113,7 @@ class PromptMean(Section):
     def __call__(self, layout: BatchLayout) -> Shares:
         """Return the weight 1 / (number of tokens of its prompt) for every token in the mask, with the number of
         prompts as the denominator."""
-        tokens_N, num_groups = tokens_by(layout.groups_S, layout)
+        tokens_N, num_groups = count_tokens_by_owner(layout.groups_S, layout)
         return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_groups)
 
 

@@ -21,18 +21,18 @@ def classes_by_kind(union: Any) -> dict[str, type[Any]]:
     return {str(kind.model_fields["kind"].default): kind for kind in kinds}
 
 
-def find(kinds: Kinds, what: str, name: object) -> type[Any]:
+def find(kinds: Kinds, noun: str, name: object) -> type[Any]:
     """Return the settings class of ``kinds`` whose ``kind`` is ``name``. The class belongs to Headrace or to an
     installed package.
 
-    ``what`` is the noun for a formula of these kinds, such as ``loss``, with which error messages begin. Raises
+    ``noun`` is the noun for a formula of these kinds, such as ``loss``, with which error messages begin. Raises
     :class:`ConfigError`, which suggests the nearest name, for an unknown name.
     """
     known = kinds.registry.names()
     if not isinstance(name, str):
-        raise ConfigError(f"{what} {name!r} is not a name", remedy=f"name one of: {', '.join(sorted(known))}")
+        raise ConfigError(f"{noun} {name!r} is not a name", remedy=f"name one of: {', '.join(sorted(known))}")
     if name not in known:
-        raise ConfigError(f"{what} {name!r} does not exist", remedy=nearest(name, known))
+        raise ConfigError(f"{noun} {name!r} does not exist", remedy=nearest(name, known))
     return kinds.find(name)
 
 
@@ -45,6 +45,7 @@ def settings_table(name: str) -> dict[str, Any]:
     return {"kind": "custom", "ref": name} if ".py:" in name else {"kind": name}
 
 
-def options_of(kind: type[Section]) -> set[str]:
-    """Return the names of the options of a formula: the fields of its settings class except ``kind``."""
-    return set(kind.model_fields) - {"kind"}
+def get_option_names(section_class: type[Section]) -> set[str]:
+    """Return the names of the options of a formula: the fields of its settings class ``section_class`` except
+    ``kind``."""
+    return set(section_class.model_fields) - {"kind"}

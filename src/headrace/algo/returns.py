@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.algo.base import tensor_of
+from headrace.algo.base import to_tensor
 from headrace.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Gae(NamedTuple):
 
 def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1.0) -> Gae:
     """Estimate advantages: A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t, over the tokens in the mask; [B, T]
-    or [T].
+    or [T]. γ is ``gamma``, the discount, and λ is ``lam``.
 
     A token outside the mask (an observation, padding) is not a step: it is skipped, and its reward, value and position
     have no effect. The value after the last token is 0. The columns may be tensors or lists. The result has the dtype
@@ -41,7 +41,7 @@ def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1
         if not 0 <= value <= 1:
             raise ConfigError(f"{name}={value} is not a discount", remedy=f"choose {name} between 0 and 1")
     columns = {"rewards": rewards, "values": values, "mask": mask}
-    given = {name: tensor_of(name, column) for name, column in columns.items()}
+    given = {name: to_tensor(name, column) for name, column in columns.items()}
     if len({column.shape for column in given.values()}) > 1 or not given["mask"].ndim:
         shapes = ", ".join(f"{name} {tuple(column.shape)}" for name, column in given.items())
         raise ConfigError(f"gae needs columns of one shape, not {shapes}", remedy="give all of them [B, T] or [T]")
@@ -63,10 +63,10 @@ def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1
 
 def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None = None) -> Tensor:
     """Return the critic's loss ½·max((V − R)², (V_old + clip(V − V_old, ±ε) − R)²) per token; without ε, ½·(V − R)².
+    V is ``values_N``, R ``returns_N``, V_old, the value before the step, ``old_N``, and ε ``clip``.
 
-    With ε, a value that has moved from V_old by more than ε towards the return has no further gradient. V_old is the
-    value before the step. Source: Schulman et al., arXiv 1707.06347, with the clipped value of its reference
-    implementation.
+    With ε, a value that has moved from V_old by more than ε towards the return has no further gradient. Source:
+    Schulman et al., arXiv 1707.06347, with the clipped value of its reference implementation.
     """
     loss_N = (values_N - returns_N).square() / 2
     if clip is None:

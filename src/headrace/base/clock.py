@@ -104,6 +104,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Start at time 0, with a selector that advances the time instead of sleeping."""
         super().__init__()
         self._virtual_now = 0.0
+        """The virtual time in seconds."""
         self._selector = _JumpingSelector(self._selector, self._advance)
 
     def time(self) -> float:
@@ -155,9 +156,12 @@ class TimeLimit:
         self.scope = asyncio.Timeout(None)
         """The cancel scope of the body; :meth:`asyncio.Timeout.reschedule` ends it earlier."""
         self._check_interval_s = None if seconds is None else seconds / NUM_CHECKS
+        """The time between two checks in seconds; ``None`` without a limit."""
         self._is_paused = is_paused
         self._checks_left = NUM_CHECKS
+        """The number of checks after which the time is up."""
         self._timer: asyncio.TimerHandle | None = None
+        """The timer of the next check; ``None`` if none is set."""
 
     async def __aenter__(self) -> None:
         """Start to count the time of the body."""

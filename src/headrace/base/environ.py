@@ -215,8 +215,8 @@ def rank_place() -> RankPlace:
 
 
 def rank_environment(place: RankPlace, interface: str = "") -> dict[str, str]:
-    """Return the environment variables that set the rank of a process and the network interface through which it
-    connects to the other ranks. An empty ``interface`` means that all ranks are on this machine."""
+    """Return the environment variables that set the rank of a process, ``place``, and the network interface through
+    which it connects to the other ranks. An empty ``interface`` means that all ranks are on this machine."""
     known = {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),

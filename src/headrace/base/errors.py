@@ -57,32 +57,34 @@ class HeadraceError(Exception):
 
 
 class ConfigError(HeadraceError, ValueError):
-    """The error of a run file, option or argument that cannot work."""
+    """The error raised for a run file, option or argument that cannot work."""
 
 
 class DataError(HeadraceError, ValueError):
-    """The error of a row, a file of rows or a prompt that cannot be used."""
+    """The error raised for data that cannot be used, such as a row, a file of rows, a prompt, the samples of a batch,
+    or what a user's loss returns for them."""
 
 
 class ModelError(HeadraceError, ValueError):
-    """The error of a model directory or a model architecture that cannot be used."""
+    """The error raised for a model directory or a model architecture that cannot be used."""
 
 
 class RequestError(HeadraceError, ValueError):
-    """The error of one generation request that an engine cannot serve; other requests are not affected."""
+    """The error raised for one generation request that an engine cannot serve; other requests are not affected."""
 
 
 class EngineFull(RequestError):
-    """The error of a request to an engine that has its largest number of requests; a later request may succeed."""
+    """The error raised for a request to an engine that has its largest number of requests; a later request may
+    succeed."""
 
 
 class SequenceFailed(RequestError):
-    """The error of a sequence that failed while it was computed, although its request was valid."""
+    """The error raised for a sequence that failed while it was computed, although its request was valid."""
 
 
 class EpisodeError(HeadraceError):
-    """The error of one episode that cannot continue; other episodes are not affected. ``reason`` is the short name
-    under which the run counts such failures."""
+    """The error raised for one episode that cannot continue; other episodes are not affected. ``reason`` is the short
+    name under which the run counts such failures."""
 
     def __init__(self, problem: str, *, remedy: str, reason: str = "env_error") -> None:
         """Store ``reason``, the short name under which the run counts the failure. The other arguments are those of
@@ -92,38 +94,39 @@ class EpisodeError(HeadraceError):
 
 
 class BudgetSpent(EpisodeError):
-    """The error of an episode that has used up its budget of turns, tokens, tool calls or context."""
+    """The error raised for an episode that has used up its budget of turns, tokens, tool calls or context."""
 
 
 class EnvError(HeadraceError):
-    """The error of a reward function or an environment that cannot be used at all."""
+    """The error raised for a reward function or an environment that cannot be used at all."""
 
 
 class NoRewards(EnvError):
-    """The error of a reward function that returned ``None`` for every answer of many groups."""
+    """The error raised for a reward function that returned ``None`` for every answer of many groups."""
 
 
 class WeightsError(HeadraceError):
-    """The error of a weight update that could not be sent, or that an engine refused. The weights in use are
+    """The error raised for a weight update that could not be sent, or that an engine refused. The weights in use are
     unchanged."""
 
 
 class NeedsFull(WeightsError):
-    """The error of a weight update that an engine cannot apply: for example, its bytes are wrong, or it contains the
-    difference to a version that the engine does not have. The learner can send the full weights instead."""
+    """The error raised for a weight update that an engine cannot apply: for example, its bytes are wrong, or it
+    contains the difference to a version that the engine does not have. The learner can send the full weights
+    instead."""
 
 
 class StoreError(HeadraceError):
-    """The error of a column store that is full or cannot be written, or of a part of the store that is missing or does
-    not match its checksum."""
+    """The error raised for a column store that is full or cannot be written, or for a part of the store that is missing
+    or does not match its checksum."""
 
 
 class LedgerError(HeadraceError):
-    """The error of a ledger that cannot be opened or read, or whose contents are invalid."""
+    """The error raised for a ledger that cannot be opened or read, or whose contents are invalid."""
 
 
 class CheckpointError(HeadraceError):
-    """The error of a snapshot that cannot be written or read."""
+    """The error raised for a snapshot that cannot be written or read."""
 
 
 class RunError(HeadraceError):
@@ -131,21 +134,21 @@ class RunError(HeadraceError):
 
 
 class ComponentDied(RunError):
-    """The error of a process of the run that ended unexpectedly."""
+    """The error raised for a process of the run that ended unexpectedly."""
 
 
 class EngineUnfit(ComponentDied):
-    """The error of an engine that cannot serve this run and would fail again after a restart."""
+    """The error raised for an engine that cannot serve this run and would fail again after a restart."""
 
 
 class LearnerLost(ComponentDied):
-    """The error of a learner, or of one of its ranks, whose process ended without a message. The run can continue from
-    its last snapshot."""
+    """The error raised for a learner, or for one of its ranks, whose process ended without a message. The run can
+    continue from its last snapshot."""
 
 
 class RankLost(ComponentDied):
-    """The error of a rank of the learner that cannot continue because another rank has ended. It is a consequence and
-    not the cause of a failure."""
+    """The error raised for a rank of the learner that cannot continue because another rank has ended. It is a
+    consequence and not the cause of a failure."""
 
 
 class StallError(RunError):
@@ -154,11 +157,11 @@ class StallError(RunError):
 
 
 class DeadlineError(RunError):
-    """The error of a wait that took longer than its deadline."""
+    """The error raised for a wait that took longer than its deadline."""
 
 
 class ReplayDiffers(RunError):
-    """The error of a replay whose results differ from the run that it repeats. The message names the first
+    """The error raised for a replay whose results differ from the run that it repeats. The message names the first
     difference."""
 
 

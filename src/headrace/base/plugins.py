@@ -144,7 +144,7 @@ class Registry(Generic[T]):
         offers: dict[str, list[Registered]] = defaultdict(list)
         for name, target in self.rows.items():
             offers[name].append(Registered(name=name, target=target, package=OWN_PACKAGE))
-        for entry in entry_points_of(self.group):
+        for entry in get_entry_points(self.group):
             package = entry.dist.name if entry.dist is not None else entry.value.partition(":")[0]
             offer = Registered(name=entry.name, target=entry.value, package=package)
             # an editable installation beside an older installation lists a package twice
@@ -170,7 +170,7 @@ def lazy_attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], A
     return find
 
 
-def entry_points_of(group: str) -> tuple[EntryPoint, ...]:
+def get_entry_points(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of the group ``group``, such as ``headrace.losses``, in all installed packages."""
     return _entry_points().get(group, ())
 

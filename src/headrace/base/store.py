@@ -54,13 +54,13 @@ read."""
 def file_name(writer: str, number: int) -> str:
     """Return the name of the file with the index ``number`` among the files of ``writer``.
 
-    >>> file_name("engine-0", 12), writer_of("engine-0.000012")
+    >>> file_name("engine-0", 12), parse_file_name("engine-0.000012")
     ('engine-0.000012', ('engine-0', 12))
     """
     return f"{writer}.{number:06d}"
 
 
-def writer_of(name: str) -> tuple[str, int]:
+def parse_file_name(name: str) -> tuple[str, int]:
     """Return the writer of the file ``name``, and the index of the file among the files of this writer. The index is −1
     if ``name`` is not the name of a file of a store."""
     writer, _, number = name.rpartition(".")
@@ -77,21 +77,25 @@ class ColumnStore:
         self, directory: Path, writer: str, *, limit_bytes: int | None = None, file_bytes: int = FILE_BYTES
     ) -> None:
         """Write into ``directory`` as the writer named ``writer``. ``limit_bytes`` limits the size of all files in the
-        directory together; ``None`` sets no limit. Existing files of the same writer, from an earlier process, are kept
-        and not continued."""
+        directory together; ``None`` sets no limit. A file of ``file_bytes`` bytes or more is not continued. Existing
+        files of the same writer, from an earlier process, are kept and not continued."""
         self._directory = directory
         self._writer = writer
         self._limit_bytes = limit_bytes
         self._file_bytes = file_bytes
         self._file = -1
+        """The descriptor of the open file; −1 if no file is open."""
         self._name = ""
+        """The name of the open file."""
         self._end = 0
+        """The number of bytes in the open file."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            own = [number for name, number in map(writer_of, os.listdir(directory)) if name == writer]
+            own = [number for name, number in map(parse_file_name, os.listdir(directory)) if name == writer]
         except OSError as error:
             raise self._error(str(error)) from None
         self._next = max(own, default=-1) + 1
+        """The index of the next file of this writer."""
 
     def put(self, rows: Rows) -> Stored:
         """Write ``rows`` as one part, and return the reference to them. Raises
@@ -177,7 +181,7 @@ def directory_bytes(directory: Path, *, without: str = "") -> int:
     the directory does not exist."""
     try:
         with os.scandir(directory) as entries:
-            counted = [entry for entry in entries if not without or writer_of(entry.name)[0] != without]
+            counted = [entry for entry in entries if not without or parse_file_name(entry.name)[0] != without]
     except FileNotFoundError:
         return 0
     total = 0
@@ -208,6 +212,7 @@ class StoreReader:
         directory of the run, so no part can be read."""
         self._directory = directory
         self._maps: dict[str, memoryview] = {}
+        """The files that were read so far, mapped into memory, by name."""
 
     def kept(self, kept: KeptSets) -> KeptSets:
         """Return ``kept`` with its ids in memory. Raises :class:`~headrace.base.errors.StoreError` if a part is missing
@@ -275,7 +280,7 @@ class StoreReader:
 
     def _map_file(self, piece: StoredRows) -> memoryview:
         """Return the content of the file that contains ``piece``, mapped into memory."""
-        if Path(piece.file).name != piece.file or writer_of(piece.file)[1] < 0:
+        if Path(piece.file).name != piece.file or parse_file_name(piece.file)[1] < 0:
             raise _part_error(piece, "is not a file of a store")
         if self._directory is None:
             raise _part_error(piece, "is on another machine, with which this one shares no directory")
@@ -290,17 +295,17 @@ class StoreReader:
             raise _part_error(piece, f"cannot be read in {self._directory}: {error.strerror}") from None
 
 
-def _raised(found: T, lost: list[LostRows]) -> T:
-    """Return ``found``, or raise the error of the first range of lost rows."""
+def _raised(value: T, lost: list[LostRows]) -> T:
+    """Return ``value``, or raise the error of the first range of lost rows."""
     if lost:
         raise lost[0].error
-    return found
+    return value
 
 
-def _part_error(piece: StoredRows, what: str) -> StoreError:
-    """Return the error of the part that contains ``piece``. ``what`` continues a sentence about the part."""
+def _part_error(piece: StoredRows, problem: str) -> StoreError:
+    """Return the error of the part that contains ``piece``. ``problem`` continues a sentence about the part."""
     return StoreError(
-        f"the part of the store at byte {piece.start} of {piece.file!r} {what}",
+        f"the part of the store at byte {piece.start} of {piece.file!r} {problem}",
         remedy="keep the folder 'columns' of the run's directory whole, on the machine of the learner",
     )
 
@@ -311,8 +316,9 @@ def lies_in_store(batch: Batch) -> bool:
 
 
 def read_batch(batch: Batch, reader: StoreReader) -> tuple[Batch, dict[int, StoreError]]:
-    """Return ``batch`` with all columns in memory, and the groups with rows that could not be read: the index of each
-    group in the batch, mapped to the error. :func:`without_groups` removes such groups from the loss."""
+    """Return ``batch`` with all columns in memory, read by ``reader``, and the groups with rows that could not be read:
+    the index of each group in the batch, mapped to the error. :func:`remove_groups` removes such groups from the
+    loss."""
     owners_N = np.repeat(batch.groups_S, batch.lengths_S)
     kept, routing = batch.kept, batch.routing
     lost: dict[int, StoreError] = {}
@@ -327,7 +333,7 @@ def read_batch(batch: Batch, reader: StoreReader) -> tuple[Batch, dict[int, Stor
     return msgspec.structs.replace(batch, kept=kept, routing=routing), lost
 
 
-def without_groups(batch: Batch, groups: Iterable[int]) -> tuple[Batch, int]:
+def remove_groups(batch: Batch, groups: Iterable[int]) -> tuple[Batch, int]:
     """Return ``batch``, all of whose columns are in memory, without the loss, kept-sets and experts of the groups with
     the indices ``groups``, and the number of tokens whose loss was removed."""
     lost_N = np.repeat(np.isin(batch.groups_S, np.fromiter(groups, np.int64)), batch.lengths_S)

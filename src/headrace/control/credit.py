@@ -19,7 +19,7 @@ from headrace.algo.advantages.outcomes import Floats, labels
 from headrace.algo.advantages.tokens import Prpo
 from headrace.algo.config import AlgoConfig
 from headrace.base.errors import ConfigError
-from headrace.base.types.episode import EpisodeGraph, role_of
+from headrace.base.types.episode import EpisodeGraph, get_role
 from headrace.base.types.scored import Credit, ScoredGroup
 from headrace.base.types.tokens import Tokens
 from headrace.control.branches import with_branches
@@ -46,7 +46,7 @@ class CreditShare:
     def baseline(self) -> tuple[int, str]:
         """Return the number of the share's group and the share's role. Shares with the same pair are compared with each
         other."""
-        return self.episode.key.group, role_of(self.agent)
+        return self.episode.key.group, get_role(self.agent)
 
     @property
     def length(self) -> int:

@@ -21,7 +21,7 @@ from headrace.flow.filters import (
     FilterSection,
     apply_filters,
     comparable_rewards,
-    rewards_of,
+    get_rewards,
     undo_filters,
 )
 from headrace.rollout import Withdrawal
@@ -128,7 +128,7 @@ def have_signal(groups: Sequence[ScoredGroup]) -> bool:
     whatever its rewards."""
     groups = [group for group in groups if group.scored]
     # Groups with one episode are compared with each other, like one group over the whole batch.
-    single_rewards = {reward for group in groups if len(group.counted) == 1 for reward in rewards_of(group.counted)}
+    single_rewards = {reward for group in groups if len(group.counted) == 1 for reward in get_rewards(group.counted)}
     return len(single_rewards) > 1 or any(
         len(set(rewards)) > 1 for group in groups for rewards in comparable_rewards(group.counted)
     )

@@ -32,7 +32,7 @@ from headrace.base.types.tokens import IntColumn
 from headrace.control.groups import OpenGroup
 from headrace.control.state import RunState
 from headrace.flow.ledger import Ledger
-from headrace.flow.pivots import Pivot, PivotChooser, PivotConfig, outcomes_of
+from headrace.flow.pivots import Pivot, PivotChooser, PivotConfig, list_outcomes
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, graft, repeats, split
 from headrace.rollout.history import prompt_digest
@@ -143,15 +143,17 @@ class PivotResampler:
         self._count("chosen", len(points))
         by_point = zip(points, (task.result() for task in attempted), strict=True)
         # From the last pivot to the first, because a graft splits a turn and changes the indices of later turns.
-        for point, attempts in sorted(by_point, key=lambda pair: (pair[0].turn, pair[0].pivot.at), reverse=True):
+        for point, attempts in sorted(
+            by_point, key=lambda pair: (pair[0].turn, pair[0].pivot.num_tokens_before), reverse=True
+        ):
             self._graft_branches(episode, original, point, attempts)
-        self._count("recovered", sum(success for _, success in outcomes_of(episode, self._config.threshold)))
+        self._count("recovered", sum(success for _, success in list_outcomes(episode, self._config.threshold)))
 
     def record_outcomes(self, episode: EpisodeGraph) -> None:
         """Store the outcomes of the pivots of an ended episode, which follow from the rewards of its branches. The
         chooser learns from them when a batch has taken the group."""
         self.sampled_turns.pop(episode.key)
-        if outcomes := outcomes_of(episode, self._config.threshold):
+        if outcomes := list_outcomes(episode, self._config.threshold):
             self._outcomes.setdefault(episode.key.group, []).extend(outcomes)
 
     def forget_group(self, number: int) -> None:
@@ -199,7 +201,9 @@ class PivotResampler:
         for number, pivot in enumerate(self._chooser.choose(entropies, rng)):
             index, answer = answers[pivot.answer]
             earlier_turns = tuple(part for part in sampled if part.turn < answer.turn)
-            cut_turn = msgspec.structs.replace(answer, tokens=answer.tokens[: pivot.at], stop_reason=None)
+            cut_turn = msgspec.structs.replace(
+                answer, tokens=answer.tokens[: pivot.num_tokens_before], stop_reason=None
+            )
             prefix = (*earlier_turns, cut_turn)
             parent = None if answer.request_id < 0 else answer.request_id
             points.append(_PivotPoint(number=number, pivot=pivot, turn=index, prefix=prefix, parent=parent))
@@ -255,7 +259,7 @@ class PivotResampler:
 
     def _mark_untrained(self, episode: EpisodeGraph, point: _PivotPoint, attempts: Sequence[_PivotAttempt]) -> None:
         """Set ``untrained`` of each attempt at one pivot that cannot be compared with the other attempts."""
-        index, position = point.turn, point.pivot.at
+        index, position = point.turn, point.pivot.num_tokens_before
         for attempt in attempts:
             if not repeats(episode.turns, index, position, attempt.episode.turns):
                 attempt.untrained = ENV_DIFFERS if attempt.episode.status is EpisodeStatus.SCORED else FAILED
@@ -277,7 +281,7 @@ class PivotResampler:
         """Add the attempts at one pivot to the episode's graph as branches. The branches of all later pivots must have
         been added before. ``original`` are the turns of the episode without branches. An attempt that does not repeat
         the episode up to the pivot is not added."""
-        index, position = point.turn, point.pivot.at
+        index, position = point.turn, point.pivot.num_tokens_before
         fitting = [pair for pair in enumerate(attempts) if repeats(original, index, position, pair[1].episode.turns)]
         if fitting:
             split(episode.turns, index, [position])

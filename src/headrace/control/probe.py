@@ -104,6 +104,6 @@ def _gap_of(batch: Batch, logprobs_N: FloatColumn) -> Mismatch | None:
         return None
     gap = Gap.between(batch.logprobs_N[tokens], logprobs_N[tokens])
     ends_S = np.cumsum(batch.lengths_S)
-    sample = int(np.searchsorted(ends_S, tokens[gap.at], side="right"))
-    position = int(tokens[gap.at] - ends_S[sample] + batch.lengths_S[sample])
+    sample = int(np.searchsorted(ends_S, tokens[gap.worst_index], side="right"))
+    position = int(tokens[gap.worst_index] - ends_S[sample] + batch.lengths_S[sample])
     return Mismatch(gap=gap, worst=f"token {position} of the {batch.lengths_S[sample]} of sequence {sample}")

@@ -16,7 +16,7 @@ from headrace.base.types.group import GroupState
 from headrace.control.saving import CHECKPOINTS, ControllerMemory
 from headrace.control.state import RunState
 from headrace.flow.ledger import Ledger
-from headrace.flow.policies.deadlines import age_needed
+from headrace.flow.policies.deadlines import compute_needed_age
 from headrace.learner import checkpoint
 from headrace.rollout.environments.curriculum import CurriculumState
 
@@ -79,10 +79,10 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
         state.curriculum.restore(curriculum_state, ledger.attempts(curriculum_state.first_unknown))
     if config.max_age == "auto":
         state.flow.resume_max_age(start.memory.max_age)
-    needed = age_needed(state.flow.state, only_planned=config.policy.drops_stale)
-    if needed > config.greatest_age and not config.policy.masks_stale:
+    needed = compute_needed_age(state.flow.state, only_planned=config.policy.drops_stale)
+    if needed > config.largest_age and not config.policy.masks_stale:
         raise ConfigError(
-            f"flow.max_age={config.greatest_age} is too little to continue the run: it holds groups that would "
+            f"flow.max_age={config.largest_age} is too little to continue the run: it holds groups that would "
             f"be trained at an age of {needed} versions",
             remedy=f"set flow.max_age >= {needed}, or start a new run directory",
         )

@@ -29,8 +29,9 @@ class TokenSource(Protocol):
     def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample one sequence after the prompt, and yield its new tokens in chunks. Chunks arrive while the sequence
-        grows, and the last one has a stop reason.
+        """Sample one sequence after the prompt ``prompt_ids_T`` with the parameters ``sampling``, and yield its new
+        tokens in chunks. ``options`` are further properties of the request, such as its deadline. Chunks arrive while
+        the sequence grows, and the last one has a stop reason.
 
         Requests that are made in one iteration of the event loop join the batch together, in that order. Leaving the
         iterator early withdraws the request. Raises :class:`~headrace.base.errors.RequestError` for a request that
@@ -60,9 +61,10 @@ class SiblingSource(Protocol):
     async def generate_siblings(
         self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
     ) -> None:
-        """Sample one sequence for each of ``siblings`` after the prompt, and return when all of them have ended. A
-        sequence that is refused or fails ends with a chunk that contains its error; the other sequences continue.
-        Cancelling the call withdraws the sequences that have not ended."""
+        """Sample one sequence for each of ``siblings`` after the prompt ``prompt_ids_T``, pass its chunks to
+        ``on_chunks``, and return when all of them have ended. A sequence that is refused or fails ends with a chunk
+        that contains its error; the other sequences continue. Cancelling the call withdraws the sequences that have not
+        ended."""
         ...
 
 
@@ -71,15 +73,15 @@ class Engine(TokenSource, Protocol):
     and loads new weights."""
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        """Return the logprobs of given ``tokens`` under the weights in use, computed by one prefill: one value for each
-        token, 0 for the first, which nothing precedes. If ``tokens`` contains kept-sets (the entries that survived
-        truncation) or the routing of experts, they are applied."""
+        """Return the logprobs of given ``tokens`` at ``temperature`` under the weights in use, computed by one prefill:
+        one value for each token, 0 for the first, which nothing precedes. If ``tokens`` contains kept-sets (the entries
+        that survived truncation) or the routing of experts, they are applied."""
         ...
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """Return the logprobs of the tokens, as :meth:`score` does, and for each position the ``num`` most likely
-        entries of the vocabulary with their logprobs. Only entries with ids below ``below`` are considered (0: all).
-        Distillation calls this on a teacher's engine."""
+        """Return the logprobs of ``tokens`` at ``temperature``, as :meth:`score` does, and for each position the
+        ``num`` most likely entries of the vocabulary with their logprobs. Only entries with ids below ``below`` are
+        considered (0: all). Distillation calls this on a teacher's engine."""
         ...
 
     async def stage(self, update: WeightUpdate) -> float:
@@ -146,8 +148,8 @@ class EngineCore(Protocol):
         ...
 
     def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
-        """Withdraw requests and return their last chunks, which hold the tokens that were sampled and not yet returned.
-        Unknown ids are ignored, since a request may just have ended."""
+        """Withdraw the requests ``request_ids`` and return their last chunks, which hold the tokens that were sampled
+        and not yet returned. Unknown ids are ignored, since a request may just have ended."""
         ...
 
     def has_work(self) -> bool:
@@ -161,8 +163,8 @@ class EngineCore(Protocol):
         ...
 
     def score(self, request: ScoreTokens) -> FloatColumn:
-        """Return the logprobs of given tokens, one for each token and 0 for the first, by one prefill between two
-        steps."""
+        """Return the logprobs of the tokens of ``request``, one for each token and 0 for the first, by one prefill
+        between two steps."""
         ...
 
     def top_scores(self, request: ScoreTokens) -> TopScores:

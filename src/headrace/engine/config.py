@@ -41,8 +41,8 @@ class EngineSettings(Section):
     """The settings that only one kind of engine has: its table ``[engine.server]``. This base class has none; a kind
     with settings of its own derives from it."""
 
-    def for_engine(self, place: int) -> EngineSettings:
-        """Return the settings of the engine with index ``place`` in a run of several engines."""
+    def for_engine(self, index: int) -> EngineSettings:
+        """Return the settings of the engine with index ``index`` in a run of several engines."""
         return self
 
     def refuse_run(self, *, count: int, width: int, start_timeout_s: float) -> None:
@@ -133,11 +133,13 @@ class EngineKind:
     """The settings of ``[engine]`` that this kind does not use. A run file that sets one of them is refused."""
 
 
-def _problem(made: Any) -> str | None:
-    """Return why the object ``made`` that an installed package offers is not a kind of engine, in words that follow its
-    name; ``None`` if it is one. The registry calls this for each kind that it loads."""
+def _problem(registered: Any) -> str | None:
+    """Return why the object ``registered`` that an installed package offers is not a kind of engine, in words that
+    follow its name; ``None`` if it is one. The registry calls this for each kind that it loads."""
     return (
-        None if isinstance(made, EngineKind) else f"is a {type(made).__name__}, not a headrace.engine.config.EngineKind"
+        None
+        if isinstance(registered, EngineKind)
+        else f"is a {type(registered).__name__}, not a headrace.engine.config.EngineKind"
     )
 
 
@@ -231,28 +233,28 @@ class EngineConfig(Section):
         return self.tensor * self.pipeline
 
     @property
-    def fuses(self) -> bool:
+    def can_fuse(self) -> bool:
         """Whether the model may run on fused kernels: this kind of engine reads the setting ``kernels``, and it is not
         ``off``."""
         return self.kernels == "auto" and "kernels" not in ENGINES.load(self.kind).unread
 
-    def refuse_server(self, what: str) -> None:
+    def refuse_server(self, caller: str) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` unless this kind of engine can compute in the caller's
-        process. ``what`` names the caller in the error, such as a command."""
+        process. ``caller`` names the caller in the error, such as a command."""
         if not self.can.embedded:
             raise ConfigError(
-                f"engine.kind={self.kind!r} is a server of its own, and {what} computes in its own process",
+                f"engine.kind={self.kind!r} is a server of its own, and {caller} computes in its own process",
                 remedy="set engine.kind = 'native'",
             )
 
     @field_validator("server", mode="before")
     @classmethod
-    def _validate_server(cls, given: Any, info: ValidationInfo) -> EngineSettings:
-        """Validate ``given``, the table ``[engine.server]`` or its settings, as the section of the chosen
+    def _validate_server(cls, server: Any, info: ValidationInfo) -> EngineSettings:
+        """Validate ``server``, the table ``[engine.server]`` or its settings, as the section of the chosen
         ``engine.kind``, and return that section. A kind without settings of its own gets an empty one."""
         kind = info.data.get("kind", "native")  # an unknown kind has been refused before
         section = ENGINES.load(kind).settings
-        tree = given.model_dump() if isinstance(given, EngineSettings) else given
+        tree = server.model_dump() if isinstance(server, EngineSettings) else server
         if section is EngineSettings and tree:
             _refuse_unused_server(kind, tree)
             return section()

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
-    """Load the model and construct its engine, which stays open within the context. This is the ``open`` function of
-    the kind ``native``.
+    """Load the model that ``setup`` describes and construct its engine, which stays open within the context. This is
+    the ``open`` function of the kind ``native``.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the batch or its cache does not fit the memory.
     """
@@ -79,7 +79,7 @@ def _tokenizer_arguments(path: str, model: PreTrainedModel) -> _TokenizerArgumen
     from headrace.engine.structure import Grammars
     from headrace.models.endings import stop_ids
     from headrace.models.load import load_tokenizer
-    from headrace.models.weights import vocabulary_of
+    from headrace.models.weights import count_vocabulary
 
     try:
         tokenizer = load_tokenizer(path)
@@ -87,7 +87,7 @@ def _tokenizer_arguments(path: str, model: PreTrainedModel) -> _TokenizerArgumen
         return {}
     return {
         "decode": lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
-        "masks": Grammars(tokenizer, vocabulary_of(model), stop_ids(path, tokenizer.eos_token_id)),
+        "masks": Grammars(tokenizer, count_vocabulary(model), stop_ids(path, tokenizer.eos_token_id)),
     }
 
 

@@ -88,18 +88,23 @@ class RemoteEngine:
     """
 
     def __init__(self, client: httpx.AsyncClient, model: str, *, is_ours: bool) -> None:
-        """Use the open ``client``, whose base URL is the URL of the API."""
+        """Use the open ``client``, whose base URL is the URL of the API. The other arguments are described at the
+        class."""
         self._client = client
         self._model = model
         self._extra: dict[str, Any] = (
             {} if is_ours else {"return_token_ids": True}
         )  # headrace serve always returns token ids
+        """The fields that ask the server for token ids; empty if it is ``headrace serve``, which always returns
+        them."""
         self._stats = EngineStats(version=0)
+        """The counters of the requests so far."""
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample one sequence after the prompt, and yield its tokens in chunks, of which the last has a stop reason.
+        """Sample one sequence after the prompt ``prompt_ids_T`` with the parameters ``sampling``, and yield its tokens
+        in chunks, of which the last has a stop reason.
 
         If ``options.answer_ids_T`` holds tokens that another engine has sampled, the answer continues after them. Its
         further tokens differ from the tokens that the first engine would have sampled.
@@ -148,8 +153,9 @@ class RemoteEngine:
         return scores
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included. Raises :class:`~headrace.base.errors.RequestError` if the
-        engine does not have these tokens, or has no ``/detokenize``."""
+        """Return the text of the tokens ``ids``, special ones included. Raises
+        :class:`~headrace.base.errors.RequestError` if the engine does not have these tokens, or has no
+        ``/detokenize``."""
         path = str(self._client.base_url.join("../detokenize"))  # beside /v1, as in vLLM
         text = (await self._post_json(path, {"model": self._model, "tokens": list(ids)})).get("prompt")
         if not isinstance(text, str):
@@ -185,9 +191,9 @@ class RemoteEngine:
         return tree
 
     async def _send(self, body: dict[str, Any], path: str = "completions") -> httpx.Response:
-        """Send the request until the engine accepts it, and return the response, whose body has not been read yet. If
-        the engine is full (HTTP 429 or 503), the request is sent again after each pause of ``PAUSES_S``. Raises
-        :class:`~headrace.base.errors.RequestError` for any other refusal and after the last attempt."""
+        """Send the request to ``path`` until the engine accepts it, and return the response, whose body has not been
+        read yet. If the engine is full (HTTP 429 or 503), the request is sent again after each pause of ``PAUSES_S``.
+        Raises :class:`~headrace.base.errors.RequestError` for any other refusal and after the last attempt."""
         for pause_s in (*PAUSES_S, None):
             request = self._client.build_request("POST", path, json=body)
             answer = await self._client.send(request, stream=True)
@@ -201,9 +207,9 @@ class RemoteEngine:
         raise AssertionError("the last attempt returns or raises")
 
     def _body(self, sampling: Sampling, num_sampled: int) -> dict[str, Any]:
-        """Return the JSON body of a completion request, without the prompt. ``num_sampled`` tokens of the answer exist
-        already and count towards its limit ``max_new_tokens``. Raises :class:`~headrace.base.errors.RequestError` for
-        options that the protocol cannot express."""
+        """Return the JSON body of a completion request with the parameters ``sampling``, without the prompt.
+        ``num_sampled`` tokens of the answer exist already and count towards its limit ``max_new_tokens``. Raises
+        :class:`~headrace.base.errors.RequestError` for options that the protocol cannot express."""
         if sampling.structure or sampling.record_top:
             raise RequestError(
                 "a structure, or likeliest entries, are asked of an engine behind OpenAI's protocol",
@@ -227,10 +233,10 @@ class RemoteEngine:
             **self._extra,
         }
 
-    def _add_to_stats(self, **by: int) -> None:
+    def _add_to_stats(self, **changes: int) -> None:
         """Add the given numbers to the counters of the statistics: ``running=-1`` means one request fewer."""
         changed: dict[str, Any] = {
-            name: msgspec.structs.asdict(self._stats)[name] + change for name, change in by.items()
+            name: msgspec.structs.asdict(self._stats)[name] + change for name, change in changes.items()
         }
         self._stats = msgspec.structs.replace(self._stats, **changed)
 

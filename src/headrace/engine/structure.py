@@ -68,12 +68,18 @@ class Grammars:
     which end it, are allowed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Sequence[int]) -> None:
-        """Create the maker. ``tokenizer`` is converted for llguidance only when the first mask is made."""
+        """Create the maker. ``tokenizer`` is converted for llguidance only when the first mask is made. The other
+        arguments are described at the class."""
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._wrapped: LLTokenizer | None = None
+        """The tokenizer in llguidance's form; ``None`` until the first mask is made."""
         self._wrapping = threading.Lock()
+        """The lock that is held while the tokenizer is converted."""
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        """The grammars that were compiled last, or are being compiled, by description, the least recently used
+        first."""
         self._lock = threading.Lock()
+        """The lock that guards ``_compiled`` and the matchers in it."""
 
     def __call__(self, description: str) -> GrammarMask:
         """Return the mask at the beginning of a new answer with this structure. Raises

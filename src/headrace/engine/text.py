@@ -35,9 +35,12 @@ class Detokenizer:
     """
 
     def __init__(self, decode: Decode) -> None:
+        """Start an answer without tokens. ``decode`` returns the text of token ids."""
         self._decode = decode
-        self._context: list[int] = []  # the tokens returned last: the text of a token may depend on the token before it
+        self._context: list[int] = []
+        """The tokens whose text was returned last; the text of a token may depend on the token before it."""
         self._pending: list[int] = []
+        """The tokens whose text has not been returned yet."""
 
     def push(self, ids: Sequence[int]) -> str:
         """Append the token ids ``ids``, and return the text that has become certain: it may be empty, or complete a
@@ -87,8 +90,10 @@ class StopFinder:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        """Start an answer without text. ``stops`` are the stop strings."""
         self._stops = stops
         self._pending = ""
+        """The end of the text, which may be the beginning of a stop string and has not been returned."""
 
     def push(self, text: str) -> Cut:
         """Append ``text``, and return the text that may be shown now: the text before the first stop string, if one is

@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.base.config import Section
-from headrace.base.store import LEARNED, READY, writer_of
+from headrace.base.store import LEARNED, READY, parse_file_name
 from headrace.base.types.episode import TokenChunk, Turn
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.flow.ledger.base import ResumedGroup
@@ -47,12 +47,15 @@ class ColumnFiles:
     snapshots removes the files that it returns."""
 
     def __init__(self, directory: Path, config: ColumnsConfig) -> None:
-        """Begin without known files. ``directory`` is the directory of the store, which may not exist yet."""
+        """Begin without known files. ``directory`` is the directory of the store, which may not exist yet; ``config``
+        says how long columns are kept."""
         self._directory = directory
         self._removes_unneeded = config.keep == "until_trained"
+        """Whether files are removed as soon as no group needs them."""
         self._users_by_file: dict[str, set[int]] = {}
         """The groups that may have columns in each file, by the file's name."""
         self._closed: set[str] = set()
+        """The names of the files into which no writer will write any more."""
         self._newest: dict[str, int] = {}
         """The index of the newest known file of each writer."""
         self._unneeded_from: dict[int, int] = {}
@@ -64,7 +67,7 @@ class ColumnFiles:
         """Register all existing files, as closed, and the groups with which a resumed run continues as their users.
         Call this once, before an engine writes."""
         for name in _list_files(self._directory):
-            writer, number = writer_of(name)
+            writer, number = parse_file_name(name)
             if writer == LEARNED:
                 continue
             self._users_by_file[name] = set()
@@ -72,7 +75,7 @@ class ColumnFiles:
             self._newest[writer] = max(number, self._newest.get(writer, -1))
         for group in groups:
             turns = [turn for episode in group.episodes for turn in episode.turns]
-            for name in files_of([*turns, *group.partial_turns]):
+            for name in collect_files([*turns, *group.partial_turns]):
                 self._users_by_file.setdefault(name, set()).add(group.number)
 
     def record_ended_episode(
@@ -83,7 +86,7 @@ class ColumnFiles:
         columns in any file that was written so far."""
         if not self._removes_unneeded:
             return
-        for name in files_of(turns):
+        for name in collect_files(turns):
             if name not in self._users_by_file:
                 self._add(name, open_groups)
             self._users_by_file[name].add(number)
@@ -112,7 +115,7 @@ class ColumnFiles:
         unneeded = [
             name
             for name in self._closed
-            if self._removes_unneeded and not self._users_by_file[name] and writer_of(name) not in newest
+            if self._removes_unneeded and not self._users_by_file[name] and parse_file_name(name) not in newest
         ]  # fmt: skip
         self._closed.difference_update(unneeded)
         for name in unneeded:
@@ -139,18 +142,18 @@ class ColumnFiles:
     def _add(self, name: str, open_groups: Callable[[], Iterable[int]]) -> None:
         """Add the file ``name``, to which an ended episode refers for the first time. This closes the earlier files of
         the same writer: only the groups that are open now may still have columns in them."""
-        writer, number = writer_of(name)
+        writer, number = parse_file_name(name)
         self._users_by_file[name] = set()
         newest = max(number, self._newest.get(writer, -1))
         self._newest[writer] = newest
         users = set(open_groups())
         for other_name in self._users_by_file.keys() - self._closed:
-            if writer_of(other_name)[0] == writer and writer_of(other_name)[1] < newest:
+            if parse_file_name(other_name)[0] == writer and parse_file_name(other_name)[1] < newest:
                 self._closed.add(other_name)
                 self._users_by_file[other_name] |= users
 
 
-def files_of(turns: Iterable[Turn | TokenChunk]) -> set[str]:
+def collect_files(turns: Iterable[Turn | TokenChunk]) -> set[str]:
     """Return the names of the store's files that contain columns of ``turns``."""
     names: set[str] = set()
     for turn in turns:
@@ -177,5 +180,5 @@ def _list_files(directory: Path) -> list[str]:
     (:mod:`headrace.flow.ready`), which a resumed run does not need."""
     if not directory.is_dir():
         return []
-    writers = {name: writer_of(name) for name in os.listdir(directory)}
+    writers = {name: parse_file_name(name) for name in os.listdir(directory)}
     return sorted(name for name, (writer, number) in writers.items() if number >= 0 and writer != READY)

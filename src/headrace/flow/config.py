@@ -1,6 +1,6 @@
 """The settings of the flow (``[flow]`` in a run file): which groups of episodes start, and which of them a step trains.
 
-A group holds the attempts at one task. The *bound* or *staleness bound* is the greatest age, in versions of the
+A group holds the attempts at one task. The *bound* or *staleness bound* is the largest age, in versions of the
 weights, at which a token may be trained; the *lead* is the number of batches that generation may run ahead of training.
 """
 
@@ -94,16 +94,16 @@ class FlowConfig(Section):
         return next((each.first for each in self.filters if each.first is not None), None)
 
     @property
-    def greatest_age(self) -> int:
-        """Return the greatest age, in versions, at which a token can be trained in this run: ``max_age``, or
+    def largest_age(self) -> int:
+        """Return the largest age, in versions, at which a token can be trained in this run: ``max_age``, or
         ``age_tuning.limit`` where ``max_age`` is ``"auto"``."""
         return self.age_tuning.limit if self.max_age == "auto" else self.max_age
 
     @property
     def effective_lead(self) -> int:
-        """Return the greatest number of batches that generation may run ahead of training: ``lead``, or the staleness
+        """Return the largest number of batches that generation may run ahead of training: ``lead``, or the staleness
         bound where ``lead`` is not set."""
-        return self.greatest_age if self.lead is None else self.lead
+        return self.largest_age if self.lead is None else self.lead
 
     def limits(self) -> FlowLimits:
         """Return the limits of the flow at the start of a run. Tuning may replace them during the run."""
@@ -128,7 +128,7 @@ class FlowConfig(Section):
         for key in ("policy", "pacing"):
             if isinstance(tree.get(key), str):
                 tree[key] = {"kind": tree[key]}
-        choice = POLICIES.of(tree.get("policy", Bounded()))
+        choice = POLICIES.find_class(tree.get("policy", Bounded()))
         return tree if choice is None else {**choice.fixes, **tree}
 
     @model_validator(mode="after")
@@ -143,13 +143,13 @@ class FlowConfig(Section):
                     f"{'none' if value is None else repr(value)}",
                     remedy=f"leave flow.{key} out, or set flow.policy = 'bounded'",
                 )
-        if self.policy.paced and self.effective_lead > self.greatest_age:
+        if self.policy.paced and self.effective_lead > self.largest_age:
             raise ConfigError(
-                f"flow.lead={self.lead} is more than flow.max_age={self.greatest_age}: the bound would never let it "
+                f"flow.lead={self.lead} is more than flow.max_age={self.largest_age}: the bound would never let it "
                 "happen",
-                remedy=f"set flow.lead <= {self.greatest_age}, or raise flow.max_age",
+                remedy=f"set flow.lead <= {self.largest_age}, or raise flow.max_age",
             )
-        self.policy.refuse(max_age=self.greatest_age, lead=self.effective_lead, strict=self.order == "strict")
+        self.policy.refuse(max_age=self.largest_age, lead=self.effective_lead, strict=self.order == "strict")
         return self
 
     @model_validator(mode="after")

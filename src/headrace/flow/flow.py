@@ -93,7 +93,7 @@ class Flow:
         pacing delays a group until then; ``None``: only a change can let another group start."""
         self._writer = writer
         self._clock = clock
-        self.running_turns = RunningTurns(writer.write, clock, most=config.record_tokens)
+        self.running_turns = RunningTurns(writer.write, clock, max_unrecorded=config.record_tokens)
         self._last_step = last_step
         self._pick_row = pick_row
         self.columns = columns
@@ -318,7 +318,7 @@ class Flow:
         ``None`` keeps the initial bound. Tokens from before the restart may reach the greatest age that the settings
         allow."""
         recorded = [group.oldest_version for group in self.state.groups.values() if group.oldest_version is not None]
-        limit = self.config.greatest_age
+        limit = self.config.largest_age
         if max_age is not None:
             self.state.set_max_age(min(max_age, limit))
         self.state.extend_bound(max(recorded, default=-1) + 1, limit)

@@ -2,7 +2,7 @@
 learner computes.
 
     controller                                    every rank of the learner
-    groups, credit ── outline_of ──▶ BatchOutline ── lay_out ──▶ LaidOutBatch ── masks ──▶ Batch
+    groups, credit ── make_outline ──▶ BatchOutline ── lay_out ──▶ LaidOutBatch ── masks ──▶ Batch
 
 The controller only decides: its outline of a batch contains the groups, their credit, and the references to their
 tokens. Each rank reads the tokens and concatenates them. The numbers that only a rank can compute from the tokens
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.types.batch import Batch, TrainSample
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, role_of
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, get_role
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.outline import BatchOutline, GroupOutline
 from headrace.base.types.scored import Credit, ScoredGroup, TokenResults, paths
@@ -35,7 +35,7 @@ PART_TOKENS = 1 << 18
 _NO_FLOATS = np.zeros(0, np.float32)
 
 
-def outline_of(
+def make_outline(
     step: int,
     groups: Sequence[ScoredGroup],
     advantages: Sequence[Credit],
@@ -106,7 +106,7 @@ class LaidOutBatch:
             report,
             dropped_tokens={**report.dropped_tokens, **self.masked},
             ages=self.ages,
-            learned=TokenResults.of(self.keys, self.unmasked, report.log_pi_N, report.teacher_scores_N),
+            learned=TokenResults.from_batch(self.keys, self.unmasked, report.log_pi_N, report.teacher_scores_N),
             log_pi_N=_NO_FLOATS,
             teacher_scores_N=None,
         )
@@ -126,8 +126,8 @@ def lay_out(outline: BatchOutline, read: Callable[[GroupOutline], bytes | memory
             keys.append(EpisodeKey(group.number, place))
             samples += _samples(bundle, entry, keys[-1], credit)
     unmasked = Batch.collate(outline.step, samples, outline.agents)
-    batch, untaught = without_untaught(unmasked)
-    batch, stale = without_stale(batch, outline.oldest_version)
+    batch, untaught = drop_untaught(unmasked)
+    batch, stale = drop_stale(batch, outline.oldest_version)
     return LaidOutBatch(
         batch=batch,
         unmasked=unmasked,
@@ -138,8 +138,8 @@ def lay_out(outline: BatchOutline, read: Callable[[GroupOutline], bytes | memory
 
 
 def _samples(bundle: GroupBundle, entry: int, key: EpisodeKey, credit: Credit) -> list[TrainSample]:
-    """Return the train samples of the episode ``key``, which has the index ``entry`` in ``bundle``. They are equal to
-    the samples that :func:`~headrace.base.types.scored.paths` returns for the episode."""
+    """Return the train samples of the episode ``key``, which has the index ``entry`` in ``bundle``, with its
+    ``credit``. They are equal to the samples that :func:`~headrace.base.types.scored.paths` returns for the episode."""
     tokens = bundle.plain_tokens(entry)
     if tokens is None:
         return paths(EpisodeGraph(key=key, turns=bundle.turns(entry)), credit)
@@ -150,7 +150,7 @@ def _samples(bundle: GroupBundle, entry: int, key: EpisodeKey, credit: Credit) -
             spans=(tokens,),
             mask_T=tokens.sampled_T,
             advantage=credit if isinstance(credit, float) else np.repeat(np.array(credit, np.float32), lengths),
-            roles=tuple(zip(map(role_of, bundle.authors(entry)), lengths, strict=True)),
+            roles=tuple(zip(map(get_role, bundle.authors(entry)), lengths, strict=True)),
         )
     ]
 
@@ -168,10 +168,10 @@ def collate(
     """Return the batch of ``step`` with the trained episodes of ``groups``, which are in memory. ``advantages``
     contains the credit of each episode that counts in a baseline, in order; ``agents`` are the names of the roles that
     train their own adapters in addition to the policy's."""
-    return lay_out(outline_of(step, groups, advantages, agents=agents), inline).unmasked
+    return lay_out(make_outline(step, groups, advantages, agents=agents), inline).unmasked
 
 
-def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:
+def drop_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:
     """Return a copy of the batch in which tokens of versions before ``oldest_version`` are masked (``None``: no
     tokens), and the number of masked tokens by reason, empty if there are none."""
     if oldest_version is None:
@@ -198,7 +198,7 @@ def _parts(batch: Batch) -> Iterator[slice]:
         yield slice(begin, begin + PART_TOKENS)
 
 
-def without_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
+def drop_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
     """Return a copy of the batch in which tokens without a teacher's score are masked, and the number of masked tokens
     by reason, empty if there are none. A batch without any teacher's score is returned unchanged. Such tokens were
     recorded before a resumed run had teachers, for example."""

@@ -71,7 +71,7 @@ class Pivot(NamedTuple):
 
     answer: int
     """Index of the answer among the answers (sampled turns) of the episode."""
-    at: int
+    num_tokens_before: int
     """Number of tokens of the answer before the pivot; at least one token follows."""
     depth: float
     """Fraction of the episode's sampled tokens that come before the pivot."""
@@ -86,6 +86,7 @@ class Recoverability:
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=WINDOW)
         """Depth and success of each recent pivot."""
         self._coefficients: tuple[float, float] | None = None
+        """The intercept and the slope of the regression; ``None`` if they must be computed again."""
 
     def learn(self, depth: float, success: bool) -> None:
         """Add the outcome of one pivot: its depth, and whether at least one of its branches succeeded."""
@@ -128,7 +129,7 @@ def _fit(outcomes_O2: Floats, steps: int = 30) -> tuple[float, float]:
     return float(weights[0]), float(weights[1])
 
 
-def outcomes_of(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bool]]:
+def list_outcomes(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bool]]:
     """Return the outcome of each pivot of an episode, in the order of the pivots: its depth, and whether one of its
     branches earned a reward above ``threshold``. Pivots of which no branch has a reward are left out."""
     is_own = [turn.branch is None and not turn.untrained for turn in episode.turns]
@@ -153,6 +154,7 @@ class PivotChooser:
         """Create a chooser with the settings ``config`` and without outcomes."""
         self._config = config
         self._recoverability = Recoverability()
+        """The estimate of P(success | depth)."""
 
     def learn(self, depth: float, success: bool) -> None:
         """Add the outcome of one pivot: its depth, and whether at least one of its branches succeeded."""
@@ -167,7 +169,7 @@ class PivotChooser:
         places = self._at_spikes(entropies) if self._config.choose == "entropy" else self._draw_places(starts, rng)
         answers = np.searchsorted(starts, places, side="right") - 1
         return [
-            Pivot(answer=answer, at=place - int(starts[answer]), depth=place / int(starts[-1]))
+            Pivot(answer=answer, num_tokens_before=place - int(starts[answer]), depth=place / int(starts[-1]))
             for place, answer in zip(places, answers.tolist(), strict=True)
         ]
 
@@ -180,13 +182,13 @@ class PivotChooser:
         for entropies_T in entropies:
             known_T[start : start + min(self._config.gap, len(entropies_T))] = -np.inf
             start += len(entropies_T)
-        places = spikes(known_T, most=self._config.per_episode, gap=self._config.gap)
+        places = spikes(known_T, max_count=self._config.per_episode, gap=self._config.gap)
         return [place for place in places if np.isfinite(known_T[place])]
 
     def _draw_places(self, starts: npt.NDArray[np.int64], rng: np.random.Generator) -> list[int]:
-        """Draw positions among every ``gap``-th token of each answer, and return them in ascending order, as indices
-        into all tokens of the answers. ``starts`` contains the index at which each answer begins and, at the end, the
-        total number of tokens."""
+        """Draw positions with ``rng`` among every ``gap``-th token of each answer, and return them in ascending order,
+        as indices into all tokens of the answers. ``starts`` contains the index at which each answer begins and, at the
+        end, the total number of tokens."""
         gap = self._config.gap
         bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
         candidates_C = np.array([place for start, end in bounds for place in range(start + gap, end, gap)], np.int64)

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from headrace.base.errors import StoreError
-from headrace.base.store import FILE_BYTES, READY, ColumnStore, writer_of
+from headrace.base.store import FILE_BYTES, READY, ColumnStore, parse_file_name
 from headrace.base.types.scored import ScoredGroup
-from headrace.flow.ledger.bundles import encode_group, with_columns_of
+from headrace.flow.ledger.bundles import attach_columns, encode_group
 
 INLINE_TOKENS = 340
-"""The greatest number of tokens, about 4 KiB, of a group that stays in memory and is sent in the messages themselves,
+"""The largest number of tokens, about 4 KiB, of a group that stays in memory and is sent in the messages themselves,
 because a reference would need nearly as much space. No other rule decides which groups are stored."""
 UNSTORED = "store_full"
 """The reason for dropping a group whose columns could not be written into the store."""
@@ -46,6 +46,7 @@ class ReadyColumns:
         self._limit_bytes = limit_bytes
         self._file_bytes = file_bytes
         self._store: ColumnStore | None = None
+        """The store into which columns are written; ``None`` until the first group."""
         self._maps: dict[str, memoryview] = {}
         """The files that are in use, mapped into memory, by name. New parts are written into the last of them."""
         self._users: dict[str, set[int]] = {}
@@ -56,7 +57,7 @@ class ReadyColumns:
         groups. Call this before the first group is put, and at the end."""
         if self._directory.is_dir():
             for name in os.listdir(self._directory):
-                if writer_of(name)[0] == READY:
+                if parse_file_name(name)[0] == READY:
                     (self._directory / name).unlink(missing_ok=True)
         if self._store is not None:
             self._store.close()
@@ -84,7 +85,7 @@ class ReadyColumns:
         mapped = self._mapped(piece.file, piece.start + piece.num_bytes)
         self._users[piece.file].add(group.number)
         data = mapped[piece.start : piece.start + piece.num_bytes]
-        return replace(group, episodes=tuple(with_columns_of(data, group.episodes)), columns=piece)
+        return replace(group, episodes=tuple(attach_columns(data, group.episodes)), columns=piece)
 
     def release(self, group: ScoredGroup) -> None:
         """Remove the file with the columns of ``group``, which was trained or dropped, if no other group needs this

@@ -177,31 +177,31 @@ class FlowState:
         if entry.step is None:
             heapq.heappush(self._open_heap, number)
 
-    def _count(self, number: int, entry: GroupEntry, by: int) -> None:
-        """Update all counters and indexes for the group ``number``: it enters the state in ``entry`` (``by`` = 1) or
-        leaves it (``by`` = −1)."""
+    def _count(self, number: int, entry: GroupEntry, change: int) -> None:
+        """Update all counters and indexes for the group ``number``: it enters the state in ``entry`` (``change`` = 1)
+        or leaves it (``change`` = −1)."""
         state, oldest = entry.state, entry.oldest_version
-        self.counts[state] += by
+        self.counts[state] += change
         if state is GroupState.READY:
-            if by > 0:
+            if change > 0:
                 self.ready.add(number)
             else:
                 self.ready.remove(number)
         if state in _BATCHED or not state.in_flight:
             return
         if entry.step is not None:
-            _update_plan(self.plan, entry.step, number, by)
+            _update_plan(self.plan, entry.step, number, change)
             return
-        self.num_open += by
+        self.num_open += change
         if oldest is not None:
-            _update_counter(self.open_by_oldest, oldest, by)
+            _update_counter(self.open_by_oldest, oldest, change)
             if state is GroupState.SUBMITTED:
-                _update_index(self._waiting_by_oldest, oldest, number, by)
+                _update_index(self._waiting_by_oldest, oldest, number, change)
         if state is GroupState.READY:
             assert oldest is not None
             newest = oldest if entry.newest_version is None else entry.newest_version
-            _update_index(self.ready_by_oldest, oldest, number, by)
-            _update_index(self.ready_by_newest, newest, number, by)
+            _update_index(self.ready_by_oldest, oldest, number, change)
+            _update_index(self.ready_by_newest, newest, number, change)
 
     def set_max_age(self, max_age: int) -> None:
         """Set the staleness bound, in versions. A higher bound applies to all tokens at once. A lower bound applies
@@ -261,7 +261,7 @@ class FlowState:
         return tuple(sorted(self.plan.get(self.next_step, ())))
 
     def allowed_age(self, version: int) -> int:
-        """Return the greatest age at which tokens of ``version`` may be trained: the greatest staleness bound since
+        """Return the largest age at which tokens of ``version`` may be trained: the largest staleness bound since
         they were sampled."""
         return next((age for until, age in self._earlier_bounds if version < until), self.limits.max_age)
 
@@ -295,17 +295,17 @@ class FlowState:
         )
 
 
-def _update_counter(counter: Counter[int], version: int, by: int) -> None:
-    """Add ``by`` to the number of groups of ``version``, and remove an entry that becomes 0."""
-    counter[version] += by
+def _update_counter(counter: Counter[int], version: int, change: int) -> None:
+    """Add ``change`` to the number of groups of ``version``, and remove an entry that becomes 0."""
+    counter[version] += change
     if not counter[version]:
         del counter[version]
 
 
-def _update_plan(plan: dict[int, set[int]], step: int, number: int, by: int) -> None:
-    """Add the group ``number`` to the groups of the replayed step ``step``, or remove it if ``by`` is negative. An
+def _update_plan(plan: dict[int, set[int]], step: int, number: int, change: int) -> None:
+    """Add the group ``number`` to the groups of the replayed step ``step``, or remove it if ``change`` is negative. An
     empty set is removed from ``plan``."""
-    if by > 0:
+    if change > 0:
         plan.setdefault(step, set()).add(number)
         return
     plan[step].remove(number)
@@ -313,10 +313,10 @@ def _update_plan(plan: dict[int, set[int]], step: int, number: int, by: int) -> 
         del plan[step]
 
 
-def _update_index(index: dict[int, dict[int, None]], version: int, number: int, by: int) -> None:
-    """Add the group ``number`` to the groups of ``version``, or remove it if ``by`` is negative. An empty entry is
+def _update_index(index: dict[int, dict[int, None]], version: int, number: int, change: int) -> None:
+    """Add the group ``number`` to the groups of ``version``, or remove it if ``change`` is negative. An empty entry is
     removed from ``index``. The inner dictionaries are used as ordered sets."""
-    if by > 0:
+    if change > 0:
         index.setdefault(version, {})[number] = None
         return
     del index[version][number]

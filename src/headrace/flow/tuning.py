@@ -47,7 +47,7 @@ class Concurrency:
     floor: int
     """The lowest cap: the number of groups of one batch."""
     capacity: int
-    """The cap: the greatest number of groups that are generated or scored at once."""
+    """The cap: the largest number of groups that are generated or scored at once."""
     last_stats: EngineStats
     """The engine's statistics at the last call of :meth:`observe`."""
     searching: bool = True
@@ -73,18 +73,18 @@ class Concurrency:
         if preempted > 0 or used > FULL:
             why = f"{preempted} sequences had to leave the cache" if preempted > 0 else f"the cache is {used:.0%} full"
             cut = int(CUT * state.capacity) if in_effect else state.capacity
-            return replace(state, searching=False)._with_capacity(cut, limit, why)
+            return replace(state, searching=False)._set_capacity(cut, limit, why)
         if stats.waiting > stats.running // 2 and stats.running > 0:
             why = f"{stats.waiting} requests wait while {stats.running} run"
-            return replace(state, searching=False)._with_capacity(
+            return replace(state, searching=False)._set_capacity(
                 state.capacity - step if in_effect else state.capacity, limit, why
             )
         if num_running < state.capacity or stats.waiting or used > RISE_BELOW:
             return state, ""
         why = "all of it is in use and nothing waits" + (f" (cache {used:.0%} used)" if stats.cache_blocks else "")
-        return state._with_capacity(2 * state.capacity if state.searching else state.capacity + step, limit, why)
+        return state._set_capacity(2 * state.capacity if state.searching else state.capacity + step, limit, why)
 
-    def _with_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
+    def _set_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
         """Return the state with ``capacity``, limited to the range from one batch to ``limit``, and a sentence that
         says what has changed and ``why``. The sentence is empty if the cap is the same."""
         new = min(limit, max(self.floor, capacity))
@@ -99,7 +99,7 @@ class AgeTuning(Section):
     start: int = Field(default=1, ge=1)
     """The bound at the beginning of the run, in versions."""
     limit: int = Field(default=4, ge=1)
-    """The greatest value to which the bound is raised, in versions."""
+    """The largest value to which the bound is raised, in versions."""
     min_ess: float = Field(default=0.9, gt=0, le=1)
     """A step with an effective sample size below this fraction of its tokens is bad."""
     max_kl: float = Field(default=5e-3, gt=0)
@@ -135,7 +135,7 @@ class AgeTuner:
 
     def after_step(self, metrics: Mapping[str, float | None], oldest_age: int) -> tuple[AgeTuner, str]:
         """Return the state after a step, and a sentence that says what changed and why. The sentence is empty if the
-        bound is the same. ``metrics`` are the step's metrics by name, and ``oldest_age`` is the greatest age of a token
+        bound is the same. ``metrics`` are the step's metrics by name, and ``oldest_age`` is the largest age of a token
         that the step trained.
 
         >>> tuner = AgeTuner(settings=AgeTuning(), max_age=2)
@@ -150,21 +150,21 @@ class AgeTuner:
             return self, ""  # the step has no stale token, or no metric of staleness
         ess, kl = 1.0 if ess is None else ess, 0.0 if kl is None else kl
         if ess < self.settings.min_ess:
-            return self._with_bound(-1, f"effective sample size {ess:.3g} < {self.settings.min_ess:g}")
+            return self._change_bound(-1, f"effective sample size {ess:.3g} < {self.settings.min_ess:g}")
         if kl > self.settings.max_kl:
-            return self._with_bound(-1, f"KL of stale tokens {kl:.2g} > {self.settings.max_kl:g}")
+            return self._change_bound(-1, f"KL of stale tokens {kl:.2g} > {self.settings.max_kl:g}")
         is_good = kl < self.settings.max_kl / 2 and oldest_age >= self.max_age
         tuner = replace(self, good=self.good + 1 if is_good else 0)
         if tuner.good < self.settings.patience:
             return tuner, ""
         why = f"{tuner.good} good steps in a row reached it; the last: effective sample size {ess:.3g}, KL {kl:.2g}"
-        return tuner._with_bound(1, why)
+        return tuner._change_bound(1, why)
 
-    def _with_bound(self, by: int, why: str) -> tuple[AgeTuner, str]:
-        """Return the state with the bound changed by ``by`` versions, limited to the range from 1 to the limit of the
-        settings, and a sentence that says what has changed and ``why``. The sentence is empty if the bound is the
+    def _change_bound(self, change: int, why: str) -> tuple[AgeTuner, str]:
+        """Return the state with the bound changed by ``change`` versions, limited to the range from 1 to the limit of
+        the settings, and a sentence that says what has changed and ``why``. The sentence is empty if the bound is the
         same."""
-        new = min(self.settings.limit, max(1, self.max_age + by))
+        new = min(self.settings.limit, max(1, self.max_age + change))
         if new == self.max_age:
             return replace(self, good=0), ""
         words = f"max_age {self.max_age} → {new}: {why}"

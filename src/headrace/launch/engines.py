@@ -109,7 +109,7 @@ class Engines(Supervisor):
         """Add the engine of a new process to the fleet. Then report each time the engine misses a version and each time
         it serves again."""
         engine = self.client(child.role)
-        self.fleet.join(child.role, engine, version=self._config.version, address=engine.weights_address)
+        self.fleet.add(child.role, engine, version=self._config.version, address=engine.weights_address)
         if child.role in self._additions:
             if problem := await self._missing_first_weights(child.role):
                 self.order_kill(child.role, f"{child.role} (pid {child.pid}) {problem}")
@@ -131,7 +131,7 @@ class Engines(Supervisor):
 
     def leave(self, name: str) -> int:
         """Remove the engine ``name`` from the fleet, and return the number of sequences that it had."""
-        return self.fleet.leave(name)
+        return self.fleet.remove(name)
 
     @property
     def serving(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from headrace.base.store import COLUMNS
 from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.messages.controller import WorkerSeen
 from headrace.base.types.observation import Event
-from headrace.base.types.trace import in_lane
+from headrace.base.types.trace import rename_lane
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt
 from headrace.launch.channel import ControllerChannel
@@ -395,7 +395,7 @@ class Processes:
         """Return the peer of the engine ``name``. The deadline for answers to its orders is the longest time that the
         transfer of one version may take."""
         deadline_s = self.order.sync.longest_s(self.order.version_bytes)
-        on_spans = in_lane(name, self.site.on_spans)
+        on_spans = rename_lane(name, self.site.on_spans)
         return EngineClient(name, channel, token=self.site.token, on_spans=on_spans, deadline_s=deadline_s)
 
     def _learner_client(self, channel: ControllerChannel) -> LearnerClient:

@@ -156,7 +156,7 @@ class RolloutShards(Supervisor):
 
     def _engine_state(self, name: str) -> EngineStateChange:
         """Return the state of the engine ``name``, as it is sent to one shard."""
-        found = self._fleet.state_of(name)
+        found = self._fleet.get_state(name)
         if found is None:
             return EngineStateChange(name=name)
         state, version, paused = found

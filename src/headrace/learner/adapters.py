@@ -51,6 +51,7 @@ class Adapters:
             measure_norms(model, [name for name, each in configs.items() if each.use_dora and each.adapter is None])
         self._model = model
         self._cores: dict[str, LearnerCore] = {}
+        """The learner of each adapter, by name."""
         for name in configs:
             with active(model, name):
                 self._cores[name] = build(name, model)

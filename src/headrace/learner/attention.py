@@ -25,7 +25,7 @@ DETERMINISTIC = replace(
 """The attention implementation for a deterministic model."""
 
 
-def attention_for(
+def select_attention(
     model: PreTrainedModel, prefer: AttentionName, layers: Mapping[int, AttentionKind]
 ) -> ChosenAttention:
     """Return the attention implementation for ``model``, chosen by ``prefer``, the setting ``learner.attention``, and
@@ -48,16 +48,16 @@ def attention_for(
 
 
 @torch.no_grad()
-def attention_of(model: PreTrainedModel, prefer: AttentionName) -> ChosenAttention:
-    """Return the attention implementation for ``model`` as :func:`attention_for` does. The kinds of its layers are
-    determined by a pass over two tokens."""
+def choose_attention(model: PreTrainedModel, prefer: AttentionName) -> ChosenAttention:
+    """Return the attention implementation for ``model`` as :func:`select_attention` does, which describes ``prefer``.
+    The kinds of its layers are determined by a pass over two tokens."""
     recorder = KindRecorder(model.device)
     if not is_deterministic(model):
-        model(**probe_of(recorder), use_cache=False)
-    return attention_for(model, prefer, recorder.layers)
+        model(**make_probe(recorder), use_cache=False)
+    return select_attention(model, prefer, recorder.layers)
 
 
-def probe_of(plan: PackedPlan) -> dict[str, Any]:
+def make_probe(plan: PackedPlan) -> dict[str, Any]:
     """Return the keyword arguments of a forward pass with ``plan``, over tokens that all have the id 0."""
     ids_N = torch.zeros_like(plan.positions_N)
     return {"input_ids": ids_N[None], "position_ids": plan.positions_N[None], PLAN: plan}

@@ -64,12 +64,12 @@ class Learner(Protocol):
         ...
 
     async def wait_until_published(self, publication: Publication) -> WeightUpdate:
-        """Wait until the snapshot is hashed and engines can stage it, and return the message that announces it to the
-        engines."""
+        """Wait until the snapshot of ``publication`` is hashed and engines can stage it, and return the message that
+        announces it to the engines."""
         ...
 
     async def resend(self, publication: Publication) -> WeightUpdate:
-        """Publish the same snapshot once more, as whole tensors, for an engine that could not use it.
+        """Publish the snapshot of ``publication`` once more, as whole tensors, for an engine that could not use it.
 
         Raises :class:`~headrace.base.errors.WeightsError` if the buffer does not contain this version any more.
         """

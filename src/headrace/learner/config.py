@@ -50,17 +50,18 @@ class MixtureConfig(Section):
     """Coefficient of the router's z-loss, mean log² Σ exp(logits), which keeps router logits small; 0.001 is usual."""
     bias_rate: float = Field(default=0.0, ge=0)
     """For routers that choose by a correction bias (DeepSeek-V3): how far each update moves the bias of an expert, up
-    if it was chosen less than the mean of its layer, down if more; 0.001 is usual. 0 leaves the biases as they are."""
+    if it was selected less than the mean of its layer, down if more; 0.001 is usual. 0 leaves the biases as they
+    are."""
 
     @property
-    def trains(self) -> bool:
+    def has_losses(self) -> bool:
         """Return whether an auxiliary loss of the experts is added to the loss of every step."""
         return self.balance_coef > 0 or self.z_coef > 0
 
     @property
-    def acts(self) -> bool:
+    def has_effect(self) -> bool:
         """Return whether any of these settings has an effect: a loss is added, or a bias is updated."""
-        return self.trains or self.bias_rate > 0
+        return self.has_losses or self.bias_rate > 0
 
 
 class LearnerConfig(Section):
@@ -141,12 +142,12 @@ class LearnerConfig(Section):
     def own_teacher(self) -> TeacherConfig | None:
         """The settings of the teacher that the learner computes itself; ``None`` if there is no teacher, or each
         teacher has an engine."""
-        return next((each for each in self.teachers if engine_of(each) is None), None)
+        return next((each for each in self.teachers if get_teacher_engine(each) is None), None)
 
     @property
     def served_teachers(self) -> dict[str, tuple[ServedTeacher, OwnEngine]]:
         """The teachers with separate engines, by name: the settings of each teacher, and of its engine."""
-        found = [(each, engine_of(each)) for each in self.teachers]
+        found = [(each, get_teacher_engine(each)) for each in self.teachers]
         return {engine.name: (each, engine) for each, engine in found if isinstance(each, ServedTeacher) and engine}
 
     def serving(self, columns: Iterable[str]) -> LearnerConfig:
@@ -239,6 +240,6 @@ class LearnerConfig(Section):
         return self
 
 
-def engine_of(teacher: TeacherConfig) -> OwnEngine | None:
+def get_teacher_engine(teacher: TeacherConfig) -> OwnEngine | None:
     """Return the engine settings of a teacher; ``None`` if the learner computes it."""
     return teacher.engine if isinstance(teacher, ServedTeacher) else None

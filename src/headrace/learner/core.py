@@ -45,14 +45,14 @@ from headrace.learner.base import LearnerContext
 from headrace.learner.config import LearnerConfig
 from headrace.learner.forward import Forward
 from headrace.learner.intake import Mask, layout, refuse_unknown_agents
-from headrace.learner.memory import HALF_UPDATED, explained_out_of_memory, sizes_of
+from headrace.learner.memory import HALF_UPDATED, compute_sizes, explained_out_of_memory
 from headrace.learner.optim import learning_rate
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.optim import ShardOptimizer
-from headrace.learner.updates import before_updates, minibatches, stats_of_updates
+from headrace.learner.updates import add_log_old, minibatches, stats_of_updates
 from headrace.learner.work import Gradient, MicroBatchStats, StepSums, StepWork
 
 MOST_SPANS = 4096
@@ -85,7 +85,7 @@ class LearnerCore:
 
     With several ranks, each rank has a core, and all cores must get the same calls in the same order. Each core gets
     the whole batch, computes its share, and returns the result of all ranks. ``model`` must come from
-    :func:`headrace.learner.parallel.load.load_for`. The result equals the result of one process, up to rounding.
+    :func:`headrace.learner.parallel.load.load_on_ranks`. The result equals the result of one process, up to rounding.
     """
 
     def __init__(
@@ -121,17 +121,24 @@ class LearnerCore:
             ranks=self._ranks,
             progress=context.progress,
         )
+        """The forward passes of the trained model."""
         self._optimizer = ShardOptimizer(model, config, self._ranks)
         own = {"model": model, "forward": self._forward, "optimizer": self._optimizer, "ranks": self._ranks}
         self._auxiliary = auxiliary_models(LearnerParts(config=config, objective=objective, context=context, **own))
+        """The auxiliary models: critic, reference, teachers and others that the settings describe."""
         refuse_unserved(self._objective, self._auxiliary)
         self._files = Snapshot(model, self._optimizer, self._ranks, self._auxiliary)
-        self._memory = sizes_of(model, config, self._forward.attention)
+        """The reader and writer of snapshots."""
+        self._memory = compute_sizes(model, config, self._forward.attention)
+        """The sizes that determine the memory of the learner, for the advice when memory runs out."""
         self._parts: StepSums | None = None
+        """The sums over the parts of a batch that is not complete yet; ``None`` between batches."""
         self._damping = 1.0
         """The factor of the learning rate of the next update: the smallest factor of the batches in its gradient."""
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        """The spans of the last steps."""
         self._step = 0
+        """The number of optimizer steps made."""
 
     @property
     def version(self) -> int:
@@ -192,7 +199,7 @@ class LearnerCore:
             raise nothing_to_learn(self._step, batch.num_loss_tokens)
         work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
         log_before_N = self._logprobs(work.batch, work.mask_N)
-        work = before_updates(work, log_before_N)
+        work = add_log_old(work, log_before_N)
         parts = list(minibatches(work, self._objective))
         parts[0] = replace(parts[0], metrics=work.metrics)
         tallies = [MicroBatchStats() for _ in parts]
@@ -200,7 +207,7 @@ class LearnerCore:
         for number, (part, tally) in enumerate(zip(parts, tallies, strict=True)):
             self._backward(part, tally)
             tally.join(self._ranks)
-            self._note_damping(Gradient.of(tally, {}, 0.0))
+            self._note_damping(Gradient.from_stats(tally, {}, 0.0))
             updates.append(self._update(first=number == 0, last=number == len(parts) - 1))
         self._step += 1
         stats = stats_of_updates(tallies, work, log_before_N)
@@ -262,12 +269,12 @@ class LearnerCore:
         if not work.mask_N.any():
             raise nothing_to_learn(self._step, batch.num_loss_tokens)
         work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
-        if self._objective.selects:
+        if self._objective.selects_tokens:
             work = replace(work, selected_NP=self._select(work))
         tally = MicroBatchStats()
         self._backward(work, tally)
         tally.join(self._ranks)
-        return self._note_damping(Gradient.of(tally, dropped, self._end_span("forward_backward", start_s)))
+        return self._note_damping(Gradient.from_stats(tally, dropped, self._end_span("forward_backward", start_s)))
 
     def _note_damping(self, gradient: Gradient) -> Gradient:
         """Return ``gradient`` unchanged, after recording the factor by which its batch lowers the learning rate of the
@@ -292,7 +299,7 @@ class LearnerCore:
                 remedy="leave learner.mixture.balance_coef out, or give the batch as one",
             )
         self._refuse_several()
-        needs_all = self._objective.selects or "baseline" in self._objective.columns
+        needs_all = self._objective.selects_tokens or "baseline" in self._objective.columns
         if needs_all or self._objective.critic is not None:
             raise ConfigError(
                 "the objective chooses its tokens from the whole batch, or makes its advantages of it: give no part",
@@ -329,7 +336,7 @@ class LearnerCore:
         self._optimizer.scale(scale)
         for model in self._auxiliary:
             model.scale(scale)
-        return self._note_damping(Gradient.of(parts.tally, dict(parts.dropped), parts.seconds, scale))
+        return self._note_damping(Gradient.from_stats(parts.tally, dict(parts.dropped), parts.seconds, scale))
 
     def optim_step(self) -> Update:
         """Clip the gradient, update the weights at the schedule's rate, and increase the version by one.
@@ -373,7 +380,7 @@ class LearnerCore:
             for model in self._auxiliary if first else ():
                 model.before_update()
             if lr > 0:  # skipped at rate 0, since adding 0 would change −0.0 to 0.0
-                with self._context.progress.at("update", f"the optimizer's update of step {self._step}"):
+                with self._context.progress.track("update", f"the optimizer's update of step {self._step}"):
                     self._optimizer.step(lr)
             biases = self._forward.mixture.move_biases(trained=lr > 0)
             self._optimizer.zero_grad()
@@ -414,7 +421,7 @@ class LearnerCore:
             start_s = self._context.clock.now()
             with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
                 undo.callback(self._discard_gradients)
-                with self._context.progress.at(model.name, f"{model.name} of step {self._step}"):
+                with self._context.progress.track(model.name, f"{model.name} of step {self._step}"):
                     work = model.prepare(work)
                 undo.pop_all()
             self._end_span(model.name, start_s)
@@ -431,7 +438,7 @@ class LearnerCore:
         """Execute the part of :meth:`save` during which the weights must not change, and return a function that
         completes the save. The function must be called once before the next save; with several ranks it may run in a
         thread beside the training. With one process, and for an adapter, everything is written at once and the function
-        does nothing. Both raise the errors of :meth:`save`."""
+        does nothing. Both raise the same errors as :meth:`save`."""
         start_s = self._context.clock.now()
         rest = self._files.begin(directory, self._step, self._context.model_dir)
         self._end_span("save", start_s)
@@ -483,7 +490,7 @@ class LearnerCore:
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
             undo.callback(self._discard_gradients)
             tally.begin(work)
-            for agent, mask_N in self._forward.by_agent(work.batch, work.mask_N):
+            for agent, mask_N in self._forward.split_by_agent(work.batch, work.mask_N):
                 with self._forward.switch.on(agent):
                     self._backward_agent(work.only(mask_N), tally)
                 tally.note(self._forward.mixture.finish())
@@ -497,7 +504,7 @@ class LearnerCore:
         self._end_span("pack", start_s)
         self._count_choices(work, packed)
         for number, micro in enumerate(packed, 1):
-            with self._context.progress.at(
+            with self._context.progress.track(
                 "micro-batch", f"micro-batch {number} of {len(packed)} of step {self._step}"
             ):
                 self._optimizer.expect(last=number == len(packed))
@@ -520,7 +527,7 @@ class LearnerCore:
         self._end_span("count experts", start_s)
 
     def _backward_micro(self, work: StepWork, micro: MicroBatch, tally: MicroBatchStats) -> None:
-        """Run the forward and backward pass of one micro-batch, and add its metrics to ``tally``."""
+        """Run the forward and backward pass of one micro-batch of ``work``, and add its metrics to ``tally``."""
         start_s = self._context.clock.now()
         result = self._forward(work.batch, work.mask_N, micro, None if work.top is None else work.top.ids_NK)
         self._end_span("forward", start_s)

@@ -32,7 +32,7 @@ class Damaged(DataError):
 
 
 def checksum(path: Path) -> str:
-    """Return the XXH3 hash (128 bits) of the bytes of one file, in hexadecimal."""
+    """Return the XXH3 hash (128 bits) of the bytes of the file ``path``, in hexadecimal."""
     hashed, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(piece):
@@ -40,20 +40,20 @@ def checksum(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def checksums_of(directory: Path, files: Iterable[Path]) -> dict[str, str]:
+def compute_checksums(directory: Path, files: Iterable[Path]) -> dict[str, str]:
     """Return the hash of each of ``files``, by the file's path within ``directory``."""
     return {path.relative_to(directory).as_posix(): checksum(path) for path in files}
 
 
-def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
+def seal(directory: Path, checksums: Mapping[str, str] | None = None) -> None:
     """Write the hash of every file below ``directory`` into its file of checksums.
 
-    ``known`` are hashes that were computed while the files were written, by path. These hashes, and hashes that an
+    ``checksums`` are hashes that were computed while the files were written, by path. These hashes, and hashes that an
     earlier call has written, are not computed again. Raises ``OSError`` if a file cannot be read or written.
     """
-    listed = {**listed_checksums(directory), **(known or {})}
+    listed = {**listed_checksums(directory), **(checksums or {})}
     new = [path for path in sorted(directory.rglob("*")) if path.is_file() and _name(directory, path) not in listed]
-    listed |= checksums_of(directory, [path for path in new if path.name != CHECKSUMS_FILE])
+    listed |= compute_checksums(directory, [path for path in new if path.name != CHECKSUMS_FILE])
     write_checksums(directory, listed)
 
 
@@ -188,7 +188,7 @@ def flush(directory: Path) -> None:
 
 
 def flush_one(path: Path) -> None:
-    """Flush one file, or the entries of one directory, to the disk."""
+    """Flush the file ``path``, or the entries of the directory ``path``, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -100,7 +100,7 @@ class LearnerSizes:
         return ways.data * ways.context * ways.tensor
 
     @property
-    def gathers(self) -> bool:
+    def gathers_layers(self) -> bool:
         """Return whether a rank gathers whole layers from other ranks."""
         return self.config.parallel.num_averaged > 1
 
@@ -109,7 +109,7 @@ class LearnerSizes:
         """Return the tokens of a micro-batch on one rank. On a CPU, passes of a dense model are so short that
         activations stay in the cache, unless a sample is longer."""
         tokens = float(self.config.tokens_per_microbatch)
-        if self.on_host and not self.shape.num_experts and not self.gathers:
+        if self.on_host and not self.shape.num_experts and not self.gathers_layers:
             least = 0.0 if math.isinf(self.longest) else self.longest
             tokens = min(tokens, max(1.0, least, CACHED_NUMBERS // self.shape.inner))
         return tokens / self.config.parallel.context
@@ -132,7 +132,7 @@ class LearnerSizes:
         )
         in_layer = replace(
             static,
-            gradients_bytes=static.gradients_bytes + (0.0 if self.gathers else table),
+            gradients_bytes=static.gradients_bytes + (0.0 if self.gathers_layers else table),
             gathered_bytes=self._gathered_layer_bytes(first=True) + self._held_table_bytes(),
             activations_bytes=kept * (self.shape.layers - 1) + layer,
         )
@@ -216,7 +216,7 @@ class LearnerSizes:
 
     def _table_gradient_bytes(self) -> float:
         """Return the bytes of the gradient of the head, which is computed first, on a rank that gathers nothing."""
-        if self.adapted or self.gathers:
+        if self.adapted or self.gathers_layers:
             return 0.0
         return self.shape.table_params * self.itemsize / self.config.parallel.tensor
 
@@ -233,7 +233,7 @@ class LearnerSizes:
         """Return the bytes of the weights and the gradients of the layers that are gathered at a time; with ``first``,
         in the first layer of a backward pass, before the buffer and the sums of a former layer exist."""
         shape, ways = self.shape, self.config.parallel
-        if not self.gathers:
+        if not self.gathers_layers:
             return 0.0
         experts = shape.expert_params / shape.layers
         own = (shape.layer_params - experts) / ways.tensor
@@ -246,14 +246,14 @@ class LearnerSizes:
 
     def _gathered_table_bytes(self) -> float:
         """Return the bytes of the weights and the gradients of the head, or of the embeddings, while it is gathered."""
-        if not self.gathers:
+        if not self.gathers_layers:
             return 0.0
         numbers = self._gathered_numbers() - self.itemsize  # no other table is gathered ahead
         return self.shape.table_params / self.config.parallel.tensor * numbers
 
     def _held_table_bytes(self) -> float:
         """Return the bytes of the gathered head of a frozen base, which is held to the end of the pass."""
-        held = self.gathers and self.adapted
+        held = self.gathers_layers and self.adapted
         return self.itemsize * self.shape.table_params / self.config.parallel.tensor if held else 0.0
 
     def _gathered_numbers(self) -> float:
@@ -316,7 +316,7 @@ class LearnerSizes:
 
     def _feed_forward_bytes(self) -> float:
         """Return the bytes that autograd keeps of the feed-forward part of one layer for one token: gate, activation,
-        the other product, and the product of both. In a mixture, each chosen expert also keeps its input and its
+        the other product, and the product of both. In a mixture, each selected expert also keeps its input and its
         output."""
         shape, w, trains = self.shape, self.itemsize, self._trains_base
         inner = shape.inner / self.config.parallel.tensor
@@ -324,14 +324,14 @@ class LearnerSizes:
             return inner * (3 * w + (w if trains else 4))
         vectors = (6 if shape.interleaved else 3) + trains
         each = w * (vectors * inner + (1 + trains) * shape.hidden) + 24
-        return shape.chosen * each + 4 * shape.num_experts
+        return shape.experts_per_token * each + 4 * shape.num_experts
 
     def _forward_passing_bytes(self) -> float:
         """Return the bytes of the gradients in the backward pass of the feed-forward part of one layer for one token,
         beside what the layer keeps. Adapters of its products compute their gradients in float32."""
         shape, w = self.shape, self.itemsize
-        inner = shape.inner / self.config.parallel.tensor * max(1, shape.chosen)
-        hidden = w * shape.hidden * (1 + shape.chosen)
+        inner = shape.inner / self.config.parallel.tensor * max(1, shape.experts_per_token)
+        hidden = w * shape.hidden * (1 + shape.experts_per_token)
         if not self.adapted:
             return hidden + 2 * w * inner + 4 * shape.hidden
         return hidden + (12 if shape.num_experts else 4 + w) * inner
@@ -395,7 +395,8 @@ class LearnerSizes:
 
 
 def levers(sizes: LearnerSizes) -> dict[str, float]:
-    """Return the settings that would lower the peak of one rank, each with the bytes that it frees."""
+    """Return the settings that would lower the peak of one rank of a learner with ``sizes``, each with the bytes that
+    it frees."""
     now = sizes.footprint().total_bytes
     freed = {
         setting: now - replace(sizes, config=config).footprint().total_bytes
@@ -405,8 +406,8 @@ def levers(sizes: LearnerSizes) -> dict[str, float]:
 
 
 def _changed_configs(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]:
-    """Yield settings that may need less memory and that the learner would accept, each with the learner's settings
-    after the change."""
+    """Yield settings that may need less memory than those of ``sizes`` and that the learner would accept, each with the
+    learner's settings after the change."""
     config, memory, ways = sizes.config, sizes.config.memory, sizes.config.parallel
     yield from _smaller_passes(sizes)
     if config.attention == "padded" and not sizes.on_host:
@@ -438,9 +439,9 @@ def _changed_configs(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]
 
 
 def _smaller_passes(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]:
-    """Yield settings with which a rank computes fewer tokens at a time, or a part of every matrix, each with the
-    learner's settings after the change. A micro-batch is halved, but not below the longest sample; ranks that share the
-    tokens or the matrices of a sample are added where it cannot be halved."""
+    """Yield settings with which a rank of a learner with ``sizes`` computes fewer tokens at a time, or a part of every
+    matrix, each with the learner's settings after the change. A micro-batch is halved, but not below the longest
+    sample; ranks that share the tokens or the matrices of a sample are added where it cannot be halved."""
     config, shape, ways = sizes.config, sizes.shape, sizes.config.parallel
     tokens = round(sizes.tokens * ways.context)
     half, unknown = max(1, tokens // 2), math.isinf(sizes.longest)

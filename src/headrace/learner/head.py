@@ -61,10 +61,15 @@ class KeptEntries:
     def __init__(self, kept: KeptSets, device: torch.device) -> None:
         """Copy ``kept``, the kept-sets of P tokens, to ``device``."""
         self.sizes_P = torch.from_numpy(kept.sizes_T.astype(np.int64)).to(device)
+        """The number of entries of each token."""
         self.owners_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T)).to(device)
+        """The index of the token to which each entry belongs."""
         self._ids_E = kept.ids_E.astype(np.int64)
+        """The id of each entry in the vocabulary, in host memory."""
         self._owners_E = np.repeat(np.arange(len(kept)), kept.sizes_T)
+        """The same as ``owners_E``, in host memory."""
         self._ends_P = np.concatenate([[0], np.cumsum(kept.sizes_T)])
+        """The index E at which the entries of each token begin; P + 1 numbers."""
 
     def within(self, tokens: slice, entries: slice) -> tuple[Tensor, Tensor]:
         """Return the kept entries in the tile of the slices ``tokens`` and ``entries`` (of the vocabulary): their
@@ -87,8 +92,9 @@ class KeptEntries:
         return most_P + sums_P.log()
 
     def allowed(self, num_tokens: int, vocab_size: int) -> Tensor:
-        """Return for each token and each entry of the vocabulary whether it is in the token's kept-set, ``[P, V]``
-        bool; all true for a token without a kept-set. It is for callers that have all logits."""
+        """Return for each of the ``num_tokens`` tokens and each of the ``vocab_size`` entries of the vocabulary whether
+        it is in the token's kept-set, ``[P, V]`` bool; all true for a token without a kept-set. It is for callers that
+        have all logits."""
         whole_P = self.sizes_P == 0
         allowed_PV = whole_P[:, None].expand(num_tokens, vocab_size).contiguous()
         _, flat_E = self.within(slice(0, num_tokens), slice(0, vocab_size))
@@ -120,8 +126,9 @@ class HeadRequest:
 
 
 def linear_logprobs(hidden_PD: Tensor, matrix: HeadMatrix, request: HeadRequest) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log π of ``request.ids_P`` and the entropies, ``[P]`` each, and log π of ``request.top_PK``, ``[P, K]`` (K
-    = 0 for ``None``), in nats. All are in float32 or wider, with exact gradients.
+    """Return, for the hidden states ``hidden_PD`` and the head ``matrix``, log π of ``request.ids_P`` and the
+    entropies, ``[P]`` each, and log π of ``request.top_PK``, ``[P, K]`` (K = 0 for ``None``), in nats. All are in
+    float32 or wider, with exact gradients.
 
     The head is ``hidden · weightᵀ + bias``, in the dtype of its weights; sums are in float32 or wider. Ranks that have
     parts of the head call this together, with the same hidden states, and get the same results.
@@ -143,8 +150,9 @@ class TopRequest:
 
 @torch.no_grad()
 def linear_top(hidden_PD: Tensor, matrix: HeadMatrix, temperature: float, request: TopRequest) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probabilities ``[P, K]`` of the likeliest entries under the same head as in
-    :func:`linear_logprobs`, with logits divided by ``temperature``; the likeliest entry is first."""
+    """Return ids and log-probabilities ``[P, K]`` of the likeliest entries that ``request`` describes, for the hidden
+    states ``hidden_PD`` and the head ``matrix``, as in :func:`linear_logprobs`, with logits divided by ``temperature``;
+    the likeliest entry is first."""
     head = _Head(hidden_PD, matrix, temperature)
     best_PK = hidden_PD.new_full((len(hidden_PD), request.num), -torch.inf, dtype=head.wide)
     ids_PK, sums = best_PK.long().zero_(), []
@@ -161,10 +169,10 @@ def linear_top(hidden_PD: Tensor, matrix: HeadMatrix, temperature: float, reques
             )
         best_PK[tokens], ids_PK[tokens] = best_CK, ids_CK
         sums.append(running)
-    running = _RunningSums.of_all(sums, best_PK)
+    running = _RunningSums.combine(sums, best_PK)
     if matrix.part is not None:
         running.join(matrix.part)
-        best_PK, ids_PK = _best(matrix.part.beside(best_PK), matrix.part.beside(ids_PK), request.num)
+        best_PK, ids_PK = _best(matrix.part.gather(best_PK), matrix.part.gather(ids_PK), request.num)
     return ids_PK, best_PK - running.log_sum()[:, None]
 
 
@@ -197,7 +205,7 @@ class _RunningSums:
         self.largest_C = largest_C
 
     @classmethod
-    def of_all(cls, parts: Sequence[_RunningSums], like_PB: Tensor) -> _RunningSums:
+    def combine(cls, parts: Sequence[_RunningSums], like_PB: Tensor) -> _RunningSums:
         """Return the sums of the tokens of all ``parts``, concatenated. ``like_PB`` has one row for each of these
         tokens."""
         found = cls(like_PB)
@@ -208,7 +216,8 @@ class _RunningSums:
         return found
 
     def join(self, part: VocabularyPart, *columns: Tensor) -> list[Tensor]:
-        """Sum over the logits of all ranks, in place; also return the sums of ``columns`` over the ranks."""
+        """Sum over the logits of all ranks that have a part of the vocabulary (``part``), in place; also return the
+        sums of ``columns`` over the ranks."""
         largest_C = part.largest(self.largest_C)
         drop_C = self.largest_C - largest_C
         sum_C = self.sum_C * drop_C.exp()
@@ -231,7 +240,8 @@ class _Head:
     ``entries`` are lists of slices that divide the tokens and the rows of its weight."""
 
     def __init__(self, hidden_PD: Tensor, matrix: HeadMatrix, temperature: float) -> None:
-        """Divide the computation of the logits of ``hidden_PD`` into tiles. Logits are divided by ``temperature``."""
+        """Divide the computation of the logits of ``hidden_PD`` by the head ``matrix`` into tiles. Logits are divided
+        by ``temperature``."""
         self.hidden_PD = hidden_PD
         self.weight_VD, self.bias_V, self.part = matrix
         self.temperature = temperature
@@ -285,7 +295,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     logits_E[places] = logits_CB.view(-1)[flat]
                 if request.keep_logits:
                     tiles[tokens.start, entries.start] = logits_CB
-        running = _RunningSums.of_all(sums, sampled_logits_P[:, None])
+        running = _RunningSums.combine(sums, sampled_logits_P[:, None])
         if part is not None:
             sampled_logits_P, top_PK, logits_E = running.join(part, sampled_logits_P, top_PK, logits_E)
         log_sum_P, entropy_P = running.log_sum(), running.entropy()
@@ -337,16 +347,19 @@ class _LogitGradient:
         grad_top_PK: Tensor,
         shares_E: Tensor | None,
     ) -> None:
-        """Store the gradients of the three results of the forward pass. ``grad_entropy_P`` is ``None`` if entropies
-        have no gradient. ``shares_E`` are the probabilities of the kept entries within their kept-sets; ``None``
-        without kept-sets."""
+        """Store the gradients of the three results of the forward pass for ``request``: of the log-probabilities
+        (``grad_logprob_P``), of the entropies (``grad_entropy_P``; ``None`` if they have no gradient) and of the
+        requested entries (``grad_top_PK``). ``shares_E`` are the probabilities of the kept entries within their
+        kept-sets; ``None`` without kept-sets."""
         self._request = request
         self._grad_logprob_P, self._grad_entropy_P, self._grad_top_PK = grad_logprob_P, grad_entropy_P, grad_top_PK
         self._softmax_factor_P = -grad_logprob_P
+        """The factor of the softmax over the whole vocabulary in the gradient of each token."""
         if request.kept is not None:
             assert shares_E is not None
             self._softmax_factor_P = self._softmax_factor_P.masked_fill(request.kept.sizes_P > 0, 0.0)
             self._grad_kept_E = -grad_logprob_P[request.kept.owners_E] * shares_E
+            """The term that each kept entry adds to the gradient of its logit."""
         self._softmax_factor_P = self._softmax_factor_P - grad_top_PK.sum(1)
 
     def __call__(self, log_p_CB: Tensor, entropy_P: Tensor, tokens: slice, ids: slice) -> Tensor:
@@ -372,18 +385,24 @@ class _GradientSums:
     computed for one block of rows at a time."""
 
     def __init__(self, head: _Head, needed: tuple[bool, bool, bool]) -> None:
-        """Initialise the sums. ``needed`` says for hidden states, weight and bias whether a gradient is needed."""
+        """Start with zeros. ``head`` is the output layer with the hidden states of the P tokens. ``needed`` says for
+        hidden states, weight and bias whether a gradient is needed."""
         self._head = head
         need_hidden, need_weight, need_bias = needed
         self._hidden = torch.zeros_like(head.hidden_PD, dtype=head.wide) if need_hidden else None
+        """The gradient of the hidden states; ``None`` if it is not needed."""
         self._weight = torch.zeros_like(head.weight_VD) if need_weight else None
+        """The gradient of the weight; ``None`` if it is not needed."""
         self._bias = (
             torch.zeros(len(head.weight_VD), dtype=head.wide, device=head.weight_VD.device) if need_bias else None
         )
+        """The gradient of the bias; ``None`` if it is not needed."""
         self._block: Tensor | None = None
+        """The sum for the block of the weight's rows that is being computed; ``None`` between blocks."""
 
     def add(self, tokens: slice, entries: slice, grad_CB: Tensor) -> None:
-        """Add the contribution of a tile, with the gradient ``grad_CB`` of its logits, to all gradients."""
+        """Add the contribution of the tile ``tokens`` × ``entries``, with the gradient ``grad_CB`` of its logits, to
+        all gradients."""
         if self._bias is not None:
             self._bias[entries] += grad_CB.sum(0)
         narrow_CB = grad_CB.to(self._head.weight_VD.dtype)

@@ -105,7 +105,8 @@ def _reason_untrainable(batch: Batch, vocab_size: int) -> str:
 
 
 def _invalid_kept(batch: Batch, vocab_size: int) -> str:
-    """Return why the kept-sets of a batch are invalid, in words; empty if they are valid."""
+    """Return why the kept-sets of a batch are invalid for a vocabulary of ``vocab_size`` tokens, in words; empty if
+    they are valid."""
     if batch.kept is None:
         return ""
     if problem := batch.kept.problem(batch.ids_N):

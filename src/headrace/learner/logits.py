@@ -66,13 +66,16 @@ class SplitModel:
         name = trunk_name(model)
         self._trunk: Any = model.get_submodule(name)
         self._given_hidden = GivenHidden(self._trunk)
+        """The module that replaces the trunk in the head's forward pass and returns given hidden states."""
         # the same modules and parameters except the trunk, so that its forward pass computes only the head
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, name: self._given_hidden}
         self._linear = model.get_output_embeddings()
+        """The output layer."""
         self._is_matrix = type(self._linear) is nn.Linear and acts_as_matrix(
             HeadMatrix(self._linear.weight, self._linear.bias), self.logits
         )
+        """Whether the head is a single matrix product."""
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Run the trunk over ``inputs``, the keyword arguments of its forward pass, and return its hidden states ``[M,
@@ -199,11 +202,13 @@ class TokenLogprobs:
         entropy_gradient: bool,
         log_softmax: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Prepare the computation for ``model``. ``chunk`` is the most positions whose logits are in memory at a time.
-        ``log_softmax`` is a function over the last dimension, applied to all logits of a chunk; ``None``: torch's
-        function, or tiles if the head is a single matrix."""
+        """Prepare the computation for ``model``. ``chunk`` is the largest number of positions whose logits are in
+        memory at a time. Logits are divided by the sampling ``temperature``, and entropies have a gradient if
+        ``entropy_gradient``. ``log_softmax`` is a function over the last dimension, applied to all logits of a chunk;
+        ``None``: torch's function, or tiles if the head is a single matrix."""
         self._model = model
         self._tiled = log_softmax is None
+        """Whether log-probabilities may be computed in tiles, without all logits of a chunk."""
         self._log_softmax = log_softmax or partial(torch.log_softmax, dim=-1)
         self._chunk = chunk
         self._temperature = temperature
@@ -238,20 +243,21 @@ class TokenLogprobs:
             )
             return linear_logprobs(hidden_PD, matrix, request)
         if len(ids_P) <= self._chunk:
-            return self._of_chunk(hidden_PD, ids_P, top_PK, kept)
+            return self._compute_chunk(hidden_PD, ids_P, top_PK, kept)
         parts = []
         for start in range(0, len(ids_P), self._chunk):
             part = slice(start, min(start + self._chunk, len(ids_P)))
             args = hidden_PD[part], ids_P[part], top_PK[part], None if kept is None else kept[part]
-            parts.append(checkpoint(self._of_chunk, *args, use_reentrant=False, preserve_rng_state=False))
+            parts.append(checkpoint(self._compute_chunk, *args, use_reentrant=False, preserve_rng_state=False))
         logprobs, entropies, tops = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies), torch.cat(tops)
 
-    def _of_chunk(
+    def _compute_chunk(
         self, hidden_CD: Tensor, ids_C: Tensor, top_CK: Tensor, kept: KeptSets | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log π, the entropy and log π of the requested entries for one chunk of positions."""
-        logits_CV = _at_temperature(self._model.logits(hidden_CD), self._temperature)
+        """Return log π of ``ids_C`` over the kept-sets ``kept``, the entropy, and log π of the entries ``top_CK``, for
+        one chunk of positions with the hidden states ``hidden_CD``."""
+        logits_CV = _divide_by_temperature(self._model.logits(hidden_CD), self._temperature)
         all_CV = self._log_softmax(logits_CV)
         renormalised_CV = all_CV
         if kept is not None:
@@ -283,18 +289,18 @@ class TopEntries:
         matrix = self._model.matrix()
         if matrix is not None:
             return linear_top(hidden_PD, matrix, self._temperature, request)
-        parts = [self._of_chunk(hidden_CD, request) for hidden_CD in hidden_PD.split(self._chunk)]
+        parts = [self._compute_chunk(hidden_CD, request) for hidden_CD in hidden_PD.split(self._chunk)]
         ids, logs = zip(*parts, strict=True)
         return torch.cat(ids), torch.cat(logs)
 
-    def _of_chunk(self, hidden_CD: Tensor, request: TopRequest) -> tuple[Tensor, Tensor]:
+    def _compute_chunk(self, hidden_CD: Tensor, request: TopRequest) -> tuple[Tensor, Tensor]:
         """Return ids and log-probabilities ``[C, K]`` of the likeliest entries for one chunk of hidden states."""
-        all_CV = _at_temperature(self._model.logits(hidden_CD), self._temperature).log_softmax(-1)
+        all_CV = _divide_by_temperature(self._model.logits(hidden_CD), self._temperature).log_softmax(-1)
         logs_CK, ids_CK = all_CV[:, : request.below].topk(request.num)
         return ids_CK, logs_CK
 
 
-def _at_temperature(logits_CV: Tensor, temperature: float) -> Tensor:
+def _divide_by_temperature(logits_CV: Tensor, temperature: float) -> Tensor:
     """Return the logits divided by the temperature, in float32 or wider."""
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / temperature
 

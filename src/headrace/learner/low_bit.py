@@ -57,12 +57,14 @@ class EightBitAdamW(AdamW8bit):  # type: ignore[misc]  # torchao has no types
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        """Create the optimizer of the parameter ``groups``. Raises :class:`~headrace.base.errors.ConfigError` if no
-        weight is large enough for moments of 8 bits."""
+        """Create the optimizer of the parameter ``groups`` with the learning rate ``lr``, the decay rates of both
+        moments ``betas``, and ``eps``, the number that is added to the denominator. Raises
+        :class:`~headrace.base.errors.ConfigError` if no weight is large enough for moments of 8 bits."""
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
         weights = [weight for group in self.param_groups for weight in group["params"]]
         self._on_cpu = all(weight.device.type == "cpu" for weight in weights)
-        if not any(_is_low_bit(moment) for weight in weights for moment in self.moments(_shape_of(weight)).values()):
+        """Whether all weights are on a CPU."""
+        if not any(_is_low_bit(moment) for weight in weights for moment in self.moments(_make_meta(weight)).values()):
             raise ConfigError(
                 "learner.optimizer.kind='adamw8bit' has no effect: no trained weight has 4096 numbers or more, in "
                 f"blocks of {self.block_size}; the largest of {len(weights)} has {max(w.numel() for w in weights)}",
@@ -129,6 +131,6 @@ def _is_low_bit(moment: Any) -> bool:
     return isinstance(moment, OptimState8bit)
 
 
-def _shape_of(weight: Parameter) -> Tensor:
+def _make_meta(weight: Parameter) -> Tensor:
     """Return a tensor without memory (device ``meta``) that has the shape and dtype of ``weight``."""
     return torch.empty_like(weight, device="meta", requires_grad=False)

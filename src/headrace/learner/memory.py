@@ -20,9 +20,9 @@ from headrace.learner.footprint import LearnerSizes, levers
 from headrace.models.indexed import is_indexed
 from headrace.models.packed import PADDED, ChosenAttention
 from headrace.models.recurrent import recurrent_layers
-from headrace.models.settings import by_layer
-from headrace.models.shape import ModelShape, shape_of
-from headrace.models.weights import is_adapted, vocabulary_of
+from headrace.models.settings import get_layer_values
+from headrace.models.shape import ModelShape, parse_shape
+from headrace.models.weights import count_vocabulary, is_adapted
 
 _SIZES = (
     *("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts"),
@@ -31,7 +31,7 @@ _SIZES = (
 """The settings of a model that are sizes, and that a model may lack."""
 
 
-def sizes_of(model: PreTrainedModel, config: LearnerConfig, attention: ChosenAttention = PADDED) -> LearnerSizes:
+def compute_sizes(model: PreTrainedModel, config: LearnerConfig, attention: ChosenAttention = PADDED) -> LearnerSizes:
     """Return the sizes and settings that determine the memory of a learner of the loaded ``model``, which computes with
     the implementation ``attention``. Parameters are counted; other sizes are those of the model's configuration, the
     largest where layers differ."""
@@ -60,18 +60,18 @@ def _shape_of_loaded(model: PreTrainedModel) -> ModelShape:
     """Return the sizes of a loaded model. Sizes that its configuration lacks are estimated from the hidden size."""
     config = model.config
     hidden = int(config.hidden_size)
-    tree: dict[str, Any] = {name: max(values) for name in _SIZES if (values := by_layer(config, name))}
+    tree: dict[str, Any] = {name: max(values) for name in _SIZES if (values := get_layer_values(config, name))}
     tree |= {
         "model_type": config.model_type,
         "hidden_size": hidden,
         "num_hidden_layers": int(config.num_hidden_layers),
-        "num_attention_heads": max(by_layer(config, "num_attention_heads"), default=1),
-        "intermediate_size": max(by_layer(config, "intermediate_size"), default=4 * hidden),
-        "vocab_size": vocabulary_of(model),
+        "num_attention_heads": max(get_layer_values(config, "num_attention_heads"), default=1),
+        "intermediate_size": max(get_layer_values(config, "intermediate_size"), default=4 * hidden),
+        "vocab_size": count_vocabulary(model),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
-        "attn_logit_softcapping": next(iter(by_layer(config, "attn_logit_softcapping")), None),
+        "attn_logit_softcapping": next(iter(get_layer_values(config, "attn_logit_softcapping")), None),
     }
-    return shape_of(config.model_type, tree)
+    return parse_shape(config.model_type, tree)
 
 
 UNCHANGED = "there is no gradient, weights and optimizer are unchanged, and the batch can be given again"
@@ -80,10 +80,10 @@ HALF_UPDATED = "the update had begun, so that only a snapshot has whole weights:
 
 
 @contextmanager
-def explained_out_of_memory(sizes: LearnerSizes, step: int, left: str = UNCHANGED) -> Iterator[None]:
+def explained_out_of_memory(sizes: LearnerSizes, step: int, state: str = UNCHANGED) -> Iterator[None]:
     """Return a context that converts an out-of-memory error into a :class:`~headrace.base.errors.RunError` about
-    ``step``, which names settings that free memory. ``sizes`` are those of the learner, and ``left`` describes gradient
-    and weights after the failure.
+    ``step``, which names settings that free memory. ``sizes`` are those of the learner, and ``state`` describes
+    gradient and weights after the failure.
 
     The code inside the context must discard its tensors on failure.
     """
@@ -100,21 +100,22 @@ def explained_out_of_memory(sizes: LearnerSizes, step: int, left: str = UNCHANGE
         if not sizes.on_host:
             torch.cuda.empty_cache()
         raise RunError(
-            f"step {step} does not fit in memory: {reason.splitlines()[0]}; {left}",
+            f"step {step} does not fit in memory: {reason.splitlines()[0]}; {state}",
             remedy=advice(sizes),
         )
 
 
 def advice(sizes: LearnerSizes) -> str:
-    """Return the settings that would free memory on a rank, each with the approximate number of bytes that it frees."""
-    named = [f"{setting}: about {in_words(freed)}" for setting, freed in levers(sizes).items()]
+    """Return the settings that would free memory on a rank of a learner with ``sizes``, each with the approximate
+    number of bytes that it frees."""
+    named = [f"{setting}: about {format_bytes(freed)}" for setting, freed in levers(sizes).items()]
     return f"one of these frees memory on each rank: {'; '.join(named)}" if named else "take a device with more memory"
 
 
-def in_words(num_bytes: float) -> str:
-    """Return a number of bytes in readable units.
+def format_bytes(num_bytes: float) -> str:
+    """Return ``num_bytes`` bytes in readable units.
 
-    >>> in_words(3 * 2**30), in_words(1500)
+    >>> format_bytes(3 * 2**30), format_bytes(1500)
     ('3.0 GiB', '1.5 KiB')
     """
     for unit in ("KiB", "MiB"):

@@ -4,7 +4,7 @@ and metrics of the experts' load.
     pass over a micro-batch ──▶ routers: logits_NE, experts_NK ──▶ choices and probabilities per expert, log Z
     balance loss: choices of the whole step (counted in passes without gradient) · probabilities of each micro-batch
     z-loss: mean log² Z over the whole step
-    bias of an expert: after each update, increased if the expert was chosen less than the mean, else decreased
+    bias of an expert: after each update, increased if the expert was selected less than the mean, else decreased
 
 The balance loss was defined for Switch Transformers (Fedus et al. 2021, eq. 4 to 6); here it has the form of
 transformers, over all layers together: E · Σ_e F_e · P_e, where F_e is the number of choices of expert e and P_e the
@@ -40,7 +40,7 @@ from headrace.base.errors import ConfigError
 from headrace.learner.config import MixtureConfig
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.mesh import AnyRanks
-from headrace.learner.parallel.shards import gather_whole, local_part, part_of
+from headrace.learner.parallel.shards import gather_whole, local_shard, slice_shard
 from headrace.models.routing import RoutedModel
 from headrace.models.weights import correction_biases, is_adapted
 
@@ -56,7 +56,7 @@ class _Pass:
     copies_N: Tensor
     """The number of tokens of the batch that each row of the pass represents."""
     counts_LE: Tensor
-    """The number of tokens that chose each expert."""
+    """The number of tokens for which each expert was selected."""
     ranked_LE: Tensor
     """The number of tokens for which each expert counts in F of the balance loss."""
     probabilities: list[Tensor] = field(default_factory=list)
@@ -74,18 +74,23 @@ class MixtureBalance:
     """
 
     def __init__(self, config: MixtureConfig, model: nn.Module, routed: RoutedModel | None, ranks: AnyRanks) -> None:
-        """Register hooks at the routers of ``model``. Raises :class:`~headrace.base.errors.ConfigError` if ``config``
-        requires a loss or a bias that this model or these ranks do not support."""
+        """Register hooks at the routers of ``model``, whose layers ``routed`` describes. Raises
+        :class:`~headrace.base.errors.ConfigError` if ``config`` requires a loss or a bias that this model or these
+        ranks do not support."""
         self.config = config
         self._ranks = ranks
         self._current: _Pass | None = None
+        """The sums over the pass that is running; ``None`` between passes."""
         self._last: _Pass | None = None
+        """The sums over the latest pass that has ended; ``None`` before the first."""
         self._share_E: Tensor | None = None
+        """F of the balance loss for each expert (see the module); ``None`` before the first :meth:`counted`."""
         self._num_token_layers = 0.0
+        """The number of pairs (token, layer) by which the losses are divided, on all ranks."""
         parallel = ranks.config
         # a rank computes a part of a router's tokens, or the same tokens as other ranks
         is_divided = parallel.context * parallel.tensor > 1
-        if config.acts:
+        if config.has_effect:
             _refuse(config, model, routed, is_divided=is_divided)
         self._routed = routed = None if is_divided else routed
         for index, layer in enumerate(() if routed is None else routed.layers):
@@ -94,10 +99,11 @@ class MixtureBalance:
         self._losses: list[Tensor] = []
         """This rank's parts of the balance loss and the z-loss ``[2]``, without coefficients, since :meth:`begin`."""
         self._load_LE = self._zeros()
+        """The number of tokens that each expert of each layer got, in the passes since :meth:`begin`."""
         self._ranked_LE = self._zeros()
         """The number of tokens for which each expert counts in F, in the passes since :meth:`begin`."""
-        self._chosen_LE = self._zeros()
-        """The number of tokens that chose each expert since the last update, on all ranks."""
+        self._selected_LE = self._zeros()
+        """The number of tokens for which each expert was selected since the last update, on all ranks."""
 
     def begin(self, packed: list[MicroBatch]) -> None:
         """Start a step whose micro-batches on this rank are ``packed``: reset the sums, and count the tokens of all
@@ -136,7 +142,7 @@ class MixtureBalance:
     def loss(self) -> Tensor | None:
         """Return the contribution of the micro-batch of the last pass to the balance loss and the z-loss, times their
         coefficients, with gradient; ``None`` if no such loss is trained."""
-        if not self.config.trains:
+        if not self.config.has_losses:
             return None
         sums = self._last
         assert sums is not None
@@ -156,12 +162,12 @@ class MixtureBalance:
 
         ``balance_loss`` and ``router_z_loss`` are the losses without their coefficients, if they are trained.
         ``expert_load_max`` and ``expert_load_min`` are the load of the most and the least used expert of any layer,
-        relative to an even load; ``experts_idle`` is the fraction of experts that no token chose.
+        relative to an even load; ``experts_idle`` is the fraction of experts that no token selected.
         """
         if self._routed is None:
             return {}
         load_LE = self._ranks.join_shares(self._load_LE)
-        self._chosen_LE += load_LE
+        self._selected_LE += load_LE
         even_L1 = load_LE.mean(1, keepdim=True).clamp(min=1e-9)
         found = {
             "expert_load_max": float((load_LE / even_L1).max()),
@@ -176,27 +182,28 @@ class MixtureBalance:
         return {name: Ratio(value, 1.0) for name, value in found.items()}
 
     def move_biases(self, *, trained: bool) -> dict[str, float]:
-        """Update the bias of every expert after an update of the weights, towards an even load, by the choices since
-        the last update. Return the spread of the biases as a metric; empty if biases are not updated. ``trained`` is
-        false if the weights did not change; the biases then do not change either."""
-        rate, routed, chosen_LE = self.config.bias_rate, self._routed, self._chosen_LE
+        """Update the bias of every expert after an update of the weights, towards an even load, by the number of tokens
+        for which it was selected since the last update. Return the spread of the biases as a metric; empty if biases
+        are not updated. ``trained`` is false if the weights did not change; the biases then do not change either."""
+        rate, routed, selected_LE = self.config.bias_rate, self._routed, self._selected_LE
         self.forget_choices()
         if not (rate and trained) or routed is None:
             return {}
         biases = [bias for layer in routed.layers for bias in correction_biases(layer.router).values()]
-        for bias, chosen_E in zip(biases, chosen_LE, strict=True):
-            step_E = (chosen_E.mean() - chosen_E).sign().to(bias.device, bias.dtype)
-            local_part(bias).add_(part_of(step_E.reshape(bias.shape), bias), alpha=rate)
+        for bias, selected_E in zip(biases, selected_LE, strict=True):
+            step_E = (selected_E.mean() - selected_E).sign().to(bias.device, bias.dtype)
+            local_shard(bias).add_(slice_shard(step_E.reshape(bias.shape), bias), alpha=rate)
         return {"expert_bias_spread": max(float(full.max() - full.min()) for full in map(gather_whole, biases))}
 
     def forget_choices(self) -> None:
         """Reset the counts of choices since the last update. Called when the biases have been updated, and when the
         gradient of these tokens is discarded."""
-        self._chosen_LE = self._zeros()
+        self._selected_LE = self._zeros()
 
     def _add_outputs(self, index: int, _router: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> None:
-        """Add the choices and probabilities of the router of layer ``index`` to the sums of this pass. This is a
-        forward hook of the router. When the backward pass computes a layer again, its choices are not counted twice."""
+        """Add the choices and probabilities in ``output``, which the router of layer ``index`` returned, to the sums of
+        this pass. This is a forward hook of the router. When the backward pass computes a layer again, its choices are
+        not counted twice."""
         assert self._routed is not None
         logits_NE, _, experts_NK = self._routed.known.read(output)
         sums = self._current
@@ -213,7 +220,7 @@ class MixtureBalance:
             by_logits = self._routed.known.chooses_by_logits
             ranked_NK = experts_NK if by_logits else logits_NE.topk(experts_NK.shape[1]).indices
             _count(sums.ranked_LE[index], ranked_NK, sums.copies_N)
-        if not (self.config.trains and torch.is_grad_enabled()):
+        if not (self.config.has_losses and torch.is_grad_enabled()):
             return
         logits_NE, copies_N1 = logits_NE.float(), sums.copies_N[:, None].to(torch.float32)
         if self.config.balance_coef:
@@ -228,8 +235,8 @@ class MixtureBalance:
 
 
 def _count(counts_E: Tensor, experts_NK: Tensor, copies_N: Tensor) -> None:
-    """Add the number of tokens that chose each expert to ``counts_E``, in place. ``experts_NK`` are the chosen experts
-    of each row; row n represents ``copies_N[n]`` tokens."""
+    """Add the number of tokens for which each expert was selected to ``counts_E``, in place. ``experts_NK`` are the
+    selected experts of each row; row n represents ``copies_N[n]`` tokens."""
     weights_NK = copies_N[:, None].expand(experts_NK.shape).double()
     counts_E.scatter_add_(0, experts_NK.reshape(-1), weights_NK.reshape(-1))
 
@@ -248,7 +255,8 @@ def _copies(micro: MicroBatch, num_rows: int) -> np.ndarray[Any, Any]:
 
 def _refuse(config: MixtureConfig, model: nn.Module, routed: RoutedModel | None, *, is_divided: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for a model or ranks that do not support the losses or bias
-    updates that ``config`` sets."""
+    updates that ``config`` sets. ``routed`` describes the mixture (``None``: the model has none), and ``is_divided``
+    says whether ranks divide the tokens of a router or compute the same ones."""
     if routed is None:
         raise ConfigError(
             f"learner.mixture balances the experts of a mixture, and a {type(model).__name__} has none "

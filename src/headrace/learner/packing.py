@@ -107,7 +107,7 @@ class MicroBatch:
         return np.repeat(np.arange(len(self.lengths_K)), self.lengths_K)
 
     @classmethod
-    def of(cls, units: Sequence[Unit], lengths_S: Index) -> MicroBatch:
+    def from_units(cls, units: Sequence[Unit], lengths_S: Index) -> MicroBatch:
         """Return the micro-batch of the samples of ``units``, from a batch whose samples have the lengths
         ``lengths_S``. Without units it is empty; a rank computes an empty micro-batch while other ranks compute one
         with samples."""
@@ -173,14 +173,16 @@ def singly(samples: Index) -> list[Unit]:
 
 
 def groups_whole(batch: Batch, samples: Index) -> list[Unit]:
-    """Return one unit for each group of the ``samples``, for losses that compare the samples of a group."""
+    """Return one unit for each group of the ``samples`` of ``batch``, for losses that compare the samples of a
+    group."""
     groups_K = batch.groups_S[samples]
     return [Unit.apart(np.sort(samples[groups_K == group])) for group in dict.fromkeys(groups_K.tolist())]
 
 
 def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[list[MicroBatch]]:
-    """Return a list of micro-batches for each rank, which consist of whole ``units``. Each rank has the same number of
-    micro-batches; the last ones may be empty. The result is deterministic.
+    """Return a list of micro-batches for each rank, which consist of whole ``units``. ``lengths_S`` is the number of
+    tokens of each sample of the batch. Each rank has the same number of micro-batches; the last ones may be empty. The
+    result is deterministic.
 
     Since ranks wait for each other after every micro-batch, micro-batches with the same index have about the same cost
     on all ranks. Raises :class:`~headrace.base.errors.RunError` for a unit that is larger than a micro-batch.
@@ -198,7 +200,7 @@ def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[
     bins = pack(rows_U, packing.budget, cost_U, multiple_of=packing.num_ranks, at_least=least_bins)
     costs = [float(cost_U[members].sum()) for members in bins]
     order = sorted(range(len(bins)), key=lambda number: (-costs[number], bins[number].min(initial=len(units))))
-    micros = [MicroBatch.of([units[unit] for unit in bins[number]], lengths) for number in order]
+    micros = [MicroBatch.from_units([units[unit] for unit in bins[number]], lengths) for number in order]
     ranks: list[list[MicroBatch]] = [[] for _ in range(packing.num_ranks)]
     for turn, first in enumerate(range(0, len(micros), packing.num_ranks)):
         # in alternating order of the ranks, which balances their totals

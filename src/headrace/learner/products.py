@@ -2,7 +2,8 @@
 
 On x86 processors torch multiplies float32 matrices with MKL, whose AVX-512 code runs on Intel's processors only. On
 AMD's processors, oneDNN, which torch also contains, is about twice as fast (docs/log.md). There, products above a size
-are computed by oneDNN. All other products, and products on other processors, are computed by torch's default.
+are computed by oneDNN. All other products, and products on other processors, are computed by MKL, torch's default
+library.
 
 Shape legend: M rows, K inputs, N outputs of a linear layer.
 """
@@ -61,19 +62,20 @@ def onednn_is_faster() -> bool:
     )
 
 
-def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add the matrix product ``one @ other`` to ``total``, in place and in the dtype of ``total``."""
-    if _is_large(one, other.t()):
-        total += _product(one, other)
-    elif total.dtype == one.dtype:
-        total.addmm_(one, other)
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the matrix product ``left @ right`` to ``total``, in place. The product is computed in the dtype of ``left``
+    and ``right``, and the sum in the dtype of ``total``, which may be wider."""
+    if _is_large(left, right.t()):
+        total += _product(left, right)
+    elif total.dtype == left.dtype:
+        total.addmm_(left, right)
     else:
-        total += one @ other
+        total += left @ right
 
 
-def product(one: Tensor, other: Tensor) -> Tensor:
-    """Return the matrix product ``one @ other``, without a gradient, computed by the faster library."""
-    return _product(one, other) if _is_large(one, other.t()) else one @ other
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the matrix product ``left @ right``, without a gradient, computed by the faster library."""
+    return _product(left, right) if _is_large(left, right.t()) else left @ right
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -130,11 +132,11 @@ def _outer(grad_MN: Tensor, x_MK: Tensor) -> Tensor:
     return _product(x_MK.t(), grad_MN).t()
 
 
-def _product(one: Tensor, other: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Return the product ``one @ other + bias`` of two matrices, computed by oneDNN, without a gradient."""
+def _product(left: Tensor, right: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Return ``left @ right`` plus ``bias_N`` (``None``: no bias), computed by oneDNN, without a gradient."""
     multiply = _onednn()
     assert multiply is not None
-    out: Tensor = multiply(_dense(one), _dense(other).t(), bias_N, "none", [], "")
+    out: Tensor = multiply(_dense(left), _dense(right).t(), bias_N, "none", [], "")
     return out
 
 

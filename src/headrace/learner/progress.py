@@ -30,11 +30,11 @@ class Progress:
     """The current unit of a learner, the number of finished units, and the usual duration of each kind of units. A
     supervisor compares them with the clock, to detect a learner that no longer advances.
 
-    The learner calls :meth:`at`; the attributes may be read in any thread.
+    The learner calls :meth:`track`; the attributes may be read in any thread.
 
     >>> from headrace.base.clock import RealClock
     >>> progress = Progress(RealClock())
-    >>> with progress.at("micro-batch", "micro-batch 1 of 2"):
+    >>> with progress.track("micro-batch", "micro-batch 1 of 2"):
     ...     progress.unit.what, progress.usual_s()
     ('micro-batch 1 of 2', 0.0)
     >>> progress.unit.what, progress.num_units
@@ -45,17 +45,18 @@ class Progress:
         """Create the record without a current unit of work; durations are measured by ``clock``."""
         self._clock = clock
         self._usual_s: dict[str, float] = {}
+        """The longest duration of recent units of each kind, in seconds; older ones count less."""
         self.num_units = 0
         """The number of units that have ended."""
         self.unit = WorkUnit(kind="", what="", start_s=clock.now())
         """The current unit."""
 
     @contextmanager
-    def at(self, kind: str, what: str) -> Iterator[None]:
-        """Return a context of one unit of work of the kind ``kind`` and with the description ``what``; contexts may be
-        nested."""
+    def track(self, kind: str, description: str) -> Iterator[None]:
+        """Return a context of one unit of work of the kind ``kind`` and with the description ``description``; contexts
+        may be nested."""
         outer_unit, start_s = self.unit, self._clock.now()
-        self.unit = WorkUnit(kind=kind, what=what, start_s=start_s)
+        self.unit = WorkUnit(kind=kind, what=description, start_s=start_s)
         try:
             yield
         finally:

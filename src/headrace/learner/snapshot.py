@@ -32,17 +32,17 @@ _RANDOM_STATE = "random_state.cpu"
 _STEP = "step"
 
 
-Beside = Mapping[str, dict[str, Tensor]]
+AuxiliaryFiles = Mapping[str, dict[str, Tensor]]
 """Further files of a snapshot: the tensors of each file, by file name and tensor name."""
 
 
-def num_bytes(model: nn.Module, moments: Mapping[str, Tensor], beside: Beside) -> int:
+def num_bytes(model: nn.Module, moments: Mapping[str, Tensor], auxiliary_files: AuxiliaryFiles) -> int:
     """Return the approximate size in bytes of a snapshot with the model, the optimizer's ``moments`` and the further
-    files ``beside``."""
+    files ``auxiliary_files``."""
     tensors = [
         *weight_tensors(model).values(),
         *moments.values(),
-        *(t for file_tensors in beside.values() for t in file_tensors.values()),
+        *(t for file_tensors in auxiliary_files.values() for t in file_tensors.values()),
     ]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
 
@@ -55,21 +55,21 @@ class Extras:
     """The number of steps before the snapshot."""
     model_dir: Path
     """The directory from which the tokenizer's files and the prediction heads, which are not trained, are copied."""
-    beside: Beside
+    auxiliary_files: AuxiliaryFiles
     """The files with the tensors of the auxiliary models."""
     numbers: Mapping[str, int] = field(default_factory=dict)
     """Further numbers for the metadata of the optimizer's file."""
 
 
 def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor], extras: Extras) -> None:
-    """Write all files of the learner into the existing ``directory``, and flush them. ``moments`` are the optimizer's
-    tensors, labelled ``weight|key``.
+    """Write all files of the learner of ``model``, with ``extras``, into the existing ``directory``, and flush them.
+    ``moments`` are the optimizer's tensors, labelled ``weight|key``.
 
     Raises :class:`~headrace.base.errors.CheckpointError` on failure; the directory is then removed.
     """
     adapted = is_adapted(model)
     more_bytes = 0 if adapted else later_bytes(extras.model_dir)
-    with whole_or_nothing(directory, num_bytes(model, moments, extras.beside) + more_bytes):
+    with whole_or_nothing(directory, num_bytes(model, moments, extras.auxiliary_files) + more_bytes):
         if adapted:
             from headrace.models import lora
 
@@ -86,8 +86,8 @@ def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor],
         numbers = {name: str(number) for name, number in {_STEP: extras.step, **extras.numbers}.items()}
         tensors = {**moments, _RANDOM_STATE: torch.get_rng_state()}
         save_file(tensors, directory / OPTIMIZER_FILE, metadata=numbers)
-        for file, beside in extras.beside.items():
-            save_file(beside, directory / file)
+        for file, file_tensors in extras.auxiliary_files.items():
+            save_file(file_tensors, directory / file)
         seal(directory)
 
 
@@ -124,7 +124,7 @@ def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
 
     try:
         for agent in lora.Switch(model).agents:
-            lora.load_adapter(model, lora.directory_of(directory, agent), agent)
+            lora.load_adapter(model, lora.get_adapter_directory(directory, agent), agent)
     except ModelError as error:
         raise CheckpointError(
             f"snapshot {directory} holds no adapter of this run: {error.problem}",
@@ -133,8 +133,8 @@ def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
 
 
 def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restore the optimizer's moments and torch's random state, and return the number of steps before the snapshot.
-    Learning rates and decays are not restored, since the configuration sets them.
+    """Restore the optimizer's moments and torch's random state from ``directory``, and return the number of steps
+    before the snapshot. Learning rates and decays are not restored, since the configuration sets them.
 
     Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
     model.
@@ -164,9 +164,9 @@ def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.
     return step
 
 
-def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors of all parameters, labelled ``parameter's name|key``; empty before the first
-    update."""
+def collect_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's tensors of all parameters of ``model``, labelled ``parameter's name|key``; empty before
+    the first update."""
     names = _names(model, optimizer)
     states: Mapping[int, Mapping[str, Tensor]] = optimizer.state_dict()["state"]
     return {

@@ -12,9 +12,9 @@ the previous sample. The other tokens of a sample are a branch of their own:
     h              shares 0      the tree has 4 + 2 + 1 + 1 = 8 tokens
 
 Samples may have common prefixes for any reason: as answers to one prompt, as turns or forks of an episode, or by
-accident. The tokens of a micro-batch are computed by one adapter (:meth:`~headrace.learner.forward.Forward.by_agent`),
-at positions that count from the beginning of each sample. Two tokens are therefore the same computation if their ids,
-their recorded experts and all tokens before them are equal.
+accident. The tokens of a micro-batch are computed by one adapter
+(:meth:`~headrace.learner.forward.Forward.split_by_agent`), at positions that count from the beginning of each sample.
+Two tokens are therefore the same computation if their ids, their recorded experts and all tokens before them are equal.
 
 Shape legend: N tokens of the batch, S samples of the batch, K samples of one tree.
 """
@@ -49,11 +49,14 @@ class PrefixTrees:
         self._batch = batch
         self._lengths_S = batch.lengths_S.astype(np.int64)
         self._starts_S = np.cumsum(self._lengths_S) - self._lengths_S
+        """The index in the batch of the first token of each sample."""
         self._keys_N = _keys(batch)
+        """The sort key of each token."""
         known_N = np.zeros(0, np.int64) if batch.routing is None else batch.routing.known_T.astype(np.int64)
         self._known_before_N = np.cumsum(known_N) - known_N
+        """The number of tokens before each token whose experts were recorded."""
 
-    def of(self, samples: Index) -> Unit:
+    def make_unit(self, samples: Index) -> Unit:
         """Return the prefix tree of ``samples``, indices into the batch, as one unit of any size. Equal samples keep
         the order of the batch."""
         order = np.array(
@@ -66,8 +69,7 @@ class PrefixTrees:
         if self._batch.routing is not None:
             routing = self._batch.routing
             for place in np.flatnonzero(shared_K):
-                one, other = order[place - 1 : place + 1].tolist()
-                shared_K[place] = self._common(routing, one, other, int(shared_K[place]))
+                shared_K[place] = self._common(routing, order[place - 1 : place + 1], int(shared_K[place]))
         return Unit(samples=order, shared_K=shared_K)
 
     def _tokens(self, sample: int) -> slice:
@@ -88,10 +90,11 @@ class PrefixTrees:
         lengths[found] = places[differs][at]
         return lengths
 
-    def _common(self, routing: Routing, one: int, other: int, length: int) -> int:
-        """Return the length of the common prefix of two samples, at most ``length`` tokens. Two tokens are equal if
-        they have the same ids and the same recorded experts, or both no recorded experts."""
-        first, second = (slice(start, start + length) for start in (self._starts_S[[one, other]]).tolist())
+    def _common(self, routing: Routing, pair: Index, length: int) -> int:
+        """Return the length of the common prefix of the two samples with the indices ``pair``, at most ``length``
+        tokens. Two tokens are equal if they have the same ids and the same recorded experts in ``routing``, or both no
+        recorded experts."""
+        first, second = (slice(start, start + length) for start in self._starts_S[pair].tolist())
         same = self._batch.ids_N[first] == self._batch.ids_N[second]
         same &= routing.known_T[first] == routing.known_T[second]
         return self._common_experts(routing, first, second, _until_false(same))
@@ -137,8 +140,9 @@ def _largest_load(units: Sequence[Unit], lengths_S: Index, num_ranks: int) -> fl
 
 
 def _divide(tree: Unit, lengths_S: Index, budget: int, best: int) -> list[Unit]:
-    """Divide a tree into subtrees of at most ``budget`` tokens at the least cost. The cost is the number of computed
-    tokens, plus :data:`SLOWER` for each token of a subtree above ``best``."""
+    """Divide a tree, whose samples have the lengths ``lengths_S``, into subtrees of at most ``budget`` tokens at the
+    least cost. The cost is the number of computed tokens, plus :data:`SLOWER` for each token of a subtree above
+    ``best``."""
     shared_K = tree.shared_K
     rows_K = np.concatenate([[0], np.cumsum(lengths_S[tree.samples] - shared_K)])
     units: list[Unit] = []
@@ -162,8 +166,9 @@ def _subtree(tree: Unit, begin: int, end: int) -> Unit:
 
 def _cheapest_starts(shared_K: Index, rows_K: Index, budget: int, best: int) -> Index:
     """Return, for each k, the index of the first sample of the last unit in the cheapest division of the first k + 1
-    samples of a tree, ``[K]`` (dynamic programming). ``rows_K`` are the cumulative sums, from 0, of the tokens that
-    samples do not share with the previous sample."""
+    samples of a tree, ``[K]`` (dynamic programming). The sample k shares its first ``shared_K[k]`` tokens with the
+    previous one; ``budget`` and ``best`` are those of :func:`_divide`. ``rows_K`` are the cumulative sums, from 0, of
+    the tokens that samples do not share with the previous sample."""
     begins_K = np.zeros(len(shared_K), np.int64)
     more_K = shared_K - rows_K[:-1]
     # the cost of all samples before each sample, plus the shared tokens that a unit starting there repeats

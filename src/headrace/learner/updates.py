@@ -28,7 +28,7 @@ _BEFORE_STEP_PREFIXES = ("mismatch_", "stale_")
 """The prefixes of metrics that compare the learner before the step with the policy that sampled the tokens."""
 
 
-def before_updates(work: StepWork, log_before_N: FloatColumn) -> StepWork:
+def add_log_old(work: StepWork, log_before_N: FloatColumn) -> StepWork:
     """Return ``work`` with log π_old for all updates. ``log_before_N`` is log π under the weights before the first
     update."""
     before_N = torch.from_numpy(log_before_N)
@@ -69,9 +69,9 @@ def stats_of_updates(parts: Sequence[MicroBatchStats], work: StepWork, log_befor
         ages_L=batch.step - batch.versions_N[places_L].astype(np.int64),
         places_L=places_L.astype(np.int32),
     )
-    return MicroBatchStats.of_updates(parts, work, _comparisons_of(before), own)
+    return MicroBatchStats.combine_updates(parts, work, _select_comparisons(before), own)
 
 
-def _comparisons_of(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
+def _select_comparisons(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
     """Return the subset of ``metrics`` that compare the learner with the policy that sampled the tokens."""
     return {name: ratio for name, ratio in metrics.items() if name.startswith(_BEFORE_STEP_PREFIXES)}

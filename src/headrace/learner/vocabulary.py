@@ -45,9 +45,9 @@ class VocabularyPart:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
 
-    def beside(self, tensor_PK: Tensor) -> Tensor:
-        """Return the columns of all ranks concatenated, in the order of the ranks. Each rank must have the same
-        number."""
+    def gather(self, tensor_PK: Tensor) -> Tensor:
+        """Return the columns ``tensor_PK`` of all ranks concatenated, in the order of the ranks. Each rank must have
+        the same number."""
         parts = [torch.empty_like(tensor_PK) for _ in range(self.group.size())]
         if tensor_PK.numel():
             dist.all_gather(parts, tensor_PK.contiguous(), group=self.group)

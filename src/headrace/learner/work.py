@@ -145,19 +145,25 @@ class MicroBatchStats:
     def __init__(self) -> None:
         """Create empty statistics."""
         self._first_token = 0
+        """The index of the first token of the present part of the batch among all tokens of the batch."""
         self._num_tokens = 0
+        """The number of tokens of all parts of the batch so far."""
         self._teacher_scores: list[TeacherScores] = []
+        """The scores of a teacher that the learner computes, one record for each part of the batch."""
         self._losses: list[float] = []
+        """The loss of each micro-batch."""
         self._metrics: list[Mapping[str, Ratio]] = []
+        """The metrics of each micro-batch and of each part of the batch."""
         self._stats: list[TokenStats] = []
+        """The columns over the loss tokens, one record for each micro-batch."""
 
     @classmethod
-    def of_updates(
+    def combine_updates(
         cls, parts: Sequence[MicroBatchStats], work: StepWork, before: Metrics, stats: TokenStats
     ) -> MicroBatchStats:
-        """Return the statistics of several updates of one batch from ``parts``, the statistics of each update.
-        ``stats`` and ``before`` are token statistics and metrics before the first update; they replace the token
-        statistics of the updates, and their metrics of the same names."""
+        """Return the statistics of several updates of the batch of ``work`` from ``parts``, the statistics of each
+        update. ``stats`` and ``before`` are token statistics and metrics before the first update; they replace the
+        token statistics of the updates, and their metrics of the same names."""
         joined = cls()
         joined._num_tokens = work.batch.num_tokens
         joined._teacher_scores = [] if work.teacher_scores_N is None else [work.teacher_scores_N]
@@ -223,7 +229,7 @@ class MicroBatchStats:
 
     def log_pi_N(self) -> FloatColumn:
         """Return log π of every token before the update, ``[N]``; NaN for tokens without loss."""
-        return TokenStats.concat(self._stats).log_pi_of(self._num_tokens)
+        return TokenStats.concat(self._stats).scatter_log_pi(self._num_tokens)
 
     def teacher_scores_N(self) -> TeacherScores | None:
         """Return the log-probabilities of a teacher that the learner computes, for every token; ``None`` if they were
@@ -256,9 +262,12 @@ class Gradient:
     computed."""
 
     @classmethod
-    def of(cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
+    def from_stats(
+        cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0
+    ) -> Gradient:
         """Return the record of a gradient from ``tally``, the statistics of its micro-batches. ``dropped`` is the
-        number of tokens that could not carry loss, by reason; the losses are multiplied by ``scale``."""
+        number of tokens that could not carry loss, by reason; the passes took ``seconds`` seconds; the losses are
+        multiplied by ``scale``."""
         return cls(
             metrics=tally.metrics(scale),
             trained_tokens=tally.trained_tokens,
@@ -300,7 +309,7 @@ class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
         nothing = np.zeros(0, np.float32)
         return cls(log_pi_L=nothing, log_mu_L=nothing, ages_L=np.zeros(0, np.int64), places_L=np.zeros(0, np.int32))
 
-    def log_pi_of(self, num_tokens: int) -> FloatColumn:
+    def scatter_log_pi(self, num_tokens: int) -> FloatColumn:
         """Return log π of each of the batch's ``num_tokens`` tokens; NaN for tokens without loss."""
         log_pi_N = np.full(num_tokens, np.nan, np.float32)
         log_pi_N[self.places_L] = self.log_pi_L

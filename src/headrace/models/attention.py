@@ -119,8 +119,8 @@ class Plan(Protocol):
         ...
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence of one layer within each sequence, and return its outputs ``[N, ...]``. The output of a
-        recurrence at a token depends on the tokens before it. ``key`` identifies its state."""
+        """Compute a recurrence of one layer over ``inputs_N`` within each sequence, and return its outputs ``[N,
+        ...]``. The output of a recurrence at a token depends on the tokens before it. ``key`` identifies its state."""
         ...
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
@@ -130,8 +130,9 @@ class Plan(Protocol):
 
 
 def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None = None) -> Tensor:
-    """Run one forward pass over the flattened tokens ``ids_N``. Return their logits ``[N, V]``, or those of the tokens
-    at the indices ``keep_K``, ``[len(keep_K), V]``. ``plan`` determines which token attends to which tokens."""
+    """Run one forward pass of ``model`` over the flattened tokens ``ids_N``. Return their logits ``[N, V]``, or those
+    of the tokens at the indices ``keep_K``, ``[len(keep_K), V]``. ``plan`` determines which token attends to which
+    tokens."""
     keep: dict[str, Any] = {} if keep_K is None else {"logits_to_keep": keep_K}
     output = model(
         input_ids=ids_N[None], position_ids=plan.positions_N[None], use_cache=False, **{PLAN: plan}, **keep
@@ -143,7 +144,7 @@ def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None =
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer; transformers calls this function in every layer. The arguments are
+    """Compute the attention of the layer ``module``; transformers calls this function in every layer. The tensors are
     ``[1, heads, N, D]``, the result is ``[1, N, H, D]``. The keyword arguments contain the plan.
 
     Dropout is ignored on purpose: log π must be a function of the weights.
@@ -170,7 +171,7 @@ def attention(
         layer=module.layer_idx,  # type: ignore[arg-type]
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         window=kwargs.get("sliding_window"),
-        chunk=_chunk_of(module),
+        chunk=_find_chunk_size(module),
         softcap=kwargs.get("softcap"),
         sinks_H=kwargs.get("s_aux"),
         choice=choice,
@@ -178,7 +179,7 @@ def attention(
     return plan.attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)[None], None
 
 
-def _chunk_of(module: nn.Module) -> int | None:
+def _find_chunk_size(module: nn.Module) -> int | None:
     """Return the size of the layer's attention chunks, which transformers uses only in its mask; ``None`` if the layer
     has no chunks."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -257,8 +258,9 @@ class PackedPlan:
         device: torch.device | str = "cpu",
         rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Arrange sequences of ``lengths_S`` tokens. ``rows_T`` is the index in the pass of each token of each
-        sequence, so that sequences can share their first tokens; ``None`` if the sequences are concatenated."""
+        """Arrange sequences of ``lengths_S`` tokens, with index tensors on ``device``. ``rows_T`` is the index in the
+        pass of each token of each sequence, so that sequences can share their first tokens; ``None`` if the sequences
+        are concatenated."""
         lengths = np.asarray(lengths_S, np.int64)
         starts = np.cumsum(lengths) - lengths
         rows = np.arange(int(lengths.sum())) if rows_T is None else np.asarray(rows_T, np.int64)
@@ -271,17 +273,20 @@ class PackedPlan:
         members = bucket_by_length(lengths)
         if rows_T is not None:
             members = [bucket[part] for bucket in members for part in bucket_by_length(own[bucket])]
-        keys = [_Slots.of(rows, starts[each], np.zeros_like(each), lengths[each]) for each in members]
-        queries = [_Slots.of(rows, starts[each], (lengths - own)[each], lengths[each]) for each in members]
+        keys = [_Slots.from_ranges(rows, starts[each], np.zeros_like(each), lengths[each]) for each in members]
+        queries = [_Slots.from_ranges(rows, starts[each], (lengths - own)[each], lengths[each]) for each in members]
         self._buckets = [_bucket(*each, device) for each in zip(keys, queries, strict=True)]
+        """The sequences in buckets of similar length, each with the index tensors of its padded rows."""
         self._keys = _padded(keys, total, device)
         """The slots of the tokens in the rows of all buckets, concatenated; ``None`` if they are the tokens of the pass
         in order."""
         self._shared = len(rows) > total
+        """Whether sequences share tokens."""
         self._queries = _padded(queries, total, device) if self._shared else self._keys
         """The slots of the queries of all buckets, concatenated, in which each token occurs once; ``None`` if they are
         the tokens of the pass in order."""
         self._masks: dict[tuple[int, int | None, int | None], Tensor] = {}
+        """The attention masks that layers have used so far, by bucket, window and chunk size."""
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Compute the attention of all sequences of the pass under one layer's ``rule``; a token attends only to its
@@ -298,9 +303,9 @@ class PackedPlan:
     def _attend_all(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Compute the attention of all sequences of the pass, without recomputation in the backward pass."""
         parts = zip(
-            self._by_bucket(query_NHD, of_queries=True),
-            self._by_bucket(key_NKD),
-            self._by_bucket(value_NKD),
+            self._split_into_buckets(query_NHD, of_queries=True),
+            self._split_into_buckets(key_NKD),
+            self._split_into_buckets(value_NKD),
             strict=True,
         )
         chosen = [None] * len(self._buckets) if rule.choice is None else rule.choice.masks
@@ -310,24 +315,24 @@ class PackedPlan:
         return self._join(outputs)
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
-        """Return the tokens that the indexer of a layer chooses for each token, among the earlier tokens of its
-        sequence."""
-        parts = zip(*map(self._by_bucket, inputs_N), strict=True)
+        """Return the tokens that the indexer of a layer chooses by ``choose`` and its inputs ``inputs_N`` for each
+        token, among the earlier tokens of its sequence."""
+        parts = zip(*map(self._split_into_buckets, inputs_N), strict=True)
         return ChosenTokens(
             tuple(self._choose(bucket, choose, rows) for bucket, rows in zip(self._buckets, parts, strict=True))
         )
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence from the beginning of each sequence, with an initial state of zeros, and return its
-        outputs ``[N, ...]``. Tokens that several sequences share are computed for each sequence."""
-        parts = zip(*map(self._by_bucket, inputs_N), strict=True)
+        """Compute a recurrence over ``inputs_N`` from the beginning of each sequence, with an initial state of zeros,
+        and return its outputs ``[N, ...]``. Tokens that several sequences share are computed for each sequence."""
+        parts = zip(*map(self._split_into_buckets, inputs_N), strict=True)
         outputs = [
             bucket.own(recurrence.chunk(rows, bucket.lengths_B, None)[0]).flatten(0, 1)
             for bucket, rows in zip(self._buckets, parts, strict=True)
         ]
         return self._join(outputs)
 
-    def _by_bucket(self, tensor_N: Tensor, *, of_queries: bool = False) -> Sequence[Tensor]:
+    def _split_into_buckets(self, tensor_N: Tensor, *, of_queries: bool = False) -> Sequence[Tensor]:
         """Return the tokens of the pass as the padded rows of each bucket, ``[B, L, ...]``; with ``of_queries``, only
         the queries, ``[B, Q, ...]``."""
         slots = self._queries if of_queries else self._keys
@@ -345,13 +350,13 @@ class PackedPlan:
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if self._queries is None else self._queries.collect(joined)
 
-    def _attend(self, place: int, rows: Iterable[Tensor], rule: Rule, chosen_BQL: Tensor | None) -> Tensor:
-        """Compute the attention of the bucket with index ``place``. ``rows`` are its queries, keys and values.
+    def _attend(self, index: int, rows: Iterable[Tensor], rule: Rule, chosen_BQL: Tensor | None) -> Tensor:
+        """Compute the attention of the bucket with index ``index``. ``rows`` are its queries, keys and values.
         ``chosen_BQL`` is true where an indexer has chosen a token for a query; ``None`` without an indexer."""
-        bucket = self._buckets[place]
+        bucket = self._buckets[index]
         query, key, value = (each.transpose(1, 2) for each in rows)
         masked = not bucket.whole or rule.limits(bucket.length) or not rule.plain
-        mask = self._mask(place, rule) if masked else None
+        mask = self._mask(index, rule) if masked else None
         if chosen_BQL is not None:
             mask = chosen_BQL[:, None] if mask is None else chosen_BQL[:, None] & mask
         out_BHQD = attend_masked(query, key, value, mask, rule)
@@ -363,12 +368,12 @@ class PackedPlan:
         whole = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=inputs_BL[0].device)
         return bucket.own(choose(inputs_BL, whole.tril().expand(bucket.num_rows, -1, -1), None))
 
-    def _mask(self, place: int, rule: Rule) -> Tensor:
-        """Return the attention mask, bool, of the bucket with index ``place`` under ``rule``: ``[Q, L]`` if it is the
+    def _mask(self, index: int, rule: Rule) -> Tensor:
+        """Return the attention mask, bool, of the bucket with index ``index`` under ``rule``: ``[Q, L]`` if it is the
         same for all sequences of the bucket, otherwise ``[B, 1, Q, L]``. Masks are cached."""
-        key = place, rule.window, rule.chunk
+        key = index, rule.window, rule.chunk
         if key not in self._masks:
-            bucket = self._buckets[place]
+            bucket = self._buckets[index]
             # padding queries after the row's end would see no token under a window: 0 / 0 would enter the gradients
             from_BQ = bucket.queries_BQ.clamp(max=bucket.length - 1)
             from_BQ = from_BQ[0] if bucket.alike else from_BQ[:, None]
@@ -389,7 +394,7 @@ class _Slots:
     """Whether the slot is padding."""
 
     @classmethod
-    def of(
+    def from_ranges(
         cls,
         rows_T: np.ndarray[Any, Any],
         starts_B: np.ndarray[Any, Any],
@@ -407,9 +412,9 @@ class _Slots:
 def _count_unshared(
     lengths_S: np.ndarray[Any, Any], rows_T: np.ndarray[Any, Any], places_T: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-    """Return, for each sequence, the number of its tokens that no earlier sequence contains, ``[S]``. They are its last
-    tokens. ``rows_T`` are the indices in the pass of the tokens, and ``places_T`` their positions in their
-    sequences."""
+    """Return, for each sequence, of ``lengths_S`` tokens, the number of its tokens that no earlier sequence contains,
+    ``[S]``. They are its last tokens. ``rows_T`` are the indices in the pass of the tokens, and ``places_T`` their
+    positions in their sequences."""
     is_first_T = np.zeros(len(rows_T), np.bool_)
     is_first_T[np.unique(rows_T, return_index=True)[1]] = True
     sequence_T = np.repeat(np.arange(len(lengths_S)), lengths_S)

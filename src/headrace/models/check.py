@@ -64,9 +64,9 @@ class _RuleRecorder(PackedPlan):
 
 @torch.no_grad()  # and not inference mode, under which gathered parameters could not be trained later
 def check_packing(model: PreTrainedModel, path: str) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` unless a packed sequence has the same logits as the sequence
-    alone under the architecture's own attention. It is packed after another sequence, and before a sequence at the end
-    of the longest context."""
+    """Raise :class:`~headrace.base.errors.ModelError` for the model in the directory ``path`` unless a packed sequence
+    has the same logits as the sequence alone under the architecture's own attention. It is packed after another
+    sequence, and before a sequence at the end of the longest context."""
     ids_N = torch.arange(FIRST + SECOND + FAR, device=model.device) % model.config.vocab_size
     limit = context_limit(model.config)
     far = 0 if limit is None else limit.length - 1
@@ -137,13 +137,13 @@ def _refuse_different_limits(model: PreTrainedModel, path: str, plan: _RuleRecor
         by_rule, by_mask = (min(size or longest, longest) for size in (rule.window or rule.chunk, masks[rule.layer]))
         if by_rule != by_mask:
             reason = (
-                f"layer {rule.layer} sees {_in_words(by_mask)} by transformers' mask, and by what it says of itself "
-                f"{_in_words(by_rule)}"
+                f"layer {rule.layer} sees {_format_limit(by_mask)} by transformers' mask, and by what it says of "
+                f"itself {_format_limit(by_rule)}"
             )
             raise _refusal(model, path, reason)
 
 
-def _in_words(size: float) -> str:
+def _format_limit(size: float) -> str:
     """Return the number of tokens that a layer attends to, in words; infinity means all tokens."""
     return "all tokens" if size == torch.inf else f"the last {size:.0f} tokens"
 

@@ -121,14 +121,14 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """The adapter that is trained on the frozen weights; ``None``: all weights are trained."""
 
-    def at(self, snapshot: str) -> Self:
+    def with_snapshot(self, snapshot: str) -> Self:
         """Return the configuration of the same model with the weights that a run has written into the directory
         ``snapshot``.
 
         >>> model = ModelConfig(path="base")
-        >>> model.at("step-9").path
+        >>> model.with_snapshot("step-9").path
         'step-9'
-        >>> adapted = model.model_copy(update={"lora": LoraConfig()}).at("step-9")
+        >>> adapted = model.model_copy(update={"lora": LoraConfig()}).with_snapshot("step-9")
         >>> adapted.path, adapted.lora.adapter
         ('base', 'step-9')
         """
@@ -141,7 +141,7 @@ class ModelConfig(Section):
         """Return the agents that train their own adapters beside the policy's adapter."""
         return () if self.lora is None else self.lora.agents
 
-    def of_policy(self) -> Self:
+    def keep_policy_adapter(self) -> Self:
         """Return the configuration of the same model with only the policy's adapter."""
         if self.lora is None or not self.lora.agents:
             return self

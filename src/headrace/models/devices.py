@@ -70,8 +70,8 @@ class Devices:
 
 
 def use_device(setting: str, name: str, *, only_cpu: bool = False) -> torch.device:
-    """Return the device on which this process computes, for the value ``name`` of ``setting``. A GPU also becomes this
-    thread's current CUDA device.
+    """Return the device on which this process computes, for the value ``name`` of ``setting``. With ``only_cpu``,
+    ``auto`` means the CPU. A GPU also becomes this thread's current CUDA device.
 
     Raises :class:`~headrace.base.errors.ConfigError` for a device that does not exist.
     """
@@ -196,9 +196,10 @@ def choose_device(setting: str, name: str, *, gpus: int, only_cpu: bool = False)
 
 
 def _select_device(setting: str, name: str, *, gpus: int, usual: int, only_cpu: bool) -> str:
-    """Return the device that ``setting``, whose value is ``name``, selects on a machine with ``gpus`` GPUs. ``auto``
-    and ``cuda`` select the GPU with number ``usual``, or the CPU if there is no GPU. Raises
-    :class:`~headrace.base.errors.ConfigError` for several GPUs and for a GPU that does not exist."""
+    """Return the device that ``setting``, whose value is ``name``, selects on a machine with ``gpus`` GPUs. With
+    ``only_cpu``, ``auto`` means the CPU. ``auto`` and ``cuda`` select the GPU with number ``usual``, or the CPU if
+    there is no GPU. Raises :class:`~headrace.base.errors.ConfigError` for several GPUs and for a GPU that does not
+    exist."""
     if name == CPU or (name == AUTO and (only_cpu or not gpus)):
         return CPU
     number, *more = gpu_numbers(name) or (usual,)
@@ -225,9 +226,10 @@ def _remedy(setting: str, gpus: int) -> str:
 
 
 def _rank_devices(name: str, *, ranks: int, gpus: int, only_cpu: bool) -> tuple[str, ...]:
-    """Return the device of each rank of the learner. ``name`` is the value of ``learner.device``. Each rank needs its
-    own GPU, as NCCL requires, and the ranks use torch's GPUs from the first on. Raises
-    :class:`~headrace.base.errors.ConfigError` if there are too few GPUs."""
+    """Return the device of each of the ``ranks`` ranks of the learner on a machine with ``gpus`` GPUs. ``name`` is the
+    value of ``learner.device``; with ``only_cpu``, ``auto`` means the CPU. Each rank needs its own GPU, as NCCL
+    requires, and the ranks use torch's GPUs from the first on. Raises :class:`~headrace.base.errors.ConfigError` if
+    there are too few GPUs."""
     first = _select_device("learner.device", name, gpus=gpus, usual=0, only_cpu=only_cpu)
     if first == CPU or ranks == 1:
         return (first,) * ranks

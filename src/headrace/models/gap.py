@@ -32,7 +32,7 @@ class Gap:
     """KL(μ‖π), estimator k3: mean of e^x − 1 − x with x = log π − log μ (Schulman, "Approximating KL divergence")."""
     worst: float
     """The largest |log μ − log π|."""
-    at: int
+    worst_index: int
     """The index of the token with the largest difference."""
     num_tokens: int
     """The number of tokens that were compared."""
@@ -42,7 +42,7 @@ class Gap:
         """Return the gap between two columns of at least one token.
 
         >>> gap = Gap.between(np.array([-1.0, -2.0]), np.array([-1.0, -2.5]))
-        >>> gap.mean_abs, gap.worst, gap.at
+        >>> gap.mean_abs, gap.worst, gap.worst_index
         (0.25, 0.5, 1)
         """
         difference_N = log_pi_N.astype(np.float64) - log_mu_N.astype(np.float64)
@@ -52,7 +52,7 @@ class Gap:
             mean_abs=float(np.mean(np.abs(x_N))),
             kl=float(np.mean(np.expm1(x_N) - x_N)),
             worst=float(absolute_N.max()),
-            at=int(absolute_N.argmax()),
+            worst_index=int(absolute_N.argmax()),
             num_tokens=len(x_N),
         )
 

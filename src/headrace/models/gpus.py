@@ -40,7 +40,7 @@ class VisibleGpus:
     process can use all GPUs of its machine, whose numbers are those of torch."""
 
     @classmethod
-    def of_this_process(cls) -> VisibleGpus:
+    def detect(cls) -> VisibleGpus:
         """Return the GPUs that this process can use."""
         return cls.read(visible_gpus())
 
@@ -103,7 +103,7 @@ class VisibleGpus:
         return {VARIABLE: ",".join(self.driver_names(device))}
 
 
-def place_of(device: str) -> str:
+def describe_place(device: str) -> str:
     """Return which GPUs of this machine the ``device`` of this process is, for messages, such as ``GPU 4 of node-7``;
     empty for a processor."""
-    return VisibleGpus.of_this_process().place(device, platform.node())
+    return VisibleGpus.detect().place(device, platform.node())

@@ -141,8 +141,9 @@ def refuse_headless(path: str) -> HeadLayout:
 
 def load_head(config: ModelConfig, model: PreTrainedModel) -> PredictionHead:
     """Load and return the first prediction head of the checkpoint from which ``model`` was loaded with the settings
-    ``config``. The head is on the device of the model and has its dtype. Raises the errors of :func:`refuse_headless`,
-    and :class:`~headrace.base.errors.ModelError` if tensors of the decoder layer are missing or do not fit."""
+    ``config``. The head is on the device of the model and has its dtype. Raises the same errors as
+    :func:`refuse_headless`, and :class:`~headrace.base.errors.ModelError` if tensors of the decoder layer are missing
+    or do not fit."""
     from headrace.models.predicting import PredictionHead
 
     layout = refuse_headless(config.path)
@@ -179,7 +180,7 @@ def later_tensors(base: Path) -> list[str]:
 
 
 def later_bytes(base: Path) -> int:
-    """Return an estimate of the greatest number of bytes that :func:`copy_later` writes for the checkpoint ``base``."""
+    """Return an estimate of the largest number of bytes that :func:`copy_later` writes for the checkpoint ``base``."""
     later = set(later_tensors(base))
     return sum(4 * math.prod(shape) for _, name, shape in _headers(base) if name in later)
 

@@ -71,7 +71,7 @@ def short_model_name(path: str) -> str:
     return Path(name.partition("@")[0] if is_hub_name(name) else name).name
 
 
-def with_models(tree: dict[str, Any], change: Change) -> dict[str, Any]:
+def change_models(tree: dict[str, Any], change: Change) -> dict[str, Any]:
     """Return ``tree``, the settings of a run file as nested dicts, with every value that names a model replaced by the
     result of ``change``."""
     for setting in MODEL_PATHS:

@@ -47,7 +47,7 @@ class KeyExchange:
 
 
 class _KeysComputed(Exception):
-    """The exception with which :func:`keys_of` ends an indexer's forward pass as soon as its keys are computed. It
+    """The exception with which :func:`compute_keys` ends an indexer's forward pass as soon as its keys are computed. It
     contains the keys."""
 
     def __init__(self, keys: Tensor) -> None:
@@ -55,7 +55,7 @@ class _KeysComputed(Exception):
         self.keys = keys
 
 
-def keys_of(choose: Choose, inputs_N: tuple[Tensor, ...]) -> Tensor:
+def compute_keys(choose: Choose, inputs_N: tuple[Tensor, ...]) -> Tensor:
     """Return the indexer's keys ``[N, D]`` for the tokens of a pass, given its inputs, without scores. ``choose``
     executes the indexer."""
 
@@ -82,6 +82,7 @@ class IndexerForward:
         """The plan of the present call of the model, which a hook of the attention module sets; ``None`` for a call
         without a plan."""
         self._own = module.forward
+        """The module's own forward method."""
 
     def __call__(
         self,

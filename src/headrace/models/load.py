@@ -27,13 +27,13 @@ from headrace.models.settings import (
     BUILDING,
     LAYER_TYPES,
     REMEDY,
-    by_layer,
+    extract_text_config,
+    get_layer_values,
     model_directory,
     num_later_layers,
     read_config,
     read_whole_config,
     spare_torch,
-    text_config_of,
 )
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
 
 def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the model with Headrace's attention, and transformers' report of the loaded weights. ``read`` are the
-    settings of the model. For a multimodal checkpoint, ``read`` are those of the text part, and the text part is
-    returned."""
+    settings of the model in the files, and ``config`` those of the run. For a multimodal checkpoint, ``read`` are those
+    of the text part, and the text part is returned."""
     import torch
 
     from headrace.models.attention import NAME
@@ -299,8 +299,8 @@ def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
 
 
 def refuse_settings(path: str, config: PreTrainedConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` for settings of the model in ``path`` that no supported model
-    has. The check needs neither torch nor the model's class."""
+    """Raise :class:`~headrace.base.errors.ModelError` for settings ``config`` of the model in ``path`` that no
+    supported model has. The check needs neither torch nor the model's class."""
     kind = config.model_type
     if strange := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
         raise ModelError(
@@ -326,7 +326,7 @@ def refuse_settings(path: str, config: PreTrainedConfig) -> None:
 
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
     """Raise :class:`~headrace.base.errors.ModelError` for an architecture that engine and learner cannot compute,
-    according to the settings of the model in ``path`` and to the classes of transformers."""
+    according to ``config``, the settings of the model in ``path``, and to the classes of transformers."""
     from headrace.models import indexed
     from headrace.models.recurrent import foreign_mixer
     from headrace.models.text_part import causal_class
@@ -353,7 +353,7 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
 
 
 def _impossible_setting(config: PreTrainedConfig) -> str:
-    """Return the first setting with an impossible value, in words; empty if there is none."""
+    """Return the first setting of ``config`` with an impossible value, in words; empty if there is none."""
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and longest < 1:
         return f"max_position_embeddings={longest}"
@@ -363,7 +363,7 @@ def _impossible_setting(config: PreTrainedConfig) -> str:
             return f"attention_chunk_size={size}, with layers of type chunked_attention"
     if getattr(config, "chunk_size", None) == 0:
         return "chunk_size=0"
-    chosen = max(by_layer(config, "num_experts_per_tok"), default=0)
+    chosen = max(get_layer_values(config, "num_experts_per_tok"), default=0)
     if is_mixture(config) and chosen > (most := num_experts(config)):
         return f"num_experts_per_tok={chosen}, of {most} experts"
     return ""
@@ -372,7 +372,7 @@ def _impossible_setting(config: PreTrainedConfig) -> str:
 def refuse_multimodal(path: str, reason: str) -> None:
     """Raise :class:`~headrace.base.errors.ModelError` with ``reason`` if ``path`` is a multimodal checkpoint."""
     whole = read_whole_config(path)
-    if text_config_of(path, whole) is not whole:
+    if extract_text_config(path, whole) is not whole:
         raise ModelError(
             f"model.path={path!r} is a {whole.model_type}, of which the text part is trained: {reason}",
             remedy="set model.path to the text part alone: load it once with headrace.models.load_model and write it "

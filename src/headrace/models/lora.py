@@ -32,15 +32,15 @@ from headrace.models.config import AGENTS, LoraConfig
 from headrace.models.hub import pinned_path, short_model_name
 from headrace.models.routing.find import is_router
 from headrace.models.settings import BUILDING
-from headrace.models.text_part import prefixes_in_base, with_prefix
+from headrace.models.text_part import prefixes_in_base, replace_prefix
 from headrace.models.weights import (
     DEFAULT,
-    adapter_of,
-    first_of,
+    belongs_to_adapter,
+    format_first,
     not_finite,
-    of_adapter,
+    parse_adapter_name,
+    remove_adapter_name,
     weight_tensors,
-    without_adapter,
 )
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -76,15 +76,15 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
     model. Errors are those of :func:`add_adapter`."""
     add_adapter(model, config, base)
     for agent in config.agents:
-        start = None if config.adapter is None else str(directory_of(Path(config.adapter), agent))
+        start = None if config.adapter is None else str(get_adapter_directory(Path(config.adapter), agent))
         add_adapter(model, config.model_copy(update={"adapter": start}), base, agent)
     if config.agents:
         _select(model, DEFAULT)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(of_adapter(name))
+            parameter.requires_grad_(belongs_to_adapter(name))
 
 
-def directory_of(snapshot: Path, agent: str) -> Path:
+def get_adapter_directory(snapshot: Path, agent: str) -> Path:
     """Return the directory of the adapter of ``agent`` (empty for the policy's adapter) in ``snapshot``. If the
     snapshot has only one adapter, its directory is returned for every agent."""
     return snapshot / AGENTS / agent if agent and (snapshot / AGENTS).is_dir() else snapshot
@@ -96,9 +96,12 @@ class Switch:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the trained adapters of ``model``. Without several adapters, switching has no effect."""
-        names = [name for name, parameter in model.named_parameters() if of_adapter(name) and parameter.requires_grad]
-        trained = dict.fromkeys(map(adapter_of, names))
+        names = [
+            name for name, parameter in model.named_parameters() if belongs_to_adapter(name) and parameter.requires_grad
+        ]
+        trained = dict.fromkeys(map(parse_adapter_name, names))
         self._layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
+        """The layers that have adapters."""
         self.agents = tuple("" if name == DEFAULT else name for name in trained) if len(trained) > 1 else ("",)
         """The agents whose adapters are trained, the policy (empty name) included; only the policy if there are not
         several adapters."""
@@ -159,8 +162,8 @@ def adapters(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def active(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """A context in which the adapter ``name`` is the only active and trainable adapter. The previous adapter is
-    restored afterwards.
+    """A context in which the adapter ``name`` is the only active and trainable adapter of ``model``. The previous
+    adapter is restored afterwards.
 
     Gradients of other adapters are not changed.
     """
@@ -184,8 +187,8 @@ def active_adapter(model: nn.Module) -> str:
 
 
 def save_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> None:
-    """Write the adapter ``name`` (empty for the active adapter) into ``directory``, in the format that peft's
-    ``PeftModel.from_pretrained`` reads."""
+    """Write the adapter ``name`` of ``model`` (empty for the active adapter) into ``directory``, in the format that
+    peft's ``PeftModel.from_pretrained`` reads."""
     name = name or active_adapter(model)
     _write(model, name, _tensors_by_file_name(model, name), directory)
 
@@ -197,7 +200,7 @@ def write_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], direct
     of_each: dict[str, dict[str, Tensor]] = {name: {} for name in adapters(model)}
     for name, parameter in weight_tensors(model).items():
         whole_name = own[id(parameter)]
-        of_each[adapter_of(whole_name)][without_adapter(whole_name)] = tensors[name]
+        of_each[parse_adapter_name(whole_name)][remove_adapter_name(whole_name)] = tensors[name]
     for name, each in of_each.items():
         (directory / name).mkdir()
         _write(model, name, each, directory / name)
@@ -253,14 +256,14 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from None
     if found := not_finite(tensors):
         raise ModelError(
-            f"{directory / WEIGHTS_FILE} holds values that are infinite or not a number: {first_of(found)}",
+            f"{directory / WEIGHTS_FILE} holds values that are infinite or not a number: {format_first(found)}",
             remedy="copy or fetch the adapter again; if it was written so, take one from before the training that "
             "wrote it diverged",
         )
     return tree, {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}
 
 
-def config_of(directory: Path) -> LoraConfig:
+def read_lora_config(directory: Path) -> LoraConfig:
     """Return the settings with which the adapter in ``directory`` can be loaded together with its base."""
     tree, _ = read_adapter(directory)
     targets = tree.get("target_modules")
@@ -273,7 +276,8 @@ def config_of(directory: Path) -> LoraConfig:
 
 
 def wrapped_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
-    """Return the layers that peft has wrapped, by name, each with its wrappers from the outermost to the innermost."""
+    """Return the layers of ``model`` that peft has wrapped, by name, each with its wrappers from the outermost to the
+    innermost."""
     found: list[tuple[str, list[Any]]] = []
     for name, module in model.named_modules():
         if _is_adapted(module) and found and name.startswith(f"{found[-1][0]}."):
@@ -335,7 +339,7 @@ def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: st
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=(
-            _without_routers(model, names) if targets == "all-linear" else _match_names(model, targets, names)
+            _remove_routers(model, names) if targets == "all-linear" else _match_names(model, targets, names)
         ),
         target_parameters=_expert_parameters(model) if config.experts else None,
         use_dora=config.use_dora,
@@ -361,7 +365,7 @@ def _match_names(model: nn.Module, ends: list[str], names: list[str]) -> list[st
 
 
 def _linear_names(peft: Any, model: nn.Module) -> list[str]:
-    """Return the names of all layers that can have an adapter.
+    """Return the names of all layers of ``model`` that can have an adapter.
 
     In some mixtures peft mistakes the names of dense layers and shared experts (``gate_proj``) for the former names of
     parts of the experts, and would adapt the experts instead. Such layers are left out."""
@@ -372,7 +376,7 @@ def _linear_names(peft: Any, model: nn.Module) -> list[str]:
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()
         if module is not head and (_is_linear(module) or type(module).__name__ == _CONV1D)
-        if not of_adapter(name)
+        if not belongs_to_adapter(name)
     }
     read = peft.LoraConfig(target_modules={name for name in names if peft_adapts(model, name)})
     convert_peft_config_for_transformers(read, model, None)
@@ -380,11 +384,11 @@ def _linear_names(peft: Any, model: nn.Module) -> list[str]:
 
 
 def peft_adapts(model: nn.Module, name: str) -> bool:
-    """Return whether peft accepts an adapter for the linear layer ``name`` in this architecture."""
+    """Return whether peft accepts an adapter for the linear layer ``name`` of ``model``."""
     return str(model.config.model_type) not in _MAMBAS or name.rpartition(".")[2] != "out_proj"  # type: ignore[union-attr]
 
 
-def _without_routers(model: nn.Module, names: list[str]) -> list[str]:
+def _remove_routers(model: nn.Module, names: list[str]) -> list[str]:
     """Return the elements of ``names`` that are not part of a router."""
     return [name for name in names if not is_router(model.get_submodule(name.rpartition(".")[0]))]
 
@@ -411,7 +415,7 @@ def _expert_names(model: nn.Module) -> list[str]:
     return [
         name.replace(".base_layer", "")
         for name, parameter in model.named_parameters()
-        if parameter.ndim == 3 and not of_adapter(name)
+        if parameter.ndim == 3 and not belongs_to_adapter(name)
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d)  # of a mixer
     ]
 
@@ -431,16 +435,16 @@ def _is_adapted(module: nn.Module | None) -> bool:
 def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
     """Write the adapter ``name`` of ``model`` into ``directory`` in peft's format. Its weights are ``tensors``, by
     their names in the base model."""
-    prefixes, config = _prefixes_of(model), copy.copy(model.peft_config[name])
-    kept = {f"{_PREFIX}{with_prefix(key, prefixes)}": tensor.contiguous() for key, tensor in tensors.items()}
+    prefixes, config = _get_prefixes(model), copy.copy(model.peft_config[name])
+    kept = {f"{_PREFIX}{replace_prefix(key, prefixes)}": tensor.contiguous() for key, tensor in tensors.items()}
     save_file(kept, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     if prefixes:  # endings of names would also match layers of the other parts
         layers = _match_names(model, sorted(config.target_modules), _linear_names(_peft(), model))
-        config.target_modules = {with_prefix(layer, prefixes) for layer in layers}
+        config.target_modules = {replace_prefix(layer, prefixes) for layer in layers}
     config.save_pretrained(str(directory))
 
 
-def _prefixes_of(model: nn.Module) -> dict[str, str]:
+def _get_prefixes(model: nn.Module) -> dict[str, str]:
     """Return the prefixes of an adapted model's layers, mapped to their prefixes in its base; empty if they are the
     same."""
     found: dict[str, str] = getattr(model, _PREFIXES, {})
@@ -450,7 +454,7 @@ def _prefixes_of(model: nn.Module) -> dict[str, str]:
 def _name_in_model(model: nn.Module, name: str) -> str:
     """Return the name in ``model`` of the layer or tensor with the name ``name`` in the base; a name of ``model`` is
     returned unchanged."""
-    return with_prefix(name, {outer: inner for inner, outer in _prefixes_of(model).items()})
+    return replace_prefix(name, {outer: inner for inner, outer in _get_prefixes(model).items()})
 
 
 def _tensors_by_file_name(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
@@ -458,7 +462,7 @@ def _tensors_by_file_name(model: PreTrainedModel, name: str) -> dict[str, Tensor
 
     peft is used only to compute the names: it would copy tensors, and gather all weights of a sharded model.
     """
-    own = [(key, tensor.detach()) for key, tensor in model.named_parameters() if of_adapter(key)]
+    own = [(key, tensor.detach()) for key, tensor in model.named_parameters() if belongs_to_adapter(key)]
     numbered = {key: torch.tensor(number) for number, (key, _) in enumerate(own)}  # indices instead of the tensors
     found: dict[str, Tensor] = _peft().get_peft_model_state_dict(
         model, numbered, adapter_name=name, save_embedding_layers=False

@@ -11,7 +11,7 @@ import torch
 from headrace.models.config import ModelConfig
 from headrace.models.heads import copy_later
 from headrace.models.load import load_model, load_tokenizer
-from headrace.models.lora import config_of, wrapped_layers
+from headrace.models.lora import read_lora_config, wrapped_layers
 from headrace.models.text_part import whole_checkpoint, write_whole
 
 
@@ -34,12 +34,12 @@ class Merged:
 
 def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Merged:
     """Add the adapter in ``adapter`` to the model in ``base``, in float32, and write an ordinary Hugging Face model
-    with its tokenizer and the prediction heads of the base into the new directory ``out``. If ``base`` is a multimodal
-    checkpoint, ``out`` is one, too, with the base's other weights.
+    with its tokenizer and the prediction heads of the base into the new directory ``out``, in ``dtype``. If ``base`` is
+    a multimodal checkpoint, ``out`` is one, too, with the base's other weights.
 
     Raises :class:`~headrace.base.errors.ModelError` for an adapter of another base.
     """
-    model = load_model(ModelConfig(path=str(base), lora=config_of(adapter)))
+    model = load_model(ModelConfig(path=str(base), lora=read_lora_config(adapter)))
     target = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     changed = lost = 0
     for name, wraps in wrapped_layers(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.models.settings import BUILDING, by_layer
+from headrace.models.settings import BUILDING, get_layer_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -39,11 +39,12 @@ def is_mixture(config: PreTrainedConfig) -> bool:
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    """Return the number of experts per layer, the largest if layers differ; 0 for a dense model."""
+    """Return the number of experts per layer of a model with the configuration ``config``, the largest if layers
+    differ; 0 for a dense model."""
     return max(_expert_counts(config), default=0)
 
 
 def _expert_counts(config: PreTrainedConfig) -> list[int]:
     """Return the numbers of experts in a configuration; empty for a dense model."""
     read = config.ffn_config if config.model_type == "dbrx" else config
-    return [count for name in _EXPERTS if (count := max(by_layer(read, name), default=0))]
+    return [count for name in _EXPERTS if (count := max(get_layer_values(read, name), default=0))]

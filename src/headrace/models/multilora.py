@@ -39,7 +39,7 @@ from headrace.models.indexed import is_indexer
 from headrace.models.kernels.fused import Fused
 from headrace.models.kernels.panels import RANK_STEP, LowRank, Product
 from headrace.models.lora import peft_adapts
-from headrace.models.text_part import with_prefix
+from headrace.models.text_part import replace_prefix
 
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
 """The parts of a model; an adapter adapts the layers of some of these parts."""
@@ -117,7 +117,7 @@ class LoraStack:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, loras: Sequence[LoraTensors]) -> LoraStack:
+    def from_adapters(cls, loras: Sequence[LoraTensors]) -> LoraStack:
         """Return the stack of ``loras``. The number of an adapter in the stack is its index in ``loras``."""
         rank = -(-max(each.rank for each in loras) // RANK_STEP) * RANK_STEP
         pairs = dict[str, tuple[Tensor, Tensor]]()
@@ -155,16 +155,16 @@ class _GroupedRows:
     """The slot of each of ``rows``; ``None`` if every slot is used."""
 
     @classmethod
-    def of(cls, adapter_N: npt.NDArray[np.int32], num_adapters: int, device: torch.device) -> _GroupedRows:
-        """Return the arrangement for a pass in which token n uses the adapter with number ``adapter_N[n]`` of a stack
-        of ``num_adapters`` adapters; −1 for no adapter."""
-        of_each = [np.flatnonzero(adapter_N == adapter) for adapter in range(num_adapters)]
-        most = max(map(len, of_each))
-        gather_GM, used_GM = np.zeros((num_adapters, most), np.int64), np.zeros((num_adapters, most), bool)
-        for place, own in enumerate(of_each):
-            gather_GM[place, : len(own)], used_GM[place, : len(own)] = own, True
+    def create(cls, adapter_N: npt.NDArray[np.int32], num_adapters: int, device: torch.device) -> _GroupedRows:
+        """Return the arrangement, as tensors on ``device``, for a pass in which token n uses the adapter with number
+        ``adapter_N[n]`` of a stack of ``num_adapters`` adapters; −1 for no adapter."""
+        tokens_by_adapter = [np.flatnonzero(adapter_N == adapter) for adapter in range(num_adapters)]
+        width = max(map(len, tokens_by_adapter))
+        gather_GM, used_GM = np.zeros((num_adapters, width), np.int64), np.zeros((num_adapters, width), bool)
+        for adapter, tokens in enumerate(tokens_by_adapter):
+            gather_GM[adapter, : len(tokens)], used_GM[adapter, : len(tokens)] = tokens, True
         places = None if used_GM.all() else torch.from_numpy(np.flatnonzero(used_GM)).to(device)
-        rows = torch.from_numpy(np.concatenate(of_each)).to(device)
+        rows = torch.from_numpy(np.concatenate(tokens_by_adapter)).to(device)
         return cls(torch.from_numpy(gather_GM).to(device), rows, places)
 
 
@@ -178,7 +178,7 @@ class MultiLora:
     >>> from headrace.models.tiny import TinySpec, make_tiny
     >>> path = make_tiny(Path(tempfile.mkdtemp()) / "model", TinySpec(vocab="ab", hidden_size=16, num_layers=1))
     >>> multi = MultiLora(load_model(ModelConfig(path=str(path))))
-    >>> lora = multi.new(rank=2, parts=("attention",), seed=1)
+    >>> lora = multi.create(rank=2, parts=("attention",), seed=1)
     >>> sorted(lora.tensors)[0], tuple(lora.tensors["model.layers.0.self_attn.q_proj.lora_A"].shape)
     ('model.layers.0.self_attn.k_proj.lora_A', (2, 16))
     """
@@ -189,8 +189,11 @@ class MultiLora:
         model.requires_grad_(requires_grad=False)
         self.device, self._segments = model.device, list[Segment]()
         self._stack: _StackPass | None = None
+        """The pass with a stack of adapters that is being computed; ``None`` outside such a pass."""
         self._stacks: deque[tuple[list[LoraTensors], LoraStack]] = deque(maxlen=KEPT_STACKS)
+        """The stacks used last, each with its adapters."""
         self._modules: dict[str, nn.Module] = {}
+        """The module of each layer in ``layers``, by name."""
         head: Any = model.get_output_embeddings()
         self.layers: dict[str, AdaptableLayer] = {}
         """Every layer that can be adapted, by name."""
@@ -218,13 +221,13 @@ class MultiLora:
         )
         """Whether the model has weights of experts, which cannot be adapted here."""
 
-    def new(self, *, rank: int, parts: Sequence[str], seed: int, alpha: float = 32.0) -> LoraTensors:
+    def create(self, *, rank: int, parts: Sequence[str], seed: int, alpha: float = 32.0) -> LoraTensors:
         """Return a new adapter for the layers of ``parts`` (attention, MLP, head) with the rank ``rank`` and the scale
         ``alpha / rank``. A is drawn from ``seed``, uniform in ±1/√inputs, layer by layer in the order of names. B is 0,
         so that training begins at the base. torch's random generators are not changed."""
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, Tensor] = {}
-        for name, shape in self.shapes_of(rank=rank, parts=parts).items():
+        for name, shape in self.get_shapes(rank=rank, parts=parts).items():
             if name.endswith(".lora_A"):
                 bound = 1.0 / math.sqrt(shape[1])
                 values = torch.empty(shape).uniform_(-bound, bound, generator=generator)
@@ -233,9 +236,9 @@ class MultiLora:
                 tensors[name] = torch.zeros(shape, device=self.device).requires_grad_()
         return LoraTensors(rank=rank, scale=alpha / rank, tensors=tensors)
 
-    def shapes_of(self, *, rank: int, parts: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Return the names and shapes of the tensors of an adapter for the layers of ``parts``, in the order of
-        names."""
+    def get_shapes(self, *, rank: int, parts: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Return the names and shapes of the tensors of an adapter with the rank ``rank`` for the layers of ``parts``,
+        in the order of names."""
         shapes: dict[str, tuple[int, int]] = {}
         for name, layer in sorted(self.layers.items()):
             if layer.part in parts:
@@ -266,7 +269,7 @@ class MultiLora:
         most, total = len(loras) * counts[1:].max(initial=0), counts[1:].sum()
         if not products and (len(loras) < 2 or most > MOST_PADDING * total):
             return self.on([self._segment(lora, place, rows) for place, lora in enumerate(loras)])
-        used = _StackPass(self._stack_of(loras), rows, len(loras), self.device)
+        used = _StackPass(self._get_stack(loras), rows, len(loras), self.device)
         return self._on_stack(used, products)
 
     @contextmanager
@@ -295,12 +298,12 @@ class MultiLora:
         tokens, logits = (torch.from_numpy(np.flatnonzero(each == place)) for each in (rows.adapter_N, rows.adapter_K))
         return Segment(lora=lora, rows_N=tokens.to(self.device), rows_K=logits.to(self.device))
 
-    def _stack_of(self, loras: Sequence[LoraTensors]) -> LoraStack:
+    def _get_stack(self, loras: Sequence[LoraTensors]) -> LoraStack:
         """Return the stack of ``loras``. The latest stacks are cached, since consecutive passes often use the same."""
         for known, stack in self._stacks:
             if len(known) == len(loras) and all(map(is_, known, loras)):
                 return stack
-        stack = LoraStack.of(loras)
+        stack = LoraStack.from_adapters(loras)
         self._stacks.append((list(loras), stack))
         return stack
 
@@ -330,17 +333,19 @@ class _StackPass:
     """One pass with a stack of adapters. The rows of batched products are arranged when a hook first needs them."""
 
     def __init__(self, stack: LoraStack, rows: AdapterRows, num_adapters: int, device: torch.device) -> None:
-        """Prepare a pass with ``stack``, which consists of ``num_adapters`` adapters; ``rows`` contains the adapter of
-        each token."""
+        """Prepare a pass with ``stack``, which consists of ``num_adapters`` adapters on ``device``; ``rows`` contains
+        the adapter of each token."""
         self.stack, self.rows = stack, rows
         self._num_adapters, self._device = num_adapters, device
         self._grouped: dict[bool, _GroupedRows] = {}
+        """The arrangements that were needed so far, by ``is_head``."""
 
     def grouped(self, *, is_head: bool) -> _GroupedRows:
-        """Return the arrangement of all tokens or, for the head, of the tokens whose logits are computed."""
+        """Return the arrangement of all tokens or, if ``is_head``, of the tokens whose logits are computed, for the
+        output layer."""
         if is_head not in self._grouped:
             adapters = self.rows.adapter_K if is_head else self.rows.adapter_N
-            self._grouped[is_head] = _GroupedRows.of(adapters, self._num_adapters, self._device)
+            self._grouped[is_head] = _GroupedRows.create(adapters, self._num_adapters, self._device)
         return self._grouped[is_head]
 
 
@@ -350,26 +355,27 @@ def _on_kernels(module: nn.Module) -> bool:
 
 
 def _add_product(
-    output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None
+    output: Tensor, inputs: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None
 ) -> Tensor:
     """Return ``output`` plus the adapter's product at the rows ``rows`` (``None`` for all rows). ``output`` is the
-    output of a linear layer for the inputs ``given``, and ``pair`` is A and B."""
+    output of a linear layer for the inputs ``inputs``, ``pair`` is A and B, and ``scale`` is the factor of their
+    product."""
     a_RI, b_OR = pair
     flat_NO = output.view(-1, output.shape[-1])
-    given_NI = given.reshape(-1, given.shape[-1])
+    given_NI = inputs.reshape(-1, inputs.shape[-1])
     if rows is None and output.dtype == a_RI.dtype:
         return torch.addmm(flat_NO, given_NI @ a_RI.T, b_OR.T, alpha=scale).view(output.shape)
     if rows is None:
-        return output + ((given.to(a_RI.dtype) @ a_RI.T) @ b_OR.T * scale).to(output.dtype)
+        return output + ((inputs.to(a_RI.dtype) @ a_RI.T) @ b_OR.T * scale).to(output.dtype)
     added = (given_NI.index_select(0, rows).to(a_RI.dtype) @ a_RI.T) @ b_OR.T * scale
     return flat_NO.index_add(0, rows, added.to(output.dtype)).view(output.shape)
 
 
-def _add_stack_products(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], rows: _GroupedRows) -> Tensor:
+def _add_stack_products(output: Tensor, inputs: Tensor, pair: tuple[Tensor, Tensor], rows: _GroupedRows) -> Tensor:
     """Return ``output`` plus the products of all adapters of a stack at their ``rows``. ``output`` is the output of a
-    linear layer for the inputs ``given``, and ``pair`` is A and B of the stack for this layer."""
+    linear layer for the inputs ``inputs``, and ``pair`` is A and B of the stack for this layer."""
     a_GIR, b_GRO = pair
-    picked = given.reshape(-1, given.shape[-1]).index_select(0, rows.gather_GM.view(-1)).to(a_GIR.dtype)
+    picked = inputs.reshape(-1, inputs.shape[-1]).index_select(0, rows.gather_GM.view(-1)).to(a_GIR.dtype)
     added = torch.bmm(torch.bmm(picked.view(*rows.gather_GM.shape, -1), a_GIR), b_GRO).flatten(0, 1)
     if rows.places is not None:
         added = added.index_select(0, rows.places)
@@ -383,7 +389,7 @@ def to_peft(
     """Return the settings and the tensors of ``lora`` in the format of peft's files. A model that
     ``PeftModel.from_pretrained`` loads from them computes the same. ``base`` is the name of the base model, and
     ``prefixes`` are those of :func:`~headrace.models.text_part.prefixes_in_base`."""
-    named = {with_prefix(key, prefixes): value for key, value in lora.tensors.items()}
+    named = {replace_prefix(key, prefixes): value for key, value in lora.tensors.items()}
     names = sorted({key.rpartition(".")[0] for key in named})
     settings = {
         "peft_type": "LORA",
@@ -402,7 +408,7 @@ def to_peft(
 
 
 def from_tensors(tensors: Mapping[str, Tensor], *, rank: int, scale: float, trained: bool) -> LoraTensors:
-    """Return an adapter with copies of ``tensors``, which have the names of :attr:`LoraTensors.tensors`. ``trained``
-    says whether the copies require gradients."""
+    """Return an adapter with the rank ``rank``, the scale ``scale`` and copies of ``tensors``, which have the names of
+    :attr:`LoraTensors.tensors`. ``trained`` says whether the copies require gradients."""
     own = {name: tensor.detach().clone().requires_grad_(trained) for name, tensor in tensors.items()}
     return LoraTensors(rank=rank, scale=scale, tensors=own)

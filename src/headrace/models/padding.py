@@ -39,22 +39,26 @@ class PaddedSlots:
         slots_R = slots_R[np.argsort(token_S[slots_R], kind="stable")]
         counts_N = np.bincount(token_S[slots_R])
         self._token_S = torch.from_numpy(token_S).to(device)
+        """The token in each slot."""
         self._padding = torch.from_numpy(np.flatnonzero(is_padding_S)).to(device)
+        """The slots that are padding."""
         self._slots_R = torch.from_numpy(slots_R).to(device)
         """The slots without padding, ordered by their token."""
         self._first_N = torch.from_numpy(np.cumsum(counts_N) - counts_N).to(device)
         """The index in ``_slots_R`` of each token's first slot."""
         self._shared = len(slots_R) > len(counts_N)
+        """Whether a token has several slots without padding."""
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """Return the slots ``[S, ...]``, padding included, for the tokens ``[N, ...]``; with gradients."""
+        """Return the slots ``[S, ...]``, padding included, for ``tensor``, the tokens ``[N, ...]``; with gradients."""
         if not tensor.requires_grad:
             return self._into_slots(tensor)
         found: Tensor = _Copy.apply(tensor, self._into_slots, self._out_of_slots)  # type: ignore[no-untyped-call]
         return found
 
     def collect(self, tensor: Tensor) -> Tensor:
-        """Return the tokens ``[N, ...]`` from the slots ``[S, ...]``, where each token has one slot; with gradients."""
+        """Return the tokens ``[N, ...]`` from ``tensor``, the slots ``[S, ...]``, of which each token has one; with
+        gradients."""
         assert not self._shared
         if not tensor.requires_grad:
             return self._out_of_slots(tensor)

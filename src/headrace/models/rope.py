@@ -66,8 +66,8 @@ def unknown_rope(config: PreTrainedConfig) -> str:
 
 
 def wrong_factors(config: PreTrainedConfig) -> str:
-    """Return what is wrong with the factors of a ``longrope``, which needs one factor for each pair of dimensions;
-    empty if they are right."""
+    """Return what is wrong with the factors of a ``longrope`` in ``config``, which needs one factor for each pair of
+    dimensions; empty if they are right."""
     for kind, parameters in rope_types(config):
         if kind != "longrope":
             continue
@@ -79,13 +79,14 @@ def wrong_factors(config: PreTrainedConfig) -> str:
     return ""
 
 
-def _are_factors(given: Any) -> TypeGuard[list[float]]:
+def _are_factors(value: Any) -> TypeGuard[list[float]]:
     """Return whether the value of a setting is a list of positive numbers."""
-    return isinstance(given, list) and all(isinstance(one, (int, float)) and one > 0 for one in given)
+    return isinstance(value, list) and all(isinstance(one, (int, float)) and one > 0 for one in value)
 
 
 def rope_types(config: PreTrainedConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the type and the parameters of each rotary embedding: a single one, or one for each type of layer."""
+    """Yield the type and the parameters of each rotary embedding of ``config``: a single one, or one for each type of
+    layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, dict)]
     for each in nested or [parameters]:

@@ -59,7 +59,7 @@ def read_config(path: str) -> PreTrainedConfig:
 
     Raises :class:`~headrace.base.errors.ModelError`, for example if there are several text parts.
     """
-    return text_config_of(path, read_whole_config(path))
+    return extract_text_config(path, read_whole_config(path))
 
 
 def read_whole_config(path: str) -> PreTrainedConfig:
@@ -99,8 +99,9 @@ def _refuse_unknown_layers(path: str, tree: dict[str, Any]) -> None:
             )
 
 
-def text_config_of(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the text part of a multimodal model; ``whole`` itself for a text model.
+def extract_text_config(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of the text part of the multimodal model in the directory ``path``, whose configuration
+    is ``whole``; ``whole`` itself for a text model.
 
     Raises :class:`~headrace.base.errors.ModelError` for a configuration with several text parts.
     """
@@ -112,9 +113,10 @@ def text_config_of(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
         ) from None
 
 
-def by_layer(config: PreTrainedConfig, name: str) -> list[Any]:
-    """Return the different values of a setting in the layers of a model. Most models have one value; several values
-    exist if layers differ, such as the head sizes of Gemma 4. The result is ``[]`` if the model has no such setting."""
+def get_layer_values(config: PreTrainedConfig, name: str) -> list[Any]:
+    """Return the different values of the setting ``name`` of ``config`` in the layers of a model. Most models have one
+    value; several values exist if layers differ, such as the head sizes of Gemma 4. The result is ``[]`` if the model
+    has no such setting."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     found = [getattr(layer, name, None) for layer in layers]
     flat = [each for value in found for each in (value if isinstance(value, (list, tuple)) else [value])]
@@ -122,12 +124,12 @@ def by_layer(config: PreTrainedConfig, name: str) -> list[Any]:
 
 
 def num_later_layers(config: PreTrainedConfig) -> int:
-    """Return the number of prediction heads of a checkpoint with these settings: layers behind the model's own that
-    predict later tokens."""
+    """Return the number of prediction heads of a checkpoint with the settings ``config``: layers behind the model's own
+    that predict later tokens."""
     return int(getattr(config, "num_nextn_predict_layers", None) or 0)
 
 
-def limit_of(path: str) -> ContextLimit:
+def find_context_limit(path: str) -> ContextLimit:
     """Return the longest context with which the model in the directory ``path`` can be used, and the reason for the
     limit.
 
@@ -145,7 +147,7 @@ def limit_of(path: str) -> ContextLimit:
 
 def context_length(path: str) -> int:
     """Return the longest context with which the model in the directory ``path`` can be used, in tokens."""
-    return limit_of(path).length
+    return find_context_limit(path).length
 
 
 def model_directory(path: str) -> Path:

@@ -63,7 +63,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the feed-forward part of a layer; in a mixture, of one expert."""
     num_experts: int = 0
     """Number of experts of a layer; 0 for a dense model."""
-    chosen: int = 0
+    experts_per_token: int = 0
     """Number of experts that process one token; 0 for a dense model."""
     num_norms: int = 2
     """Number of norms of a layer over the hidden size."""
@@ -114,17 +114,17 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 def pair_bytes(itemsize: int, *, softcapped: bool) -> int:
     """Return the number of bytes that the scores of one head in padded attention use until the backward pass, for each
     pair of tokens: the weights in float32, the weights in the model's dtype of ``itemsize`` bytes unless it is float32,
-    and capped scores before the softmax."""
+    and, if ``softcapped``, the capped scores before the softmax."""
     return (4 if itemsize == 4 else 4 + itemsize) + (itemsize if softcapped else 0)
 
 
-def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
+def parse_shape(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Return the sizes of the model ``name`` from the content of its ``config.json``; raise ``ValueError`` if a size
     is missing.
 
     >>> tiny = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
     ...         "vocab_size": 10}
-    >>> shape_of("tiny", tiny).params
+    >>> parse_shape("tiny", tiny).params
     824
     """
     config = config.get("text_config") or config
@@ -137,12 +137,12 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     vocabulary = _positive_int(config, "vocab_size")
     attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head
     experts = int(config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0)
-    chosen = int(config.get("num_experts_per_tok") or 0) if experts else 0
+    selected = int(config.get("num_experts_per_tok") or 0) if experts else 0
     width = config.get("moe_intermediate_size") if experts else None
     inner = int(width or _positive_int(config, "intermediate_size"))
     expert = 3 * hidden * inner
     feed_forward = experts * expert + experts * hidden if experts else expert
-    active_feed_forward = chosen * expert + experts * hidden if experts else expert
+    active_feed_forward = selected * expert + experts * hidden if experts else expert
     tied = bool(config.get("tie_word_embeddings"))
     # multi-head latent attention caches one latent vector and the rotary part of the keys instead of keys and values
     latent = config.get("kv_lora_rank")
@@ -153,7 +153,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         params=layers * (attention + feed_forward + 2 * hidden) + (1 if tied else 2) * vocabulary * hidden + hidden,
         active=layers * (attention + active_feed_forward) + vocabulary * hidden,
         expert_params=layers * experts * expert,
-        expert_share=chosen / experts if experts else 1.0,
+        expert_share=selected / experts if experts else 1.0,
         layers=layers,
         attention_width=heads * head,
         kv_numbers=layers * cached,
@@ -167,7 +167,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         tied=tied,
         inner=inner,
         num_experts=experts,
-        chosen=chosen,
+        experts_per_token=selected,
         num_norms=4 if kind in FOUR_NORMS else 2,
         normed_heads=kind in NORMED_HEADS,
         interleaved=kind in INTERLEAVED_GATES,

@@ -47,7 +47,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from headrace.base.errors import ModelError
 from headrace.models.config import SUPPORTED, WHOLE
 from headrace.models.hub import local_directory, pinned_path
-from headrace.models.settings import read_whole_config, text_config_of
+from headrace.models.settings import extract_text_config, read_whole_config
 from headrace.models.weights import refuse_not_finite
 
 PROBE = 24
@@ -69,19 +69,19 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     if not config.model_type.endswith("_text"):
         return None
     try:
-        return with_head(MODEL_MAPPING[type(config)])
+        return make_class_with_head(MODEL_MAPPING[type(config)])
     except (KeyError, ValueError):  # this version of transformers may list a class that it does not contain
         return None
 
 
 @cache
-def with_head(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def make_class_with_head(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return a causal language model class that consists of ``backbone``, a class of transformers that returns hidden
     states, and a linear head, whose weights may be tied to the embedding."""
     family = next(kind for kind in backbone.__mro__[1:] if issubclass(kind, PreTrainedModel))
 
     class TextModelWithHead(family, GenerationMixin):  # type: ignore[misc, valid-type]
-        """The class that :func:`with_head` returns: the backbone with a linear head over the vocabulary."""
+        """The class that :func:`make_class_with_head` returns: the backbone with a linear head over the vocabulary."""
 
         config_class = backbone.config_class
         base_model_prefix = "model"
@@ -108,7 +108,8 @@ def with_head(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load the text part of the multimodal checkpoint ``path`` as a causal language model with its own attention.
-    Return it with transformers' report of the loaded weights. ``options`` are arguments of ``from_pretrained``.
+    Return it with transformers' report of the loaded weights. ``config`` is the configuration of the whole checkpoint,
+    and ``options`` are arguments of ``from_pretrained``.
 
     Raises :class:`~headrace.base.errors.ModelError` if there is not exactly one text part, or if its logits differ from
     those of the multimodal model.
@@ -119,13 +120,13 @@ def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple
     )
     refuse_not_finite(whole, path)
     whole.eval()
-    place = TextPlace.of(path, whole)
+    place = TextPlace.find(path, whole)
     text = place.take(whole)
     _refuse_difference(path, whole, text)
     text.config.name_or_path = str(path)
     setattr(text.config, WHOLE, pinned_path(str(Path(path).absolute())))
     inner = {outer: inner for inner, outer in place.prefixes(text).items()}
-    unexpected = {with_prefix(name, inner) for name in info["unexpected_keys"] if place.holds(name)}
+    unexpected = {replace_prefix(name, inner) for name in info["unexpected_keys"] if place.holds(name)}
     return text, {**info, "unexpected_keys": unexpected}
 
 
@@ -141,10 +142,10 @@ class TextPlace:
     """The class of the causal language model with the same backbone."""
 
     @classmethod
-    def of(cls, path: str, whole: PreTrainedModel) -> TextPlace:
-        """Return the position of the text part of ``whole``. Raises :class:`~headrace.base.errors.ModelError` if there
-        is not exactly one text part."""
-        text = text_config_of(path, whole.config)
+    def find(cls, path: str, whole: PreTrainedModel) -> TextPlace:
+        """Return the position of the text part of ``whole``, the model in the directory ``path``. Raises
+        :class:`~headrace.base.errors.ModelError` if there is not exactly one text part."""
+        text = extract_text_config(path, whole.config)
         causal = causal_class(text)
         backbone_class = None if causal is None else _backbone_class(text)
         found = [
@@ -191,7 +192,7 @@ class TextPlace:
     def renamed(self, text: PreTrainedModel) -> dict[str, Tensor]:
         """Return the tensors of the text model by their names in the multimodal model; tied tensors under each name."""
         prefixes = self.prefixes(text)
-        return {with_prefix(name, prefixes): tensor for name, tensor in text.state_dict().items()}
+        return {replace_prefix(name, prefixes): tensor for name, tensor in text.state_dict().items()}
 
     def prefixes(self, text: PreTrainedModel) -> dict[str, str]:
         """Return the prefixes of the names of the text model's tensors, mapped to their prefixes in the multimodal
@@ -199,11 +200,11 @@ class TextPlace:
         return {f"{trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
 
 
-def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Return ``name`` with its first matching prefix replaced. ``prefixes`` maps each old prefix to its new prefix. A
-    name that begins with none of them is returned unchanged.
+def replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return the tensor name ``name`` with its prefix replaced. ``prefixes`` maps old prefixes to new ones; the first
+    old prefix with which ``name`` begins is replaced. A name that begins with none of them is returned unchanged.
 
-    >>> with_prefix("model.norm.weight", {"model.": "model.language_model."})
+    >>> replace_prefix("model.norm.weight", {"model.": "model.language_model."})
     'model.language_model.norm.weight'
     """
     old, new = next(((old, new) for old, new in prefixes.items() if name.startswith(old)), ("", ""))
@@ -214,11 +215,11 @@ def prefixes_in_base(base: str, text: PreTrainedModel) -> dict[str, str]:
     """Return the prefixes of the names in the model ``text``, mapped to their prefixes in transformers' model of
     ``base``, the directory from which it was loaded; empty if ``base`` is a text model, whose names are the same."""
     config = read_whole_config(base)
-    if text_config_of(base, config) is config:
+    if extract_text_config(base, config) is config:
         return {}
     with torch.device("meta"):
         whole = whole_class(base, config)(config)
-    return TextPlace.of(base, whole).prefixes(text)
+    return TextPlace.find(base, whole).prefixes(text)
 
 
 def whole_checkpoint(config: PreTrainedConfig) -> Path | None:
@@ -244,7 +245,7 @@ def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
     for path in files:
         with safe_open(path, framework="pt") as file:
             shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    trained = _tensors_by_file(base, shapes, TextPlace.of(str(base), whole).renamed(text), whole)
+    trained = _tensors_by_file(base, shapes, TextPlace.find(str(base), whole).renamed(text), whole)
     out.mkdir(parents=True, exist_ok=True)
     for path in base.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model"):
@@ -260,16 +261,16 @@ def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
         total += sum(tensor.nbytes for tensor in tensors.values())
     _update_json(out / _INDEX, lambda tree: {**tree, "metadata": {**tree.get("metadata", {}), "total_size": total}})
     dtype = str(text.dtype).removeprefix("torch.")
-    _update_json(out / "config.json", lambda tree: _with_dtype(tree, dtype))
+    _update_json(out / "config.json", lambda tree: _set_dtype(tree, dtype))
 
 
 def _tensors_by_file(
     base: Path, shapes: dict[str, list[int]], named: dict[str, Tensor], whole: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """Return the tensors of the text part, ``named`` as in the multimodal model ``whole``, by their names in the
-    checkpoint's files. These are the names of transformers' conversions or, for a checkpoint that was written without
-    conversions, the names in the model. ``shapes`` are the shapes of the tensors in the files. Raises
-    :class:`ModelError` if the files do not contain one of the tensors in the same shape."""
+    """Return the tensors of the text part, ``named`` as in the multimodal model ``whole``, which was loaded from
+    ``base``, by their names in the checkpoint's files. These are the names of transformers' conversions or, for a
+    checkpoint that was written without conversions, the names in the model. ``shapes`` are the shapes of the tensors in
+    the files. Raises :class:`ModelError` if the files do not contain one of the tensors in the same shape."""
     from transformers.core_model_loading import revert_weight_conversion
 
     problems = []
@@ -292,7 +293,8 @@ def _tensors_by_file(
 
 
 def _refuse_difference(path: str, whole: PreTrainedModel, text: PreTrainedModel) -> None:
-    """Raise :class:`ModelError` unless the text model has the same logits as the multimodal model for text."""
+    """Raise :class:`ModelError` unless the text model ``text`` has the same logits for text as ``whole``, the
+    multimodal model in the directory ``path``."""
     ids_T = torch.tensor(list(_plain_ids(whole.config, text.config.vocab_size)), device=whole.device)
     try:
         with torch.no_grad():
@@ -330,8 +332,8 @@ def _integers(tree: dict[str, Any], ends: tuple[str, ...]) -> Iterable[int]:
 
 
 def whole_class(path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' class of a multimodal model. Raises :class:`~headrace.base.errors.ModelError` if there is
-    none."""
+    """Return transformers' class of the multimodal model in the directory ``path``, whose configuration is ``config``.
+    Raises :class:`~headrace.base.errors.ModelError` if there is none."""
     if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         raise ModelError(
             f"model.path={path!r} is a {config.model_type}: it takes more than text, and transformers knows no "
@@ -354,9 +356,9 @@ def _backbone_class(text: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def trunk_name(text: PreTrainedModel) -> str:
-    """Return the name of the attribute of a causal language model that contains its backbone, which computes hidden
-    states. Usually it is ``base_model_prefix``. In Llama 4, that is the name of the whole in the multimodal model; then
-    the backbone is the first child that is itself a ``PreTrainedModel``."""
+    """Return the name of the attribute of the causal language model ``text`` that contains its backbone, which computes
+    hidden states. Usually it is ``base_model_prefix``. In Llama 4, that is the name of the whole in the multimodal
+    model; then the backbone is the first child that is itself a ``PreTrainedModel``."""
     said = str(text.base_model_prefix)
     if said in text._modules:
         return said
@@ -375,12 +377,12 @@ def _update_json(path: Path, change: Any) -> None:
         path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8"))), indent=2), encoding="utf-8")
 
 
-def _with_dtype(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _set_dtype(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return the settings ``tree`` of a checkpoint with ``dtype`` as the number format of the text part, so that
     loading it loses no precision."""
     changed: dict[str, Any] = {key: dtype for key in ("dtype", "torch_dtype") if key in tree}
     inner = {
-        key: _with_dtype(each, dtype)
+        key: _set_dtype(each, dtype)
         for key, each in tree.items()
         if isinstance(each, dict) and key.endswith("text_config")
     }

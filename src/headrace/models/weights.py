@@ -40,10 +40,13 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=True))
     if not is_adapted(model):
         return tensors | correction_biases(model)
-    trained = {name: tensor for name, tensor in tensors.items() if of_adapter(name) and tensor.requires_grad}
-    if len({adapter_of(name) for name in trained}) == 1:
-        return {without_adapter(name): tensor for name, tensor in trained.items()}
-    return {without_adapter(name) if adapter_of(name) == DEFAULT else name: tensor for name, tensor in trained.items()}
+    trained = {name: tensor for name, tensor in tensors.items() if belongs_to_adapter(name) and tensor.requires_grad}
+    if len({parse_adapter_name(name) for name in trained}) == 1:
+        return {remove_adapter_name(name): tensor for name, tensor in trained.items()}
+    return {
+        remove_adapter_name(name) if parse_adapter_name(name) == DEFAULT else name: tensor
+        for name, tensor in trained.items()
+    }
 
 
 def correction_biases(model: nn.Module) -> dict[str, Tensor]:
@@ -64,7 +67,7 @@ def fixed_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: one for name, one in model.named_buffers() if name in in_files and name not in changing}
 
 
-def in_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return ``tensors`` of ``model`` with the names and shapes of the model's files, which may have, for example, one
     tensor per expert."""
     from transformers.core_model_loading import revert_weight_conversion
@@ -81,12 +84,12 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
     loaded.
 
     Each tensor is read once and not copied. Other buffers are not checked, because masks may contain -inf. For a
-    sharded tensor, this rank's part is checked.
+    sharded tensor, this rank's shard is checked.
     """
     found = not_finite(dict(model.named_parameters()) | correction_biases(model))
     if found:
         raise ModelError(
-            f"the weights of model.path={path!r} are infinite or not a number: {first_of(found)}",
+            f"the weights of model.path={path!r} are infinite or not a number: {format_first(found)}",
             remedy="copy or fetch the files again; if they were written so, take a checkpoint from before the training "
             "that wrote them diverged",
         )
@@ -94,7 +97,7 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the tensors with infinite values or NaN, each as its name and the number of such values. For a sharded
-    tensor, this rank's part is checked.
+    tensor, this rank's shard is checked.
 
     >>> not_finite({"up": torch.tensor([1.0, torch.nan, torch.inf]), "down": torch.ones(2)})
     ['up (2 of 3 values)']
@@ -109,13 +112,13 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return found
 
 
-def first_of(found: Sequence[str]) -> str:
-    """Return the first five of ``found`` as text, with the number of further elements.
+def format_first(names: Sequence[str]) -> str:
+    """Return the first five of ``names`` as text, with the number of further elements.
 
-    >>> first_of(["a", "b"]), first_of(list("abcdefg"))
+    >>> format_first(["a", "b"]), format_first(list("abcdefg"))
     ('a, b', 'a, b, c, d, e and 2 more')
     """
-    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -129,13 +132,13 @@ def model_bytes(model: nn.Module) -> int:
 
 def is_adapted(model: nn.Module) -> bool:
     """Return whether the model has adapters, which are trained instead of the model itself."""
-    return any(of_adapter(name) for name, _ in model.named_parameters())
+    return any(belongs_to_adapter(name) for name, _ in model.named_parameters())
 
 
-def without_adapter(name: str) -> str:
+def remove_adapter_name(name: str) -> str:
     """Return the name of an adapter's parameter without the adapter's name.
 
-    >>> without_adapter("layers.0.q_proj.lora_A.default.weight")
+    >>> remove_adapter_name("layers.0.q_proj.lora_A.default.weight")
     'layers.0.q_proj.lora_A.weight'
     """
     parts = name.split(".")
@@ -143,17 +146,17 @@ def without_adapter(name: str) -> str:
     return ".".join([*parts[:at], *parts[at + 1 :]])
 
 
-def adapter_of(name: str) -> str:
+def parse_adapter_name(name: str) -> str:
     """Return the name of the adapter that a parameter belongs to.
 
-    >>> adapter_of("layers.0.q_proj.lora_A.default.weight")
+    >>> parse_adapter_name("layers.0.q_proj.lora_A.default.weight")
     'default'
     """
     parts = name.split(".")
     return parts[_place(parts)]
 
 
-def of_adapter(name: str) -> bool:
+def belongs_to_adapter(name: str) -> bool:
     """Return whether peft has added the parameter or module with this name."""
     return any(part.startswith(_LORA) for part in name.split("."))
 
@@ -163,7 +166,7 @@ def _place(parts: list[str]) -> int:
     return next(place for place, part in enumerate(parts) if part.startswith(_LORA)) + 1
 
 
-def vocabulary_of(model: nn.Module) -> int:
+def count_vocabulary(model: nn.Module) -> int:
     """Return the number of tokens that ``model`` can both read and score. Some models embed further tokens, which
     represent images, and for which their heads have no logits."""
     known: Any = model

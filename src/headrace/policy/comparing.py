@@ -72,8 +72,8 @@ def refuse_mismatch(batch: Batch, log_mu_N: FloatColumn, log_pi_N: FloatColumn, 
     if gap.within(settings.largest):
         return
     ends_S = np.cumsum(batch.lengths_S)
-    sample = int(np.searchsorted(ends_S, places[gap.at], side="right"))
-    position = int(places[gap.at] - ends_S[sample] + batch.lengths_S[sample])
+    sample = int(np.searchsorted(ends_S, places[gap.worst_index], side="right"))
+    position = int(places[gap.worst_index] - ends_S[sample] + batch.lengths_S[sample])
     raise RunError(
         f"the policy's engine and learner at equal weights: mean |Δ logprob| {gap.mean_abs:.2g}, KL {gap.kl:.2g}, over "
         f"{gap.num_tokens} tokens, and rounding explains {settings.largest:.2g}; the largest is {gap.worst:.2g} at "

@@ -17,7 +17,7 @@ from headrace.learner.auxiliary.config import CriticConfig
 from headrace.learner.config import LearnerConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import AUTO, DeviceName
-from headrace.models.hub import is_hub_name, local_directory, with_models
+from headrace.models.hub import change_models, is_hub_name, local_directory
 
 Table = Mapping[str, Any] | Section
 """A section of settings: a mapping, as in a run file, or a record."""
@@ -159,7 +159,7 @@ def with_local_models(config: PolicyConfig) -> PolicyConfig:
     """Return the settings with each hub name of a model replaced by a local directory. A model that is not in the cache
     is downloaded."""
     tree = config.model_dump(mode="json")
-    local = with_models(tree, lambda setting, path: local_directory(path, setting))
+    local = change_models(tree, lambda setting, path: local_directory(path, setting))
     return config if local == tree else validate(PolicyConfig, local)
 
 

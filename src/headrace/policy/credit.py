@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.algo import notebook
-from headrace.algo.advantages import outcomes_of
+from headrace.algo.advantages import make_outcomes
 from headrace.algo.config import AlgoConfig
 from headrace.base.errors import ConfigError, DataError
 
@@ -34,7 +34,7 @@ def advantages_of(
     elif options:
         raise ConfigError(f"option {next(iter(options))!r} is given to no formula", remedy="name the advantage")
     else:
-        credit = algo.credit(outcomes_of(flat, labels)).tolist()
+        credit = algo.credit(make_outcomes(flat, labels)).tolist()
     if not nested:
         return credit
     if len(credit) != len(flat):

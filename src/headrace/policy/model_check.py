@@ -33,9 +33,9 @@ from headrace.models.attention import PackedPlan, forward
 from headrace.models.gap import Gap, largest_gap
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.rope import rope_types
-from headrace.models.settings import BUILDING, by_layer, limit_of, read_config, read_whole_config
+from headrace.models.settings import BUILDING, find_context_limit, get_layer_values, read_config, read_whole_config
 from headrace.models.text_part import causal_class
-from headrace.models.weights import vocabulary_of
+from headrace.models.weights import count_vocabulary
 from headrace.policy.policy import Policy
 from headrace.run.session.exporting import export
 
@@ -138,11 +138,11 @@ class _Check:
         text_config = read_config(config.path)
         self._largest = largest_gap(config.dtype, rerouted=is_mixture(text_config))
         self._max_far_share = REROUTED_SHARE if is_mixture(text_config) else 0.0
-        self._lengths = compared_lengths(text_config, limit_of(config.path).length, longest)
+        self._lengths = compared_lengths(text_config, find_context_limit(config.path).length, longest)
         rng = np.random.default_rng(0)
         # only ids that both tokenizer and model have
         num_text_ids = load_tokenizer(config.path).vocab_size
-        self._vocab = vocab = min(num_text_ids, vocabulary_of(self._model))
+        self._vocab = vocab = min(num_text_ids, count_vocabulary(self._model))
         self._sequences = [rng.integers(3 % vocab, vocab, length).astype(np.int32) for length in self._lengths]
 
     def run(self, *, whole: bool) -> None:
@@ -182,7 +182,7 @@ class _Check:
         compared sequences with ``expected``, and the logprobs that the engine records while it decodes with the
         computation of ``reference``. With ``whole``, also check training, publication and export."""
         longest = max(self._lengths)
-        room = min(longest + 32, limit_of(self._config.path).length)
+        room = min(longest + 32, find_context_limit(self._config.path).length)
         policy = Policy.load(
             self._config.path,
             lr=1e-3,
@@ -202,7 +202,7 @@ class _Check:
     async def _check_decoding(self, policy: Policy, reference: PlainModel) -> None:
         """Let the engine sample answers to two prompts, and compare the logprobs that it recorded with the logprobs
         that transformers computes for the same tokens."""
-        room = policy.config.engine.max_context or limit_of(self._config.path).length
+        room = policy.config.engine.max_context or find_context_limit(self._config.path).length
         prompts = [Tokens.observed(ids_T[: room - 16]) for ids_T in self._sequences[-2:]]
         groups = await policy.sample(prompts, n=2, max_new_tokens=12, temperature=1.0)
         samples = [sample for group in groups for sample in group]
@@ -253,7 +253,7 @@ class _Check:
             ((Gap.between(column, nearest), len(column)) for column, nearest in pairs), key=lambda found: found[0].worst
         )
         ok = all(is_rounding(*pair, self._largest, most_far=self._max_far_share) for pair in pairs)
-        where = f"at token {gap.at + 1} of {length}"
+        where = f"at token {gap.worst_index + 1} of {length}"
         detail = f"largest |Δ logprob| {gap.worst:.2g} {where}, mean {gap.mean_abs:.2g}"
         if not ok:
             detail = f"{part}: {detail}; rounding explains a mean of {self._largest:g}"
@@ -291,7 +291,9 @@ def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
     """Return the lengths of the compared sequences: :data:`LENGTHS`, and a length beyond each attention window and
     original context of the model. All lengths are limited by ``longest`` and by ``limit``, the model's context."""
     beyond = [
-        each for name in ("sliding_window", "attention_chunk_size", "index_topk") for each in by_layer(config, name)
+        each
+        for name in ("sliding_window", "attention_chunk_size", "index_topk")
+        for each in get_layer_values(config, name)
     ]
     beyond += [parameters.get("original_max_position_embeddings") for _, parameters in rope_types(config)]
     lengths = {*LENGTHS, *(each + 40 for each in beyond if isinstance(each, int))}

@@ -77,7 +77,7 @@ class ReplaceableObjective(Objective):
     def selects(self) -> bool:
         """Whether the current objective selects tokens from the whole batch; the learner then computes all log π before
         it calls ``prepare``."""
-        return self._current.selects
+        return self._current.selects_tokens
 
     def shares(self, layout: BatchLayout) -> Shares:
         """Return the weights of the tokens of ``layout`` in the current objective, and their contribution to the

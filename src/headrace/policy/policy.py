@@ -38,11 +38,11 @@ from headrace.models import context_length, load_model, load_tokenizer
 from headrace.models.devices import use_device
 from headrace.models.endings import stop_ids
 from headrace.models.heads import wanted_head
-from headrace.models.hub import pinned_path, with_models
+from headrace.models.hub import change_models, pinned_path
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import read_config
-from headrace.models.weights import vocabulary_of, weight_tensors
+from headrace.models.weights import count_vocabulary, weight_tensors
 from headrace.policy import objective, store
 from headrace.policy.comparing import ProbeSettings, probe_batch, probe_tokens, refuse_mismatch
 from headrace.policy.config import PolicyConfig, PolicySettings, resolve, with_local_models
@@ -119,7 +119,7 @@ class Policy:
             num_prompts=num_prompts,
             keep_mask=config.learner.keep_sampling_mask,
         )
-        self._vocab_size = vocabulary_of(model)
+        self._vocab_size = count_vocabulary(model)
         self._engine: LocalEngine | None = None  # only while the policy is open
         self._loop: asyncio.AbstractEventLoop | None = None  # the event loop in which the policy was opened
         self._publishing = asyncio.Lock()
@@ -398,7 +398,7 @@ class Policy:
                     "there is a gradient that no step has used, and it would not be saved",
                     remedy="call optim_step before save",
                 )
-            settings = with_models(self.config.model_dump(mode="json"), lambda _, path: pinned_path(path))
+            settings = change_models(self.config.model_dump(mode="json"), lambda _, path: pinned_path(path))
             state = store.PolicyState(config=settings, num_prompts=self._sampler.num_prompts)
             store.save(Path(directory).expanduser().absolute(), self._learner, state)
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import EpisodeError, nearest
-from headrace.base.types.episode import role_of
+from headrace.base.types.episode import get_role
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import FROZEN
 from headrace.engine import Engine
@@ -41,7 +41,7 @@ class Agents:
 
         Raises :class:`~headrace.base.errors.EpisodeError` for an unknown name.
         """
-        role = role_of(name)
+        role = get_role(name)
         if self.known and role != POLICY and role not in self.known:
             raise EpisodeError(
                 f"an answer of agent {name[:80]!r} is asked for, which [[env.agents]] does not know",
@@ -53,7 +53,7 @@ class Agents:
         """Return the name of the adapter that samples the answers of the trained agent ``name``. If the role of
         ``name`` trains an adapter, the result is the role. Otherwise it is ``stand_in``; an empty name means the
         policy's own adapter or weights."""
-        role = role_of(name)
+        role = get_role(name)
         return role if role in self.adapters else self.stand_in
 
 

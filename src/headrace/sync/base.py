@@ -180,8 +180,8 @@ class Form(Protocol):
         ...
 
     def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Restore the tensor from ``parts``, views into the engine's image, into ``out``: rounded to its dtype and
-        moved to its device."""
+        """Restore a tensor from ``parts``, the views of its entries in the engine's image, and write it to ``out``,
+        rounded to the dtype of ``out`` and moved to its device."""
         ...
 
 

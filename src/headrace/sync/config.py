@@ -133,10 +133,14 @@ def _unread_setting_error(sync: SyncConfig, name: str) -> ConfigError:
     )
 
 
-def _problem(made: Any) -> str | None:
-    """Return why ``made``, an object that a package registers as a transport, is none, as the end of a sentence;
+def _problem(registered: Any) -> str | None:
+    """Return why ``registered``, an object that a package registers as a transport, is none, as the end of a sentence;
     ``None`` if it is a transport. The registry calls this."""
-    return None if isinstance(made, Transport) else f"is a {type(made).__name__}, not a headrace.sync.config.Transport"
+    return (
+        None
+        if isinstance(registered, Transport)
+        else f"is a {type(registered).__name__}, not a headrace.sync.config.Transport"
+    )
 
 
 TRANSPORTS = Registry[Transport](

@@ -41,7 +41,8 @@ class VersionEstimate:
         return self.hash_s + (self.network_s or 0.0)
 
     def __str__(self) -> str:
-        """Return the time and its parts in words.
+        """Return the whole time, and in brackets how much of it is for the network and for hashing. It completes the
+        sentence "a version takes …".
 
         >>> str(VersionEstimate(hash_s=0.5, network_s=None))
         '0.5 s at least (to hash it on this machine)'
@@ -68,15 +69,15 @@ class VersionRoom:
 
 
 def estimate_version(sync: SyncConfig, num_bytes: float, clock: Clock) -> VersionEstimate:
-    """Return the least time for a version of ``num_bytes`` bytes. The rate of hashing is measured with ``clock``. No
-    transport is faster, since engines hash every byte."""
+    """Return the least time for a version of ``num_bytes`` bytes under the settings ``sync``. The rate of hashing is
+    measured with ``clock``. No transport is faster, since engines hash every byte."""
     network_s = None if sync.network_gb_s is None else num_bytes / (sync.network_gb_s * GB)
     return VersionEstimate(hash_s=num_bytes * _hash_s(clock) / PROBE_BYTES, network_s=network_s)
 
 
 def refuse_short_deadline(sync: SyncConfig, num_bytes: float, clock: Clock) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if ``sync.deadline_s`` is set and shorter than the least time
-    for a version of ``num_bytes`` bytes, so that no engine could ever stage a version."""
+    for a version of ``num_bytes`` bytes, measured with ``clock``, so that no engine could ever stage a version."""
     if sync.deadline_s is None:
         return
     time = estimate_version(sync, num_bytes, clock)
@@ -88,9 +89,10 @@ def refuse_short_deadline(sync: SyncConfig, num_bytes: float, clock: Clock) -> N
         )
 
 
-def room_for(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> VersionRoom | None:
-    """Return the needed and the free space for versions of ``num_bytes`` bytes in the folder that the transport uses;
-    ``None`` if it stores no versions in a folder of a local file system."""
+def measure_room(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> VersionRoom | None:
+    """Return the needed and the free space for versions of ``num_bytes`` bytes in the folder that the transport of the
+    settings ``sync`` uses in a run with the directories ``places``; ``None`` if it stores no versions in a folder of a
+    local file system."""
     transport = TRANSPORTS.load(sync.transport)
     address, copies = transport.address(sync, places), transport.copies(sync)
     if not copies or "://" in address:
@@ -105,8 +107,8 @@ def room_for(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> VersionRo
 
 def refuse_little_room(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if there is too little space for versions of ``num_bytes`` bytes
-    in the folder that the transport uses."""
-    room = room_for(sync, places, num_bytes)
+    in the folder that the transport uses. The arguments are those of :func:`measure_room`."""
+    room = measure_room(sync, places, num_bytes)
     if room is not None and room.free_bytes < room.needed_bytes:
         raise ConfigError(
             f"sync.transport={sync.transport!r} keeps {room.copies} versions of {num_bytes:,.0f} bytes in "

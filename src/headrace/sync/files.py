@@ -46,14 +46,16 @@ class VersionFolder:
         """Open ``folder``, a path or URL, which no other run may use. Raises :class:`~headrace.base.errors.ConfigError`
         if it cannot be reached."""
         self._files, self._folder = _open_filesystem(folder)
+        """The file system of the folder, and the folder's path in it."""
         self._written: deque[str] = deque()
+        """The names of the files that this process has written, the oldest first."""
 
-    def path_of(self, name: str) -> str:
+    def get_path(self, name: str) -> str:
         """Return the path or URL of the file ``name``."""
         return f"{self._folder}/{name}"
 
     @staticmethod
-    def new_name(version: int) -> str:
+    def make_name(version: int) -> str:
         """Return the name of a new file of ``version``, without its ending."""
         return f"v{version:08d}-{secrets.token_hex(4)}"
 
@@ -69,7 +71,7 @@ class VersionFolder:
         """Return a context that yields a temporary file, open for writing about ``num_bytes`` bytes of ``version``. At
         its end, rename the file to ``name``, and remove files of older versions. Raises
         :class:`~headrace.base.errors.WeightsError` if the file cannot be written."""
-        path, unfinished = self.path_of(name), self.path_of(f".{name}.part")
+        path, unfinished = self.get_path(name), self.get_path(f".{name}.part")
         try:
             self._files.makedirs(self._folder, exist_ok=True)
             with self._files.open(unfinished, "wb") as file:
@@ -96,7 +98,7 @@ class VersionFolder:
                 f"version {version} names the file {name!r}, which is not one of {self._folder}",
                 remedy="publish the version again",
             )
-        path = self.path_of(name)
+        path = self.get_path(name)
         try:
             with self._files.open(path, "rb") as file:
                 yield file, self._files.size(path)
@@ -124,6 +126,7 @@ class FilesOutbox:
         """Open ``folder``, a path or URL, which no other run may use, and remove the files that a killed run has left
         there."""
         self._folder = VersionFolder(folder)
+        """The folder of the versions."""
         self._folder.remove_left()
 
     def memory(self, num_bytes: int) -> memoryview:
@@ -133,7 +136,7 @@ class FilesOutbox:
     def send(self, request: SendRequest) -> Sent:
         """Write the payload of ``request`` to a file in the folder, remove files of older versions, and return the
         file's name."""
-        name = f"{self._folder.new_name(request.version)}.{'safetensors' if request.whole else 'delta'}"
+        name = f"{self._folder.make_name(request.version)}.{'safetensors' if request.whole else 'delta'}"
         with self._folder.writing(name, request.version, len(request.payload)) as file:
             if request.whole:
                 file.write(safetensors_header(request.manifest, request.version))
@@ -155,6 +158,7 @@ class FilesInbox:
     def __init__(self, folder: str) -> None:
         """Read updates from ``folder``, a path or URL."""
         self._folder = VersionFolder(folder)
+        """The folder of the versions."""
 
     def view(self, update: WeightUpdate) -> None:
         """Return ``None``: a file has to be fetched."""
@@ -166,7 +170,7 @@ class FilesInbox:
         whole = update.manifest if update.base is None else None
         header = b"" if whole is None else safetensors_header(whole, update.version)
         buckets = list(_buckets(into, whole))
-        expected, path = len(header) + sum(map(len, buckets)), self._folder.path_of(update.path)
+        expected, path = len(header) + sum(map(len, buckets)), self._folder.get_path(update.path)
         with self._folder.reading(update.path, update.version) as (file, size):
             num_found = size
             if size == expected:
@@ -185,8 +189,8 @@ class FilesInbox:
 
 
 def safetensors_header(manifest: Manifest, version: int) -> bytes:
-    """Return the header of a safetensors file for one version: the length of the JSON text, then the text with names,
-    dtypes, shapes and offsets of the tensors, which follow each other without gaps."""
+    """Return the header of a safetensors file for a version with the layout ``manifest``: the length of the JSON text,
+    then the text with names, dtypes, shapes and offsets of the tensors, which follow each other without gaps."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
     end = 0
     for entry in manifest.entries:
@@ -235,8 +239,8 @@ def _open_filesystem(folder: str) -> tuple[Any, str]:
 
 
 def folder_of_run(sync: SyncConfig, places: RunPlaces) -> str:
-    """Return the folder in which this run writes its versions: ``weights`` in the run directory, or a folder of its own
-    in ``sync.directory``, which several runs may share."""
+    """Return the folder in which the run with the directories ``places`` writes its versions: ``weights`` in the run
+    directory, or a folder of its own in ``sync.directory``, which several runs may share."""
     if not sync.directory:
         return str(places.run_dir / "weights")
     # run directories of other machines may have the same name

@@ -50,7 +50,7 @@ from headrace.sync.groups import (
     torch_distributed,
 )
 from headrace.sync.manifest import private_memory
-from headrace.sync.pieces import Bucket, box_of, buckets
+from headrace.sync.pieces import Bucket, buckets, view_box
 
 MOST_FAILURES = 2
 """The number of failed transfers to the same engines in a row after which versions are sent through files. A single
@@ -82,7 +82,7 @@ class _GroupSet:
         return f"{self.host}|{self.port}|{self.name}|{','.join(self.engines)}"
 
     @classmethod
-    def of(cls, path: str) -> _GroupSet:
+    def from_path(cls, path: str) -> _GroupSet:
         """Return the groups that ``path`` describes. Raises :class:`~headrace.base.errors.WeightsError` for a path in
         another format."""
         try:
@@ -115,21 +115,30 @@ class GroupOutbox:
         all ranks make this call together."""
         host, deadline_s = route.host, _silence_s(route)
         self._deadline_s, self._rank, self._writing_s = deadline_s, rank, route.deadline_s
+        """The time in seconds that a waiting call waits, this rank, and the time in which files are written."""
         self._folder = VersionFolder(route.fallback) if route.fallback else None
+        """The folder for versions that cannot be broadcast; ``None`` without such a folder."""
         # the other ranks still wait in ``share``, so none writes files yet
         if self._folder is not None and rank.index == 0:
             self._folder.remove_left()
         self._listening = _open_store(host, deadline_s) if rank.index == 0 else None
+        """The store that rank 0 serves; ``None`` on other ranks."""
         port = str(self._listening.port).encode() if self._listening else None
         opened = rank.share(None if port is None else f"{host}|".encode() + port).decode()
         self._host, _, found = opened.partition("|")
         self._port = int(found)
+        """The port of the store."""
         # a waiting call blocks its connection, so the sending thread has its own
         self._agreeing, self._joining = (_connect(self._host, self._port, deadline_s) for _ in range(2))
+        """The connections to the store: one for messages between the ranks, one for joining groups."""
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
+        """The thread that sends."""
         self._transfer: Future[None] | None = None
+        """The transfer of the latest version, in the thread; ``None`` before the first."""
         self._group_set: _GroupSet | None = None
+        """The groups over which versions are broadcast to the present engines; ``None`` before the first broadcast."""
         self._group: tuple[str, ProcessGroup] | None = None
+        """The path of a set of groups, and this rank's group in it; ``None`` before the first is joined."""
         self._attempt = 0
         """The number of times that the present version was sent before."""
         self._path_key = ""
@@ -148,10 +157,10 @@ class GroupOutbox:
         return private_memory(num_bytes)
 
     def send(self, request: SendRequest) -> Sent:
-        """Start to send this rank's part of a version to the receivers in the thread. Return at once the path that
-        names the groups and, on rank 0, the hashes of all pieces. New groups are used if the receivers have changed,
-        the last transfer failed, or the version is sent again. Files are written before the return. Raises
-        :class:`~headrace.base.errors.WeightsError` if the other ranks do not agree in time."""
+        """Start to send this rank's part of the version in ``request`` to the receivers in the thread. Return at once
+        the path that names the groups and, on rank 0, the hashes of all pieces. New groups are used if the receivers
+        have changed, the last transfer failed, or the version is sent again. Files are written before the return.
+        Raises :class:`~headrace.base.errors.WeightsError` if the other ranks do not agree in time."""
         if not request.to:
             raise WeightsError(
                 f"version {request.version} has no receiver to be sent to", remedy="start an engine with this transport"
@@ -221,7 +230,7 @@ class GroupOutbox:
         if self._folder is not None and self._failures >= MOST_FAILURES and not self._by_files:
             self._by_files, self._note = True, self._fallback_note(request.version)
         if self._by_files:
-            return f"{_FILES}{VersionFolder.new_name(request.version)}"
+            return f"{_FILES}{VersionFolder.make_name(request.version)}"
         if self._group_set is None or not has_same_engines or failed:
             self._group_set = _GroupSet(host=self._host, port=self._port, name=secrets.token_hex(6), engines=engines)
         return self._group_set.path
@@ -241,7 +250,7 @@ class GroupOutbox:
         assert self._folder is not None
         error = ""
         try:
-            name = _file_of(path, self._rank.index)
+            name = _make_file_name(path, self._rank.index)
             with self._folder.writing(name, request.version, len(request.payload)) as file:
                 self._broadcast(WrittenBroadcasts(file), request)
         except WeightsError as problem:
@@ -287,7 +296,7 @@ class GroupOutbox:
         try:
             if self._group is None or self._group[0] != path:
                 self._group = None
-                group = _GroupSet.of(path).join(self._joining, self._rank.index, 0, self._deadline_s)
+                group = _GroupSet.from_path(path).join(self._joining, self._rank.index, 0, self._deadline_s)
                 self._group = (path, group)
             self._broadcast(self._group[1], request)
         except (RuntimeError, OSError):
@@ -334,8 +343,10 @@ class GroupInbox:
         """Create a receiver for updates over ``route``. It joins groups when an update names them, and reads files only
         from the fallback folder of ``route``."""
         self._deadline_s, self._folder = _silence_s(route), route.fallback
+        """The time in seconds that a waiting call waits, and the folder from which files may be read."""
         self.address = secrets.token_hex(8)
         self._joined: _JoinedGroups | None = None
+        """The groups of the latest update; ``None`` before the first."""
 
     def view(self, update: WeightUpdate) -> None:
         """Return ``None``: a broadcast has to be fetched."""
@@ -365,8 +376,9 @@ class GroupInbox:
         self._joined = None
 
     def _receive(self, update: WeightUpdate, into: memoryview | None) -> None:
-        """Receive the parts of all ranks at the same time, in one thread for each, into the image ``into`` (``None``:
-        discard them). If a part does not arrive, leave all groups, since its rank has left its group, too."""
+        """Receive the parts of all ranks of ``update`` at the same time, in one thread for each, into the image
+        ``into`` (``None``: discard them). If a part does not arrive, leave all groups, since its rank has left its
+        group, too."""
         if update.path.startswith(_FILES):
             self._read(update, into)
             return
@@ -386,7 +398,7 @@ class GroupInbox:
         :class:`~headrace.base.errors.WeightsError` if this engine is not one of their members."""
         if self._joined is None or self._joined.path != update.path:
             self._joined = None
-            group_set = _GroupSet.of(update.path)
+            group_set = _GroupSet.from_path(update.path)
             if self.address not in group_set.engines:
                 raise WeightsError(
                     f"version {update.version} is sent to {', '.join(group_set.engines)}, and this engine is "
@@ -401,23 +413,23 @@ class GroupInbox:
         """Read the parts of all ranks from their files, one after the other, into ``into`` (``None``: discard them)."""
         folder = VersionFolder(self._folder)
         for rank in range(len(update.layouts)):
-            with folder.reading(_file_of(update.path, rank), update.version) as (file, _):
+            with folder.reading(_make_file_name(update.path, rank), update.version) as (file, _):
                 _receive_part(ReadBroadcasts(file), rank, update, into)
 
     def _receive_from(self, joined: _JoinedGroups, rank: int, update: WeightUpdate, into: memoryview | None) -> None:
         """Receive the part of the learner's ``rank`` over its group, which is joined first if it is new, into
         ``into``."""
         if rank not in joined.groups:
-            group_set = _GroupSet.of(update.path)
+            group_set = _GroupSet.from_path(update.path)
             member = 1 + group_set.engines.index(self.address)
             joined.groups[rank] = group_set.join(joined.stores[rank], rank, member, self._deadline_s)
         _receive_part(joined.groups[rank], rank, update, into)
 
 
 def _receive_part(group: Broadcasts, rank: int, update: WeightUpdate, into: memoryview | None) -> None:
-    """Receive the part of the learner's ``rank`` from ``group``, and write each bucket to its place in the image
-    ``into`` (``None``: discard it). Raises :class:`~headrace.base.errors.NeedsFull` if the rank sends another
-    version."""
+    """Receive the part of ``update`` that the learner's ``rank`` sends from ``group``, and write each bucket to its
+    place in the image ``into`` (``None``: discard it). Raises :class:`~headrace.base.errors.NeedsFull` if the rank
+    sends another version."""
     header = _numbers(0, 0)
     group.broadcast_one(header)
     version, base = (int(number) for number in header)
@@ -448,11 +460,13 @@ class _Image:
         """Describe the image in ``memory``, whose layout is ``manifest``."""
         self._memory = memory
         self._entries = {entry.name: entry for entry in manifest.entries}
+        """The place of each tensor in the image, by name."""
 
     def places(self, bucket: Bucket) -> list[Tensor]:
         """Return for each block of ``bucket`` the view into the image to which it belongs."""
         return [
-            box_of(self._memory, self._entries[block.name], block.starts, block.entry.shape) for block in bucket.blocks
+            view_box(self._memory, self._entries[block.name], block.starts, block.entry.shape)
+            for block in bucket.blocks
         ]
 
 
@@ -490,8 +504,8 @@ def _numbers(first: int, second: int) -> Tensor:
 
 
 def _open_store(host: str, deadline_s: float) -> Any:
-    """Open the store of a run at a free port of ``host``, and return it. Raises
-    :class:`~headrace.base.errors.ConfigError` if this machine cannot listen there."""
+    """Open the store of a run at a free port of ``host``, and return it; its calls wait for at most ``deadline_s``
+    seconds. Raises :class:`~headrace.base.errors.ConfigError` if this machine cannot listen there."""
     try:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -529,7 +543,7 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _file_of(path: str, rank: int) -> str:
+def _make_file_name(path: str, rank: int) -> str:
     """Return the name of the file with the part of ``rank``, for an update through files with this ``path``."""
     return f"{path.removeprefix(_FILES)}.rank{rank}"
 

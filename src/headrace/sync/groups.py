@@ -69,7 +69,7 @@ class WrittenBroadcasts(Broadcasts):
 
     def broadcast_one(self, tensor: Tensor) -> None:
         """Write the bytes of ``tensor``."""
-        self._file.write(_bytes_of(tensor))
+        self._file.write(_view_bytes(tensor))
 
 
 class ReadBroadcasts(Broadcasts):
@@ -81,13 +81,13 @@ class ReadBroadcasts(Broadcasts):
 
     def broadcast_one(self, tensor: Tensor) -> None:
         """Read the bytes of ``tensor`` from the file into it. Raises ``RuntimeError`` if the file ends too early."""
-        target = _bytes_of(tensor)
+        target = _view_bytes(tensor)
         num_read = fill(self._file, target)
         if num_read != len(target):
             raise RuntimeError(f"the file ends {len(target) - num_read} bytes too early")
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _view_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of the contiguous ``tensor`` as bytes, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers
 

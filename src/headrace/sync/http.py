@@ -59,8 +59,11 @@ class HttpOutbox:
         seconds; ``tls`` is the client's TLS context (``None``: no TLS)."""
         self._token, self._deadline_s, self._tls = token, deadline_s, tls
         self._missed: dict[str, WeightsError] = {}
+        """The error with which each engine missed the latest version, by the engine's address."""
         self._probes: dict[str, Future[bool]] = {}
+        """The probes that ask engines whether they can be reached, by address."""
         self._probe_pool = ThreadPoolExecutor(max_workers=MAX_UPLOADS, thread_name_prefix="probe")
+        """The threads in which probes run."""
 
     def memory(self, num_bytes: int) -> memoryview:
         """Return ``num_bytes`` bytes of this process for the slots."""
@@ -128,7 +131,7 @@ class HttpOutbox:
             ) from None
 
     def _put(self, url: str, key: str, request: SendRequest) -> None:
-        """Upload the payload to the engine at ``url`` in buckets, one request after the other. Raises
+        """Upload the payload under ``key`` to the engine at ``url`` in buckets, one request after the other. Raises
         :class:`~headrace.base.errors.WeightsError` if a request is refused."""
         connection = self._connection(url, self._deadline_s)
         try:
@@ -193,7 +196,9 @@ class HttpInbox:
             )
         self.token, self.limit_bytes, self.deadline_s, self.tls = token, limit_bytes, deadline_s, tls
         self._upload: _Upload | None = None
+        """The upload that is being received; ``None`` if there is none."""
         self._changed = threading.Condition()
+        """The condition that is notified whenever the upload changes."""
         try:
             self._server = _UploadServer((host, 0), self)
         except OSError as error:
@@ -251,8 +256,8 @@ class HttpInbox:
             return upload
 
     def end_bucket(self, upload: _Upload, count: int) -> None:
-        """Record that ``count`` bytes of a bucket have arrived: the whole bucket, or fewer bytes if the connection
-        broke."""
+        """Record that ``count`` bytes of a bucket of ``upload`` have arrived: the whole bucket, or fewer bytes if the
+        connection broke."""
         with self._changed:
             upload.busy = False
             upload.received += count
@@ -280,14 +285,16 @@ class _UploadServer(ThreadingHTTPServer):
         """Listen at ``address``, a host and a port, for uploads to ``inbox``."""
         self.inbox = inbox
         self._changing = threading.Lock()
+        """The lock that guards the record of connections."""
         self._unauthenticated: dict[Any, socket.socket] = {}
         """Connections that have not sent the token, by the client's address, the oldest first."""
         self._num_authenticated = 0
+        """The number of connections that have shown the token."""
         super().__init__(address, _UploadHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a new connection in a thread. At the limit of connections, close the oldest one that has not sent the
-        token; if all have sent it, refuse the new connection."""
+        """Serve the new connection ``request`` of ``client_address`` in a thread. At the limit of connections, close
+        the oldest one that has not sent the token; if all have sent it, refuse the new connection."""
         with self._changing:
             if len(self._unauthenticated) + self._num_authenticated >= MAX_CONNECTIONS:
                 if not self._unauthenticated:
@@ -298,8 +305,8 @@ class _UploadServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def replace_socket(self, client_address: Any, request: socket.socket) -> bool:
-        """Record ``request``, the TLS socket of a connection, instead of its plain socket. Return false if the
-        connection has been closed in favour of another one."""
+        """Record ``request``, the TLS socket of the connection of ``client_address``, instead of its plain socket.
+        Return false if the connection has been closed in favour of another one."""
         with self._changing:
             if client_address not in self._unauthenticated:
                 return False
@@ -307,15 +314,16 @@ class _UploadServer(ThreadingHTTPServer):
             return True
 
     def authenticate(self, client_address: Any) -> bool:
-        """Record that a connection has sent the token, so that it stays open until it ends. Return false if it has been
-        closed in favour of another one."""
+        """Record that the connection of ``client_address`` has sent the token, so that it stays open until it ends.
+        Return false if it has been closed in favour of another one."""
         with self._changing:
             is_open = self._unauthenticated.pop(client_address, None) is not None
             self._num_authenticated += is_open
             return is_open
 
     def remove(self, client_address: Any, *, authenticated: bool) -> None:
-        """Remove a connection that ends from the count; ``authenticated`` says whether it had sent the token."""
+        """Remove the connection of ``client_address``, which ends, from the count; ``authenticated`` says whether it
+        had sent the token."""
         with self._changing:
             self._num_authenticated -= authenticated
             if not authenticated:

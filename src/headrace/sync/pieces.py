@@ -74,7 +74,7 @@ class Bucket:
         return Manifest(entries=tuple(block.entry for block in self.blocks), total_bytes=self.num_bytes)
 
     def views(self, payload: memoryview) -> list[Tensor]:
-        """Return the blocks as views into the bytes of the bucket."""
+        """Return the blocks as views into ``payload``, the bytes of the bucket."""
         return [view(payload, block.entry) for block in self.blocks]
 
 
@@ -87,7 +87,7 @@ def whole_boxes(tensors: Mapping[str, Tensor]) -> TensorBoxes:
     return {name: Box(starts=(0,) * tensor.ndim, shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def layout_of(boxes: TensorBoxes, tensors: Mapping[str, Tensor], form: Form) -> RankLayout:
+def make_layout(boxes: TensorBoxes, tensors: Mapping[str, Tensor], form: Form) -> RankLayout:
     """Return the layout of the pieces of a rank that sends the ``boxes`` of ``tensors`` (the whole tensors, by
     name), represented by ``form``. Raises :class:`~headrace.base.errors.ConfigError` if the form cannot represent a box
     separately."""
@@ -101,21 +101,21 @@ def layout_of(boxes: TensorBoxes, tensors: Mapping[str, Tensor], form: Form) -> 
     return RankLayout(pieces=plan(pieces), starts=tuple(starts))
 
 
-def buckets(layout: RankLayout, largest: int = BUCKET_BYTES) -> list[Bucket]:
-    """Return the buckets in which a rank with ``layout`` sends its bytes. A bucket has at most ``largest`` bytes, but
+def buckets(layout: RankLayout, max_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Return the buckets in which a rank with ``layout`` sends its bytes. A bucket has at most ``max_bytes`` bytes, but
     at least one row. A block of :data:`ALONE_BYTES` or more is a bucket of its own."""
     groups: list[list[_Block]] = [[]]
-    for block in _blocks(layout, largest):
+    for block in _blocks(layout, max_bytes):
         entry, group = block.entry, groups[-1]
         joined_bytes = entry.offset_bytes + entry.num_bytes - group[0].entry.offset_bytes if group else 0
         alone = group and max(group[-1].entry.num_bytes, entry.num_bytes) >= ALONE_BYTES
-        if alone or (group and joined_bytes > largest):
+        if alone or (group and joined_bytes > max_bytes):
             groups.append([])
         groups[-1].append(block)
     return [_bucket(group) for group in groups if group]
 
 
-def box_of(image: memoryview, whole_entry: TensorEntry, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
+def view_box(image: memoryview, whole_entry: TensorEntry, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Return a view into ``image`` of the box of the tensor ``whole_entry`` that begins at the indices ``starts`` and
     has the shape ``shape``."""
     return view(image, whole_entry)[
@@ -129,7 +129,7 @@ def checksums(image: memoryview, manifest: Manifest, layouts: Sequence[RankLayou
     entries = {entry.name: entry for entry in manifest.entries}
     for layout in layouts:
         for piece, starts in zip(layout.pieces.entries, layout.starts, strict=True):
-            box = box_of(image, entries[piece.name], starts, piece.shape)
+            box = view_box(image, entries[piece.name], starts, piece.shape)
             words = box.contiguous().reshape(-1).view(torch.uint8) if box.numel() else box.new_empty(0)
             yield piece.name, xxhash.xxh3_64_intdigest(words.numpy().data)
 
@@ -208,15 +208,15 @@ def _starts(name: str, box: Box, tensor: Tensor, part: Tensor) -> tuple[int, ...
     return (box.starts[0] * prod(box.shape[1:-1]), 0)
 
 
-def _blocks(layout: RankLayout, largest: int) -> Iterator[_Block]:
-    """Yield the pieces of ``layout`` as blocks. A piece larger than ``largest`` bytes is divided into blocks of rows
+def _blocks(layout: RankLayout, max_bytes: int) -> Iterator[_Block]:
+    """Yield the pieces of ``layout`` as blocks. A piece larger than ``max_bytes`` bytes is divided into blocks of rows
     along its first axis. The offset of a block counts all bytes of the rank. Pieces without elements are skipped."""
     for piece, starts in zip(layout.pieces.entries, layout.starts, strict=True):
         rows = piece.shape[0] if piece.shape else 1
         if not piece.num_bytes:
             continue
         row_bytes = piece.num_bytes // rows
-        step = max(1, largest // row_bytes)
+        step = max(1, max_bytes // row_bytes)
         for first in range(0, rows, step):
             count = min(step, rows - first)
             entry = TensorEntry(
@@ -232,20 +232,18 @@ def _blocks(layout: RankLayout, largest: int) -> Iterator[_Block]:
 def _bucket(blocks: list[_Block]) -> Bucket:
     """Return the bucket that consists of ``blocks``, which follow each other in the bytes of their rank."""
     start = blocks[0].entry.offset_bytes
-    shifted = tuple(
-        _Block(name=block.name, entry=_with_offset(block.entry, -start), starts=block.starts) for block in blocks
-    )
+    shifted = tuple(_Block(name=block.name, entry=_shift(block.entry, -start), starts=block.starts) for block in blocks)
     last = shifted[-1].entry
     return Bucket(start=start, num_bytes=last.offset_bytes + last.num_bytes, blocks=shifted)
 
 
-def _with_offset(entry: TensorEntry, by: int) -> TensorEntry:
-    """Return a copy of ``entry`` whose offset is larger by ``by`` bytes."""
+def _shift(entry: TensorEntry, num_bytes: int) -> TensorEntry:
+    """Return a copy of ``entry`` whose offset is larger by ``num_bytes``."""
     return TensorEntry(
         name=entry.name,
         dtype=entry.dtype,
         shape=entry.shape,
-        offset_bytes=entry.offset_bytes + by,
+        offset_bytes=entry.offset_bytes + num_bytes,
         num_bytes=entry.num_bytes,
     )
 

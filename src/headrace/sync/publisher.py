@@ -12,11 +12,11 @@ from torch import Tensor
 
 from headrace.base.errors import ConfigError, WeightsError
 from headrace.base.types.weights import NUM_SLOTS, WeightUpdate
-from headrace.models.weights import of_adapter
+from headrace.models.weights import belongs_to_adapter
 from headrace.sync.base import Codec, Outbox, SendRequest
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, view
-from headrace.sync.pieces import TensorBoxes, layout_of, whole_boxes
+from headrace.sync.pieces import TensorBoxes, make_layout, whole_boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Publisher:
         model that trains more than adapters if the codec sends adapters only, and for parts that the codec cannot
         represent.
         """
-        if codec.adapters_only and not all(of_adapter(name) for name in tensors):
+        if codec.adapters_only and not all(belongs_to_adapter(name) for name in tensors):
             raise ConfigError(
                 "sync.codec='adapter' sends adapters alone, and this model is trained as a whole",
                 remedy="set model.lora.rank, or sync.codec = 'full'",
@@ -58,14 +58,19 @@ class Publisher:
         parts = {name: codec.form.parts(name, tensor) for name, tensor in tensors.items()}
         self.manifest = plan({name: part for group in parts.values() for name, part in group.items()})
         sent = whole_boxes(tensors) if boxes_by_rank is None else boxes_by_rank[rank]
-        self._layout = layout_of(sent, tensors, codec.form)
-        self._layouts = tuple(layout_of(each, tensors, codec.form) for each in boxes_by_rank or ())
+        self._layout = make_layout(sent, tensors, codec.form)
+        """The layout of the pieces that this rank sends."""
+        self._layouts = tuple(make_layout(each, tensors, codec.form) for each in boxes_by_rank or ())
+        """The layouts of all ranks, if each rank sends its own pieces."""
         pieces = self._layout.pieces
         memory = outbox.memory(pieces.total_bytes * NUM_SLOTS)
         self._images = [memory[slot * pieces.total_bytes :][: pieces.total_bytes] for slot in range(NUM_SLOTS)]
+        """The slots in shared memory, one image each."""
         counts = [len(parts[name]) for name in sent]
         self._views = [_grouped([view(image, e) for e in pieces.entries], counts) for image in self._images]
+        """For each slot, the views of each tensor's parts in its image."""
         self._announced: list[_AnnouncedVersion | None] = [None] * NUM_SLOTS
+        """The version in each slot that was announced; ``None`` for a slot without one."""
 
     def copy(self, slot: int) -> None:
         """Copy the present values of all tensors into the slot with the index ``slot``. The learner waits for this

@@ -68,24 +68,35 @@ class Receiver:
         bytes."""
         self._codec = codec
         self._targets = dict(tensors)
+        """The tensors of the model, by name."""
         self._devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        """The GPUs on which these tensors are."""
         self._parts = {name: codec.form.parts(name, tensor) for name, tensor in tensors.items()}
+        """The shape and dtype of the parts that represent each tensor in an image, by name."""
         self.manifest = plan({name: part for parts in self._parts.values() for name, part in parts.items()})
         self._inbox = open_inbox(self.manifest.total_bytes)
+        """The receiving side of the transport."""
         on_devices = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
         self._buffers = (
             _VersionBuffer(own={name: tensor.data for name, tensor in on_devices.items()}),
             _VersionBuffer(own={name: torch.empty_like(tensor.data) for name, tensor in on_devices.items()}),
         )
+        """The memory for received images."""
         self._lock = threading.Lock()
+        """The lock that guards the versions below."""
         self._staged: _ReceivedVersion | None = None
+        """The version that is staged; ``None`` if there is none."""
         self._used: _ReceivedVersion | None = None
+        """The version that the model uses; ``None`` before the first."""
         self._previous: list[Tensor] = []
         """The tensors of the previous version. They are released during the next staging, since freeing memory takes
         long."""
         self._committing: int | None = None
+        """The version whose commit has begun and not ended; ``None`` between commits."""
         self._needs_full = True
+        """Whether the next version must be sent whole."""
         self._accepted_manifest: Manifest | None = None
+        """The learner's manifest that was compared with the model last; ``None`` before the first."""
         self._accepted_layouts: tuple[RankLayout, ...] = ()
         """The layouts of the ranks that were accepted last; like ``_accepted_manifest``, they are not checked again."""
         self.phase = Phase.NEEDS_FULL
@@ -289,8 +300,9 @@ class Receiver:
 
     @torch.no_grad()
     def _tensors(self, manifest: Manifest, image: memoryview, index: int) -> list[Tensor]:
-        """Return the tensors of ``image`` in the order of the model's tensors. A tensor is a view into ``image`` if
-        dtype and device equal the model's; otherwise it is a converted copy in the buffer ``index``."""
+        """Return the tensors of ``image``, whose layout is ``manifest``, in the order of the model's tensors. A tensor
+        is a view into ``image`` if dtype and device equal the model's; otherwise it is a converted copy in the buffer
+        ``index``."""
         tensors = []
         for (name, target), parts in zip(self._targets.items(), self._views(manifest, image, index), strict=True):
             first = parts[0]

@@ -27,6 +27,7 @@ class ShmOutbox:
         ``/dev/shm``."""
         self._path = path
         self._has_created = False
+        """Whether this process has created the file, and must remove it."""
 
     def memory(self, num_bytes: int) -> memoryview:
         """Create the shared file, and return its first ``num_bytes`` bytes, which are the slots. Raises
@@ -92,8 +93,11 @@ class ShmInbox:
     def __init__(self) -> None:
         """Create the receiver without a mapped file."""
         self._file: memoryview | None = None
+        """The mapped file; ``None`` before the first update."""
         self._slots: list[memoryview] = []
+        """The slots of the mapped file."""
         self._mapped_file: tuple[str, int, int] | None = None
+        """The path, device and inode of the mapped file; ``None`` before the first update."""
 
     def view(self, update: WeightUpdate) -> memoryview:
         """Return the payload of ``update`` in shared memory, without a copy. Raises
@@ -156,11 +160,11 @@ def _file_bytes(image_bytes: int) -> int:
     return max(_payload_start(image_bytes) + image_bytes, 1)
 
 
-def _memory_error(path: Path, what: str, error: Exception) -> WeightsError:
-    """Return the error for shared memory that is too small. ``what`` is the beginning of the message: the purpose and
-    the number of bytes."""
+def _memory_error(path: Path, purpose: str, error: Exception) -> WeightsError:
+    """Return the error for shared memory that is too small. ``purpose`` is the beginning of the message: the purpose
+    and the number of bytes."""
     return WeightsError(
-        f"{what} at {path.parent}: {error}",
+        f"{purpose} at {path.parent}: {error}",
         remedy=f"free that much there (df -h {path.parent}), or enlarge it: mount -o remount,size=... /dev/shm",
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from headrace.sync.base import ALONE, LearnerRank
-from headrace.sync.codecs import codec_of
+from headrace.sync.codecs import get_codec
 from headrace.sync.config import TRANSPORTS, Route
 from headrace.sync.pieces import TensorBoxes, whole_boxes
 from headrace.sync.publisher import Publisher
@@ -37,7 +37,7 @@ def make_publisher(
     Raises :class:`~headrace.base.errors.ConfigError` if the transport cannot be used here, and
     :class:`~headrace.base.errors.WeightsError` if there is too little memory.
     """
-    transport, codec = TRANSPORTS.load(route.transport), codec_of(route.codec)
+    transport, codec = TRANSPORTS.load(route.transport), get_codec(route.codec)
     if transport.open_rank_outbox is None:
         return Publisher(tensors, codec, transport.open_outbox(route, token))
     boxes_by_rank = [whole_boxes(tensors)] if boxes_by_rank is None else boxes_by_rank
@@ -48,4 +48,6 @@ def make_receiver(route: Route, tensors: Mapping[str, Tensor], token: str = "") 
     """Return the engine's side of the weight sync for ``tensors``, the model's parameters and buffers by name. The
     other arguments and the errors are the same as in :func:`make_publisher`."""
     transport = TRANSPORTS.load(route.transport)
-    return Receiver(tensors, codec_of(route.codec), lambda limit_bytes: transport.open_inbox(route, token, limit_bytes))
+    return Receiver(
+        tensors, get_codec(route.codec), lambda limit_bytes: transport.open_inbox(route, token, limit_bytes)
+    )

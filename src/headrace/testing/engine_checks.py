@@ -446,11 +446,11 @@ def check_experts(rig: Rig) -> None:
     known_T = np.concatenate([part.known_T for part in parts if part is not None])
     assert known_T.tolist() == [True] * 19 + [False]
     recorded = np.concatenate([prompt.experts_RLK, *(part.experts_RLK for part in parts if part is not None)])
-    expected = _experts_of(rig, output)[: len(recorded)]
+    expected = _compute_experts(rig, output)[: len(recorded)]
     assert (np.sort(recorded, -1) == np.sort(expected, -1)).all(), "tokens went to other experts"
 
 
-def _experts_of(rig: Rig, output: RequestOutput) -> Experts:
+def _compute_experts(rig: Rig, output: RequestOutput) -> Experts:
     """Return the indices of the experts, ``[T, L, K]``, that the model in transformers chooses under the newest weights
     for each token of prompt and answer of ``output``."""
     routed = find_routing(rig.model)

@@ -137,10 +137,10 @@ def _fake(kind: str, required: ServeRequirements, scratch: Path) -> Iterator[Rig
         yield rig
 
 
-def _check_engine(kind: str, how: str, make: OpenRig, can: Capabilities | None = None) -> Column:
+def _check_engine(kind: str, engine_type: str, make: OpenRig, can: Capabilities | None = None) -> Column:
     """Check one engine with all suites, and return its column of the table. ``make`` opens a rig with the engine,
-    ``how`` is the part of the heading that says whether the engine is real or a fake, and ``can`` are its capabilities;
-    ``None``: the capabilities of engines of this ``kind``."""
+    ``engine_type`` is the part of the heading that says whether the engine is real or a fake, and ``can`` are its
+    capabilities; ``None``: the capabilities of engines of this ``kind``."""
     can, title, results = can or ENGINES.load(kind).capabilities, kind, list[str]()
     for suite in SUITES.values():
         if not suite.is_supported(can):
@@ -148,7 +148,7 @@ def _check_engine(kind: str, how: str, make: OpenRig, can: Capabilities | None =
             continue
         with _open_rig(suite, make, can) as rig:
             if isinstance(rig.core, ServedEngine):
-                title = f"{rig.core.facts()['server']}, {how}"
+                title = f"{rig.core.facts()['server']}, {engine_type}"
             results += [_check_clause(clause, rig) for clause in suite.clauses]
     return Column(title=title, capabilities=can, results=tuple(results))
 

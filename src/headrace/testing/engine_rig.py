@@ -236,10 +236,10 @@ def assert_refused(act: Callable[[], object], words: str) -> None:
     assert words in message, f"the refusal does not say {words!r}: {message}"
 
 
-def assert_close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | FloatColumn) -> None:
+def assert_close(actual: Sequence[float] | FloatColumn, expected: Sequence[float] | FloatColumn) -> None:
     """Assert that two columns of logprobs, one number for each token, are not empty and differ by less than
     :data:`CLOSE` for every token."""
-    apart = np.abs(np.asarray(found) - np.asarray(expected))
+    apart = np.abs(np.asarray(actual) - np.asarray(expected))
     assert len(apart), "there is nothing to compare"
     assert apart.max() < CLOSE, f"logprobs are {apart.max():.2g} apart"
 

@@ -53,9 +53,12 @@ class FakeEngine:
         self._token_s = token_s
         self._length = length
         self._staged = -1
+        """The version that is staged; −1 if there is none."""
         self._not_paused = asyncio.Event()
+        """The event that is set unless the engine is paused."""
         self._not_paused.set()
         self._stats = EngineStats()
+        """The counters of the engine."""
         self.commits: list[int] = []
         """The versions that were committed, in order, for a test to read."""
 
@@ -127,9 +130,9 @@ class FakeEngine:
         """Return the counters: generated tokens, busy time, running sequences and the committed version."""
         return self._stats
 
-    def _count(self, **by: float) -> None:
-        """Add each number in ``by`` to the counter of the same name, which :meth:`stats` returns."""
-        changed: dict[str, Any] = {name: getattr(self._stats, name) + change for name, change in by.items()}
+    def _count(self, **changes: float) -> None:
+        """Add each number in ``changes`` to the counter of the same name, which :meth:`stats` returns."""
+        changed: dict[str, Any] = {name: getattr(self._stats, name) + change for name, change in changes.items()}
         self._stats = msgspec.structs.replace(self._stats, **changed)
 
 
@@ -159,11 +162,14 @@ class FakeLearner:
         ``snapshot_s``."""
         self._token_s = token_s
         self._snapshot_s = snapshot_s
-        self._one_call = asyncio.Lock()  # calls are executed one after the other
+        self._one_call = asyncio.Lock()
+        """The lock that is held during a call, so that calls are executed one after the other."""
         self.weights = "0" * 32
         """The current weights: a hash of 32 hexadecimal digits."""
         self._slots: dict[int, str] = {}
+        """The weights in each slot of the buffer, by the slot's index."""
         self._busy_from_s: float | None = None
+        """The time at which the running call began; ``None`` between calls."""
         self.batches: list[Batch] = []
         """The batches that were trained, in order, for a test to read."""
 

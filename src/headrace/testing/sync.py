@@ -26,7 +26,7 @@ from torch import Tensor
 from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.weights import Manifest, WeightUpdate
 from headrace.sync.base import Codec, Inbox, Phase
-from headrace.sync.codecs import codec_of
+from headrace.sync.codecs import get_codec
 from headrace.sync.config import TRANSPORTS, Route
 from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
@@ -123,7 +123,7 @@ class Pair:
     @property
     def codec(self) -> Codec:
         """The codec of both sides, which encodes and decodes the weights."""
-        return codec_of(self.route.codec)
+        return get_codec(self.route.codec)
 
     @torch.no_grad()
     def learn(self) -> Weights:
@@ -196,7 +196,7 @@ def receiver_with_faults(
         inboxes.append(FaultyInbox(TRANSPORTS.load(route.transport).open_inbox(route, TOKEN, limit_bytes), rng))
         return inboxes[0]
 
-    return Receiver(engine, codec_of(route.codec), open_inbox), inboxes[0]
+    return Receiver(engine, get_codec(route.codec), open_inbox), inboxes[0]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ def offers(monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, str, str]) -> Regi
         entry = EntryPoint(name=name, value=target, group="headrace.losses")
         vars(entry)["dist"] = Distribution(package)
         found.append(entry)
-    monkeypatch.setattr(plugins, "entry_points_of", lambda _group: tuple(found))
+    monkeypatch.setattr(plugins, "get_entry_points", lambda _group: tuple(found))
     return Registry(
         group="headrace.losses",
         setting="algo.loss",

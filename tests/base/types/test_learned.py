@@ -6,7 +6,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.scored import ScoredGroup, TokenResults
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import Tokens
-from headrace.flow.layout import collate, without_stale
+from headrace.flow.layout import collate, drop_stale
 from headrace.flow.ledger.turns import decode_token_results, encode_token_results
 
 
@@ -40,10 +40,10 @@ def test_each_gap_is_that_of_its_own_token() -> None:
         ScoredGroup(number=7, episodes=(episode(7, 1, plain), episode(7, 2, tree()))),
     ]
     batch = collate(4, groups, [0.5, -0.5, 0.5])
-    trained, stale = without_stale(batch, 2)
+    trained, stale = drop_stale(batch, 2)
     assert stale
     log_pi_N = np.where(trained.mask_N, 100.0 * batch.ids_N, np.nan).astype(np.float32)
-    learned = TokenResults.of([each.key for group in groups for each in group.scored], batch, log_pi_N)
+    learned = TokenResults.from_batch([each.key for group in groups for each in group.scored], batch, log_pi_N)
     for each in (groups[0].episodes[0], groups[1].episodes[1]):
         gaps = {turn: column_T.tolist() for turn, column_T in learned.gaps(each).items()}
         assert gaps.pop(1) == [101.0, 202.0]
@@ -65,7 +65,7 @@ def test_what_a_teacher_beside_the_learner_says_is_that_of_its_own_token() -> No
     )
     keys = [group.episodes[0].key for group in groups]
     learned = decode_token_results(
-        encode_token_results(TokenResults.of(keys, batch, batch.logprobs_N, teacher_scores_N))
+        encode_token_results(TokenResults.from_batch(keys, batch, batch.logprobs_N, teacher_scores_N))
     )
     for version, group in enumerate(groups):
         taught = learned.teacher_scores(group.episodes[0])
@@ -75,4 +75,4 @@ def test_what_a_teacher_beside_the_learner_says_is_that_of_its_own_token() -> No
             5: [-70.0, -80.0],
         }
         assert {int(each) for said in taught.values() for each in said.versions_T} == {version}
-    assert TokenResults.of(keys, batch, batch.logprobs_N).teacher_scores(groups[0].episodes[0]) == {}
+    assert TokenResults.from_batch(keys, batch, batch.logprobs_N).teacher_scores(groups[0].episodes[0]) == {}

@@ -40,7 +40,7 @@ def sampled(*ids: int, routes: Routing | None = None, kept: KeptSets | None = No
 @given(SPANS, st.data())
 def test_selection_of_kept_sets_is_the_selection_of_their_spans(spans: list[list[int]], data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, len(spans) - 1), max_size=15))
-    taken = KeptSets.of(spans).take(np.array(places, np.int64))
+    taken = KeptSets.from_spans(spans).take(np.array(places, np.int64))
     assert [span.tolist() for span in taken.spans()] == [spans[place] for place in places]
 
 
@@ -52,7 +52,7 @@ def test_any_selection_of_routing_keeps_what_is_known(rows: list[int | None], da
 
 def test_kept_set_without_the_sampled_token_is_refused_at_birth() -> None:
     with pytest.raises(ValueError, match="kept-set of token 1 does not hold the sampled id 5"):
-        sampled(4, 5, kept=KeptSets.of([[], [4, 6]]))
+        sampled(4, 5, kept=KeptSets.from_spans([[], [4, 6]]))
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -64,7 +64,7 @@ def test_recorded_columns_of_another_length_are_refused_at_birth(count: int) -> 
 
 
 def test_tokens_without_records_beside_tokens_with_them_have_empty_ones() -> None:
-    joined = Tokens.observed([1, 2]) + sampled(7, kept=KeptSets.of([[7, 9]]), routes=routing(3))
+    joined = Tokens.observed([1, 2]) + sampled(7, kept=KeptSets.from_spans([[7, 9]]), routes=routing(3))
     assert joined.kept is not None
     assert joined.routing is not None
     assert [span.tolist() for span in joined.kept.spans()] == [[], [], [7, 9]]
@@ -72,7 +72,7 @@ def test_tokens_without_records_beside_tokens_with_them_have_empty_ones() -> Non
 
 
 def test_turns_come_back_from_the_ledger_with_all_that_was_recorded() -> None:
-    tokens = sampled(7, 8, kept=KeptSets.of([[7, 9], []]), routes=routing(3, None))
+    tokens = sampled(7, 8, kept=KeptSets.from_spans([[7, 9], []]), routes=routing(3, None))
     turn = Turn(author="policy", tokens=tokens, parent=0, context_routing=routing(1, 2))
     (found,) = decode_turns(encode_turns([turn]))
     assert found.tokens.kept is not None
@@ -116,7 +116,7 @@ def test_turn_that_recorded_nothing_leaves_the_tokens_as_they_are() -> None:
 
 
 def test_batch_carries_records_of_every_token_and_travels_with_them() -> None:
-    tokens = Tokens.observed([1]) + sampled(7, kept=KeptSets.of([[7, 9]]), routes=routing(300 % 256))
+    tokens = Tokens.observed([1]) + sampled(7, kept=KeptSets.from_spans([[7, 9]]), routes=routing(300 % 256))
     sample = TrainSample(key=EpisodeKey(0, 0), spans=(tokens,), mask_T=tokens.sampled_T, advantage=1.0)
     plain = TrainSample(
         key=EpisodeKey(0, 1), spans=(Tokens.observed([2]),), mask_T=np.zeros(1, bool), advantage=0.0

@@ -12,7 +12,7 @@ from headrace.base.types.episode import EpisodeKey, Turn
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
-from headrace.flow.layout import UNTAUGHT, without_untaught
+from headrace.flow.layout import UNTAUGHT, drop_untaught
 from headrace.flow.ledger.turns import decode_turns, encode_turns
 
 
@@ -93,8 +93,8 @@ def test_tokens_that_were_scored_before_there_was_a_teacher_lose_their_loss_and_
         TrainSample(key=EpisodeKey(0, place), spans=(tokens,), mask_T=tokens.sampled_T, advantage=1.0)
         for place, tokens in enumerate((taught, before))
     ]
-    batch, counted = without_untaught(Batch.collate(0, samples))
+    batch, counted = drop_untaught(Batch.collate(0, samples))
     assert batch.mask_N.tolist() == [True, True, True, False, False]
     assert counted == {UNTAUGHT: 2}
     untouched = Batch.collate(0, samples[1:])
-    assert without_untaught(untouched) == (untouched, {})
+    assert drop_untaught(untouched) == (untouched, {})

@@ -177,7 +177,7 @@ async def sample_siblings(fleet: Fleet, seeds: Sequence[int], count: int = 40, s
 def fleet_of(*names: str, kind: type[Mortal] = Mortal, **settings: Any) -> tuple[Fleet, dict[str, Any]]:
     fleet, engines = Fleet(VirtualClock(), size=len(names), **settings), {name: kind(name) for name in names}
     for name, engine in engines.items():
-        fleet.join(name, engine, address=name)
+        fleet.add(name, engine, address=name)
     return fleet, engines
 
 
@@ -210,4 +210,4 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 
 def kill(fleet: Fleet, engine: Mortal) -> int:
     engine.die()
-    return fleet.leave(engine.name)
+    return fleet.remove(engine.name)

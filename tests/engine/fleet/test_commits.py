@@ -77,7 +77,7 @@ async def test_engine_that_dies_in_a_commit_is_left_out_and_its_successor_comes_
         commit = group.create_task(fleet.commit(1))
         await asyncio.sleep(0.5)
         kill(fleet, engines["a"])
-        fleet.join("a", Mortal("a"))
+        fleet.add("a", Mortal("a"))
     assert (fleet.version, commit.result().version) == (1, 1)
     await fleet.wait_for_lagging()
     assert fleet.engines_without(1) == ("a",)
@@ -91,7 +91,7 @@ async def test_next_version_may_be_announced_only_to_engines_that_use_the_newest
     fleet, _ = fleet_of("a", "b")
     assert fleet.engines_in_step() == ("a", "b")
     await bring(fleet, 0)
-    fleet.join("c", Mortal("c"))
+    fleet.add("c", Mortal("c"))
     assert fleet.engines_in_step() == ("a", "b"), "another version is being staged there"
     await bring(fleet, 0)
     assert fleet.engines_in_step() == ("a", "b", "c")
@@ -128,7 +128,7 @@ async def test_commit_whose_engines_have_all_died_is_made_by_those_that_come() -
         kill(fleet, engines["a"])
         await asyncio.sleep(30.0)
         assert fleet.version == 0
-        fleet.join("a", Mortal("a"))
+        fleet.add("a", Mortal("a"))
     assert fleet.version == 1
 
 
@@ -136,7 +136,7 @@ async def test_commit_whose_engines_have_all_died_is_made_by_those_that_come() -
 async def test_engine_that_cannot_use_a_difference_asks_for_the_whole_and_the_others_keep_what_they_have() -> None:
     fleet, engines = fleet_of("a", "b")
     await bring(fleet, 0)
-    fleet.join("c", Mortal("c"))
+    fleet.add("c", Mortal("c"))
     with pytest.raises(NeedsFull, match="c: version 1 is a difference from 0"):
         await fleet.stage(update(1, base=0))
     assert fleet.engines_without(1) == ("c",)

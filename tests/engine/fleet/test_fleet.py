@@ -74,7 +74,7 @@ async def test_engine_that_is_retired_ends_what_it_has_commits_with_the_others_a
         assert engines["a"].commits == [0, 1], "its sequences may need the memory of the version before"
     assert len(engines["a"].asked) == asked > 0
     assert fleet.load("a") == 0
-    assert fleet.leave("a") == 0
+    assert fleet.remove("a") == 0
 
 
 @in_virtual_time
@@ -107,7 +107,7 @@ async def test_request_whose_engines_are_removed_again_and_again_is_not_taken_fo
         for number in range(2 * MAX_DEATHS_WITHOUT_TOKEN):
             await asyncio.sleep(0.5 * FLUSH * TOKEN_S)
             name = str(number)
-            fleet.join(name, kind(name))
+            fleet.add(name, kind(name))
             await fleet.stage(update(0))
             await fleet.commit(0)
             (there,) = [other for other in fleet.names if other != name]
@@ -193,7 +193,7 @@ async def test_sequences_of_the_only_engine_wait_for_its_successor_and_its_weigh
         late = group.create_task(sample(fleet, 9))
         await asyncio.sleep(60.0)
         successor = Mortal("engine")
-        fleet.join("engine", successor)
+        fleet.add("engine", successor)
         await fleet.wait_for_lagging()
         assert successor.asked == []
         await bring(fleet, 3)
@@ -227,7 +227,7 @@ async def test_request_that_kills_every_engine_fails_and_the_others_go_on() -> N
             await asyncio.sleep(0.5 * FLUSH * TOKEN_S)
             kill(fleet, engines["a"])
             engines["a"] = Mortal("a")
-            fleet.join("a", engines["a"])
+            fleet.add("a", engines["a"])
             await bring(fleet, 0)
             assert poisoned.done() == (life == MAX_DEATHS_WITHOUT_TOKEN - 1)
         await sample(fleet, 2)
@@ -350,7 +350,7 @@ async def test_engine_that_others_ask_is_judged_by_the_counters_that_it_reports(
         await asyncio.sleep(20.0)
         watching.cancel()
     assert ended == ["a"]
-    assert fleet.leave("a") == 3, "these are what others continue"
+    assert fleet.remove("a") == 3, "these are what others continue"
 
 
 @in_virtual_time
@@ -362,8 +362,8 @@ async def test_engine_that_does_not_answer_in_time_is_ended_where_somebody_can_a
     ended: list[str] = []
     for end in (lambda name, why, remedy: ended.append(f"{name}: {why}; {remedy}"), None):
         fleet = Fleet(VirtualClock(), size=2, end=end)
-        fleet.join("late", Late("late"))
-        fleet.join("good", Mortal("good"))
+        fleet.add("late", Late("late"))
+        fleet.add("good", Mortal("good"))
         await fleet.stage(update(0))
         if end is None:
             with pytest.raises(DeadlineError, match="late has not answered"):
@@ -382,7 +382,7 @@ async def test_counters_outlive_the_engine_that_counted() -> None:
     assert (fleet.stats().generated_tokens, fleet.stats().version) == (240, 0)
     kill(fleet, engines["a"])
     assert fleet.stats().generated_tokens == 240
-    fleet.join("a", Mortal("a"))
+    fleet.add("a", Mortal("a"))
     assert fleet.stats().generated_tokens == 240
 
 
@@ -394,8 +394,8 @@ async def test_scores_are_made_again_where_their_engine_dies() -> None:
             raise self._death()
 
     fleet = Fleet(VirtualClock(), size=2)
-    fleet.join("a", Deadly("a"))
-    fleet.join("b", Mortal("b"))
+    fleet.add("a", Deadly("a"))
+    fleet.add("b", Mortal("b"))
     await bring(fleet, 0)
     tokens = Tokens.observed([1, 2])
     assert (await fleet.score(tokens)).tolist() == tokens.logprobs_T.tolist()
@@ -408,7 +408,7 @@ async def test_engine_that_comes_while_all_stand_still_stands_still_too() -> Non
     await fleet.pause()
     late = Mortal("b")
     kill(fleet, engines["b"])
-    fleet.join("b", late)
+    fleet.add("b", late)
     await bring(fleet, 0)
     assert not late._not_paused.is_set()
     await fleet.resume()
@@ -422,8 +422,8 @@ async def test_commit_with_sleep_wakes_all_and_the_death_of_one_that_falls_aslee
             raise self._death()
 
     fleet, left = Fleet(VirtualClock(), size=2), Mortal("b")
-    fleet.join("a", Deadly("a"))
-    fleet.join("b", left)
+    fleet.add("a", Deadly("a"))
+    fleet.add("b", left)
     await bring(fleet, 0)
     await fleet.pause(release=True)
     assert not left._not_paused.is_set()
@@ -453,7 +453,7 @@ def test_no_sequence_is_lost_whatever_dies_joins_and_commits_at_random(seed: int
                     await bring(fleet, version)
                 elif engines[name].dead.is_set():
                     engines[name] = kind(name, commit_s=float(rng.random() * 0.05))
-                    fleet.join(name, engines[name])
+                    fleet.add(name, engines[name])
                     await bring(fleet, version)
                 else:
                     kill(fleet, engines[name])

@@ -82,7 +82,7 @@ async def test_version_whose_other_engines_die_waits_for_their_successors() -> N
         kill(fleet, engines["a"])
         await asyncio.sleep(30.0)
         assert (fleet.version, bringing.done()) == (0, False)
-        fleet.join("a", Mortal("a"))
+        fleet.add("a", Mortal("a"))
     assert fleet.version == 1
 
 

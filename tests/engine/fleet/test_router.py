@@ -18,7 +18,7 @@ NAMES = ["a", "b", "c", "d"]
 def serving(*names: str, version: int = 0) -> Router:
     router = Router()
     for name in names:
-        router.join(name)
+        router.add(name)
         router.use(name, version)
     return router
 
@@ -46,7 +46,7 @@ class Histories(RuleBasedStateMachine):
         self.commit("a", 0)
 
     def join(self, name: str) -> None:
-        self.router.join(name)
+        self.router.add(name)
         self.versions[name] = -1
 
     def commit(self, name: str, version: int) -> None:
@@ -99,7 +99,7 @@ class Histories(RuleBasedStateMachine):
         if name not in self.versions:
             return
         del self.versions[name]
-        homeless = self.router.leave(name)
+        homeless = self.router.remove(name)
         assert sorted(homeless) == sorted(n for n, place in self.places.items() if place == name)
         for number in homeless:
             self.places[number] = None
@@ -215,22 +215,22 @@ def test_engine_that_leaves_keeps_what_it_has_and_gets_nothing_new_whatever_happ
     assert router.assign(1, RouteRequest(session="s")) == "b"
     assert router.assign(2, RouteRequest(only="a")) is None
     assert (router.where(0), router.takes_sequences("a"), router.takes_sequences("b")) == ("a", False, True)
-    router.leave("b")
-    assert not router.serves
-    assert router.leave("a") == (0,)
+    router.remove("b")
+    assert not router.has_serving_engine
+    assert router.remove("a") == (0,)
 
 
 def test_engine_without_weights_serves_nothing() -> None:
     router = Router()
-    router.join("a")
-    assert not router.serves
+    router.add("a")
+    assert not router.has_serving_engine
     assert router.assign(0) is None
     router.use("a", 4)
     assert router.assign(0) == "a"
     with pytest.raises(ValueError, match="has a place"):
         router.assign(0)
     with pytest.raises(ValueError, match="is there already"):
-        router.join("a")
+        router.add("a")
 
 
 def test_sequence_of_one_version_goes_to_an_engine_that_has_it_or_to_none() -> None:

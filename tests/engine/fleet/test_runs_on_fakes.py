@@ -92,12 +92,12 @@ def with_fleet(
 
         def come(name: str) -> None:
             engines[name] = kind(name, length=LENGTH, commit_s=0.02)
-            fleet.join(name, engines[name], address=name)
+            fleet.add(name, engines[name], address=name)
 
         def die(name: str) -> None:
             if not engines[name].dead.is_set():
                 engines[name].die()
-                fleet.leave(name)
+                fleet.remove(name)
                 loop.call_later(away_s, come, name)
 
         for name in names:

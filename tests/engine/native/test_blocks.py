@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.engine.native.blocks import BlockPool, Chain, blocks_for
+from headrace.engine.native.blocks import BlockPool, Chain, count_blocks
 from headrace.models.paged.base import BLOCK
 
 
@@ -23,7 +23,7 @@ def computed(pool: BlockPool, ids_T: np.ndarray, salt: int = 0) -> list[int]:
     """A sequence that has joined with this prompt."""
     chain = Chain(pool.version, salt)
     table = pool.match(chain, ids_T)
-    fresh = pool.allocate(blocks_for(len(ids_T)) - len(table))
+    fresh = pool.allocate(count_blocks(len(ids_T)) - len(table))
     assert fresh is not None
     pool.register(chain, table + fresh, ids_T)
     return table + fresh
@@ -221,7 +221,7 @@ class Pool(RuleBasedStateMachine):
         self.grow(sequence)
 
     def grow(self, sequence: Sequence) -> None:
-        wanted = blocks_for(len(sequence.ids_T)) - len(sequence.table)
+        wanted = count_blocks(len(sequence.ids_T)) - len(sequence.table)
         fresh = self.pool.allocate(wanted)
         self.took(fresh, wanted)
         if fresh is None:
@@ -259,7 +259,7 @@ class Pool(RuleBasedStateMachine):
         at = data.draw(st.integers(1, len(parent.ids_T)))
         forked = self.pool.fork(parent.table, at)
         fresh = None if forked is None else forked.table[at // BLOCK :]
-        self.took(fresh, blocks_for(at) - at // BLOCK)
+        self.took(fresh, count_blocks(at) - at // BLOCK)
         if forked is None:
             return
         assert forked.table[: at // BLOCK] == parent.table[: at // BLOCK]

@@ -147,7 +147,7 @@ def test_ids_are_never_wrapped_or_rounded(served: tuple[NativeEngine, list[int]]
 def test_kept_sets_and_experts_outside_the_model_are_not_scored(served: tuple[NativeEngine, list[int]]) -> None:
     ids_T = np.array([3, 4, 5], np.int32)
     experts = Routing(known_T=np.ones(3, bool), experts_RLK=np.full((3, 2, 2), 200, np.uint8))
-    for bad in ({"kept": KeptSets.of([[], [4, 100_000], [5]])}, {"routing": experts}):
+    for bad in ({"kept": KeptSets.from_spans([[], [4, 100_000], [5]])}, {"routing": experts}):
         with pytest.raises(RequestError, match="tokens to score"):
             served[0].score(ScoreTokens(call=0, ids_T=ids_T, **bad))
 

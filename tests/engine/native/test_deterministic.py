@@ -274,7 +274,7 @@ def test_in_a_whole_run_engine_and_learner_do_not_differ_at_all(tmp_path: Path) 
     figures = [line["metrics"]["mismatch_abs"] for line in lines if "mismatch_abs" in line.get("metrics", {})]
     assert figures
     assert set(figures) == {0.0}
-    browser = Browser.of_run(directory)
+    browser = Browser.open_run(directory)
     fresh = []
     for row in browser.page(EpisodeQuery(status="trained"), order="oldest", limit=100):
         episode, learned = browser.episode(EpisodeKey(row.group, row.place)), browser.token_results(row.group)

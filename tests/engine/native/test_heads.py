@@ -42,7 +42,7 @@ def drafter_of(engine: NativeEngine) -> HeadDrafter:
 def by_hand(engine: NativeEngine, row: int, num: int) -> list[int]:
     """The greedy draft for a row: the model and the head, each over the whole sequence, with no cache at all."""
     model, head = engine._model, drafter_of(engine)._parts.head
-    ids = torch.from_numpy(engine._rows.ids_of(row).astype(np.int64))
+    ids = torch.from_numpy(engine._rows.get_ids(row).astype(np.int64))
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     kept: list[torch.Tensor] = []
     hook = model.get_decoder().register_forward_hook(lambda _m, _a, out: kept.append(out.last_hidden_state[0]))

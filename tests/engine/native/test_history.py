@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.engine.native.history import HistoryIndex, OwnText, contexts_of
+from headrace.engine.native.history import HistoryIndex, OwnText, extract_contexts
 from headrace.engine.native.rows import Rows
 from headrace.engine.native.sequence import Sequence
 from headrace.engine.native.speculation import Trust, cheapest
@@ -16,7 +16,7 @@ KEY, OTHER = np.uint64(2**63 + 5), np.uint64(77)
 
 def drafted(index: HistoryIndex, key: np.uint64, last: list[int], num: int = 4) -> list[list[int]]:
     """What each way of looking up finds, up to its end."""
-    ids_LDK, chances_LDK = index.find(np.array([key]), contexts_of(np.array([last])), num)
+    ids_LDK, chances_LDK = index.find(np.array([key]), extract_contexts(np.array([last])), num)
     return [ids[chances > 0].tolist() for ids, chances in zip(ids_LDK[:, 0], chances_LDK[:, 0], strict=True)]
 
 
@@ -62,18 +62,18 @@ def test_text_that_repeats_itself_is_continued(period: int) -> None:
     text = (np.arange(200) % period + 7).astype(np.int32)
     for row, ids in enumerate((np.arange(10, 100, dtype=np.int32), text[:100])):
         given = request(row, ids.tolist())
-        rows.join(
+        rows.add(
             Sequence(request=given, given_ids_T=given.prompt_ids_T, num_prompt=len(ids), arrival=row, deadline_s=9.0),
             [],
             0,
         )
-        own.join(row)
+        own.add(row)
     both = np.arange(2)
     own.read(both)
     ids_DK, repeats_D = own.find(both, 12)
     assert repeats_D.tolist() == [False, True]
     assert ids_DK[1].tolist() == text[100:112].tolist()
-    rows.leave([0])
+    rows.remove([0])
     own.move(np.array([1]), np.array([0]))
     rows.record(np.array([0, 0]), text[100:102], np.zeros(2, np.float32), 0, offsets_D=np.arange(2))
     own.read(np.array([0]))

@@ -32,14 +32,14 @@ def finite(masks: Masks, num_rows: int) -> list[list[bool]]:
 
 def test_rows_follow_their_answers_and_ids_that_a_mask_does_not_know_are_excluded() -> None:
     masks = Masks(lambda description: Ascending())
-    masks.join(0, Sampling(max_new_tokens=4), np.zeros(0, np.int32))
-    masks.join(1, MASKED, np.zeros(0, np.int32))
-    masks.join(2, MASKED, np.array([1], np.int32))
+    masks.add(0, Sampling(max_new_tokens=4), np.zeros(0, np.int32))
+    masks.add(1, MASKED, np.zeros(0, np.int32))
+    masks.add(2, MASKED, np.array([1], np.int32))
     assert finite(masks, 3) == [[True] * 4, [True, True, True, False], [False, False, True, False]]
     masks.append(torch.tensor([3, 0, 2]), np.arange(3))
     assert finite(masks, 3) == [[True] * 4, [False, True, True, False], [False] * 4]
     masks.move(np.array([2]), np.array([0]), 2)
     assert finite(masks, 2) == [[False] * 4, [False, True, True, False]]
-    masks.join(0, Sampling(max_new_tokens=4), np.zeros(0, np.int32))
+    masks.add(0, Sampling(max_new_tokens=4), np.zeros(0, np.int32))
     masks.move(np.zeros(0, np.int64), np.zeros(0, np.int64), 1)
     assert not masks.any()

@@ -16,7 +16,7 @@ from headrace.models.config import LoraConfig, ModelConfig
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.fuse import fuse
 from headrace.models.kernels.ops import kernels
-from headrace.models.kernels.panels import products_of
+from headrace.models.kernels.panels import get_products
 from headrace.models.load import load_model
 from headrace.models.weights import weight_tensors
 from headrace.policy.slots import Slots
@@ -52,7 +52,7 @@ class Pair:
             pass
 
     def all_packed(self) -> bool:
-        return all(product.weights().panels is not None for product in products_of(self.engine))
+        return all(product.weights().panels is not None for product in get_products(self.engine))
 
     def wanted(self) -> Tensor:
         """What a model without panels makes of the engine's weights."""
@@ -189,5 +189,5 @@ def test_where_memory_is_short_there_are_none_and_the_bits_are_the_same(
     assert poor.packing.num_bytes == 0
     for pair in (rich, poor):
         pair.commit(pair.stage())
-    assert not any(product.weights().panels is not None for product in products_of(poor.engine))
+    assert not any(product.weights().panels is not None for product in get_products(poor.engine))
     assert torch.equal(logits(poor.engine), logits(rich.engine))

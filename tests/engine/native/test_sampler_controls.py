@@ -26,7 +26,7 @@ def controls_of(samplings: Sequence[Sampling], prompts: Sequence[Sequence[int]] 
     controls = Controls(len(samplings), CPU)
     for row, sampling in enumerate(samplings):
         prompt = prompts[row] if prompts else [0]
-        controls.join(row, sampling, np.array(prompt, np.int32), np.zeros(0, np.int32))
+        controls.add(row, sampling, np.array(prompt, np.int32), np.zeros(0, np.int32))
     return controls
 
 
@@ -210,7 +210,7 @@ def test_rows_keep_their_controls_and_counts_when_others_leave_join_or_wait() ->
     controls = Controls(8, CPU)
     rows = [0, 1, 4, 5, 6]
     for row, which in enumerate(rows):
-        controls.join(row, MIXED[which], np.array(prompts[which], np.int32), np.zeros(0, np.int32))
+        controls.add(row, MIXED[which], np.array(prompts[which], np.int32), np.zeros(0, np.int32))
     answers: dict[int, list[int]] = {which: [] for which in range(len(MIXED))}
 
     def step(drawing: list[int]) -> None:
@@ -221,7 +221,7 @@ def test_rows_keep_their_controls_and_counts_when_others_leave_join_or_wait() ->
         for place, row in enumerate(drawing):
             which = rows[row]
             fresh = Controls(1, CPU)
-            fresh.join(0, MIXED[which], np.array(prompts[which], np.int32), np.array(answers[which], np.int32))
+            fresh.add(0, MIXED[which], np.array(prompts[which], np.int32), np.array(answers[which], np.int32))
             again = fresh.draw(logits_DV[place : place + 1], places[place : place + 1])
             assert told_by(drawn)[place] == told_by(again)[0]
             answers[which].append(int(again.ids_R))
@@ -231,8 +231,8 @@ def test_rows_keep_their_controls_and_counts_when_others_leave_join_or_wait() ->
     controls.move(np.array([4, 3]), np.array([0, 1]), 3)  # rows 0 and 1 leave
     rows[:] = [6, 5, 4]
     step([0, 1, 2])
-    controls.join(3, MIXED[7], np.array(prompts[7], np.int32), np.zeros(0, np.int32))
-    controls.join(4, MIXED[0], np.array(prompts[0], np.int32), np.zeros(0, np.int32))
+    controls.add(3, MIXED[7], np.array(prompts[7], np.int32), np.zeros(0, np.int32))
+    controls.add(4, MIXED[0], np.array(prompts[0], np.int32), np.zeros(0, np.int32))
     rows += [7, 0]
     for _ in range(70):
         step([0, 1, 2, 3, 4])
@@ -242,7 +242,7 @@ def test_a_row_that_held_a_controlled_sequence_is_plain_again() -> None:
     controls = controls_of([MIXED[6]], [[1, 2, 3]])
     controls.move(np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
     plain = Sampling(max_new_tokens=3, seed=9)
-    controls.join(0, plain, np.array([1], np.int32), np.zeros(0, np.int32))
+    controls.add(0, plain, np.array([1], np.int32), np.zeros(0, np.int32))
     logits_RV = torch.randn(1, 37, generator=torch.Generator().manual_seed(2))
     expected = controls_of([plain]).draw(logits_RV, np.array([5]))
     assert told_by(controls.draw(logits_RV, np.array([5]))) == told_by(expected)

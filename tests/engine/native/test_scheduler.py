@@ -58,8 +58,8 @@ class Machine:
         for row in full.tolist():
             sequence = rows.sequences[row]
             self.ended.append(sequence.request.request_id)
-            self.sampled[sequence.request.request_id] = rows.ids_of(row)[len(sequence.given_ids_T) :].tolist()
-        self.scheduler.leave(full)
+            self.sampled[sequence.request.request_id] = rows.get_ids(row)[len(sequence.given_ids_T) :].tolist()
+        self.scheduler.remove(full)
         self.pool.check([rows.table(row) for row in range(rows.count)])
         return schedule
 
@@ -101,7 +101,7 @@ def test_the_sequence_of_the_first_rank_moves_in_every_step(requests: list[tuple
         scheduled = machine.step()
         left = [sequence.rank for sequence in machine.rows.sequences]
         if left and scheduled.num_decode < 5:
-            first = machine.rows.by_rank(np.arange(machine.rows.count))[0]
+            first = machine.rows.sort_by_rank(np.arange(machine.rows.count))[0]
             assert machine.rows.computed_R[first] > 0
 
 

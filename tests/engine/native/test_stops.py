@@ -69,7 +69,7 @@ def naive(decode: Decode, ids: Sequence[int], strings: Sequence[str]) -> int | N
 
 
 def first_stop(stops: Stops, ids: Sequence[int], strings: Sequence[str]) -> int | None:
-    stops.join(0, strings)
+    stops.add(0, strings)
     return next((place for place, token in enumerate(ids) if stops.push(0, token)), None)
 
 
@@ -102,7 +102,7 @@ def test_a_string_longer_than_the_window_is_found(text: str, start: int, length:
 
 def test_an_incomplete_character_is_not_final() -> None:
     stops = Stops(decode_of(BYTES))
-    stops.join(0, ["a\ufffd", "é"])
+    stops.add(0, ["a\ufffd", "é"])
     assert [stops.push(0, byte) for byte in "aé".encode()] == [False, False, True]
 
 
@@ -115,7 +115,7 @@ def test_long_runs_of_invalid_bytes_do_not_make_the_window_grow() -> None:
         return str(BYTES.decode(ids))
 
     stops = Stops(decode)
-    stops.join(0, ["ab"])
+    stops.add(0, ["ab"])
     ids = [0x80] * 300 + [0xE2] * 300 + [*b"ab"]
     assert [stops.push(0, token) for token in ids].index(True) == len(ids) - 1
     assert longest <= 30
@@ -130,7 +130,7 @@ def test_tokens_without_text_do_not_make_the_window_grow_or_lose_a_space() -> No
         return "".join({7: "", 8: " a", 9: "b"}[token] for token in ids).removeprefix(" ")
 
     stops = Stops(decode)
-    stops.join(0, ["b a"])
+    stops.add(0, ["b a"])
     ids = [9] + [7] * 300 + [8]
     assert [stops.push(0, token) for token in ids].index(True) == len(ids) - 1
     assert longest <= 3
@@ -147,27 +147,27 @@ def test_rows_without_strings_are_never_decoded() -> None:
         raise AssertionError(f"decoded {ids}")
 
     stops = Stops(decode)
-    stops.join(0, ())
+    stops.add(0, ())
     assert not stops.push(0, 5)
 
 
 def test_rows_take_their_text_along_when_they_move_and_leave_none_behind() -> None:
     stops = Stops(lambda ids: "".join(map(chr, ids)))
     for row, string in enumerate(("xy", "zw", "xy")):
-        stops.join(row, [string])
+        stops.add(row, [string])
     assert [stops.push(row, token) for row, token in enumerate(b"xzx")] == [False, False, False]
     stops.move(np.array([2]), np.array([0]), 2)
     assert [stops.push(row, token) for row, token in enumerate(b"yy")] == [True, False]
-    stops.join(1, ())
+    stops.add(1, ())
     assert not stops.push(1, ord("w"))
-    stops.join(1, ["zw"], [ord("z")])
+    stops.add(1, ["zw"], [ord("z")])
     assert stops.push(1, ord("w"))
 
 
 def test_a_row_that_leaves_last_takes_its_strings_with_it() -> None:
     stops = Stops(lambda ids: "".join(map(chr, ids)))
-    stops.join(0, ["x"])
-    stops.join(1, ["x"])
+    stops.add(0, ["x"])
+    stops.add(1, ["x"])
     nobody = np.zeros(0, np.int64)
     stops.move(nobody, nobody, 1)
     assert not stops.push(1, ord("x"))

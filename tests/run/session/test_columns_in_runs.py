@@ -19,8 +19,8 @@ from headrace.base.types.episode import TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.control.credit import credit
-from headrace.flow.columns import files_of
-from headrace.flow.layout import outline_of
+from headrace.flow.columns import collect_files
+from headrace.flow.layout import make_outline
 from headrace.flow.ledger.base import EndEpisode, EndStep, Move, Submit
 from headrace.flow.ledger.opening import open_ledger
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
@@ -78,7 +78,7 @@ def test_a_run_with_a_store_makes_the_weights_of_one_without(
     for name in ("stored", "inline"):
         with closing(open_ledger(tmp_path / name / "run")) as ledger:
             assert ledger.conservation().holds
-            files.append(files_of([turn for episode in ledger.episodes(0) for turn in episode.turns]))
+            files.append(collect_files([turn for episode in ledger.episodes(0) for turn in episode.turns]))
     assert files == [{"engine.000000"}, set()]
     books = json.loads(verb("ledger", tmp_path / "stored/run", "--json"))
     assert books["columns_bytes"] == (tmp_path / "stored/run" / COLUMNS / "engine.000000").stat().st_size > 0
@@ -101,7 +101,7 @@ def test_a_run_with_shards_trains_what_the_engine_has_stored(tmp_path: Path, mix
     assert same_learner(last(tmp_path / "shards"), last(tmp_path / "alone"))
     with closing(open_ledger(tmp_path / "shards/run")) as ledger:
         assert ledger.conservation().holds
-        assert files_of([turn for episode in ledger.episodes(0) for turn in episode.turns]) == {"engine.000000"}
+        assert collect_files([turn for episode in ledger.episodes(0) for turn in episode.turns]) == {"engine.000000"}
     assert "agree bit for bit" in verb("ledger", tmp_path / "shards/run", "--replay")
 
 
@@ -113,7 +113,7 @@ def test_a_replay_leaves_out_the_groups_that_the_run_could_not_read(tmp_path: Pa
             msgspec.structs.replace(turn, tokens=engines.chunk(TokenChunk(tokens=turn.tokens)).tokens) for turn in turns
         ]
     ready = ReadyColumns(tmp_path, file_bytes=1)
-    outline = outline_of(0, [ready.put(group) for group in groups], credit(config.algo, groups))
+    outline = make_outline(0, [ready.put(group) for group in groups], credit(config.algo, groups))
     (tmp_path / "ready.000001").unlink()
     (tmp_path / "engine-0.000000").unlink()
     found = read_outline(outline, StoreStart(directory=str(tmp_path)), SingleRank(torch.device("cpu")))

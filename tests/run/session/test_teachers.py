@@ -59,7 +59,7 @@ def test_rewards_that_are_all_equal_end_a_run_unless_a_teacher_says_what_to_pref
     train(run_file, overrides=[*SETTINGS, f"learner.teachers=[{{kind='model', path='{teacher}'}}]"])
     summary = json.loads((run_file.parent / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 4)
-    with closing(Browser.of_run(run_file.parent / "run")) as browser:
+    with closing(Browser.open_run(run_file.parent / "run")) as browser:
         episode = browser.episode(EpisodeKey(0, 0))
         learned = browser.token_results(0)
     assert episode is not None

@@ -40,7 +40,7 @@ class Seen:
 
     @cached_property
     def books_balance(self) -> bool:
-        browser = Browser.of_run(self.run_dir)
+        browser = Browser.open_run(self.run_dir)
         try:
             return browser.conservation().holds
         finally:
@@ -87,7 +87,7 @@ class Seen:
     @cached_property
     def versions(self) -> dict[EpisodeKey, list[int]]:
         """Of each episode that ended, the version of every token."""
-        browser = Browser.of_run(self.run_dir)
+        browser = Browser.open_run(self.run_dir)
         try:
             found = {}
             for group, place in self.rows("SELECT group_number, position FROM episodes"):

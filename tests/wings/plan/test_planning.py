@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError
-from headrace.models.shape import shape_of
+from headrace.models.shape import parse_shape
 from headrace.run.cli.app import app
 from headrace.run.session import load_config
 from headrace.wings.plan import Cluster, ClusterFile, SizingRequest, Workload, load_cluster, make_site, plan, search
@@ -297,7 +297,7 @@ def test_a_learner_that_fits_by_its_other_ranks_is_planned_with_them(
             engine={**RUN["engine"], "max_context": tokens},
             learner=learner_with(tokens_per_microbatch=tokens, parallel=ranks),
         )
-        return made if shape is None else replace(made, shape=shape_of("v3", shape))
+        return made if shape is None else replace(made, shape=parse_shape("v3", shape))
 
     cluster = Cluster(accelerator="H100", count=1024, per_node=64)
     division = fit(request(ranks), cluster, tokens)

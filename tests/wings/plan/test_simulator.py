@@ -84,7 +84,7 @@ def test_books_and_bounds_hold_at_every_event_of_any_run(data: st.DataObject) ->
         ),
     )
     outcome = simulate(given_world, seed=data.draw(st.integers(0, 1000)))
-    assert outcome.max_age <= given_world.flow.greatest_age
+    assert outcome.max_age <= given_world.flow.largest_age
     assert len(outcome.steps) >= 4
 
 

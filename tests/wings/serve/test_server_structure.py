@@ -243,7 +243,7 @@ def test_recorded_kept_sets_make_logprobs_under_a_structure_exact(loaded: Loaded
         if structure:
             assert tokens.kept is not None
             assert 0 < tokens.kept.sizes_T[3:].min() <= tokens.kept.sizes_T[3:].max() < 200
-        scored = engine.score(ScoreTokens.of(0, tokens, how.get("temperature", 1.0)))
+        scored = engine.score(ScoreTokens.create(0, tokens, how.get("temperature", 1.0)))
         np.testing.assert_allclose(tokens.logprobs_T[3:], scored[3:], atol=1e-4)
 
 
@@ -324,6 +324,6 @@ def test_a_thousand_schemas_are_followed_with_exact_logprobs(loaded: LoadedModel
         jsonschema.validate(json.loads(text), schema)
         assert whole.tokens.kept is not None
         tokens = Tokens.concat([Tokens.observed(prompt), whole.tokens])
-        scored = engine.score(ScoreTokens.of(0, tokens, 1.0))
+        scored = engine.score(ScoreTokens.create(0, tokens, 1.0))
         worst = max(worst, float(np.abs(tokens.logprobs_T[3:] - scored[3:]).max()))
     assert worst < 1e-4

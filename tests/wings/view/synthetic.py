@@ -66,7 +66,7 @@ def sampled(
         ids_T=np.array(numbers, np.int32),
         logprobs_T=-np.abs(np.sin(np.arange(count), dtype=np.float32)) - np.float32(0.01),
         versions_T=np.full(count, version, np.int32) + (np.arange(count) > count // 2),
-        kept=KeptSets.of([[number, (number + 1) % 256] for number in numbers]) if count < 10_000 else None,
+        kept=KeptSets.from_spans([[number, (number + 1) % 256] for number in numbers]) if count < 10_000 else None,
     )
     return replace(Turn(author=author, tokens=columns, parent=parent, stop_reason=StopReason.STOP), **more)
 
@@ -226,7 +226,9 @@ def learned(step: int, episodes: Sequence[EpisodeGraph], teacher: int | None) ->
         ids_TK=np.zeros((count, 0), np.int32),
         logs_TK=np.zeros((count, 0), np.float32),
     )  # fmt: skip
-    return TokenResults.of([episode.key for episode in trained], batch, batch.logprobs_N + gaps_N, teacher_scores_N)
+    return TokenResults.from_batch(
+        [episode.key for episode in trained], batch, batch.logprobs_N + gaps_N, teacher_scores_N
+    )
 
 
 def fail(ledger: SqliteLedger, number: int) -> None:

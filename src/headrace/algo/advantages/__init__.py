@@ -17,7 +17,7 @@ from headrace.algo.advantages.groups import (
     Remax,
     Rloo,
 )
-from headrace.algo.advantages.outcomes import Outcomes, outcomes_of
+from headrace.algo.advantages.outcomes import Outcomes, make_outcomes
 from headrace.algo.advantages.tokens import GaeAdvantage, Prpo, ReverseKl, StepAdvantage
 from headrace.base.config.kinds import Kinds
 
@@ -40,4 +40,4 @@ ADVANTAGES = Kinds(AnyAdvantage, group="headrace.advantages", setting="algo.adva
 """The registry of advantages, including those of installed packages."""
 AdvantageConfig = Annotated[AnyAdvantage, ADVANTAGES]
 
-__all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GaeAdvantage", "GrpoAdvantage", "Outcomes", "outcomes_of"]
+__all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GaeAdvantage", "GrpoAdvantage", "Outcomes", "make_outcomes"]

@@ -35,7 +35,7 @@ class Advantage(Protocol):
     """Whether the result has one number per token (N) instead of one per episode (E)."""
     reads: ClassVar[frozenset[str]]
     """The columns that the formula reads beyond rewards and groups, by their names in
-    :func:`~headrace.algo.advantages.outcomes.outcomes_of`."""
+    :func:`~headrace.algo.advantages.outcomes.make_outcomes`."""
     stateful: ClassVar[bool]
     """Whether the formula needs results of earlier batches. A run does not store them, and refuses such a formula."""
     by_critic: ClassVar[bool]
@@ -104,13 +104,13 @@ def joint(first: Ints, second: Ints) -> Ints:
 
 
 def centered(outcomes: Outcomes, weights_E: Floats | None = None) -> Floats:
-    """Return each counted reward minus the weighted mean of the counted rewards of its group. ``weights_E`` are the
-    weights; ``None``: equal weights. The result is 0 for rewards that do not count, and exactly 0 if all rewards of a
-    group are the same."""
+    """Return each counted reward of ``outcomes`` minus the weighted mean of the counted rewards of its group.
+    ``weights_E`` are the weights; ``None``: equal weights. The result is 0 for rewards that do not count, and exactly 0
+    if all rewards of a group are the same."""
     weights_E = outcomes.counted_E.astype(np.float64) if weights_E is None else weights_E * outcomes.counted_E
     mass_E = total(weights_E, outcomes.groups_E)
     mean_E = total(weights_E * outcomes.values_E, outcomes.groups_E) / np.where(mass_E > 0, mass_E, 1.0)
-    return without_rounding((outcomes.values_E - mean_E) * outcomes.counted_E, mean_E)
+    return remove_rounding((outcomes.values_E - mean_E) * outcomes.counted_E, mean_E)
 
 
 def leave_one_out(values_E: Floats, counted_E: Bools, owners_E: Ints) -> Floats:
@@ -118,7 +118,7 @@ def leave_one_out(values_E: Floats, counted_E: Bools, owners_E: Ints) -> Floats:
     there is no other value, and for values that do not count."""
     num_E = total(counted_E.astype(np.float64), owners_E)
     mean_E = divide_or_zero(total(values_E * counted_E, owners_E), num_E)
-    difference_E = without_rounding((values_E - mean_E) * counted_E, mean_E)
+    difference_E = remove_rounding((values_E - mean_E) * counted_E, mean_E)
     return divide_or_zero(difference_E * num_E, np.maximum(num_E - 1, 0))
 
 
@@ -127,16 +127,16 @@ def moments(values_E: Floats, weights_E: Floats) -> tuple[float, float]:
     the weights. A deviation that is only a rounding error becomes 0."""
     mass = float(weights_E.sum()) or 1.0
     mean = float((weights_E * values_E).sum()) / mass
-    difference_E = without_rounding(values_E - mean, np.full(len(values_E), mean))
+    difference_E = remove_rounding(values_E - mean, np.full(len(values_E), mean))
     return mean, float(np.sqrt((weights_E * difference_E**2).sum() / mass))
 
 
-def without_rounding(differences: Floats, scale: Floats) -> Floats:
+def remove_rounding(differences: Floats, scale: Floats) -> Floats:
     """Return the differences, with 0 for those that are only rounding errors of numbers of size ``scale`` (at most
     1e-12 times ``scale``). A division by a standard deviation near 0 would amplify them."""
     return np.where(np.abs(differences) <= 1e-12 * np.abs(scale), 0.0, differences)
 
 
-def divide_or_zero(values: Floats, by: Floats) -> Floats:
-    """Return ``values / by``, and 0 where ``by`` is 0."""
-    return np.divide(values, by, out=np.zeros_like(values), where=by != 0)
+def divide_or_zero(dividends: Floats, divisors: Floats) -> Floats:
+    """Return ``dividends / divisors``, and 0 where ``divisors`` is 0."""
+    return np.divide(dividends, divisors, out=np.zeros_like(dividends), where=divisors != 0)

@@ -18,9 +18,9 @@ from headrace.algo.advantages.base import (
     joint,
     leave_one_out,
     moments,
+    remove_rounding,
     require,
     total,
-    without_rounding,
 )
 from headrace.algo.advantages.outcomes import Floats, Outcomes
 from headrace.base.errors import DataError
@@ -251,8 +251,8 @@ class Rae(AdvantageSection):
         return credit_E
 
     def follow(self, outcomes: Outcomes) -> tuple[Floats, Floats]:
-        """Return the advantage of every episode, and the running mean of every agent after these episodes, which is the
-        baseline at the start of the next batch."""
+        """Return the advantage of every episode of ``outcomes``, and the running mean of every agent after these
+        episodes, which is the baseline at the start of the next batch."""
         agents_E = np.zeros(len(outcomes.rewards_E), np.int64) if outcomes.agents_E is None else outcomes.agents_E
         num_agents = int(agents_E.max()) + 1 if len(agents_E) else 0
         baselines = np.zeros(num_agents) if outcomes.baselines is None else outcomes.baselines.copy()
@@ -296,4 +296,4 @@ class OptimalBaseline(AdvantageSection):
         values_N = outcomes.values_E[owners_N]
         mass_N = total(weights_N, keys_N)
         baseline_N = np.where(mass_N > 0, divide_or_zero(total(weights_N * values_N, keys_N), mass_N), values_N)
-        return without_rounding((values_N - baseline_N) * outcomes.counted_E[owners_N], values_N)
+        return remove_rounding((values_N - baseline_N) * outcomes.counted_E[owners_N], values_N)

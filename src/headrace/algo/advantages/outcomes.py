@@ -113,9 +113,10 @@ class Outcomes:
         return np.repeat(np.arange(len(self.rewards_E)), self.lengths_E)
 
 
-def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **columns: Any) -> Outcomes:
-    """Return the outcomes for plain lists. Each reward is a number, ``None``, or a list of components; labels may have
-    any hashable type.
+def make_outcomes(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **columns: Any) -> Outcomes:
+    """Return the outcomes for plain lists: ``rewards``, and ``groups``, the label of each episode's group (``None``:
+    all are in one group). Each reward is a number, ``None``, or a list of components; labels may have any hashable
+    type.
 
     ``columns`` are fields of :class:`Outcomes` by their names without suffix. A column per token is one list per
     episode, and ``baselines`` maps an agent to a number. Raises :class:`DataError` for a value that is not a number,
@@ -163,8 +164,8 @@ def to_list(values: Any, name: str) -> list[Any]:
 
 
 def labels(values: Sequence[Any]) -> Ints:
-    """Return an integer for every label. Equal labels have equal integers, numbered from 0 in order of first
-    occurrence.
+    """Return an integer for every label in ``values``. Equal labels have equal integers, numbered from 0 in order of
+    first occurrence.
 
     >>> labels(["b", None, "b"]).tolist()
     [0, 1, 0]

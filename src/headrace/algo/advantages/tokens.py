@@ -17,9 +17,9 @@ from headrace.algo.advantages.base import (
     joint,
     leave_one_out,
     moments,
+    remove_rounding,
     require,
     total,
-    without_rounding,
 )
 from headrace.algo.advantages.groups import GrpoAdvantage
 from headrace.algo.advantages.outcomes import Bools, Floats, Ints, Outcomes
@@ -133,16 +133,17 @@ class ReverseKl(AdvantageSection):
     def __call__(self, outcomes: Outcomes) -> Floats:
         """Return the advantage of every token: the teacher's term, plus the reward's term of the token's episode if it
         has a weight."""
-        credit_N = self.of_tokens(require(outcomes.log_nu_N, "log_nu") - require(outcomes.log_mu_N, "log_mu"))
-        return credit_N + self.of_rewards(outcomes)[outcomes.owners_N] if self.weight else credit_N
+        credit_N = self.credit_tokens(require(outcomes.log_nu_N, "log_nu") - require(outcomes.log_mu_N, "log_mu"))
+        return credit_N + self.credit_rewards(outcomes)[outcomes.owners_N] if self.weight else credit_N
 
-    def of_tokens(self, gap_N: Floats) -> Floats:
+    def credit_tokens(self, gap_N: Floats) -> Floats:
         """Return the teacher's term of the advantage of every token, from ``gap_N``, which is log ν − log μ, clamped to
         ±20; 0 where it is NaN. In a run, the learner adds this term, since it has the teacher's scores."""
         return self.beta * np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
 
-    def of_rewards(self, outcomes: Outcomes) -> Floats:
-        """Return the reward's term of the advantage of every episode: ω times the reward minus the group's mean."""
+    def credit_rewards(self, outcomes: Outcomes) -> Floats:
+        """Return the reward's term of the advantage of every episode of ``outcomes``: ω times the reward minus the
+        group's mean."""
         return self.weight * centered(outcomes)
 
 
@@ -179,9 +180,9 @@ class Prpo(AdvantageSection):
         keys_N = joint(owners_N, segments_N)
         ones_N = np.ones(len(owners_N))
         p_N = total(process_N, keys_N) / total(ones_N, keys_N)
-        shift_N = without_rounding(p_N - total(p_N, owners_N) / total(ones_N, owners_N), p_N)
+        shift_N = remove_rounding(p_N - total(p_N, owners_N) / total(ones_N, owners_N), p_N)
         groups_N = outcomes.groups_E[owners_N]
-        spread_N = without_rounding(p_N - total(p_N, groups_N) / total(ones_N, groups_N), p_N)
+        spread_N = remove_rounding(p_N - total(p_N, groups_N) / total(ones_N, groups_N), p_N)
         std_N = np.sqrt(total(spread_N**2, groups_N) / total(ones_N, groups_N))
         outcome_E = GrpoAdvantage(std="ddof1", eps=self.eps)(outcomes)
         relative_N = divide_or_zero(shift_N, np.where(std_N > 0, std_N + self.eps, 0.0))
@@ -191,7 +192,7 @@ class Prpo(AdvantageSection):
     def starts(self, entropies_T: npt.NDArray[np.floating[Any]]) -> list[int]:
         """Return the indices of the tokens at which the segments of one answer begin, without the first segment, which
         begins at 0. They are the spikes of ``entropies_T``, the entropy at each token."""
-        return [place for place in spikes(entropies_T, most=self.spikes, gap=self.gap) if place > 0]
+        return [place for place in spikes(entropies_T, max_count=self.spikes, gap=self.gap) if place > 0]
 
     def _segments(self, outcomes: Outcomes) -> Ints:
         """Return the number of each token's segment, computed from the entropies. Numbers increase over all episodes;
@@ -203,16 +204,16 @@ class Prpo(AdvantageSection):
         return np.cumsum(begins_N)
 
 
-def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, most: int, gap: int) -> list[int]:
-    """Return the indices of the ``most`` highest entropies (or fewer, if there are not as many) that are at least
+def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, max_count: int, gap: int) -> list[int]:
+    """Return the indices of the ``max_count`` highest entropies (or fewer, if there are not as many) that are at least
     ``gap`` tokens apart, in ascending order. Among equal entropies, the first is preferred.
 
-    >>> spikes(np.array([0.1, 2.0, 1.9, 0.3, 1.5]), most=2, gap=2)
+    >>> spikes(np.array([0.1, 2.0, 1.9, 0.3, 1.5]), max_count=2, gap=2)
     [1, 4]
     """
     found: list[int] = []
     for place in np.argsort(-entropies_T, kind="stable").tolist():
-        if len(found) == most:
+        if len(found) == max_count:
             break
         if all(abs(place - other) >= gap for other in found):
             found.append(place)

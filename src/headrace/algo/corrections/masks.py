@@ -14,7 +14,7 @@ import pydantic
 from pydantic import Field
 
 from headrace.algo.base import Column, Factor, LossInputs, log_ratio
-from headrace.algo.corrections.section import CorrectionSection, Level, keep_sequences, log_rho_at, refuse_crossed
+from headrace.algo.corrections.section import CorrectionSection, Level, compute_log_rho, keep_sequences, refuse_crossed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class Icepop(CorrectionSection):
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """Return the factor of every token: its ratio ρ at the chosen level, or 0 if that is outside the band."""
-        rho_N = log_rho_at(self.level, inputs).exp()
+        rho_N = compute_log_rho(self.level, inputs).exp()
         return Factor(tokens_N=rho_N.masked_fill((rho_N < self.low) | (rho_N > self.high), 0.0))
 
 
@@ -238,8 +238,8 @@ class TopEntropy(CorrectionSection):
         return frozenset({"entropy", "selected"})
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask (N, bool) of the fraction of the batch's tokens with the highest entropy. Tokens with the
-        lowest selected entropy are all selected."""
+        """Return the mask (N, bool) of the fraction of the tokens of the batch ``whole`` with the highest entropy.
+        Tokens with the lowest selected entropy are all selected."""
         assert whole.entropy_N is not None
         entropies = whole.entropy_N[whole.mask_N]
         if not len(entropies):

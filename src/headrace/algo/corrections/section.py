@@ -45,9 +45,9 @@ def refuse_crossed(kind: str, low: float, high: float) -> None:
         )
 
 
-def log_rho_at(level: Level, inputs: LossInputs) -> Tensor:
-    """Return log ρ for every token at the given level: its own, the sum over its sequence (clamped to ±20), or the mean
-    over its sequence."""
+def compute_log_rho(level: Level, inputs: LossInputs) -> Tensor:
+    """Return log ρ for every token of ``inputs`` at the given level: its own, the sum over its sequence (clamped to
+    ±20), or the mean over its sequence."""
     log_rho_N = inputs.log_rho_N()
     match level:
         case "token":
@@ -59,5 +59,6 @@ def log_rho_at(level: Level, inputs: LossInputs) -> Tensor:
 
 
 def keep_sequences(inputs: LossInputs, keep_S: Tensor) -> Factor:
-    """Return the factor 1 for every token of the samples where ``keep_S`` is true, and 0 for all other tokens."""
+    """Return the factor 1 for every token of the samples of ``inputs`` for which ``keep_S`` is true, and 0 for all
+    other tokens."""
     return Factor(tokens_N=keep_S.to(inputs.log_pi_N.dtype)[inputs.samples_N])

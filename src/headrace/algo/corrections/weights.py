@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from headrace.algo.base import Column, Factor, LossInputs, log_ratio
-from headrace.algo.corrections.section import CorrectionSection, log_rho_at
+from headrace.algo.corrections.section import CorrectionSection, compute_log_rho
 
 
 class Tis(CorrectionSection):
@@ -54,7 +54,7 @@ class SequenceTis(CorrectionSection):
     def __call__(self, inputs: LossInputs) -> Factor:
         """Return the factor of every token, which is the same for all tokens of a sequence: the product or the
         geometric mean of the ratios ρ, at most ``cap``."""
-        return Factor(tokens_N=log_rho_at(self.level, inputs).exp().clamp(max=self.cap))
+        return Factor(tokens_N=compute_log_rho(self.level, inputs).exp().clamp(max=self.cap))
 
 
 class Decoupled(CorrectionSection):

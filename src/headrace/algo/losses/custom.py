@@ -69,29 +69,30 @@ class Custom(AnchoredLoss):
         return frozenset({"log_old", "log_mu", *self.needs})
 
     @cached_property
-    def formula(self) -> Formula:
-        """Return the user's function; its file is executed at the first use. Raises :class:`ConfigError` for an invalid
-        file, function or option."""
+    def function(self) -> Formula:
+        """The user's function, which :attr:`ref` names. Its file is executed when this attribute is first read. Raises
+        :class:`~headrace.base.errors.ConfigError` if the file cannot be executed, defines no function of this name, or
+        the function does not accept :attr:`options`."""
         path, _, name = self.ref.rpartition(":")
         module = vars(load_file(Path(path)))
         known = [key for key, value in module.items() if callable(value) and not key.startswith("_")]
         if name not in known:
             raise ConfigError(f"{path} has no function {name!r}", remedy=nearest(name, known))
-        found: Formula = module[name]
+        function: Formula = module[name]
         try:
-            inspect.signature(found).bind(None, **self.options)
+            inspect.signature(function).bind(None, **self.options)
         except TypeError as error:
-            parameters = ", ".join(inspect.signature(found).parameters)
+            parameters = ", ".join(inspect.signature(function).parameters)
             raise ConfigError(
                 f"{self.ref} takes ({parameters}), and is called with the inputs and options {self.options}: {error}",
                 remedy="give the options that it takes",
             ) from None
-        return found
+        return function
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Call the user's function with a micro-batch and the options, and return the loss of every token. Raises
         :class:`DataError` if the function returns anything but one value per token or a ``TokenLoss``."""
-        value = self.formula(inputs, **self.options)
+        value = self.function(inputs, **self.options)
         loss = value if isinstance(value, TokenLoss) else TokenLoss(tokens_N=value)
         self._refuse_other_shapes(loss.tokens_N, inputs.log_pi_N)
         return loss

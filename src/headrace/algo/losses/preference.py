@@ -39,9 +39,9 @@ class Pairs:
     """1 for a chosen sample, −1 for a rejected sample."""
 
     @classmethod
-    def of(cls, inputs: LossInputs) -> Pairs:
-        """Return the pairs of a micro-batch. Raises :class:`~headrace.base.errors.DataError` if a group is not a pair
-        of one chosen and one rejected sample."""
+    def from_inputs(cls, inputs: LossInputs) -> Pairs:
+        """Return the pairs of the micro-batch ``inputs``. Raises :class:`~headrace.base.errors.DataError` if a group is
+        not a pair of one chosen and one rejected sample."""
         assert inputs.groups_S is not None
         groups, pairs_S = inputs.groups_S.unique(return_inverse=True)
         answer_N = inputs.mask_N & (inputs.advantages_N != 0)
@@ -115,7 +115,7 @@ class IdentityPo(PairLoss):
         """Return the loss of every token, which is the loss of its pair: the square of the difference of the mean
         log-ratios minus 1/(2β)."""
         assert inputs.log_ref_N is not None
-        pairs = Pairs.of(inputs)
+        pairs = Pairs.from_inputs(inputs)
         margin_G = pairs.difference_G(pairs.mean_S(inputs.log_pi_N - inputs.log_ref_N))
         return pairs.loss((margin_G - 1 / (2 * self.beta)).square(), margin_G)
 
@@ -138,7 +138,7 @@ class SimPo(PairLoss):
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of every token, which is the loss of its pair: −log σ of the scaled difference of the mean
         log π minus the margin γ."""
-        pairs = Pairs.of(inputs)
+        pairs = Pairs.from_inputs(inputs)
         margin_G = self.beta * pairs.difference_G(pairs.mean_S(inputs.log_pi_N))
         return pairs.loss(minus_log_sigmoid(margin_G - self.gamma), margin_G)
 
@@ -161,7 +161,7 @@ class Orpo(PairLoss):
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of every token, which is the loss of its pair: the negative log-likelihood of the chosen
         sample plus λ times the loss of the odds ratio."""
-        pairs = Pairs.of(inputs)
+        pairs = Pairs.from_inputs(inputs)
         log_p_S = pairs.mean_S(inputs.log_pi_N)
         # 1 − P is computed with the exact P; the bound keeps the odds finite if P is 1
         log_odds_S = log_p_S - (-log_p_S.clamp(max=-1e-7).exp()).log1p()

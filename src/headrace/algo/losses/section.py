@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def refuse_idle(section: Section, key: str, needed: str) -> None:
-    """Raise :class:`ConfigError` if the setting ``key`` differs from its default although it has no effect, because the
-    condition ``needed`` is not satisfied."""
+    """Raise :class:`ConfigError` if the setting ``key`` of ``section`` differs from its default although it has no
+    effect, because the condition ``needed`` is not satisfied."""
     value: object = section.model_dump()[key]
     if value != type(section).model_fields[key].default:
         raise ConfigError(
@@ -95,8 +95,8 @@ class PolicyLoss(LossSection):
         return frozenset(columns)
 
     def penalty(self, inputs: LossInputs) -> TokenLoss | None:
-        """Return kl_coef · KL(π‖π_ref) − entropy_coef · H(π) of every token, with the metric ``kl_ref``; ``None`` if
-        both coefficients are 0."""
+        """Return kl_coef · KL(π‖π_ref) − entropy_coef · H(π) of every token of ``inputs``, with the metric ``kl_ref``;
+        ``None`` if both coefficients are 0."""
         terms: list[Tensor] = []
         metrics: dict[str, Ratio] = {}
         count = inputs.mask_N.sum()

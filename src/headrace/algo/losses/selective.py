@@ -62,8 +62,9 @@ class M2po(AnchoredLoss):
 
 
 def largest_covariance(whole: LossInputs, fraction: float) -> Tensor:
-    """Return the mask of the ``fraction`` of the batch's tokens (at least one token) with the largest covariance
-    (A − mean A)·(log π − mean log π). Tokens whose covariance is not above 0, up to rounding, are not included.
+    """Return the mask of the ``fraction`` of the tokens of the batch ``whole`` (at least one token) with the largest
+    covariance (A − mean A)·(log π − mean log π). Tokens whose covariance is not above 0, up to rounding, are not
+    included.
 
     Tokens with equal values are selected together, so that the result does not depend on the order of tokens. Source:
     Cui et al., arXiv 2505.22617, eq. 7.

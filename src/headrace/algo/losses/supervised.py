@@ -127,7 +127,7 @@ class Distill(LossSection):
         and the tail, all other entries together."""
         assert inputs.log_pi_NK is not None
         assert inputs.log_nu_NK is not None
-        log_pi_NK, log_nu_NK = with_tail(inputs.log_pi_NK), with_tail(inputs.log_nu_NK)
+        log_pi_NK, log_nu_NK = append_tail(inputs.log_pi_NK), append_tail(inputs.log_nu_NK)
         match self.divergence:
             case "forward":
                 return TokenLoss(tokens_N=kl_over(log_nu_NK, log_pi_NK))
@@ -139,10 +139,10 @@ class Distill(LossSection):
                 return TokenLoss(tokens_N=self.beta * teacher_N + (1 - self.beta) * policy_N)
 
 
-def with_tail(log_p_NK: Tensor) -> Tensor:
-    """Return the log-probabilities of K entries with an additional column for the tail, all other entries together.
-    They are bounded, so that they stay finite: those of the K entries are at least −60, and the probability of the tail
-    is at least 1e-7."""
+def append_tail(log_p_NK: Tensor) -> Tensor:
+    """Return ``log_p_NK``, the log-probabilities of K entries, with an additional column for the tail, all other
+    entries together. They are bounded, so that they stay finite: those of the K entries are at least −60, and the
+    probability of the tail is at least 1e-7."""
     mass_N = log_p_NK.exp().sum(dim=1, keepdim=True).clamp(max=1 - 1e-7)
     tail_N = (-mass_N).log1p()
     wide = log_p_NK.new_empty((log_p_NK.shape[0], log_p_NK.shape[1] + 1))
@@ -151,7 +151,8 @@ def with_tail(log_p_NK: Tensor) -> Tensor:
 
 
 def kl_over(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
-    """Return KL(p‖q) of every row, from the log-probabilities of its entries."""
+    """Return KL(p‖q) of every row, from the log-probabilities of its entries, log p (``log_p_NK``) and log q
+    (``log_q_NK``)."""
     return (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(dim=1)
 
 

@@ -39,8 +39,8 @@ def is_loopback(host: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split ``HOST:PORT`` into its host and its port. Raises :class:`~headrace.base.errors.ConfigError` for any other
-    text.
+    """Split ``address``, which must be ``HOST:PORT``, into its host and its port. Raises
+    :class:`~headrace.base.errors.ConfigError` for any other text.
 
     >>> host_and_port("10.0.0.5:7781"), host_and_port("[fd00::5]:7781")
     (('10.0.0.5', 7781), ('fd00::5', 7781))
@@ -52,27 +52,27 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def host_of(header: str) -> str:
+def parse_host(header: str) -> str:
     """Return the host that a ``Host`` header names, without its port. Return "" for a header that is not exactly what
     RFC 9112, section 3.2, allows: a user name, or text behind a bracket or a port, could hide another host.
 
-    >>> [host_of(text) for text in ("localhost:80", "[::1]:80", "[::1].evil.com", "localhost:80@evil.com")]
+    >>> [parse_host(text) for text in ("localhost:80", "[::1]:80", "[::1].evil.com", "localhost:80@evil.com")]
     ['localhost', '::1', '', '']
     """
     found = _HOST_HEADER.fullmatch(header)
     return "" if found is None or int(found["port"] or 0) > 65535 else found["ip"] or found["name"]
 
 
-def secret_in(url: str) -> str:
+def find_secret(url: str) -> str:
     """Return a description of the secret that a URL contains, or "" if the URL contains none that is recognised. Three
     parts count as secrets: a password; the user name of a web address, which may be a token; and a query parameter
     whose name denotes a key, such as ``api_key``. The user name of any other address is not a secret.
 
-    >>> secret_in("redis://:hush@10.0.0.9"), secret_in("https://x.org/v1?api_key=hush"), secret_in("redis://me@10.0.0.9")
+    >>> find_secret("redis://:hush@10.0.0.9"), find_secret("https://x.org/v1?api_key=hush"), find_secret("redis://me@10.0.0.9")
     ('a password', 'a password or key (the parameter api_key)', '')
-    >>> [secret_in(f"https://x.org/v1?{name}=hush") != "" for name in ("subscription-key", "code", "model")]
+    >>> [find_secret(f"https://x.org/v1?{name}=hush") != "" for name in ("subscription-key", "code", "model")]
     [True, True, False]
-    >>> secret_in("http://[me:hush@x.org")
+    >>> find_secret("http://[me:hush@x.org")
     'what may be a password'
     """
     try:
@@ -93,7 +93,7 @@ def refuse_secret(
     """Raise :class:`~headrace.base.errors.ConfigError` if ``url``, the value of the setting ``setting``, contains a
     secret. The message does not show the URL. It contains ``remedy``, which says where the secret belongs, and
     ``reason``, which says why a URL must not contain it."""
-    if found := secret_in(url):
+    if found := find_secret(url):
         raise ConfigError(
             f"{setting} holds {found}, and {reason}",
             remedy=f"leave it out of the URL, and {remedy}",

@@ -64,7 +64,7 @@ class Kinds:
         if kind in self.own:
             return self.own[kind]
         found = self.registry.load(kind)
-        if tags_of(found) != (kind,):
+        if get_kinds(found) != (kind,):
             raise ConfigError(
                 f"{self.setting}.kind={kind!r}, which the package {offer.package} offers as {offer.target}, has no "
                 f"field kind: Literal[{kind!r}] = {kind!r}",
@@ -72,9 +72,9 @@ class Kinds:
             )
         return found
 
-    def of(self, table: Any) -> type[Any] | None:
+    def find_class(self, table: Any) -> type[Any] | None:
         """Return the settings class for ``table``, a mapping or a section; ``None`` if the table has no known kind."""
-        kind = self._kind_of(table)
+        kind = self._find_kind(table)
         return self.find(kind) if kind is not None and kind in self.registry else None
 
     def _problem(self, made: Any) -> str | None:
@@ -96,7 +96,7 @@ class Kinds:
     def _validate(self, value: Any, handler: Any) -> Any:
         """Return the section for ``value``, the table of a run file. ``handler`` validates a table of Headrace's own
         kinds. For any other kind, the class of the package is imported and validates the table."""
-        kind = self._kind_of(value)
+        kind = self._find_kind(value)
         if kind is None:
             return handler(value)
         if isinstance(value, Mapping):
@@ -114,7 +114,7 @@ class Kinds:
         except pydantic.ValidationError as error:
             raise _below(kind, error) from None
 
-    def _kind_of(self, value: Any) -> str | None:
+    def _find_kind(self, value: Any) -> str | None:
         """Return the kind that the table or section ``value`` names, or the kind that :attr:`implied` gives for one of
         its keys; ``None`` if there is neither."""
         if isinstance(value, pydantic.BaseModel):
@@ -125,7 +125,7 @@ class Kinds:
         return kind if isinstance(kind, str) else None
 
 
-def classes_of(form: Any) -> Iterator[type[pydantic.BaseModel]]:
+def find_classes(form: Any) -> Iterator[type[pydantic.BaseModel]]:
     """Yield the section classes that a setting with the type annotation ``form`` accepts. The class of a package is
     included only if its module has been imported, which happens when a run file names its kind."""
     if isinstance(form, Kinds):
@@ -134,7 +134,7 @@ def classes_of(form: Any) -> Iterator[type[pydantic.BaseModel]]:
         yield form
     else:
         for part in get_args(form):
-            yield from classes_of(part)
+            yield from find_classes(part)
 
 
 def _is_imported(kinds: Kinds, name: str) -> bool:
@@ -177,8 +177,8 @@ class NameOf:
         return name
 
 
-def tags_of(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
-    """Return the allowed values of the field ``kind`` of a section; empty if the section has no such field."""
+def get_kinds(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
+    """Return the allowed values of the field ``kind`` of the section class ``model``; empty if it has no such field."""
     return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 

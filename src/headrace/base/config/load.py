@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from headrace.base.config.addresses import refuse_secret
-from headrace.base.config.kinds import Kinds, NameOf, classes_of, tags_of
+from headrace.base.config.kinds import Kinds, NameOf, find_classes, get_kinds
 from headrace.base.config.section import Section
 from headrace.base.errors import ConfigError, nearest
 
@@ -32,8 +32,8 @@ C = TypeVar("C", bound=Section)
 
 
 def load_toml(path: Path, what: str = "run file") -> dict[str, Any]:
-    """Return the content of a TOML file as nested dictionaries. ``what`` describes the file in errors. Raises
-    :class:`ConfigError`, which names file, line and reason."""
+    """Return the content of the TOML file ``path`` as nested dictionaries. ``what`` describes the file in errors.
+    Raises :class:`ConfigError`, which names file, line and reason."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -109,8 +109,8 @@ def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any], whole_kinds: b
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return all values of nested dictionaries that are not dictionaries themselves, by dotted name. Each name begins
-    with the prefix ``above``.
+    """Return all values in the nested dictionaries ``tree`` that are not dictionaries themselves, by dotted name. Each
+    name begins with the prefix ``above``.
 
     >>> leaves({"flow": {"lead": 1, "policy": {"kind": "bounded"}}})
     {'flow.lead': 1, 'flow.policy.kind': 'bounded'}
@@ -121,20 +121,20 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def validate(kind: type[C], tree: Mapping[str, Any], above: str = "") -> C:
-    """Return ``tree``, a table of a run file, as a record of the section class ``kind``. Raises :class:`ConfigError`,
-    which lists every invalid key with its value, the reason and a remedy.
+def validate(section_class: type[C], tree: Mapping[str, Any], above: str = "") -> C:
+    """Return ``tree``, a table of a run file, as a record of the section class ``section_class``. Raises
+    :class:`ConfigError`, which lists every invalid key with its value, the reason and a remedy.
 
     ``above`` is the dotted name of ``tree`` within the run file, for error messages; empty for a whole run file.
     """
     try:
-        record = kind.model_validate(tree)
+        record = section_class.model_validate(tree)
     except pydantic.ValidationError as error:
         details = error.errors(include_url=False)
     else:
         _refuse_secrets(record.model_dump(mode="json"), above)
         return record
-    lines = [_explain(kind, detail, above) for detail in details]
+    lines = [_explain(section_class, detail, above) for detail in details]
     raise ConfigError("\n".join(_unique(p for p, _ in lines)), remedy="; ".join(_unique(r for _, r in lines)))
 
 
@@ -152,20 +152,23 @@ def _refuse_secrets(value: Any, name: str) -> None:
         refuse_secret(name, found[1], "give it through the environment variables or files that its client reads")
 
 
-def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str, str]:
-    """Return the problem and the remedy for ``detail``, one of pydantic's errors, in terms of the run file. ``kind`` is
-    the section that was validated, ``table`` its dotted name."""
+def _explain(section_class: type[Section], detail: ErrorDetails, table: str) -> tuple[str, str]:
+    """Return the problem and the remedy for ``detail``, one of pydantic's errors, in terms of the run file.
+    ``section_class`` is the section that was validated, ``table`` its dotted name."""
     original = detail.get("ctx", {}).get("error")
     if isinstance(original, ConfigError):
         return original.problem, original.remedy
-    location, above = _locate(kind, detail["loc"], table), _locate(kind, detail["loc"][:-1], table)
+    location, above = _locate(section_class, detail["loc"], table), _locate(section_class, detail["loc"][:-1], table)
     name, value = location.name, detail["input"]
     if is_choice(location.form):  # pydantic reports one error per alternative: one line lists them all
         return f"{name}={value!r}: expected {allowed(location.form)}", f"change {name}"
     match detail["type"]:
         case "extra_forbidden":
-            if name in kind.former_keys:
-                return f"{name} has another name now: {kind.former_keys[name]}", f"write {kind.former_keys[name]}"
+            if name in section_class.former_keys:
+                return (
+                    f"{name} has another name now: {section_class.former_keys[name]}",
+                    f"write {section_class.former_keys[name]}",
+                )
             known = {key for model in above.models for key in model.model_fields}
             return f"{name} is not a setting", nearest(str(detail["loc"][-1]), known)
         case "missing":
@@ -199,27 +202,28 @@ class _KeyLocation:
     """The type annotation of the key."""
 
 
-def _name_a_kind(place: _KeyLocation, above: _KeyLocation, key: str) -> str:
-    """Return the remedy for a table at ``place`` that lacks ``kind``. ``key`` is the name of the table in the section
-    at ``above``. If that section has a default for the table, the remedy suggests its kind; all kinds are listed."""
-    kinds = ", ".join(sorted({str(model.model_fields["kind"].default) for model in place.models}))
+def _name_a_kind(location: _KeyLocation, above: _KeyLocation, key: str) -> str:
+    """Return the remedy for a table at ``location`` that lacks ``kind``. ``key`` is the name of the table in the
+    section at ``above``. If that section has a default for the table, the remedy suggests its kind; all kinds are
+    listed."""
+    kinds = ", ".join(sorted({str(model.model_fields["kind"].default) for model in location.models}))
     defaults = [model.model_fields[key].default for model in above.models if key in model.model_fields]
     usual = next((dict(default)["kind"] for default in defaults if isinstance(default, Section)), None)
-    of_all = f"{place.name}.kind to one of {kinds}"
-    return f"set {place.name}.kind = {usual!r} too, which is the default, or {of_all}" if usual else f"set {of_all}"
+    of_all = f"{location.name}.kind to one of {kinds}"
+    return f"set {location.name}.kind = {usual!r} too, which is the default, or {of_all}" if usual else f"set {of_all}"
 
 
-def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) -> _KeyLocation:
+def _locate(section_class: type[Section], location: tuple[int | str, ...], table: str) -> _KeyLocation:
     """Return the location in the run file that corresponds to ``location``, pydantic's path of an error in the section
-    ``kind``. ``table`` is the dotted name of that section.
+    ``section_class``. ``table`` is the dotted name of that section.
 
     Pydantic's path also contains the tags of unions, which select one of the sections, and the names of a union's
     alternatives. Neither is part of the setting's name.
     """
-    name, form = table, cast(Any, kind)
-    here: list[type[pydantic.BaseModel]] = [kind]
+    name, form = table, cast(Any, section_class)
+    here: list[type[pydantic.BaseModel]] = [section_class]
     for part in location:
-        tagged = [model for model in here if part in tags_of(model)]
+        tagged = [model for model in here if part in get_kinds(model)]
         if isinstance(part, int):
             name += f"[{part}]"
             form = next(iter(get_args(form)), None)
@@ -229,7 +233,7 @@ def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) ->
             name += f".{part}" if name else part
             fields = [_form(model.model_fields[part]) for model in here if part in model.model_fields]
             form = next(iter(fields), None)
-            here = [model for field in fields for model in classes_of(field)]
+            here = [model for field in fields for model in find_classes(field)]
         elif get_origin(form) is dict:
             name += f".{part}"
             form = get_args(form)[1]

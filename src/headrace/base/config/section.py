@@ -23,19 +23,19 @@ class Section(pydantic.BaseModel):
     section of a whole run file has any."""
 
 
-def descriptions(kind: type[Section]) -> dict[str, str]:
-    """Return the docstring of each setting of the section ``kind``, inherited settings included, by the setting's name.
-    Docstrings are read from the source code; a setting without a docstring is omitted."""
+def descriptions(section_class: type[Section]) -> dict[str, str]:
+    """Return the docstring of each setting of the section ``section_class``, inherited settings included, by the
+    setting's name. Docstrings are read from the source code; a setting without a docstring is omitted."""
     found: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
+    for each in reversed(section_class.__mro__):
         if issubclass(each, Section) and each is not Section:
             found |= _attribute_docstrings(each)
-    return {name: text for name, text in found.items() if name in kind.model_fields}
+    return {name: text for name, text in found.items() if name in section_class.model_fields}
 
 
-def _attribute_docstrings(kind: type[Section]) -> dict[str, str]:
+def _attribute_docstrings(section_class: type[Section]) -> dict[str, str]:
     """Return the docstrings of the fields of a section, by name, from its source."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section_class))).body
     assert isinstance(tree, ast.ClassDef)
     return {
         field.target.id: inspect.cleandoc(text.value.value)

@@ -96,7 +96,7 @@ def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
 
 
 def top_level_names(tree: ast.Module) -> set[str]:
-    """Return the names that a parsed file defines or imports at its top level."""
+    """Return the names that the parsed file ``tree`` defines or imports at its top level."""
     names: set[str] = set()
     for node in tree.body:
         match node:
@@ -163,24 +163,24 @@ class _ImportChecker:
                 return False
         return True
 
-    def _is_harmless(self, module: str, path: Path, place: str) -> bool:
+    def _is_harmless(self, module: str, path: Path, location: str) -> bool:
         """Return whether importing ``module`` in the file ``path`` certainly does not change where Python finds
-        modules. Raises :class:`ConfigError` if that import must fail. ``place`` names the setting, the file and the
+        modules. Raises :class:`ConfigError` if that import must fail. ``location`` names the setting, the file and the
         line in the error."""
         if module.startswith("."):
             if path.name == "__init__.py":
                 return False
             raise ConfigError(
-                f"{place}: a relative import ({module}), and the file is not loaded as part of a package",
+                f"{location}: a relative import ({module}), and the file is not loaded as part of a package",
                 remedy=f"write the name without dots: files in {self.folder} can be imported by their names",
             )
         first = module.partition(".")[0]
         known = first in sys.stdlib_module_names or first in _HARMLESS
-        beside = _beside(first, self.folder)
+        beside = _find_beside(first, self.folder)
         if beside is None:
             if not _is_found(first, self.folder):
                 raise ConfigError(
-                    f"{place}: there is no module {first!r} in this Python ({sys.executable})",
+                    f"{location}: there is no module {first!r} in this Python ({sys.executable})",
                     remedy=f"install the package that has it ({sys.executable} -m pip install {first}, if it is called "
                     f"so), put {first}.py into {self.folder}, or correct the name",
                 )
@@ -209,7 +209,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     return ["." * node.level + (node.module or "")]
 
 
-def _beside(module: str, folder: Path) -> Path | None:
+def _find_beside(module: str, folder: Path) -> Path | None:
     """Return the file in ``folder`` that ``import module`` would execute: the ``__init__.py`` of a package, or else a
     module file. Return ``None`` if there is neither."""
     files = (folder / module / "__init__.py", folder / f"{module}.py")

@@ -12,7 +12,7 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace.base.config.addresses import host_of, is_loopback
+from headrace.base.config.addresses import is_loopback, parse_host
 from headrace.base.errors import ConfigError
 from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import Refusal, excerpt
@@ -25,7 +25,8 @@ class TokenAuth:
         """Protect ``app`` by ``token``. With an empty ``token``, a request needs no token but must be addressed to this
         machine."""
         self._app = app
-        self._token = token.encode(errors="surrogateescape")  # compared as bytes: a token need not be valid UTF-8
+        self._token = token.encode(errors="surrogateescape")
+        """The token as bytes, since a token need not be valid UTF-8."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse an HTTP request without the token; mark any other request as authorized and forward it."""
@@ -41,7 +42,7 @@ class TokenAuth:
         """Return the error with which a request with these headers is refused; ``None`` if the request is accepted."""
         if not self._token:
             host = headers.get("host", "")
-            if is_loopback(host_of(host)):
+            if is_loopback(parse_host(host)):
                 return None
             return Refusal(
                 f"the request is addressed to {excerpt(host)}, and without a token only this machine may call",

@@ -52,8 +52,8 @@ class Connection(H11Protocol):
         self.app = _AmbiguityFilter(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to count the idle time of a new connection. If the server now has too many connections, close the least
-        important other connection."""
+        """Start to count the idle time of the new connection over ``transport``. If the server now has too many
+        connections, close the least important other connection."""
         super().connection_made(transport)
         self._start_idle_timer()
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:

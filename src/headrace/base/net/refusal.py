@@ -22,8 +22,8 @@ class Refusal(HeadraceError):
     def __init__(
         self, problem: str, *, remedy: str, status: int = 400, param: str | None = None, code: str = "invalid_value"
     ) -> None:
-        """Store ``status``, the HTTP status, ``param``, the invalid field of the request or ``None``, and ``code``, the
-        kind of problem, as in OpenAI's API."""
+        """Store the problem and the ``remedy``, ``status``, the HTTP status, ``param``, the invalid field of the
+        request or ``None``, and ``code``, the kind of problem, as in OpenAI's API."""
         super().__init__(problem, remedy=remedy)
         self.status = status
         self.param = param

@@ -141,7 +141,7 @@ def listening_socket(host: str, port: int, *, setting: str, remedy: str) -> sock
         raise ConfigError(f"{setting}: cannot listen there: {error.strerror or error}", remedy=remedy) from None
 
 
-def url_of(listening: socket.socket, *, secure: bool = False) -> str:
+def make_url(listening: socket.socket, *, secure: bool = False) -> str:
     """Return the URL of the server that listens at the socket ``listening``: ``https`` if ``secure``, else ``http``."""
     host, port = listening.getsockname()[:2]
     return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -119,7 +119,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of tokens that carry loss."""
         return int(self.mask_N.sum())
 
-    def by_agent(self, mask_N: npt.NDArray[np.bool_]) -> list[tuple[str, npt.NDArray[np.bool_]]]:
+    def split_by_agent(self, mask_N: npt.NDArray[np.bool_]) -> list[tuple[str, npt.NDArray[np.bool_]]]:
         """Divide the tokens of ``mask_N`` by the adapter that they train. Return, for every agent whose adapter is
         trained, its name and the mask of its tokens."""
         if self.agents_N is None:
@@ -127,11 +127,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         parts = [(agent, mask_N & (self.agents_N == index)) for index, agent in enumerate(self.agents)]
         return [(agent, own_N) for agent, own_N in parts if own_N.any()]
 
-    def ages(self, at: slice = slice(None)) -> npt.NDArray[np.int32]:
+    def ages(self, tokens: slice = slice(None)) -> npt.NDArray[np.int32]:
         """Return the age of every token that carries loss, in the order of the batch: the learner's version (``step``)
-        minus the version that sampled the token. For a token of mixed versions the older version counts. ``at`` selects
-        the tokens."""
-        return (self.step - oldest(self.versions_N[at][self.mask_N[at]])).astype(np.int32)
+        minus the version that sampled the token. For a token of mixed versions the older version counts. ``tokens``
+        selects the tokens."""
+        return (self.step - oldest(self.versions_N[tokens][self.mask_N[tokens]])).astype(np.int32)
 
 
 def _advantages(samples: Sequence[TrainSample], lengths_S: IntColumn) -> FloatColumn:

@@ -17,7 +17,7 @@ import msgspec
 from headrace.base.errors import EngineFull, RequestError, SequenceFailed
 from headrace.base.types.recorded import Routing
 from headrace.base.types.teacher_scores import TopScores
-from headrace.base.types.tokens import Tokens, versions_of
+from headrace.base.types.tokens import Tokens, find_version_range
 
 
 class EpisodeKey(NamedTuple):
@@ -101,10 +101,10 @@ class AttemptKind(enum.StrEnum):
     environment may resume its world from a snapshot instead of creating it again."""
 
 
-def role_of(agent: str) -> str:
+def get_role(agent: str) -> str:
     """Return the role of an agent: its name up to the first slash. Agents of one role share policy and baseline.
 
-    >>> role_of("solver/2"), role_of("proposer")
+    >>> get_role("solver/2"), get_role("proposer")
     ('solver', 'proposer')
     """
     return agent.partition("/")[0]
@@ -310,4 +310,4 @@ class EpisodeGraph:
 
     def versions(self) -> tuple[int, int] | None:
         """Return the oldest and newest version that sampled a token of the episode; ``None`` if nothing was sampled."""
-        return versions_of([turn.tokens for turn in self.turns])
+        return find_version_range([turn.tokens for turn in self.turns])

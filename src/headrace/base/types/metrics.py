@@ -32,9 +32,9 @@ class Metric:
     name: str
     unit: str
     """The unit; empty for a plain number, ``frac`` for a number between 0 and 1."""
-    how: Aggregation
+    aggregation: Aggregation
     """How the values of several steps are combined into one value."""
-    what: str
+    meaning: str
     """The meaning, as a phrase for charts and documents."""
 
     @property
@@ -55,7 +55,10 @@ MEAN, SUM, MAX, LAST = Aggregation.MEAN, Aggregation.SUM, Aggregation.MAX, Aggre
 
 def _rows(*rows: tuple[str, str, Aggregation, str]) -> tuple[Metric, ...]:
     """Return the metrics for a table whose rows contain name, unit, aggregation and meaning."""
-    return tuple(Metric(name=name, unit=unit, how=how, what=what) for name, unit, how, what in rows)
+    return tuple(
+        Metric(name=name, unit=unit, aggregation=aggregation, meaning=meaning)
+        for name, unit, aggregation, meaning in rows
+    )
 
 
 _OUTCOME = _rows(
@@ -294,7 +297,7 @@ def combine(name: str, values: Sequence[float]) -> float:
     (5.0, 0.5, 1.0)
     """
     found = find(name)
-    match found[0].how if found else Aggregation.MEAN:
+    match found[0].aggregation if found else Aggregation.MEAN:
         case Aggregation.SUM:
             return sum(values)
         case Aggregation.MAX:

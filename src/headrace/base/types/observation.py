@@ -48,7 +48,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_min: float | None = None
     """The least reward of the batch's episodes; ``None`` if none was scored."""
     reward_max: float | None = None
-    """The greatest reward of the batch's episodes; ``None`` if none was scored."""
+    """The largest reward of the batch's episodes; ``None`` if none was scored."""
     eval_accuracy: float | None = None
     """The mean reward on held-out tasks, if an evaluation ended since the previous step; ``None`` otherwise."""
     eval_version: int | None = None
@@ -165,24 +165,24 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def engine_idle(self) -> float:
         """Return the fraction of the interval in which the engine had nothing to do."""
-        return 1.0 - self.of_time(self.engine_busy_s) if self.seconds > 0 else 0.0
+        return 1.0 - self.to_fraction(self.engine_busy_s) if self.seconds > 0 else 0.0
 
     @property
     def learner_idle(self) -> float:
         """Return the fraction of the interval in which the learner neither trained, copied its weights nor saved
         them."""
-        return 1.0 - self.of_time(self.learner_busy_s) if self.seconds > 0 else 0.0
+        return 1.0 - self.to_fraction(self.learner_busy_s) if self.seconds > 0 else 0.0
 
     def learner_waits(self, cause: str) -> float:
         """Return the fraction of the interval in which the learner waited for ``cause``, a name of :class:`Cause`."""
-        return self.of_time(self.learner_waits_s.get(cause, 0.0))
+        return self.to_fraction(self.learner_waits_s.get(cause, 0.0))
 
     def engine_waits(self, cause: str) -> float:
         """Return the fraction of the interval in which the engine was idle while ``cause``, a name of :class:`Cause`,
         was busy."""
-        return self.of_time(self.engine_waits_s.get(cause, 0.0))
+        return self.to_fraction(self.engine_waits_s.get(cause, 0.0))
 
-    def of_time(self, part_s: float) -> float:
+    def to_fraction(self, part_s: float) -> float:
         """Return ``part_s`` seconds as a fraction of the interval, between 0 and 1; 0 for an empty interval."""
         return min(1.0, max(0.0, part_s / self.seconds)) if self.seconds > 0 else 0.0
 
@@ -201,7 +201,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
             "trained_tok_s": self.per_second(self.trained_tokens),
             "engine_idle_frac": self.engine_idle,
             "learner_idle_frac": self.learner_idle,
-            "exposed_sync_frac": self.of_time(self.exposed_sync_s),
+            "exposed_sync_frac": self.to_fraction(self.exposed_sync_s),
         }
 
 

@@ -30,7 +30,7 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
 
     A token with an empty kept-set was drawn from the whole vocabulary, or was not drawn at all.
 
-    >>> kept = KeptSets.concat([KeptSets.none(1), KeptSets.of([[4, 7], [5]])])
+    >>> kept = KeptSets.concat([KeptSets.none(1), KeptSets.from_spans([[4, 7], [5]])])
     >>> len(kept), [span.tolist() for span in kept.spans()], kept[1:2].ids_E.tolist()
     (3, [[], [4, 7], [5]], [4, 7])
     """
@@ -49,7 +49,7 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         return cls(ids_E=np.zeros(0, np.int32), sizes_T=np.zeros(count, np.int32))
 
     @classmethod
-    def of(cls, spans: Sequence[Sequence[int]]) -> KeptSets:
+    def from_spans(cls, spans: Sequence[Sequence[int]]) -> KeptSets:
         """Return the record of one token per element of ``spans``, which contains the ids of the token's kept-set."""
         flat = [token for span in spans for token in span]
         return cls(ids_E=np.array(flat, np.int32), sizes_T=np.array([len(span) for span in spans], np.int32))
@@ -138,7 +138,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def unknown(cls, count: int, *, num_layers: int, top_k: int, dtype: npt.DTypeLike = np.uint8) -> Routing:
         """Return the record of ``count`` tokens whose routing was not recorded, for a model with ``num_layers``
-        mixture-of-experts layers and ``top_k`` experts per token."""
+        mixture-of-experts layers and ``top_k`` experts per token, whose indices have the type ``dtype``."""
         return cls(known_T=np.zeros(count, bool), experts_RLK=np.zeros((0, num_layers, top_k), dtype))
 
     @classmethod

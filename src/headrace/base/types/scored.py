@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.types.batch import Batch, TrainSample
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, role_of
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, get_role
 from headrace.base.types.stored import StoredRows
 from headrace.base.types.teacher_scores import TeacherScores
-from headrace.base.types.tokens import FloatColumn, IntColumn, versions_of
+from headrace.base.types.tokens import FloatColumn, IntColumn, find_version_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class ScoredGroup:
     def versions(self) -> tuple[int, int] | None:
         """Return the oldest and newest version that sampled a token of a trained episode; ``None`` if nothing was
         sampled."""
-        return versions_of([turn.tokens for episode in self.scored for turn in episode.turns])
+        return find_version_range([turn.tokens for episode in self.scored for turn in episode.turns])
 
 
 Credit = float | Sequence[float]
@@ -74,7 +74,7 @@ def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
             spans=tuple(episode.path_spans(path)),
             mask_T=np.concatenate(masks),
             advantage=advantage if isinstance(advantage, float) else _advantages_by_token(episode, path, advantage),
-            roles=tuple((role_of(episode.turns[index].author), len(episode.turns[index].tokens)) for index in path),
+            roles=tuple((get_role(episode.turns[index].author), len(episode.turns[index].tokens)) for index in path),
         )
         for path, masks in _masked_paths(episode)
     ]
@@ -91,7 +91,7 @@ def _single_path_sample(episode: EpisodeGraph, advantage: Credit) -> TrainSample
         spans=tuple(episode.path_spans(path)),
         mask_T=np.concatenate(masks),
         advantage=advantage if isinstance(advantage, float) else _advantages_by_token(episode, path, advantage),
-        roles=tuple([(role_of(turn.author), len(turn.tokens.ids_T)) for turn in episode.turns]),
+        roles=tuple([(get_role(turn.author), len(turn.tokens.ids_T)) for turn in episode.turns]),
     )
 
 
@@ -140,7 +140,7 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
     """The scores of a teacher in the learner's process; ``None`` if no sampled token was scored."""
 
     @classmethod
-    def of(
+    def from_batch(
         cls,
         keys: Sequence[EpisodeKey],
         batch: Batch,

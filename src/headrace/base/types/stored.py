@@ -53,7 +53,7 @@ def slice_rows(rows: Rows, stored: Stored, first: int, last: int) -> tuple[Rows,
     for piece in stored:
         left, right = max(first - before, 0), min(last - before, piece.count)
         if left < right:
-            pieces.append(_part_of(piece, left, right))
+            pieces.append(_slice_rows(piece, left, right))
         before += piece.count
     return rows, tuple(pieces)
 
@@ -72,7 +72,7 @@ def concat_rows(columns: Sequence[tuple[Rows, Stored]]) -> tuple[Rows, Stored]:
     return columns[0][0][:0], tuple(pieces)
 
 
-def _part_of(piece: StoredRows, left: int, right: int) -> StoredRows:
+def _slice_rows(piece: StoredRows, left: int, right: int) -> StoredRows:
     """Return the reference to the rows of ``piece`` from index ``left`` to index ``right`` (exclusive)."""
     if (left, right) == (0, piece.count):
         return piece

@@ -17,7 +17,7 @@ from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
-__all__ = ["NO_TOKENS", "FloatColumn", "IntColumn", "Tokens", "versions_of"]
+__all__ = ["NO_TOKENS", "FloatColumn", "IntColumn", "Tokens", "find_version_range"]
 
 _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 
@@ -170,18 +170,18 @@ NO_TOKENS = Tokens.observed([])
 """The empty span."""
 
 
-def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:
+def find_version_range(spans: Sequence[Tokens]) -> tuple[int, int] | None:
     """Return the oldest and newest version of the policy that sampled a token of ``spans``; ``None`` if the policy
     sampled none of them.
 
-    >>> versions_of([Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.5], versions_T=[3, 4]), Tokens.observed([5])])
+    >>> find_version_range([Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.5], versions_T=[3, 4]), Tokens.observed([5])])
     (3, 4)
     """
-    found = [least_and_most for span in spans if (least_and_most := _versions_in(span.versions_T))]
+    found = [least_and_most for span in spans if (least_and_most := _find_range(span.versions_T))]
     return (min(least for least, _ in found), max(most for _, most in found)) if found else None
 
 
-def _versions_in(versions_T: IntColumn) -> tuple[int, int] | None:
+def _find_range(versions_T: IntColumn) -> tuple[int, int] | None:
     """Return the oldest and newest version of the policy among ``versions_T``; ``None`` if the policy sampled none of
     these tokens. In the common cases, where all or none of the tokens are sampled, this takes two reductions."""
     if not len(versions_T):

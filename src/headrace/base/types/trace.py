@@ -44,7 +44,7 @@ def shifted_back(spans: Sequence[Span], by_s: float) -> Sequence[Span]:
     return [msgspec.structs.replace(span, start_s=span.start_s - by_s, end_s=span.end_s - by_s) for span in spans]
 
 
-def in_lane(lane: str, on_spans: OnSpans) -> OnSpans:
+def rename_lane(lane: str, on_spans: OnSpans) -> OnSpans:
     """Return a callback that forwards spans to ``on_spans`` with their lane replaced by ``lane``, so that each of
     several parts of one kind has its own lane."""
 

@@ -19,7 +19,7 @@ from headrace.control.metrics.batch import BatchStats, batch_stats
 from headrace.control.saving import Saver, Saving
 from headrace.control.state import RunState
 from headrace.flow import GroupBatch
-from headrace.flow.layout import outline_of
+from headrace.flow.layout import make_outline
 from headrace.learner.base import Publication
 
 ORDERED_AHEAD = 2
@@ -114,7 +114,7 @@ class Feeder:
             await state.flow.flush()  # a batch must be recorded as taken before it is trained
             state.span("ledger", "flush", flushed_s, step)
         credits = state.parts.advantages(batch.groups)
-        outline = outline_of(
+        outline = make_outline(
             step,
             batch.groups,
             credits,

@@ -25,7 +25,7 @@ from headrace.control.pivots import PivotResampler
 from headrace.control.state import RunState, trainer_state
 from headrace.control.teaching import Teaching
 from headrace.control.turns import REWARD_NONE, ProcessRewards, assign_reward
-from headrace.flow.filters import FilterContext, rewards_of
+from headrace.flow.filters import FilterContext, get_rewards
 from headrace.flow.ledger import Ledger
 from headrace.flow.ready import UNSTORED, is_stored
 from headrace.rollout.runner import remedy_of
@@ -227,7 +227,7 @@ class ScoringLoop:
         """Apply the filters to a complete group, then add it to the flow's buffer of ready groups, or drop it. Raises
         an error that ends the run after too many dropped groups in a row."""
         state = self._state
-        state.observe(group.number, group.task.row_index, rewards_of(group.in_order))
+        state.observe(group.number, group.task.row_index, get_rewards(group.in_order))
         closed = close_group(
             group.number,
             group.in_order,
@@ -248,7 +248,7 @@ class ScoringLoop:
             self._stop_if_all_fail()
             return
         self._failed_in_a_row = 0
-        self._zero_signal.record_dropped(closed.reason, closed.dropped_by, rewards_of(closed.group.counted))
+        self._zero_signal.record_dropped(closed.reason, closed.dropped_by, get_rewards(closed.group.counted))
         if self._zero_signal.length == max(2, self._zero_signal.most // 2):
             state.warn(f"{self._zero_signal.in_words()}; after {self._zero_signal.most} in a row the run ends")
 

@@ -14,11 +14,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, StopReason, Turn, role_of
+from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, StopReason, Turn, get_role
 from headrace.base.types.metrics import as_label, quantile
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import IntColumn
-from headrace.flow.filters import comparable_rewards, rewards_of
+from headrace.flow.filters import comparable_rewards, get_rewards
 
 MOST_LABELS = 32
 """Greatest number of environments, and of agents, with separate metrics; all further ones are combined as ``other``."""
@@ -143,7 +143,7 @@ def _columns_by_env(stats: BatchStats, envs: Sequence[str]) -> dict[str, Episode
             columns = by_env.setdefault(env, EpisodeColumns())
             columns.lengths += stats.columns.lengths[begin:end]
             columns.turns += stats.columns.turns[begin:end]
-            columns.rewards += rewards_of(stats.episodes[begin:end])
+            columns.rewards += get_rewards(stats.episodes[begin:end])
         begin = end
     return by_env
 
@@ -175,7 +175,7 @@ def _columns_by_agent(episodes: Iterable[EpisodeGraph]) -> dict[str, EpisodeColu
             reward = episode.agent_rewards.get(author, sum(earned) if earned else episode.reward)
             share = EpisodeColumns(lengths=[sum(len(turn.tokens) for turn in turns)], turns=[len(turns)])
             share.rewards = [] if reward is None else [reward]
-            by_agent.setdefault(role_of(author), EpisodeColumns()).add(share)
+            by_agent.setdefault(get_role(author), EpisodeColumns()).add(share)
     return by_agent
 
 

@@ -6,12 +6,12 @@
     stage  ──▶ every engine that lacks the version, at once
     commit ──▶ on some engines at a time (``rolling``), while the others serve; done when every engine that is present
                uses it
-    join ──▶ the engine waits for the newest version, then serves     leave ──▶ its sequences move to other engines
+    add ──▶ the engine waits for the newest version, then serves      remove ──▶ its sequences move to other engines
     retire ──▶ the engine ends the sequences that it has, and gets no new ones, until it leaves
     an engine misses a version ──▶ it ends its sequences, and serves again when a later version reaches it
 
 An engine is removed when its process has died, or when it is silent for too long while it has requests. The launcher,
-which owns the processes, calls ``join`` and ``leave`` when engines come and go, and ends an engine on request. An
+which owns the processes, calls ``add`` and ``remove`` when engines come and go, and ends an engine on request. An
 engine *lacks* a version that it has not staged yet, and *misses* one that cannot reach it at all.
 """
 
@@ -53,32 +53,35 @@ class Fleet:
     def __init__(
         self, clock: Clock, *, size: int = 1, rolling: int | None = None, end: EndEngine | None = None
     ) -> None:
-        """Make a fleet without members; engines are added by :meth:`join`. The arguments are described at the class."""
+        """Make a fleet without members; engines are added by :meth:`add`. The arguments are described at the class."""
         self._clock, self._rolling, self._end = clock, rolling, end
         self._router = Router()
         self._members: dict[str, Member] = {}
         self._lost_sequences: dict[str, int] = {}
+        """The number of sequences that each removed engine had, by its name, until :meth:`remove` returns it."""
         self._counters = FleetCounters(size)
         self._numbers = itertools.count()
         self._routes = StickyRoutes()
         self._update: WeightUpdate | None = None
-        self._paused: bool | None = None  # the value of ``release``; None: not paused
+        """The newest update of the weights, which late engines get; ``None`` before the first."""
+        self._paused: bool | None = None
+        """The argument ``release`` of the pause that is in effect; ``None`` if the fleet is not paused."""
         self._changed = asyncio.Event()
+        """The event that is set, and replaced by a new one, whenever an engine or its state has changed."""
         self._on_member: Callable[[str], None] = lambda _: None
         self._mirrored = False
-        """Whether other processes send requests to the engines, too. The load of an engine is then read from its
-        counters."""
+        """Whether other processes send requests to the engines, too, so that their load is read from their counters."""
         self.version = NOT_SAMPLED
         """The newest version that all engines use, except engines that have missed it."""
 
     # -- membership -------------------------------------------------------------------------------------------------
 
-    def join(self, name: str, engine: Engine, *, version: int = NOT_SAMPLED, address: str = "") -> None:
+    def add(self, name: str, engine: Engine, *, version: int = NOT_SAMPLED, address: str = "") -> None:
         """Add ``engine`` under ``name``. It uses the weights ``version`` already, or has none (``NOT_SAMPLED``) and
         gets requests once it has the newest version. ``address`` is where weights are sent to it; empty where the
         engine fetches them."""
         self._members[name] = Member(name=name, engine=engine, address=address, version=version, staged_version=version)
-        self._router.join(name)
+        self._router.add(name)
         if version != NOT_SAMPLED:
             self._router.use(name, version)
             self.version = max(self.version, version)
@@ -87,10 +90,10 @@ class Fleet:
 
     def follow(self, on_member: Callable[[str], None]) -> None:
         """Call ``on_member`` from now on with the name of an engine whenever the engine has joined, has left, or its
-        state (:meth:`state_of`) has changed. The caller updates copies of this fleet in other processes."""
+        state (:meth:`get_state`) has changed. The caller updates copies of this fleet in other processes."""
         self._on_member, self._mirrored = on_member, True
 
-    def state_of(self, name: str) -> tuple[EngineState, int, bool] | None:
+    def get_state(self, name: str) -> tuple[EngineState, int, bool] | None:
         """Return the state of the engine ``name``, the version that it uses, and whether it is paused; ``None`` if it
         is absent."""
         state = self._router.state(name)
@@ -98,7 +101,7 @@ class Fleet:
 
     def mirror(self, name: str, state: EngineState, version: int, *, paused: bool) -> None:
         """Copy to the engine ``name`` the state that it has in another fleet, which commits versions to it and may
-        pause it. Nothing happens if the engine is absent."""
+        pause it (``paused``). Nothing happens if the engine is absent."""
         member = self._members.get(name)
         if member is None:
             return
@@ -125,7 +128,7 @@ class Fleet:
         self._counters.resize(size, (member.engine.stats() for member in self._members.values()))
         self._notify()
 
-    def leave(self, name: str) -> int:
+    def remove(self, name: str) -> int:
         """Remove an engine whose process has ended, and return how many sequences it had; 0 for an unknown name. The
         sequences continue on other engines once its streams have ended with
         :class:`~headrace.base.errors.ComponentDied`."""
@@ -235,10 +238,10 @@ class Fleet:
             return
         lost = self.load(member.name)
         del self._members[member.name]
-        self._router.leave(member.name)
+        self._router.remove(member.name)
         member.has_left = True
         self._lost_sequences[member.name] = lost
-        self._counters.leave(member.engine.stats())
+        self._counters.record_departure(member.engine.stats())
         self._on_member(member.name)
         self._notify()
 
@@ -277,8 +280,8 @@ class Fleet:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample an answer on one of the engines. If the engine dies, another one continues; the caller gets one
-        uninterrupted answer."""
+        """Sample an answer to ``prompt_ids_T`` on one of the engines, as :meth:`headrace.engine.Engine.generate` does.
+        If the engine dies, another one continues; the caller gets one uninterrupted answer."""
         async with aclosing(self._stream(self._new_request(prompt_ids_T, sampling, options))) as stream:
             async for chunk in stream:
                 yield chunk
@@ -286,9 +289,9 @@ class Fleet:
     async def generate_siblings(
         self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
     ) -> None:
-        """Sample several answers to one prompt; see :class:`~headrace.engine.SiblingSource`. The siblings that are
-        routed to one engine are sent to it in one call. If the engine dies, its siblings continue one by one on other
-        engines."""
+        """Sample several answers to the prompt ``prompt_ids_T``, and pass their chunks to ``on_chunks``; see
+        :class:`~headrace.engine.SiblingSource`. The siblings that are routed to one engine are sent to it in one call.
+        If the engine dies, its siblings continue one by one on other engines."""
         routed = [self._new_request(prompt_ids_T, sampling, options) for sampling, options in siblings]
         try:
             parts: dict[Member, list[int]] = {}
@@ -306,13 +309,13 @@ class Fleet:
                 self._router.end(each.number)
 
     async def _siblings_on(self, member: Member, routed: dict[int, RoutedRequest], on_chunks: OnSiblingChunks) -> None:
-        """Sample the siblings ``routed``, given by their indices, on the engine ``member``, to which they are assigned.
-        If it cannot sample siblings together, is full or dies, the unfinished siblings are sampled one by one."""
+        """Sample the siblings ``routed``, given by their indices, on their engine ``member``, for ``on_chunks``. If it
+        cannot sample siblings together, is full or dies, the unfinished siblings are sampled one by one."""
         places = list(routed)
 
         async def pass_on(arrived: Sequence[tuple[int, TokenChunk]]) -> None:
-            """Record chunks of the engine, and pass them on with the indices of the caller. A request that the engine
-            refused because it is full is not reported: it is sent to another engine later."""
+            """Record the chunks ``arrived`` of the engine, and pass them on with the indices of the caller. A request
+            that the engine refused because it is full is not reported: it is sent to another engine later."""
             passed_on = []
             for at, chunk in arrived:
                 index = places[at]
@@ -349,9 +352,9 @@ class Fleet:
         *,
         removed: bool,
     ) -> None:
-        """Sample the sibling ``index`` to its end by a request of its own. ``death`` is the error of the engine that
-        served it before and died or was ``removed``; ``None`` if no engine did. An error of the request becomes its
-        last chunk."""
+        """Sample the sibling ``index``, the request ``routed``, to its end by a call of its own, and pass its chunks to
+        ``on_chunks``. ``death`` is the error of the engine that served it before and died or was ``removed``; ``None``
+        if no engine did. An error of the request becomes its last chunk."""
         self._router.end(routed.number)
         try:
             if death is not None:
@@ -386,8 +389,8 @@ class Fleet:
             self._router.end(routed.number)
 
     async def _stream_from_one(self, routed: RoutedRequest) -> AsyncIterator[TokenChunk]:
-        """Yield the chunks that one engine returns for the request, until the request ends or the engine dies. If it
-        dies or is full, the request is prepared for another engine, and the caller tries again. Raises
+        """Yield the chunks that one engine returns for the request ``routed``, until the request ends or the engine
+        dies. If it dies or is full, the request is prepared for another engine, and the caller tries again. Raises
         :class:`~headrace.base.errors.EngineFull` if every engine that could serve the request is full."""
         fork = routed.options.fork
         parent_engine, fork = (None, None) if fork is None else self._routes.find_parent(fork)
@@ -419,29 +422,29 @@ class Fleet:
         return passed_on
 
     async def _assign(self, routed: RoutedRequest, parent_engine: Member | None = None) -> Member:
-        """Wait for an engine that can serve the request, assign the request to it, and return it. ``parent_engine`` is
-        the only engine that can serve a fork; ``None`` for other requests. If only engines are left that the request
-        avoids, because they refused it as full, it avoids them no more. Raises
+        """Wait for an engine that can serve the request ``routed``, assign the request to it, and return it.
+        ``parent_engine`` is the only engine that can serve a fork; ``None`` for other requests. If only engines are
+        left that the request avoids, because they refused it as full, it avoids them no more. Raises
         :class:`~headrace.base.errors.SequenceFailed` for a request that is bound to weights or to an engine that no
         serving engine has any more."""
         # hashing a long prompt is slow, and the engine of the request's session has its prefix in the cache anyway
         by_prefix = len(self._members) > 1 and not self._router.has_session(routed.options.session)
         route = routed.route_request("" if parent_engine is None else parent_engine.name, by_prefix=by_prefix)
         while (name := self._router.assign(routed.number, route, routed.avoid)) is None:
-            if self._router.serves and not routed.avoid:
+            if self._router.has_serving_engine and not routed.avoid:
                 raise routed.pinned_error()
             routed.avoid.clear()
             await self._changed.wait()
         return self._members[name]
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        """Return the logprob of each of ``tokens`` under the weights in use, computed by one of the engines; 0 for the
-        first token."""
+        """Return the logprob of each of ``tokens`` at ``temperature`` under the weights in use, computed by one of the
+        engines; 0 for the first token."""
         return await self._score_on_any(lambda engine: engine.score(tokens, temperature=temperature))
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """Return the logprobs of ``tokens`` and the ``num`` likeliest entries with ids below ``below`` (0: all) at each
-        position, computed by one of the engines."""
+        """Return the logprobs of ``tokens`` at ``temperature`` and the ``num`` likeliest entries with ids below
+        ``below`` (0: all) at each position, computed by one of the engines."""
         return await self._score_on_any(lambda one: one.top_scores(tokens, num, below=below, temperature=temperature))
 
     async def _score_on_any(self, score: Callable[[Engine], Awaitable[A]]) -> A:
@@ -479,8 +482,8 @@ class Fleet:
         return self._clock.now() - start_s
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Commit ``version`` on every engine that has staged it, some at a time, and return one report for all. If all
-        engines that had staged it have died, stage it on other engines first."""
+        """Commit ``version`` in the mode ``mode`` on every engine that has staged it, some at a time, and return one
+        report for all. If all engines that had staged it have died, stage it on other engines first."""
         done: list[SwapReport] = []
         if mode is Interrupt.SLEEP:  # this commit wakes each engine
             self._set_paused(None)
@@ -571,8 +574,8 @@ class Fleet:
     async def _commit_on(
         self, member: Member, version: int, mode: Interrupt, gate: asyncio.Semaphore
     ) -> SwapReport | None:
-        """Commit ``version`` on one engine, which gets no new requests meanwhile. Return its report, or ``None`` if the
-        engine was lost. ``gate`` limits how many engines commit at the same time."""
+        """Commit ``version`` in the mode ``mode`` on the engine ``member``, which gets no new requests meanwhile.
+        Return its report, or ``None`` if the engine was lost. ``gate`` limits how many engines commit at once."""
         async with gate:
             if self._members.get(member.name) is not member:
                 return None

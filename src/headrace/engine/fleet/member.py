@@ -76,7 +76,9 @@ class StickyRoutes:
     continues an earlier request with its cache, must go to the same engine."""
 
     def __init__(self) -> None:
+        """Create an empty record."""
         self._routes: OrderedDict[int, tuple[Member, int]] = OrderedDict()
+        """The engine of each of the last requests, and the request's number there, by the fleet's number."""
 
     def record(self, request: int, member: Member, number: int) -> None:
         """Record that ``member`` serves the request with the fleet's number ``request`` under its own ``number``."""
@@ -137,8 +139,9 @@ class FleetCounters:
         """Count for a fleet of ``size`` engines; none has left."""
         self.size = size
         self._departed = EngineStats()
+        """The sums of the statistics of all engines that have left."""
 
-    def leave(self, stats: EngineStats) -> None:
+    def record_departure(self, stats: EngineStats) -> None:
         """Keep the counters of an engine that leaves, whose last statistics are ``stats``."""
         self._departed = total_stats([stats], self._departed, version=NOT_SAMPLED, size=1)
 
@@ -172,8 +175,8 @@ async def gather_all(work: Iterable[Awaitable[A]]) -> list[A]:
 
 
 def combine_reports(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:
-    """Return one report of a commit on several engines, from each engine's report: the sums of all counts of sequences
-    and tokens, and the longest of the times.
+    """Return one report of the commit of ``version`` in the mode ``mode`` on several engines, from each engine's
+    report: the sums of all counts of sequences and tokens, and the longest of the times.
 
     >>> one = SwapReport(version=3, gap_s=0.1, carried_over=2, restarted=0)
     >>> combine_reports(3, Interrupt.INFLIGHT, [one, one]).carried_over

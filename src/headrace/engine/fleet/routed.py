@@ -98,9 +98,9 @@ class RoutedRequest:
         return msgspec.structs.replace(chunk, request_id=self.number, prompt_routing=routing)
 
     def on_engine_death(self, death: ComponentDied, *, removed: bool = False) -> None:
-        """Prepare the request to continue on another engine after its engine has died, or was ``removed`` on purpose,
-        which is not the fault of the request. Raises :class:`~headrace.base.errors.SequenceFailed` if no other engine
-        can continue it."""
+        """Prepare the request to continue on another engine after its engine has died (``death``), or was ``removed``
+        on purpose, which is not the fault of the request. Raises :class:`~headrace.base.errors.SequenceFailed` if no
+        other engine can continue it."""
         self._moved = True
         self._deaths_without_token += not removed
         if self.options.fork is not None:

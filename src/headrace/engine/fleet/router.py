@@ -121,11 +121,17 @@ class Router:
         """Make a router without engines. It records the engine of each sequence, and the engine that served each
         session and each prefix of a prompt last."""
         self._engines: dict[str, EngineLoad] = {}
-        self._ranks: list[Rank] = []  # of all engines, ascending
+        """The engines that are present, by name."""
+        self._ranks: list[Rank] = []
+        """The ranks of all engines, ascending."""
         self._assigned: dict[int, EngineLoad] = {}
+        """The engine that serves each sequence."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        """The name of the engine that served each session last, the least recently used session first."""
         self._prefixes: OrderedDict[int, tuple[str, int]] = OrderedDict()
+        """The engine that computed each prefix last, and its version then, the least recently used prefix first."""
         self._choices, self._joins = count(1), count()
+        """The numbers of the next assignment (``_choices``) and of the next engine that joins (``_joins``)."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,7 +139,7 @@ class Router:
         return tuple(self._engines)
 
     def state(self, name: str) -> EngineState | None:
-        """Return the state of an engine; ``None`` if it is absent."""
+        """Return the state of the engine ``name``; ``None`` if it is absent."""
         engine = self._engines.get(name)
         return None if engine is None else engine.state
 
@@ -143,7 +149,7 @@ class Router:
         return state is not None and state.takes_sequences
 
     def load(self, name: str) -> int:
-        """Return the number of sequences that an engine serves."""
+        """Return the number of sequences that the engine ``name`` serves."""
         return self._engines[name].load
 
     def where(self, sequence: int) -> str | None:
@@ -156,20 +162,21 @@ class Router:
         return self._sessions.get(session, "") in self._engines
 
     @property
-    def serves(self) -> bool:
+    def has_serving_engine(self) -> bool:
         """Whether any engine accepts sequences."""
         return any(engine.state.takes_sequences for engine in self._engines.values())
 
-    def join(self, name: str) -> None:
-        """Add an engine. It serves once it has weights."""
+    def add(self, name: str) -> None:
+        """Add an engine under ``name``. It gets sequences once :meth:`use` has recorded its weights. Raises
+        ``ValueError`` if an engine of this name is present."""
         if name in self._engines:
             raise ValueError(f"{name} is there already")
         engine = self._engines[name] = EngineLoad(name=name, join_number=next(self._joins))
         insort(self._ranks, engine.rank)
 
-    def leave(self, name: str) -> tuple[int, ...]:
-        """Remove an engine. Return the sequences that it served, in the order of their assignment; they have no engine
-        now."""
+    def remove(self, name: str) -> tuple[int, ...]:
+        """Remove the engine ``name``. Return the sequences that it served, in the order of their assignment; they have
+        no engine now."""
         engine = self._engines.pop(name)
         self._remove_rank(engine)
         unassigned = tuple(engine.sequences)
@@ -178,42 +185,42 @@ class Router:
         return unassigned
 
     def use(self, name: str, version: int) -> None:
-        """Record that the engine uses ``version`` from now on. An engine that was joining starts to serve. Prompts that
-        it computed with other weights no longer count in the choice of an engine."""
+        """Record that the engine ``name`` uses ``version`` from now on. An engine that was joining starts to serve.
+        Prompts that it computed with other weights no longer count in the choice of an engine."""
         engine = self._engines[name]
         engine.version = version
         if engine.state is EngineState.JOINING:
             engine.state = EngineState.SERVING
 
     def set_aside(self, name: str) -> None:
-        """Assign no new sequences to the engine until :meth:`use` records newer weights, because it has missed a
-        version. It keeps the sequences that it has."""
+        """Assign no new sequences to the engine ``name`` until :meth:`use` records newer weights, because it has missed
+        a version. It keeps the sequences that it has."""
         engine = self._engines[name]
         if engine.state is not EngineState.LEAVING:
             engine.state = EngineState.JOINING
 
     def retire(self, name: str) -> None:
-        """Assign no new sequences to the engine any more, because it is about to leave. It keeps the sequences that it
-        has."""
+        """Assign no new sequences to the engine ``name`` any more, because it is about to leave. It keeps the sequences
+        that it has."""
         self._engines[name].state = EngineState.LEAVING
 
     def hold(self, name: str) -> None:
-        """Assign no new sequences to the engine while other engines can serve them, because a commit is about to stop
-        it."""
+        """Assign no new sequences to the engine ``name`` while other engines can serve them, because a commit is about
+        to stop it."""
         engine = self._engines[name]
         if engine.state is EngineState.SERVING:
             engine.state = EngineState.HELD
 
     def release(self, name: str) -> None:
-        """End :meth:`hold`. Nothing happens if the engine is absent or was not held."""
+        """End :meth:`hold` of the engine ``name``. Nothing happens if the engine is absent or was not held."""
         engine = self._engines.get(name)
         if engine is not None and engine.state is EngineState.HELD:
             engine.state = EngineState.SERVING
 
     def assign(self, sequence: int, request: RouteRequest = ANY_ENGINE, avoid: Collection[str] = ()) -> str | None:
-        """Choose an engine for ``sequence``, assign the sequence to it and return the engine's name; ``None`` if no
-        engine can serve it. Engines named in ``avoid`` are not chosen. Raises ``ValueError`` for a sequence that is
-        assigned already."""
+        """Choose an engine for ``sequence``, according to ``request``, assign the sequence to it and return the
+        engine's name; ``None`` if no engine can serve it. Engines named in ``avoid`` are not chosen. Raises
+        ``ValueError`` for a sequence that is assigned already."""
         if sequence in self._assigned:
             raise ValueError(f"sequence {sequence} has a place already")
         least = self._least_loaded(request, avoid)
@@ -310,19 +317,19 @@ def _store_newest(memory: OrderedDict[K, V], key: K, value: V) -> None:
         memory.popitem(last=False)
 
 
-def allowed_load(least: int) -> int:
+def allowed_load(smallest_load: int) -> int:
     """Return how many sequences an engine may have and still be preferred for its cache, where the least loaded engine
-    has ``least`` sequences.
+    has ``smallest_load`` sequences.
 
     >>> allowed_load(0), allowed_load(100)
     (8, 133)
     """
-    return least + LOAD_MARGIN + int(least * LOAD_MARGIN_SHARE)
+    return smallest_load + LOAD_MARGIN + int(smallest_load * LOAD_MARGIN_SHARE)
 
 
 def prefix_keys(prompt_ids_T: IntColumn) -> tuple[int, ...]:
-    """Return the keys (64-bit hashes) of the beginnings of a prompt, the longest last. Two prompts share the keys of
-    their common beginnings, so equal keys show which engine has a beginning in its cache.
+    """Return the keys (64-bit hashes) of the beginnings of the prompt ``prompt_ids_T``, the longest last. Two prompts
+    share the keys of their common beginnings, so equal keys show which engine has a beginning in its cache.
 
     >>> one, other = prefix_keys(np.arange(100)), prefix_keys(np.arange(70))
     >>> len(one), len(other), [key in one for key in other]

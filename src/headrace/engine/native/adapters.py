@@ -75,6 +75,7 @@ class SwitchedAdapters:
     def __init__(self, model: PreTrainedModel) -> None:
         """Use the adapters that ``model`` was loaded with."""
         self._switch = Switch(model)
+        """The switch that selects the adapter with which the model computes."""
 
     def names(self) -> Iterable[str]:
         """Return the names of the agents that have an adapter, including the empty name, which is the policy's."""

@@ -20,7 +20,7 @@ An engine uses the pool as follows for each sequence (``table`` is its list of b
 
     chain = Chain(version, salt)
     table = pool.match(chain, prompt_T)               # whole blocks another sequence has computed
-    fresh = pool.allocate(blocks_for(end) - len(table))   # None: no room; pool.release(table)
+    fresh = pool.allocate(count_blocks(end) - len(table))   # None: no room; pool.release(table)
     pool.register(chain, table, ids_T[:end])          # all tokens computed so far or in this pass
     pool.release(table)                               # its end, or its preemption
     cache.clear(pool.pop_dirty())                    # before every pass
@@ -44,10 +44,10 @@ _BLOCK_ID_BYTES = BLOCK * 4
 """The number of bytes of a block's token ids as 32-bit integers."""
 
 
-def blocks_for(num_tokens: int) -> int:
+def count_blocks(num_tokens: int) -> int:
     """Return the number of blocks that ``num_tokens`` tokens need.
 
-    >>> blocks_for(16), blocks_for(17)
+    >>> count_blocks(16), count_blocks(17)
     (1, 2)
     """
     return -(-num_tokens // BLOCK)
@@ -100,6 +100,9 @@ class BlockPool:
     sequences, or cached for later sequences with the same beginning. A block stores the keys and values of ``BLOCK``
     tokens. ``version`` is the version of the weights in use.
 
+    A held block becomes *tainted* when its contents turn out to be unusable. When its last holder releases it, it
+    becomes *dirty*: the caller must clear it before it is allocated again.
+
     ``secret``, of 64 bits, is the seed of every digest, so that no caller can construct two prefixes with the same
     digest. ``states`` contains the prefixes for which the states of recurrent layers are kept: only such a prefix can
     be matched. ``None``: the model has no recurrent layers.
@@ -118,17 +121,26 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._states = states
         self._secret = secret
-        self._era = 0  # the number of calls of forget
-        self._eras = [0] * num_blocks  # the era in which each block was registered
+        self._era = 0
+        """The number of calls of :meth:`forget`. Blocks of older eras cannot be matched."""
+        self._eras = [0] * num_blocks
+        """The era in which each block was registered last."""
         self.version = version
         """The only version whose blocks are cached."""
         self._refs = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block that was freed last is allocated first
-        self._idle: dict[int, None] = {}  # cached blocks without a holder, in the order of eviction
+        """The number of sequences that hold each block."""
+        self._free = list(range(num_blocks - 1, -1, -1))
+        """The free blocks, as a stack: the block that was freed last is allocated first."""
+        self._idle: dict[int, None] = {}
+        """The cached blocks without a holder, in the order of eviction."""
         self._by_digest: dict[bytes, int] = {}
+        """The cached block for each digest of a prefix."""
         self._digests: dict[int, bytes] = {}
-        self._tainted: set[int] = set()  # held blocks that must be cleared before they are used again
-        self._dirty: list[int] = []  # tainted blocks without a holder
+        """The digest of each cached block; the inverse of ``_by_digest``."""
+        self._tainted: set[int] = set()
+        """The held blocks with unusable contents."""
+        self._dirty: list[int] = []
+        """The blocks that were tainted when their last holder released them."""
 
     @property
     def available(self) -> int:
@@ -198,9 +210,10 @@ class BlockPool:
         return blocks + fresh, len(blocks)
 
     def register(self, chain: Chain, table: Sequence[int], ids_T: IntColumn) -> None:
-        """Make the full blocks of ``ids_T`` that the chain has not registered yet available for matching. ``ids_T`` are
-        the sequence's tokens up to the end of this pass. If another block with the same contents is cached already,
-        that block stays the cached one. A chain of another version registers nothing."""
+        """Make the full blocks of ``ids_T`` that the chain has not registered yet available for matching. ``table`` are
+        the sequence's blocks, and ``ids_T`` are the sequence's tokens up to the end of this pass. If another block with
+        the same contents is cached already, that block stays the cached one. A chain of another version registers
+        nothing."""
         end = len(ids_T) // BLOCK
         if chain.version != self.version or end <= chain.length:
             return

@@ -76,7 +76,8 @@ def refuse_long(max_context: int, limit: ContextLimit | None) -> None:
 
 
 def request_problem(request: GenerateRequest, vocab_size: int) -> str:
-    """Return the reason why ``request`` cannot be served; an empty string if it can. The prompt is not checked."""
+    """Return the reason why ``request`` cannot be served by a model with ``vocab_size`` tokens; an empty string if it
+    can. The prompt is not checked."""
     if abs(request.priority) > _LARGEST_INT:
         return f"priority={request.priority} is not within ±{_LARGEST_INT}"
     if request.deadline_s is not None and not (math.isfinite(request.deadline_s) and request.deadline_s > 0):
@@ -95,8 +96,8 @@ def sampling_problem(sampling: Sampling, vocab_size: int) -> str:
 
 
 def score_problem(request: ScoreTokens, vocab_size: int) -> str:
-    """Return the reason why the tokens of ``request`` cannot be scored; an empty string if they can. The routing is not
-    checked."""
+    """Return the reason why the tokens of ``request`` cannot be scored by a model with ``vocab_size`` tokens; an empty
+    string if they can. The routing is not checked."""
     checked = check_ids("ids_T", request.ids_T, vocab_size)
     if checked.problem:
         return checked.problem
@@ -120,7 +121,8 @@ def _kept_problem(kept: KeptSets, ids_T: IntColumn, vocab_size: int) -> str:
 
 
 def _sampling_problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
-    """Yield each problem of the sampling options in words, such as ``top_p=0.0 is not in (0, 1]``."""
+    """Yield each problem of the sampling options for a model with ``vocab_size`` tokens in words, such as ``top_p=0.0
+    is not in (0, 1]``."""
     if sampling.max_new_tokens < 1:
         yield f"max_new_tokens={sampling.max_new_tokens} is not at least 1"
     for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):

@@ -45,7 +45,7 @@ _FEWEST_COLUMNS = 64
 
 
 class Controls:
-    """The sampling parameters of all rows, and the sampling with them. Rows ``0 .. count - 1`` are in use; :meth:`join`
+    """The sampling parameters of all rows, and the sampling with them. Rows ``0 .. count - 1`` are in use; :meth:`add`
     and :meth:`move` are called as sequences enter and leave the batch. ``log_softmax`` computes the logprobs, if it is
     passed: the learner's function, so that both get the same bits. ``masks`` are the masks of structured answers;
     ``None``: there are none."""
@@ -62,15 +62,21 @@ class Controls:
         self._device = device
         self._log_softmax = log_softmax
         self._count = 0
+        """The number of rows in use."""
         self._temperatures_R = np.ones(num_rows, np.float32)
+        """The temperatures with which rows are sampled; 1 for a greedy row that records its kept-set."""
         self._seeds_R = np.zeros(num_rows, np.uint64)
         """The seeds of the requests, modulo 2**64."""
         self._top_k_R = np.zeros(num_rows, np.int64)
+        """The number of likeliest tokens that each row keeps; 0: no limit."""
         self._top_p_R = np.ones(num_rows, np.float64)
         self._min_p_R = np.zeros(num_rows, np.float64)
         self._truncated_R = np.zeros(num_rows, bool)
+        """Whether each row is sampled from a kept-set: by top-k, top-p or min-p, or greedily with a record."""
         self._records_kept_R = np.zeros(num_rows, bool)
+        """Whether each row records its kept-sets."""
         self._records_entropy_R = np.zeros(num_rows, bool)
+        """Whether each row records the entropy at its tokens."""
         self._num_top_R = np.zeros(num_rows, np.int64)
         """How many likeliest entries each row records."""
         self._requested_temperatures_R = np.ones(num_rows, np.float32)
@@ -78,10 +84,12 @@ class Controls:
         self._changes = Changes(num_rows, device)
         self._masks = masks
         self._only_temperatures = True
+        """Whether the rows in use set nothing but a temperature and a seed."""
 
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up ``row``, the first unused one, for a new sequence. ``answer_ids_T`` are the tokens that the sequence
-        has sampled already, if it is a fork or was preempted."""
+    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        """Set up ``row``, the first unused one, for a sequence that joins the batch, with the parameters ``sampling``
+        and the prompt ``prompt_ids_T``. ``answer_ids_T`` are the tokens that the sequence has sampled already, if it is
+        a fork or was preempted."""
         greedy = sampling.temperature == 0
         certain = greedy and sampling.record_kept
         self._seeds_R[row] = sampling.seed % 2**64
@@ -96,9 +104,9 @@ class Controls:
         self._records_entropy_R[row] = sampling.record_entropy
         self._num_top_R[row] = sampling.record_top
         self._requested_temperatures_R[row] = sampling.temperature
-        changes = self._changes.join(row, sampling, prompt_ids_T, answer_ids_T)
+        changes = self._changes.add(row, sampling, prompt_ids_T, answer_ids_T)
         if self._masks is not None:
-            self._masks.join(row, sampling, answer_ids_T)
+            self._masks.add(row, sampling, answer_ids_T)
         self._count = row + 1
         sets_more = truncated or sampling.record_entropy or sampling.record_top or changes
         if sets_more or (self._masks is not None and self._masks.any()):
@@ -138,9 +146,9 @@ class Controls:
         return dataclasses.replace(draw, entropies_R=entropies(changed_DV, requested_D))
 
     def _draw(self, logits_DV: Tensor, temperatures_D: Tensor, uniforms_D: Tensor, rows: Index) -> Draw:
-        """Sample one token for each of ``rows`` from its logits after bias, penalties and mask. ``uniforms_D`` are
-        random numbers in [0, 1). Rows with and without truncation are sampled separately, and their results are merged
-        in order."""
+        """Sample one token for each of ``rows`` at its temperature in ``temperatures_D``, from its logits after bias,
+        penalties and mask. ``uniforms_D`` are random numbers in [0, 1). Rows with and without truncation are sampled
+        separately, and their results are merged in order."""
         truncated_at = np.flatnonzero(self._truncated_R[rows])
         if not len(truncated_at):
             return sample(logits_DV, temperatures_D, uniforms_D, self._log_softmax)
@@ -172,8 +180,9 @@ class Controls:
             self._masks.append(ids_D, rows)
 
     def _draw_truncated(self, logits_DV: Tensor, temperatures_D: Tensor, uniforms_D: Tensor, rows: Index) -> Draw:
-        """Sample one token for each of ``rows`` under top-k, top-p and min-p, and record the kept-sets (the ids that
-        survive the truncation) of the rows that request them. ``uniforms_D`` are uniform numbers in [0, 1)."""
+        """Sample one token for each of ``rows`` from its logits ``logits_DV`` at its temperature in ``temperatures_D``,
+        under top-k, top-p and min-p, and record the kept-sets (the ids that survive the truncation) of the rows that
+        request them. ``uniforms_D`` are uniform numbers in [0, 1)."""
         scaled_DV = logits_DV.float() / temperatures_D[:, None]
         limits = TruncationLimits(
             top_k_R=self._tensor(self._top_k_R[rows]),
@@ -218,15 +227,21 @@ class Changes:
     def __init__(self, num_rows: int, device: torch.device) -> None:
         """Allocate the changes of ``num_rows`` rows on ``device``; none of them changes a logit yet."""
         self._changing_R = np.zeros(num_rows, bool)
+        """Whether bias or penalties change a logit of each row."""
         self._growing_R = np.zeros(num_rows, bool)
+        """Whether each row has penalties, so that each of its sampled tokens may need a new column."""
         self._max_used_R = np.zeros(num_rows, np.int64)
         """An upper bound of the columns that each row uses, which can be read without synchronising with the device."""
         self._used_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        """The number of columns that each row uses."""
         self._repetition_R = torch.ones(num_rows, device=device)
+        """The penalties of each row, as its request sets them."""
         self._presence_R = torch.zeros(num_rows, device=device)
         self._frequency_R = torch.zeros(num_rows, device=device)
         self._ids_RU = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
+        """The token id of each column of each row."""
         self._bias_RU = torch.zeros(num_rows, 0, device=device)
+        """The number that is added to the logit of each id."""
         self._present_RU = torch.zeros(num_rows, 0, dtype=torch.bool, device=device)
         """Whether each id is in the prompt or the answer."""
         self._counts_RU = torch.zeros(num_rows, 0, device=device)
@@ -241,9 +256,9 @@ class Changes:
         growing: npt.NDArray[np.bool_] = self._growing_R[rows]
         return growing
 
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> bool:
-        """Set up ``row`` for a new sequence: its bias, its penalties, and the tokens of prompt and answer to which the
-        penalties apply. Return whether they change a logit."""
+    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> bool:
+        """Set up ``row`` for a sequence with the parameters ``sampling``: its bias, its penalties, and the tokens of
+        its prompt and of its answer so far to which the penalties apply. Return whether they change a logit."""
         penalised = _penalised(sampling)
         self._growing_R[row] = penalised
         changes = self._changing_R[row] = penalised or bool(sampling.logit_bias)
@@ -283,7 +298,8 @@ class Changes:
             column[target] = column[source]
 
     def apply(self, logits_DV: Tensor, rows: Index) -> Tensor:
-        """Return the logits of ``rows`` after bias and penalties; ``logits_DV`` itself is not changed."""
+        """Return the logits ``logits_DV`` of ``rows`` after bias and penalties: a float32 copy, or ``logits_DV`` itself
+        if none of the rows has a bias or penalty. ``logits_DV`` is never changed."""
         places = np.flatnonzero(self._changing_R[rows])
         if not len(places):
             return logits_DV

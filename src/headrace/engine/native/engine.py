@@ -16,8 +16,8 @@ columns, B blocks.
 from __future__ import annotations
 
 import secrets
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Several
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,7 @@ from headrace.engine.native.scoring import PrefillScorer
 from headrace.engine.native.selfcheck import refuse_unequal
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.engine.native.speculation import make_speculation
-from headrace.engine.native.states import make_states, state_kernels
+from headrace.engine.native.states import SequenceStates, make_states, state_kernels
 from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
 from headrace.engine.native.verification import Drawn, TokenDrawer
@@ -68,7 +68,7 @@ from headrace.models.paged.base import BLOCK, Geometry, LayerShape
 from headrace.models.paged.plan import PagedPlan, cache_shapes
 from headrace.models.predicting import PredictionHead
 from headrace.models.rope import context_limit
-from headrace.models.weights import vocabulary_of, weight_tensors
+from headrace.models.weights import count_vocabulary, weight_tensors
 
 Decode = Callable[[list[int]], str]
 """A function that returns the text of token ids."""
@@ -88,6 +88,34 @@ class NativeEngine:
 
     _paused_s: float | None = None
     """The time at which the engine was paused, in seconds of its clock; ``None``: it is not paused."""
+    _weights: PackedWeightReceiver
+    """The receiver that stages the weights, and packs them for kernels."""
+    _states: SequenceStates | None
+    """The states of recurrent layers; ``None`` if the model has none."""
+    _pool: BlockPool
+    """The allocation of the cache's blocks."""
+    _rows: Rows
+    """The sequences of the batch."""
+    _head: HeadDrafter | None
+    """The drafter with the prediction head; ``None`` if it is not used."""
+    _drawer: TokenDrawer
+    """The object that draws the tokens of each pass and verifies drafts."""
+    _routes: RoutingStore
+    """The experts of all tokens in the cache."""
+    _outbox: ChunkBuilder
+    """The chunks that the next call returns."""
+    _pins: Pins
+    """The copies of older weights for sequences that are pinned to them."""
+    _swaps: Swaps
+    """The commits of staged weights."""
+    _intake: Intake
+    """The admission of requests, and the record of all sequences that have not ended."""
+    _controls: Controls
+    """The sampling parameters of the rows."""
+    _forks_checked_version: int
+    """The version for which waiting forks were checked last."""
+    _implementations: dict[str, str]
+    """The implementations of attention, kernels and other parts in words, for the record of the run."""
 
     def __init__(
         self,
@@ -103,11 +131,12 @@ class NativeEngine:
         history: Path | None = None,
         head: PredictionHead | None = None,
     ) -> None:
-        """Allocate the cache and construct the parts of the engine. Raises :class:`~headrace.base.errors.ConfigError`
-        or :class:`~headrace.base.errors.ModelError` if the engine cannot serve the model."""
+        """Allocate the cache and construct the parts of the engine; ``clock`` measures deadlines and durations. The
+        other arguments are described at the class. Raises :class:`~headrace.base.errors.ConfigError` or
+        :class:`~headrace.base.errors.ModelError` if the engine cannot serve the model."""
         refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock, self._device = model, config, clock, model.device
-        size = self._vocab_size = vocabulary_of(model)
+        size = self._vocab_size = count_vocabulary(model)
         exact = invariant_log_softmax if is_deterministic(model) else None
         kernels, shapes = _fuse_kernels(model, config), cache_shapes(model)
         self._weights = PackedWeightReceiver(receiver, model)
@@ -137,8 +166,9 @@ class NativeEngine:
         bounds = self._bounds(max_context, masks, stop_strings=decode is not None)
         self._intake = Intake(bounds, self._rows, config.fork_memory)
         self._deadlines = Deadlines(self._intake.known)
-        self._forks_checked_version = self._swaps.stamp  # the version for which waiting forks were checked last
+        self._forks_checked_version = self._swaps.stamp
         self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
+        """The time in seconds in which steps were computed, their number, and the number of sampled tokens."""
         self._implementations = {"attention": attention, "kernels": kernels, **_names_of_torch_parts(model, config)}
 
     def facts(self) -> dict[str, str | int | float]:
@@ -172,9 +202,9 @@ class NativeEngine:
         self._scheduler.add(sequence)
         self._deadlines.add(sequence)
 
-    def abort(self, request_ids: Several[int]) -> list[TokenChunk]:
-        """End the requests with these ids before they are complete. Return all chunks that are due, including the last
-        chunks of these requests. Unknown ids are ignored."""
+    def abort(self, request_ids: abc.Sequence[int]) -> list[TokenChunk]:
+        """End the requests with the ids ``request_ids`` before they are complete. Return all chunks that are due,
+        including the last chunks of these requests. Unknown ids are ignored."""
         known = self._intake.known
         self._end([known[one] for one in dict.fromkeys(request_ids) if one in known], StopReason.ABORTED)
         self._swaps.settle()
@@ -342,7 +372,7 @@ class NativeEngine:
             counts_R=counts_R,
             num_decode=schedule.num_decode,
         )
-        states = None if self._states is None else self._states.of_rows(rows_R)
+        states = None if self._states is None else self._states.make_pass(rows_R)
         plan = PagedPlan(self._cache, geometry, self._maker, self._device, states)
         drafts_R, drafts_D = schedule.drafts_R, None
         if schedule.num_decode == len(rows_R):  # every row has one new token, which completes its context
@@ -384,13 +414,13 @@ class NativeEngine:
                 controls=self._controls, adapters=self._adapters,
             )
         )  # fmt: skip
-        self._rows.tell(drafter)
+        self._rows.add_follower(drafter)
         return drafter
 
     def _draw(self, logits_PV: Tensor, rows_D: Index, drafts_D: Index | None, stamps: int | Index) -> Drawn:
-        """Sample the next tokens of ``rows_D``. ``drafts_D`` is the number of drafted tokens of each row in the pass
-        (``None``: no row has any). Blocks that accepted drafts have filled are registered, and invalid keys and values
-        are cleared."""
+        """Sample the next tokens of ``rows_D`` from the logits ``logits_PV`` of the pass, and record them with the
+        versions ``stamps``. ``drafts_D`` is the number of drafted tokens of each row in the pass (``None``: no row has
+        any). Blocks that accepted drafts have filled are registered, and invalid keys and values are cleared."""
         rows, before_D = self._rows, self._rows.computed_R[rows_D]
         drawn = self._drawer.draw(logits_PV, rows_D, drafts_D, stamps)
         self._generated_tokens += drawn.num_tokens
@@ -431,7 +461,7 @@ class NativeEngine:
                 self._outbox.next(row)
         for row in rows_D[ended].tolist():
             self._forget(rows.sequences[row])
-        self._scheduler.leave(rows_D[ended])
+        self._scheduler.remove(rows_D[ended])
 
     def _end_broken(self, row: int) -> None:
         """End a row whose last token was drawn from logits that are not finite: remove that token, report the sequence

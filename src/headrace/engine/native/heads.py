@@ -45,7 +45,7 @@ CONFIDENCES = (0.5, 0.9)
 for each class."""
 REST, LONGEST_REST = 100, 1600
 """The number of passes in which the head computes nothing after its drafts did not save time: the first number, and the
-greatest number. The number doubles each time until a draft is accepted."""
+largest number. The number doubles each time until a draft is accepted."""
 _MOST_UNPAID = 3
 """The number of consecutive passes without an accepted draft of the head after which it rests."""
 
@@ -76,8 +76,8 @@ class DraftPrices:
         return saved_A
 
     def pays(self, reached_A: Chances, step: int) -> bool:
-        """Return whether the next tokens of these drafts save more than a step of the head costs. :meth:`saved`
-        describes the arguments."""
+        """Return whether the next tokens of these drafts save more than a step of the head costs. ``reached_A`` and the
+        other arguments are those of :meth:`saved`, which describes the arguments."""
         return float(self.saved(reached_A, step).sum()) > self.step + self.row * len(reached_A)
 
 
@@ -125,14 +125,17 @@ class HeadDrafter:
         model = parts.model
         self._device = model.device
         self._layer = len(parts.cache.shapes) - 1
+        """The index of the head's layer in the cache: the last one."""
         self._written_P = np.zeros(parts.cache.num_blocks, np.int64)
         """The number of places of each block, from its beginning, that have an entry of the head."""
         size = int(model.get_input_embeddings().weight.shape[1])
         self._state_RH = torch.zeros(parts.rows.num_rows, size, dtype=model.dtype, device=self._device)
+        """The head's state after the newest token of each row."""
         self._length_R = np.zeros(parts.rows.num_rows, np.int64)
         """The length that each row had when its state in ``_state_RH`` was computed, after the newest token; 0 if the
         row has no state."""
         self._hidden_NH: Tensor | None = None
+        """The hidden states of the model's latest pass, one for each of its tokens; ``None`` before the first."""
         self._rest, self._next_rest, self._unpaid = 0, REST, 0
         """The number of further passes in which the head computes nothing, the same number for the next rest, and the
         number of consecutive passes in which none of its drafts was accepted."""
@@ -145,12 +148,13 @@ class HeadDrafter:
         """The number of weights that a step of the head reads, as a fraction of the number that a pass of the model
         reads."""
 
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
         """Forget the state of ``row``, because another sequence begins there; the other arguments are not used."""
         self._length_R[row] = 0
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
-        """Move the states of the rows ``sources`` to the rows ``targets``, after sequences have left."""
+        """Move the states of the rows ``sources`` to the rows ``targets``, after sequences have left; ``count`` is not
+        used."""
         self._length_R[targets] = self._length_R[sources]
         if len(sources):
             self._state_RH[self._tensor(targets)] = self._state_RH[self._tensor(sources)]
@@ -270,7 +274,8 @@ class HeadDrafter:
         return found
 
     def _pass_rows(self, rows_A: Index, counts_A: Index) -> PassRows:
-        """Return the description of the rows ``rows_A`` with ``counts_A`` tokens each, for the adapters."""
+        """Return the description of a pass for the adapters: row n of the pass has ``counts_A[n]`` tokens, which the
+        adapter of row ``rows_A[n]`` of the batch computes, and gets the logits of its last token."""
         return PassRows(adapter_R=self._rows.adapter_R[rows_A], counts_R=counts_A, num_logits_R=np.ones_like(counts_A))
 
     def _whole(self, geometry: Geometry) -> Flags:

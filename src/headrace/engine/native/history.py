@@ -73,22 +73,27 @@ class HistoryIndex:
 
     >>> index, keys = HistoryIndex(64), np.zeros(1, np.uint64)
     >>> index.add(keys[0], np.array([7, 8, 9]), np.array([4, 5, 6]), np.array([0.5, 0.25, 1.0]))
-    >>> ids_LDK, chances_LDK = index.find(keys, contexts_of(np.array([[7, 8, 9, 4]])), 3)
+    >>> ids_LDK, chances_LDK = index.find(keys, extract_contexts(np.array([[7, 8, 9, 4]])), 3)
     >>> ids_LDK[0].tolist(), chances_LDK[0].tolist()
     ([[5, 6, -1]], [[0.25, 1.0, 0.0]])
     """
 
     def __init__(self, num_tokens: int, file: Path | None = None, vocab_size: int = 2**31) -> None:
-        """Make an empty index in memory or, with ``file``, open the index that is stored in this file. Entries of the
-        file with token ids of ``vocab_size`` or more count as damaged. Raises ``OSError`` if the file cannot be
-        created."""
+        """Make an empty index of ``num_tokens`` tokens in memory or, with ``file``, open the index that is stored in
+        this file. Entries of the file with token ids of ``vocab_size`` or more count as damaged. Raises ``OSError`` if
+        the file cannot be created."""
         self._bits = (_SLOTS_PER_TOKEN * num_tokens - 1).bit_length()
+        """The number of bits of a slot's index: the table has 2 to this power slots."""
         self.store = open_store(
             file, num_tokens=num_tokens, num_slots=1 << self._bits, num_keys=1 << _PROMPT_BITS, vocab_size=vocab_size
         )
         """The arrays of the index."""
         self._head_1, self._keys = self.store.head_1, self.store.keys_K
+        """The next place of the ring to be written (one number), and the hash of the prompt recorded last in each
+        slot."""
         self._ids_P, self._chances_P, self._places_S = self.store.ids_P, self.store.chances_P, self.store.places_S
+        """The ring of tokens with the probabilities with which they were drawn, and the place in it to which each slot
+        points."""
 
     def knows(self, key: np.uint64) -> bool:
         """Return whether an answer to the prompt with the hash ``key`` has been added. Of several prompts that share a
@@ -101,7 +106,7 @@ class HistoryIndex:
         an answer that is longer than the ring, only the end is stored."""
         max_answer = len(self._ids_P) - CONTEXT - 1
         num_dropped = max(0, len(ids_A) - max_answer)
-        before_C = contexts_of(np.concatenate([context_C[-CONTEXT:], ids_A[:num_dropped]])[None])[0]
+        before_C = extract_contexts(np.concatenate([context_C[-CONTEXT:], ids_A[:num_dropped]])[None])[0]
         line = np.concatenate([before_C, ids_A[num_dropped:], [END]]).astype(np.int32)
         places = (self._head_1[0] + np.arange(len(line))) % len(self._ids_P)
         self._ids_P[places], self._chances_P[places] = line, 0.0
@@ -128,7 +133,7 @@ class HistoryIndex:
         parts_DC = contexts_DC.astype(np.uint64) * _POWERS
         sums = {num: parts_DC[:, -num:].sum(axis=1, dtype=np.uint64) for num in _LENGTHS}
         sums_LD = np.stack([sums[each.num_tokens] for each in LOOK_UPS])
-        return _slots_of(splitmix(sums_LD + _SALTS_L1) + keys_D * _BY_PROMPT_L1, self._bits)
+        return _compute_slots(splitmix(sums_LD + _SALTS_L1) + keys_D * _BY_PROMPT_L1, self._bits)
 
 
 class OwnText:
@@ -139,10 +144,11 @@ class OwnText:
         """Allocate an empty index for the sequences in ``rows``."""
         self._rows = rows
         self._positions_RS = np.zeros((rows.num_rows, 1 << _OWN_BITS), np.int32)
+        """The position after the run of tokens that was indexed last in each slot; 0 for an unused slot."""
         self._num_indexed_R = np.zeros(rows.num_rows, np.int64)
         """The number of tokens of each row that are in the index."""
 
-    def join(self, row: int) -> None:
+    def add(self, row: int) -> None:
         """Clear the index of ``row``, because another sequence begins there."""
         self._positions_RS[row], self._num_indexed_R[row] = 0, 0
 
@@ -183,17 +189,17 @@ class OwnText:
         """Return the slot of the :data:`OWN_CONTEXT` tokens before each of the positions ``ends_N`` in ``rows_N``."""
         places_NC = np.maximum(ends_N[:, None] - OWN_CONTEXT + np.arange(OWN_CONTEXT), 0)
         last_NC = self._rows.ids_RC[rows_N[:, None], places_NC].astype(np.uint64)
-        return _slots_of((last_NC * _POWERS[:OWN_CONTEXT]).sum(axis=1, dtype=np.uint64), _OWN_BITS)
+        return _compute_slots((last_NC * _POWERS[:OWN_CONTEXT]).sum(axis=1, dtype=np.uint64), _OWN_BITS)
 
 
-def contexts_of(ids_DC: IntColumn) -> IntColumn:
-    """Return the last :data:`CONTEXT` tokens of each sequence; shorter sequences are padded with :data:`END` in
-    front."""
+def extract_contexts(ids_DC: IntColumn) -> IntColumn:
+    """Return the last :data:`CONTEXT` tokens of each sequence in ``ids_DC``; shorter sequences are padded with
+    :data:`END` in front."""
     last_DC = ids_DC[:, -CONTEXT:]
     return np.pad(last_DC, ((0, 0), (CONTEXT - last_DC.shape[1], 0)), constant_values=END)
 
 
-def _slots_of(hashes: Keys, bits: int) -> Index:
+def _compute_slots(hashes: Keys, bits: int) -> Index:
     """Return the slot of each hash in a table of 2 to the power ``bits`` slots."""
     slots: Index = (splitmix(hashes) >> np.uint64(64 - bits)).astype(np.int64)
     return slots

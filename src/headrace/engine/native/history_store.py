@@ -88,7 +88,8 @@ def _empty(record: npt.NDArray[Any]) -> HistoryStore:
 
 
 def _checked(record: npt.NDArray[Any], vocab_size: int) -> HistoryStore:
-    """Return the arrays of ``record``, an existing file, after invalid entries have been removed."""
+    """Return the arrays of ``record``, an existing file, after invalid entries have been removed, such as token ids of
+    ``vocab_size`` or more."""
     arrays = _arrays(record)
     head_1, ids_P, chances_P, places_S = (arrays[name] for name in ("head_1", "ids_P", "chances_P", "places_S"))
     size = len(ids_P)

@@ -18,7 +18,7 @@ from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, St
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.adapters import EngineAdapters
-from headrace.engine.native.blocks import blocks_for
+from headrace.engine.native.blocks import count_blocks
 from headrace.engine.native.checks import check_ids, request_problem
 from headrace.engine.native.masks import MaskMaker
 from headrace.engine.native.rows import Rows
@@ -82,7 +82,9 @@ class Intake:
         self._rows = rows
         self._fork_memory = fork_memory
         self._ended: OrderedDict[int, _ForkSource] = OrderedDict()
+        """The tokens of the ended sequences that are kept for forks, by request id, the oldest first."""
         self._arrivals = 0
+        """The number of admitted requests, which numbers the sequences."""
         self._last_checked: tuple[object, ...] = ()
         """The options of the last request that were valid, without its seed: requests often differ in it alone."""
         self.known: dict[int, Sequence] = {}
@@ -163,9 +165,9 @@ class Intake:
         return place
 
     def _answer(self, request: GenerateRequest, name: str) -> FinishedSequence | None:
-        """Return the answer tokens that another engine has sampled for this request, in the form that a preempted
-        sequence has; ``None`` for a request without such tokens. All of them count as sent. Raises
-        :class:`~headrace.base.errors.RequestError` for an answer that cannot be continued."""
+        """Return the answer tokens that another engine has sampled for this request, which errors call ``name``, in the
+        form that a preempted sequence has; ``None`` for a request without such tokens. All of them count as sent.
+        Raises :class:`~headrace.base.errors.RequestError` for an answer that cannot be continued."""
         if request.answer_ids_T is None:
             return None
         checked = check_ids("answer", request.answer_ids_T, self._bounds.vocab_size)
@@ -230,7 +232,7 @@ class Intake:
         """Return the tokens from which ``sequence`` can be forked, and the version of its cached keys and values."""
         is_waiting = sequence.row == NO_ROW
         return _ForkSource(
-            ids_T=sequence.ids() if is_waiting else self._rows.ids_of(sequence.row).copy(),
+            ids_T=sequence.ids() if is_waiting else self._rows.get_ids(sequence.row).copy(),
             num_given=len(sequence.given_ids_T),
             num_prompt=sequence.num_prompt,
             version=NOT_SAMPLED if is_waiting else sequence.chain.version,
@@ -261,7 +263,7 @@ class Intake:
                 f"exceed max_context={bounds.max_context}",
                 remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
             )
-        if blocks_for(sequence.max_length - 1) > bounds.num_blocks:
+        if count_blocks(sequence.max_length - 1) > bounds.num_blocks:
             raise RequestError(
                 f"{name}: prompt of {length} tokens + max_new_tokens={sampling.max_new_tokens} "
                 f"exceed the cache of {bounds.num_blocks * BLOCK} tokens",

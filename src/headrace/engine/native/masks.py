@@ -45,8 +45,10 @@ class Masks:
     nothing."""
 
     def __init__(self, make: MaskMaker) -> None:
+        """Start without a mask in any row. ``make`` makes the mask of each new answer that has a structure."""
         self._make = make
         self._rows: dict[int, TokenMask] = {}
+        """The masks, by row."""
 
     def any(self) -> bool:
         """Return whether any row has a mask."""
@@ -56,8 +58,9 @@ class Masks:
         """Return for each of ``rows`` whether it has a mask."""
         return np.array([row in self._rows for row in rows.tolist()], bool)
 
-    def join(self, row: int, sampling: Sampling, answer_ids_T: IntColumn) -> None:
-        """Set up ``row`` for a new sequence that has sampled ``answer_ids_T`` already."""
+    def add(self, row: int, sampling: Sampling, answer_ids_T: IntColumn) -> None:
+        """Set up ``row`` for a sequence that joins the batch with the parameters ``sampling``. ``answer_ids_T`` are the
+        tokens that it has sampled already; the mask is advanced past them."""
         self._rows.pop(row, None)
         if sampling.structure:
             mask = self._rows[row] = self._make(sampling.structure)

@@ -10,7 +10,7 @@ import torch
 
 from headrace.base.errors import ConfigError
 from headrace.engine.config import SHARED_CACHE_SHARE, EngineConfig
-from headrace.engine.native.blocks import blocks_for
+from headrace.engine.native.blocks import count_blocks
 from headrace.models.paged.base import BLOCK, LayerShape, PagedCache
 
 
@@ -19,7 +19,8 @@ def make_cache(
 ) -> PagedCache:
     """Allocate and return the key-value cache, for ``config.cache_tokens`` tokens. If that is not set, the cache is
     large enough for ``config.max_sequences`` sequences of ``max_context`` tokens, but takes at most the share
-    ``config.cache_share`` of the free memory. ``shapes`` are the shapes of keys and values in each layer.
+    ``config.cache_share`` of the free memory. ``shapes`` are the shapes of keys and values in each layer, which are
+    stored as ``dtype`` on ``device``.
 
     Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory.
     """
@@ -27,9 +28,9 @@ def make_cache(
     free_bytes = _free_bytes(device)
     share = SHARED_CACHE_SHARE if config.cache_share is None else config.cache_share
     if config.cache_tokens is not None:
-        num_blocks = blocks_for(config.cache_tokens)
+        num_blocks = count_blocks(config.cache_tokens)
     else:
-        max_blocks = config.max_sequences * blocks_for(max_context)
+        max_blocks = config.max_sequences * count_blocks(max_context)
         num_blocks = max(1, min(max_blocks, int(share * free_bytes) // max(1, block_bytes)))
     why = f"{free_bytes} are free"
     try:

@@ -19,7 +19,7 @@ from headrace.base.errors import WeightsError
 from headrace.base.types.weights import WeightUpdate
 from headrace.engine.native.swaps import WeightReceiver
 from headrace.models.kernels.ops import Kernels, kernels
-from headrace.models.kernels.panels import Packed, products_of
+from headrace.models.kernels.panels import Packed, get_products
 from headrace.models.weights import weight_tensors
 
 MAX_MEMORY_SHARE = 0.25
@@ -33,11 +33,12 @@ class PackedWeightReceiver:
     memory, it only forwards the calls to ``receiver``."""
 
     def __init__(self, receiver: WeightReceiver, model: nn.Module) -> None:
-        """Find the products of ``model`` that run on kernels, allocate the buffers of packed weights if there is enough
-        memory, and pack the weights that the model has now."""
+        """Stage updates with ``receiver``. Find the products of ``model`` that run on kernels, allocate the buffers of
+        packed weights if there is enough memory, and pack the weights that the model has now."""
         self._receiver = receiver
-        products = [each for each in products_of(model) if not each.linear.weight.is_inference()]
+        products = [each for each in get_products(model) if not each.linear.weight.is_inference()]
         self._ops = kernels() if products else None
+        """The kernels; ``None`` if the model has no products that run on them."""
         sizes = [4 * self._ops.panel_numbers(each.linear.weight) for each in products if isinstance(self._ops, Kernels)]
         names = {id(tensor): name for name, tensor in weight_tensors(model).items()}
         self._products = [(names.get(id(each.linear.weight)), each) for each in products]
@@ -47,13 +48,18 @@ class PackedWeightReceiver:
         if sum(sizes) + sum(new_sizes) > MAX_MEMORY_SHARE * psutil.virtual_memory().available:
             self._products, sizes, new_sizes = [], [], []
         self._bytes, self._num_versions = [sum(sizes), sum(new_sizes)], 1
+        """The bytes of the first and of the second buffer, and the number of buffers that are in use."""
         self._memory = [
             [torch.from_numpy(zeros(size)).view(torch.float32) for size in each] for each in (sizes, new_sizes)
         ]
+        """The two buffers of packed weights, one tensor for each product. The second has no memory for frozen
+        weights."""
         self._active = 0
+        """The index of the buffer with which the model computes."""
         self._is_prepared = False
         """Whether the buffer that is not in use contains the next version, completely packed."""
         self._staging, self._lock = False, threading.Lock()
+        """Whether a thread is staging an update, and the lock that guards this flag."""
         self._pack(self._active, [each.linear.weight.data for _, each in self._products], torch.get_num_threads())
 
     @property

@@ -14,17 +14,19 @@ from torch import Tensor
 
 
 class Pins:
-    """The copies of older versions of the model's weights, at most ``most`` of them.
+    """The copies of older versions of the model's weights, at most ``max_versions`` of them.
 
     ``tensors`` are the model's parameters. In a pass under older weights, they point to the memory of a copy.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], most: int) -> None:
+    def __init__(self, tensors: Iterable[Tensor], max_versions: int) -> None:
         """Create the record without any copy. The arguments are described at the class."""
-        self._most = most
+        self._max_versions = max_versions
         self._tensors = list(tensors)
         self._copies: dict[int, list[Tensor]] = {}
+        """The copies of the parameters of each version, in the order of ``_tensors``."""
         self._holders: dict[int, set[int]] = {}
+        """The holders of each copied version; a version without a holder has no copy."""
 
     @property
     def num_bytes(self) -> int:
@@ -35,7 +37,7 @@ class Pins:
     def may_hold(self, version: int) -> bool:
         """Return whether a sequence may be pinned to ``version`` now: the version has a copy already, or one more copy
         is allowed."""
-        return version in self._copies or len(self._copies) < self._most
+        return version in self._copies or len(self._copies) < self._max_versions
 
     def move(self, device: torch.device) -> None:
         """Move the copies to ``device``: to the processor while the engine releases the memory of its GPU, and

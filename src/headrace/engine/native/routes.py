@@ -1,4 +1,4 @@
-"""The routing of cached tokens (the experts that each mixture-of-experts layer chose for them), stored beside their
+"""The routing of cached tokens (the experts that each mixture-of-experts layer selected for them), stored beside their
 keys and values.
 
 The routing of a token is stored at its position in its block, so sequences that share a block (siblings with one
@@ -30,7 +30,9 @@ class RoutingStore:
         self._model = model
         self._num_blocks = num_blocks
         self._recorder: RoutingRecorder | None = None
+        """The hooks in the model that record its routing; ``None`` before :meth:`open`."""
         self._experts_PSLK: np.ndarray[tuple[int, ...], np.dtype[Any]] = np.zeros((0, BLOCK, 0, 0), np.uint8)
+        """The K experts of every layer L, for each of the S places of each block P; empty before :meth:`open`."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,10 +54,10 @@ class RoutingStore:
         self._experts_PSLK = np.zeros((self._num_blocks, BLOCK, routed.num_layers, routed.top_k), routed.dtype)
         return ""
 
-    def record(self, wanted: bool) -> None:
-        """Set whether the routing of the next pass is recorded."""
+    def record(self, enabled: bool) -> None:
+        """Record the routing of the next pass if ``enabled``, and else not."""
         if self._recorder is not None:
-            self._recorder.on = wanted
+            self._recorder.on = enabled
 
     def store(self, geometry: Geometry) -> None:
         """Store the experts of the pass that has just run, at the blocks and positions of its tokens, which are in

@@ -6,12 +6,12 @@ the rows in use are always ``[:count]``. A sampled token is stored at its positi
 *flush* tokens is to put them into a chunk; flushed tokens count as *sent*.
 
 Shape legend: R rows, C columns (the longest context), B blocks of the longest context, S stop ids of one request, D
-rows that have just sampled.
+rows that have just sampled, T tokens of one sequence, E entries of the kept-sets of several tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections import abc
 from typing import Protocol
 
 import msgspec
@@ -25,7 +25,7 @@ from headrace.base.types.recorded import KeptSets
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import Tokens
-from headrace.engine.native.blocks import blocks_for
+from headrace.engine.native.blocks import count_blocks
 from headrace.engine.native.routes import RoutingStore
 from headrace.engine.native.sequence import NO_ROW, FinishedSequence, Kept, Sequence
 
@@ -35,7 +35,7 @@ _NO_ID = -1
 _NO_IDS = np.zeros(0, np.int32)
 
 
-def gather(kept: Several[Kept]) -> KeptSets:
+def gather(kept: abc.Sequence[Kept]) -> KeptSets:
     """Return the kept-sets of several tokens (for each, the vocabulary entries that survived truncation) as one record.
     ``kept`` has for each token the kept ids of all rows of its step, and the start and end of the token's own ids among
     them."""
@@ -49,8 +49,10 @@ class Follower(Protocol):
     """An object that has arrays of its own for the same rows, such as sampling parameters. :class:`Rows` notifies it
     when sequences join or move."""
 
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up ``row``, the first unused one, for a new sequence that has sampled ``answer_ids_T`` already."""
+    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        """Set up ``row``, the first unused one, for a sequence that joins the batch, with the parameters ``sampling``
+        and the prompt ``prompt_ids_T``. ``answer_ids_T`` are the tokens that it has sampled already, if it is a fork or
+        was preempted; otherwise empty."""
         ...
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
@@ -63,16 +65,23 @@ class Rows:
     """The state of the batch: the arrays for at most ``num_rows`` sequences of at most ``num_columns`` tokens, of which
     the first ``count`` rows are in use. ``followers`` are notified of every change of the rows."""
 
-    def __init__(self, num_rows: int, num_columns: int, followers: Several[Follower] = ()) -> None:
-        """Allocate the arrays for ``num_rows`` sequences of at most ``num_columns`` tokens; no row is in use yet."""
+    def __init__(self, num_rows: int, num_columns: int, followers: abc.Sequence[Follower] = ()) -> None:
+        """Allocate the arrays for ``num_rows`` sequences of at most ``num_columns`` tokens; no row is in use yet.
+        ``followers`` are described at the class."""
         self._followers = list(followers)
         self.num_rows = num_rows
         self.sequences: list[Sequence] = []
+        """The sequences in the rows in use, in order."""
         self.ids_RC = np.zeros((num_rows, num_columns), np.int32)
+        """The ids of the tokens of each row, given and sampled."""
         self._logprobs_RC = np.zeros((num_rows, num_columns), np.float32)
+        """The logprobs of the sampled tokens, at their positions in the sequence."""
         self._versions_RC = np.zeros((num_rows, num_columns), np.int32)
+        """The versions that sampled them."""
         self._entropies_RC = np.zeros((num_rows, num_columns), np.float32)
-        self.tables_RB = np.zeros((num_rows, blocks_for(num_columns)), np.int32)
+        """Their entropies in nats, in rows that record them."""
+        self.tables_RB = np.zeros((num_rows, count_blocks(num_columns)), np.int32)
+        """The blocks of the cache of each row, in the order of its tokens."""
         self.num_blocks_R = np.zeros(num_rows, np.int64)
         """The number of blocks in each row's table."""
         self.length_R = np.zeros(num_rows, np.int64)
@@ -80,7 +89,9 @@ class Rows:
         self.computed_R = np.zeros(num_rows, np.int64)
         """The number of these tokens whose keys and values are in the cache; all but the newest while a row decodes."""
         self.priority_R = np.zeros(num_rows, np.int64)
+        """The priority of each request; a larger one joins earlier and is preempted later."""
         self.arrival_R = np.zeros(num_rows, np.int64)
+        """The number of arrival of each sequence."""
         self.records_routing_R = np.zeros(num_rows, bool)
         """Whether each row records its routing."""
         self.has_stop_strings_R = np.zeros(num_rows, bool)
@@ -90,23 +101,28 @@ class Rows:
         self.adapter_R = np.zeros(num_rows, np.int64)
         """The index of the adapter that computes each row."""
         self._records_kept_R = np.zeros(num_rows, bool)
+        """Whether each row records its kept-sets."""
         self._records_entropy_R = np.zeros(num_rows, bool)
+        """Whether each row records the entropy at its tokens."""
         self._flushed_R = np.zeros(num_rows, np.int64)
+        """The number of tokens of each row, given ones included, that are sent or need not be sent."""
         self._max_length_R = np.zeros(num_rows, np.int64)
+        """The number of tokens, given and sampled, at which each sequence ends."""
         self._stops_RS = np.full((num_rows, 1), _NO_ID, np.int64)
+        """The stop ids of each row, filled up with ``_NO_ID``."""
 
     @property
     def count(self) -> int:
         """The number of rows in use."""
         return len(self.sequences)
 
-    def tell(self, follower: Follower) -> None:
+    def add_follower(self, follower: Follower) -> None:
         """Notify ``follower`` of every change of the rows from now on. No row may be in use yet."""
         self._followers.append(follower)
 
-    def join(self, sequence: Sequence, table: Several[int], num_cached: int) -> None:
-        """Add ``sequence`` in the first unused row, with ``table`` as its blocks. Its first ``num_cached`` tokens are
-        in the cache."""
+    def add(self, sequence: Sequence, table: abc.Sequence[int], num_cached: int) -> None:
+        """Add ``sequence`` to the batch in the first unused row, with ``table`` as its blocks. Its first ``num_cached``
+        tokens are in the cache. If it was preempted, the tokens that it had sampled are restored from its answer."""
         row, sampling, answer = self.count, sequence.request.sampling, sequence.answer
         given, num_given = sequence.given_ids_T, len(sequence.given_ids_T)
         self.sequences.append(sequence)
@@ -132,10 +148,10 @@ class Rows:
         self._set_stops(row, sampling.stop_ids)
         sampled_T = self.ids_RC[row, sequence.num_prompt : self.length_R[row]]
         for follower in self._followers:
-            follower.join(row, sampling, given[: sequence.num_prompt], sampled_T)
+            follower.add(row, sampling, given[: sequence.num_prompt], sampled_T)
 
-    def leave(self, leaving: Several[int] | Index) -> None:
-        """Free the rows ``leaving``; the last rows move into the gaps."""
+    def remove(self, leaving: abc.Sequence[int] | Index) -> None:
+        """Remove the sequences in the rows ``leaving`` from the batch; the last rows move into the gaps."""
         num_left = self.count - len(leaving)
         staying = np.ones(self.count, bool)
         staying[leaving] = False
@@ -156,7 +172,7 @@ class Rows:
         for follower in self._followers:
             follower.move(sources, targets, num_left)
 
-    def extend(self, row: int, blocks: Several[int]) -> None:
+    def extend(self, row: int, blocks: abc.Sequence[int]) -> None:
         """Add cache blocks at the end of a row's table."""
         num_blocks = int(self.num_blocks_R[row])
         self.tables_RB[row, num_blocks : num_blocks + len(blocks)] = blocks
@@ -173,7 +189,7 @@ class Rows:
         ready: Flags = self.computed_R[: self.count] == self.length_R[: self.count] - 1
         return ready
 
-    def by_rank(self, rows: Index) -> Index:
+    def sort_by_rank(self, rows: Index) -> Index:
         """Return these rows ordered by rank: higher priority first, then order of arrival. The last one is preempted
         first."""
         return rows[np.lexsort((self.arrival_R[rows], -self.priority_R[rows]))]
@@ -241,8 +257,8 @@ class Rows:
     def draftable(self, rows_D: Index) -> Index:
         """Return for each of ``rows_D`` how many tokens a pass may draft for it: the tokens up to its limit, except the
         one that every pass samples."""
-        most: Index = self._max_length_R[rows_D] - self.length_R[rows_D] - 1
-        return most
+        num_tokens: Index = self._max_length_R[rows_D] - self.length_R[rows_D] - 1
+        return num_tokens
 
     def chances(self, row: int, start: int) -> FloatColumn:
         """Return the probability with which each token of ``row`` was drawn, from position ``start`` to the end."""
@@ -272,7 +288,7 @@ class Rows:
         """Return the number of tokens of the row after its given tokens, with which its sequence began."""
         return int(self.length_R[row]) - len(self.sequences[row].given_ids_T)
 
-    def ids_of(self, row: int) -> IntColumn:
+    def get_ids(self, row: int) -> IntColumn:
         """Return the ids of all tokens of the row, given and sampled, as a view that is valid until the rows change."""
         return self.ids_RC[row, : self.length_R[row]]
 
@@ -334,9 +350,12 @@ class ChunkBuilder:
     chunks are appended to one list, so that the chunks of a sequence are returned in order."""
 
     def __init__(self, rows: Rows, routes: RoutingStore) -> None:
+        """Start without a chunk. ``rows`` are the sequences of the batch, and ``routes`` has the experts of their
+        tokens."""
         self._rows = rows
         self._routes = routes
         self._due: list[TokenChunk] = []
+        """The chunks that the engine has not returned yet."""
 
     @property
     def any(self) -> bool:

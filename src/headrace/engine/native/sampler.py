@@ -109,8 +109,8 @@ class Support:
 
 
 def entropies(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
-    """Return the entropy of each row's distribution in nats, before any truncation; 0 at temperature 0, where the token
-    is certain.
+    """Return the entropy in nats of each row's distribution, softmax(``logits_RV`` / ``temperatures_R``), before any
+    truncation; 0 at temperature 0, where the token is certain.
 
     >>> entropies(torch.zeros(2, 4), torch.tensor([1.0, 0.0])).tolist()
     [1.3862943649291992, 0.0]
@@ -122,8 +122,9 @@ def entropies(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
 
 
 def likeliest(logits_RV: Tensor, ids_R: Tensor, num: int) -> TopScores:
-    """Return the log-probability of each row's token ``ids_R``, and the ``num`` likeliest entries of each row. Both are
-    computed from the model's own distribution: at temperature 1, without bias, penalties, masks and truncation.
+    """Return the log-probability of each row's token ``ids_R``, and the ``num`` likeliest entries of each row of
+    ``logits_RV``. Both are computed from the model's own distribution: at temperature 1, without bias, penalties, masks
+    and truncation.
 
     >>> top = likeliest(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]), 2)
     >>> top.ids_TK.tolist(), bool(top.logprobs_T[0] == top.logs_TK[0, 1])
@@ -141,9 +142,9 @@ def likeliest(logits_RV: Tensor, ids_R: Tensor, num: int) -> TopScores:
 def sample(
     logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, log_softmax: LogSoftmax | None = None
 ) -> Draw:
-    """Sample one token of each row from softmax(logits / temperature), by inverting the cumulative distribution at the
-    row's uniform in [0, 1); temperature 0 chooses the most likely token, the lowest id among equals. ``log_softmax``,
-    if passed, computes the logprobs.
+    """Sample one token of each row from softmax(``logits_RV`` / ``temperatures_R``), by inverting the cumulative
+    distribution at the row's uniform in ``uniforms_R``; temperature 0 selects the most likely token, the lowest id
+    among equals. ``log_softmax``, if passed, computes the logprobs.
 
     The cumulative sum is computed in float64, and a uniform is smaller than 1 by more than the rounding error, so a
     token of probability 0 is never chosen. Rounding in the logits changes the choice only if the uniform is next to a
@@ -163,10 +164,10 @@ def sample(
 
 
 def _sample(logits_RK: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, vocab_size: int) -> Draw:
-    """Sample one column of each row, as :func:`sample` does, and return the indices of columns in place of ids. The
-    columns are the whole vocabulary, of ``vocab_size`` tokens, or the tokens of the support. The algorithm is chosen by
-    ``vocab_size`` only, because the number of columns depends on the other rows of the batch, which must not influence
-    a row's result."""
+    """Sample one column of each row of ``logits_RK``, as :func:`sample` does with the same arguments, and return the
+    indices of columns in place of ids. The columns are the whole vocabulary, of ``vocab_size`` tokens, or the tokens of
+    the support. The algorithm is chosen by ``vocab_size`` only, because the number of columns depends on the other rows
+    of the batch, which must not influence a row's result."""
     if logits_RK.is_cpu and vocab_size <= _SMALL:
         return _sample_small(logits_RK, temperatures_R, uniforms_R)
     greedy_R = temperatures_R == 0
@@ -182,8 +183,8 @@ def _sample(logits_RK: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, vocab
 
 
 def _sample_small(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> Draw:
-    """Sample one column of each row as :func:`_sample` does, on the processor with numpy, which is faster for a small
-    vocabulary."""
+    """Sample one column of each row as :func:`_sample` does with the same arguments, on the processor with numpy, which
+    is faster for a small vocabulary."""
     temperatures, rows = temperatures_R.numpy(), np.arange(len(logits_RV))
     greedy_R = temperatures == 0
     with np.errstate(invalid="ignore"):  # rows that are not sound
@@ -203,9 +204,10 @@ def _sample_small(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor)
 
 
 def _invert(weights_RV: Tensor, uniforms_R: Tensor, *, by_blocks: bool) -> tuple[Tensor, Tensor]:
-    """Return for each row the first token at which the cumulative sum of its weights exceeds its uniform times the sum
-    of all weights, and the sum of all weights. The weights are ≥ 0 and need not be normalised. With ``by_blocks``, for
-    a large vocabulary, the block of the token is found first, and then the token in it."""
+    """Return for each row of ``weights_RV`` the first token at which the cumulative sum of its weights exceeds its
+    uniform in ``uniforms_R`` times the sum of all weights, and the sum of all weights. The weights are ≥ 0 and need not
+    be normalised. With ``by_blocks``, for a large vocabulary, the block of the token is found first, and then the token
+    in it."""
     if not by_blocks:
         mass_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
         total_R = mass_RV[:, -1]
@@ -233,7 +235,8 @@ def _first_above(mass_RV: Tensor, target_R: Tensor) -> Tensor:
 
 def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor, log_softmax: LogSoftmax | None = None) -> Draw:
     """Sample one token of each row from softmax(``scaled_RV``), renormalised over the tokens of the ``support``, as
-    :func:`sample` does. ``scaled_RV`` are the logits divided by the temperature."""
+    :func:`sample` does. ``scaled_RV`` are the logits divided by the temperature; the other arguments are those of
+    :func:`sample`."""
     vocab_size = scaled_RV.shape[1]
     outside_RK = support.ids_RK == vocab_size
     logits_RK = scaled_RV.gather(1, support.ids_RK.clamp(max=vocab_size - 1)).masked_fill_(outside_RK, -torch.inf)
@@ -248,7 +251,7 @@ def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor, log_sof
 
 
 def find_support(scaled_RV: Tensor, limits: TruncationLimits) -> Support:
-    """Return the tokens that survive truncation of softmax(``scaled_RV``).
+    """Return the tokens that survive truncation of softmax(``scaled_RV``) by ``limits``.
 
     The tokens are ordered by falling probability, and by rising id among equals; the survivors are the first n.
     ``top_k`` keeps all tokens that are at least as likely as the k-th, so n may exceed top_k if several are equally
@@ -304,9 +307,10 @@ def _totals(shifted_RV: Tensor, limits: TruncationLimits) -> Tensor:
 def _among_likeliest(
     shifted_AV: Tensor, width: int, limits: TruncationLimits, total_A: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Search the survivors of each row among its ``width`` most likely tokens only. Return for each row whether the
-    search is complete (no other token can survive), and the ids of the survivors found, ascending and padded with the
-    size of the vocabulary. ``total_A`` are the sums that :func:`_totals` returned."""
+    """Search the survivors of truncation by ``limits`` among the ``width`` most likely tokens of each row of
+    ``shifted_AV`` only. Return for each row whether the search is complete (no other token can survive), and the ids of
+    the survivors found, ascending and padded with the size of the vocabulary. ``total_A`` are the sums that
+    :func:`_totals` returned."""
     top = shifted_AV.topk(width, dim=-1)
     by_id = top.indices.sort(dim=-1)
     by_value = top.values.gather(1, by_id.indices).sort(dim=-1, descending=True, stable=True)
@@ -321,8 +325,9 @@ def _among_likeliest(
 
 
 def _among_all(shifted_AV: Tensor, limits: TruncationLimits, total_A: Tensor) -> Tensor:
-    """Return the ids of each row's survivors, ascending and padded with the size of the vocabulary, searched in the
-    whole vocabulary. ``total_A`` are the sums that :func:`_totals` returned."""
+    """Return the ids of the survivors of truncation by ``limits`` of each row of ``shifted_AV``, ascending and padded
+    with the size of the vocabulary, searched in the whole vocabulary. ``total_A`` are the sums that :func:`_totals`
+    returned."""
     vocab_size = shifted_AV.shape[1]
     if shifted_AV.is_cpu:  # numpy sorts numbers several times faster
         falling_AV = -torch.from_numpy(np.sort(-shifted_AV.numpy(), axis=-1))
@@ -342,9 +347,9 @@ def _among_all(shifted_AV: Tensor, limits: TruncationLimits, total_A: Tensor) ->
 
 
 def _survivors(values_AW: Tensor, limits: TruncationLimits, total_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each row the number of survivors among its W most likely tokens, the shifted logit of the last
-    survivor, and the shifted logit of the k-th token. ``values_AW`` are the shifted logits of the W tokens, descending;
-    ``total_A`` are the sums that :func:`_totals` returned."""
+    """Return for each row the number of survivors of truncation by ``limits`` among its W most likely tokens, the
+    shifted logit of the last survivor, and the shifted logit of the k-th token. ``values_AW`` are the shifted logits of
+    the W tokens, descending; ``total_A`` are the sums that :func:`_totals` returned."""
     width = values_AW.shape[1]
     weights_AW = values_AW.exp().double()
     mass_AW = weights_AW.cumsum(dim=-1)
@@ -361,7 +366,8 @@ def _survivors(values_AW: Tensor, limits: TruncationLimits, total_A: Tensor) -> 
 
 
 def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return a uniform number in [0, 1) for each (key, position): splitmix64 used as a counter-based hash.
+    """Return a uniform number in [0, 1) for each pair of a key in ``keys_R`` and a position in ``positions_R``:
+    splitmix64 used as a counter-based hash.
 
     The numbers have 52 bits, so that the product of the largest one and any sum rounds to less than the sum.
 
@@ -373,8 +379,8 @@ def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64])
 
 
 def seed_keys(seeds_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the key of each request's random numbers (:func:`uniforms`) from its seed modulo 2**64. Neighbouring seeds
-    give unrelated keys."""
+    """Return the key of each request's random numbers (:func:`uniforms`) from its seed in ``seeds_R``, modulo 2**64.
+    Neighbouring seeds give unrelated keys."""
     return splitmix(seeds_R)
 
 

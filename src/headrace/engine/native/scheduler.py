@@ -29,10 +29,10 @@ import numpy as np
 
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.versions import NOT_SAMPLED
-from headrace.engine.native.blocks import BlockPool, Chain, blocks_for
+from headrace.engine.native.blocks import BlockPool, Chain, count_blocks
 from headrace.engine.native.rows import Flags, Index, Rows
 from headrace.engine.native.sequence import NO_ROW, Sequence
-from headrace.engine.native.siblings import Siblings, last_border
+from headrace.engine.native.siblings import Siblings, find_last_border
 from headrace.engine.native.states import SequenceStates
 from headrace.engine.native.waiting import Waiting
 from headrace.models.paged.base import BLOCK
@@ -122,13 +122,22 @@ class Scheduler:
         self._may_pin = may_pin
         self._states = states
         self._restores: list[tuple[int, int]] = []
+        """The pairs (slot of a snapshot, row) of the states to restore before the pass that is being planned."""
         self._waiting = Waiting()
         self._queued_while_closed: dict[int, Sequence] | None = None
+        """The sequences that must wait for :meth:`open`, by their number of arrival; ``None`` if the queue is open."""
         self._deferred: dict[int, Sequence] = {}
+        """The sequences, by their number of arrival, that a step passed over: they wait for the leader of their
+        siblings, or their request pins the weights and cannot be pinned now."""
         self._siblings = Siblings()
-        self._last_misfit: tuple[int, int] | None = None  # (arrival, available blocks) of the sequence that did not fit
+        """The leaders and followers of the step that is being planned."""
+        self._last_misfit: tuple[int, int] | None = None
+        """The number of arrival of the sequence that did not fit last, and the number of blocks that were available
+        then; ``None`` if there is none."""
         self._decoding: frozenset[int] = frozenset()
+        """The rows that decode in the step that is being planned."""
         self._dirty: list[int] = []
+        """The released blocks that the engine must clear before its next pass."""
         self.version = NOT_SAMPLED
         """The version with which sequences that join now compute their context."""
         self.num_preempted = 0
@@ -139,6 +148,8 @@ class Scheduler:
         self.prefill_s = 0.0
         """The time that steps spent on prompts and contexts, in seconds; see :meth:`account_time`."""
         self._context_share = 0.0
+        """The share of prompt and context tokens among the tokens of the step planned last; 0 once its time is
+        recorded."""
 
     @property
     def num_waiting(self) -> int:
@@ -186,15 +197,16 @@ class Scheduler:
     def withdraw(self, sequences: Iterable[Sequence]) -> None:
         """Remove ``sequences`` from the rows and from every queue, because they end early."""
         leaving = list(sequences)
-        self.leave([sequence.row for sequence in leaving if sequence.row != NO_ROW])
+        self.remove([sequence.row for sequence in leaving if sequence.row != NO_ROW])
         for sequence in leaving:
             self._waiting.remove(sequence)
             self._deferred.pop(sequence.arrival, None)
             if self._queued_while_closed is not None:
                 self._queued_while_closed.pop(sequence.arrival, None)
 
-    def leave(self, rows: list[int] | Index) -> None:
-        """Free ``rows`` and release their blocks, because their sequences have ended or return to the queue."""
+    def remove(self, rows: list[int] | Index) -> None:
+        """Remove the sequences in ``rows`` from the batch and release their blocks, because they have ended or return
+        to the queue. The last rows move into the gaps."""
         for row in rows:
             table = self._rows.table(row)
             if self._rows.computed_R[row] < self._rows.length_R[row] - 1:
@@ -202,7 +214,7 @@ class Scheduler:
             self._pool.release(table)
         self._dirty += self._pool.pop_dirty()
         if len(rows):
-            self._rows.leave(rows)
+            self._rows.remove(rows)
 
     def pop_dirty(self) -> list[int]:
         """Remove and return the released blocks that may hold NaN or infinity, which must be cleared before the next
@@ -217,7 +229,7 @@ class Scheduler:
         row = sequence.row
         lost = int(self._rows.computed_R[row])
         sequence.answer = self._rows.answer(row)
-        self.leave([row])
+        self.remove([row])
         self._waiting.add(sequence)
         return lost
 
@@ -249,7 +261,7 @@ class Scheduler:
     def _preempt_last(self) -> None:
         """Preempt the running sequence with the last rank: move it with its answer back to the queue, to free its
         blocks."""
-        self.requeue(self._rows.sequences[self._rows.by_rank(np.arange(self._rows.count))[-1]])
+        self.requeue(self._rows.sequences[self._rows.sort_by_rank(np.arange(self._rows.count))[-1]])
         self.num_preempted += 1
 
     def schedule(self) -> Schedule:
@@ -267,7 +279,7 @@ class Scheduler:
         pieces: list[tuple[int, int]] = []
         copies: list[tuple[int, int]] = []
         num_before = rows.count
-        for row in [] if len(decoding) == num_before else rows.by_rank(np.flatnonzero(~is_decoding)).tolist():
+        for row in [] if len(decoding) == num_before else rows.sort_by_rank(np.flatnonzero(~is_decoding)).tolist():
             if budget <= 0:
                 break
             if not rows.computed_R[row]:
@@ -316,7 +328,7 @@ class Scheduler:
         if not len(needing_block):
             return False
         has_preempted = False
-        for sequence in [rows.sequences[row] for row in rows.by_rank(needing_block)]:
+        for sequence in [rows.sequences[row] for row in rows.sort_by_rank(needing_block)]:
             while sequence.row != NO_ROW:
                 fresh = self._pool.allocate(1)
                 if fresh is not None:
@@ -369,7 +381,7 @@ class Scheduler:
         length = int(rows.length_R[row])
         count = min(budget, length - start)
         if self._states is not None:  # end the piece at a block border, where a snapshot is possible
-            border = last_border(min(start + count + 1, length))
+            border = find_last_border(min(start + count + 1, length))
             count = border - start if border > start else count
         self._register(row, start + count)
         self._plan_snapshot(row, start + count)
@@ -380,14 +392,14 @@ class Scheduler:
         """Replace the first blocks of ``row``, whose context has to be recomputed, by cached blocks that another
         sequence has recomputed already."""
         rows, sequence = self._rows, self._rows.sequences[row]
-        blocks = self._pool.match(sequence.chain, rows.ids_of(row))
+        blocks = self._pool.match(sequence.chain, rows.get_ids(row))
         self._pool.release(rows.table(row)[: len(blocks)])
         rows.tables_RB[row, : len(blocks)] = blocks
         rows.computed_R[row] = len(blocks) * BLOCK
-        if (state := self._state_of(sequence.chain)) is not None:
+        if (state := self._find_snapshot(sequence.chain)) is not None:
             self._restores.append((state, row))
 
-    def _state_of(self, chain: Chain) -> int | None:
+    def _find_snapshot(self, chain: Chain) -> int | None:
         """Return the slot of the snapshot at the end of ``chain``, which has just been matched; ``None`` if the chain
         is empty or the model has no recurrent layers."""
         return None if self._states is None or not chain.length else self._states.snapshots.find(chain.digest)
@@ -427,7 +439,7 @@ class Scheduler:
         sequence.chain = allocation.chain
         if sequence.request.pinned and sequence.pin is None:
             sequence.pin = self.version
-        self._rows.join(sequence, allocation.table, allocation.num_cached)
+        self._rows.add(sequence, allocation.table, allocation.num_cached)
         if allocation.state is not None:
             self._restores.append((allocation.state, sequence.row))
         return sequence.row
@@ -448,7 +460,7 @@ class Scheduler:
         """Allocate blocks for ``sequence``: blocks shared with its parent or with cached prefixes, followed by new
         ones. If there are too few, return ``None`` and allocate nothing."""
         ids_T = sequence.ids()
-        needed = blocks_for(min(len(ids_T) + 1, sequence.max_length - 1))
+        needed = count_blocks(min(len(ids_T) + 1, sequence.max_length - 1))
         version = self.version if sequence.pin is None else sequence.pin
         allocation = self._share_with_parent(sequence, ids_T, version) or self._share_with_ended_parent(
             sequence, ids_T, version
@@ -458,7 +470,7 @@ class Scheduler:
             matched = self._pool.claim(chain, ids_T, needed)
             if matched is None:
                 return None
-            state = self._state_of(chain)
+            state = self._find_snapshot(chain)
             return _Allocation(table=matched[0], num_cached=matched[1] * BLOCK, chain=chain, state=state)
         fresh = self._pool.allocate(needed - len(allocation.table))
         if fresh is None:
@@ -499,7 +511,7 @@ class Scheduler:
         partial = num_cached % BLOCK and self._states is None  # states exist only at the ends of blocks
         if parent_ids_T is None or not partial or version != self._pool.version:
             return None
-        num_blocks, chain = blocks_for(num_cached), Chain(version, sequence.salt)
+        num_blocks, chain = count_blocks(num_cached), Chain(version, sequence.salt)
         blocks = self._pool.match(chain, parent_ids_T[: num_blocks * BLOCK + 1])
         whole = len(blocks) == num_blocks and self._pool.held_once(blocks[-1])
         forked = self._pool.fork(blocks, num_cached) if whole else None

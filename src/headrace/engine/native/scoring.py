@@ -20,7 +20,7 @@ from headrace.base.errors import ModelError, RequestError
 from headrace.base.types.messages.engine import ScoreTokens
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.teacher_scores import TopScores
-from headrace.engine.native.blocks import blocks_for
+from headrace.engine.native.blocks import count_blocks
 from headrace.engine.native.checks import score_problem
 from headrace.engine.native.sampler import LogSoftmax
 from headrace.engine.native.states import SequenceStates
@@ -61,18 +61,19 @@ class PrefillScorer:
         self._maker = maker
         self._states = states
         self._replay: Replay | None = None
+        """The replay of recorded experts, and the model's routing; ``None`` until a request has recorded experts."""
         self._routed_model: RoutedModel | None = None
 
     def blocks(self, request: ScoreTokens, vocab_size: int) -> int:
-        """Return the number of cache blocks that :meth:`score` needs for ``request``. Raises
-        :class:`~headrace.base.errors.RequestError` for a request that cannot be scored."""
+        """Return the number of cache blocks that :meth:`score` needs for ``request`` to a model with ``vocab_size``
+        tokens. Raises :class:`~headrace.base.errors.RequestError` for a request that cannot be scored."""
         self._refuse_if_unfit(request, vocab_size)
-        return blocks_for(len(request.ids_T) - 1) if len(request.ids_T) else 0
+        return count_blocks(len(request.ids_T) - 1) if len(request.ids_T) else 0
 
     def score(self, request: ScoreTokens, table: list[int], vocab_size: int) -> TopScores:
         """Return the logprobs of the request's tokens, and the ``top_k`` likeliest entries at each position. The first
         token, which nothing precedes, gets zeros. ``table`` are the cache blocks to use, as many as :meth:`blocks`
-        returned; their contents are overwritten."""
+        returned; their contents are overwritten. ``vocab_size`` is the number of the model's tokens."""
         shape = len(request.ids_T), request.top_k
         scores = TopScores(
             logprobs_T=np.zeros(shape[0], np.float32),
@@ -93,7 +94,7 @@ class PrefillScorer:
                 num_decode=0,
             )
             with torch.inference_mode(), self._replayed_routing(request.routing, slice(start, end)):
-                states = None if self._states is None else self._states.of_scoring()
+                states = None if self._states is None else self._states.make_scoring_pass()
                 plan = PagedPlan(self._cache, geometry, self._maker, device, states)
                 logits_NV = forward(self._model, ids_T[start:end], plan)
                 kept = None if request.kept is None else request.kept[start + 1 : end + 1]
@@ -139,7 +140,7 @@ class PrefillScorer:
         elif limit is not None and len(ids_T) > limit.length:
             why = f": {limit.reason}" if limit.reason else ""
             problem = f"{len(ids_T)} tokens, but the model's context is {limit.length}{why}"
-        elif blocks_for(len(ids_T) - 1) > self._cache.num_blocks:
+        elif count_blocks(len(ids_T) - 1) > self._cache.num_blocks:
             problem = f"{len(ids_T)} tokens, but the cache has room for {self._cache.num_blocks * BLOCK}"
         elif request.routing is not None:
             problem = self._open_replay() or self._routing_problem(request.routing, len(ids_T))

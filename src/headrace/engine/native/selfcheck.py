@@ -48,9 +48,10 @@ def refuse_unequal(
     ops: Kernels | None = None,
 ) -> None:
     """Raise :class:`~headrace.base.errors.ModelError` unless passes over a paged cache compute the logits that
-    transformers computes, up to rounding. ``shapes`` are the shapes of keys and values per layer, ``maker`` creates the
-    attention over blocks that the engine will use, and ``ops`` are the kernels that update the states of recurrent
-    layers; ``None``: torch updates them. A new engine calls this before its first request."""
+    transformers computes, up to rounding, for sequences of at most ``max_context`` tokens. ``shapes`` are the shapes of
+    keys and values per layer, ``maker`` creates the attention over blocks that the engine will use, and ``ops`` are the
+    kernels that update the states of recurrent layers; ``None``: torch updates them. A new engine calls this before its
+    first request."""
     counts = np.array(_COUNTS, np.int64)
     lengths_R = np.minimum(counts.sum(0), max_context)
     sequences = [
@@ -94,9 +95,10 @@ class _ProbeRequest(PackedPlan):
 
 @torch.no_grad()
 def _check_windows(model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker) -> None:
-    """Compare the attention over blocks with masked attention on sequences longer than each sliding window or chunk of
-    the model. Raises :class:`~headrace.base.errors.ModelError` if they differ. Only the attention is computed, because
-    a pass of the whole model over so many tokens would take too long."""
+    """Compare the attention over blocks, which ``maker`` creates for layers with ``shapes``, with masked attention on
+    sequences longer than each sliding window or chunk of the model. Raises :class:`~headrace.base.errors.ModelError` if
+    they differ. Only the attention is computed, because a pass of the whole model over so many tokens would take too
+    long."""
     probe = _ProbeRequest(model.device)
     forward(model, torch.zeros(1, dtype=torch.long, device=model.device), probe)
     limited = {(rule.window, rule.chunk, shapes[layer]): (rule, heads) for layer, (rule, heads) in probe.rules.items()}
@@ -118,7 +120,8 @@ def _window_difference(
 ) -> float:
     """Return the largest difference between attention over blocks (``maker``) and masked attention over all keys,
     relative to the largest number, for the last tokens of a random sequence that is longer than the window or chunk of
-    ``rule``. ``shape`` has the layer's key-value heads, and ``heads`` is its number of query heads."""
+    ``rule``, in the dtype of ``model``. ``shape`` has the layer's key-value heads, and ``heads`` is its number of query
+    heads."""
     length = max(rule.window or 0, rule.chunk or 0) + BLOCK + _NUM_QUERIES
     draw = torch.Generator().manual_seed(0)
     key_TKE, value_TKE, query_QHE = (

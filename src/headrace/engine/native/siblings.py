@@ -25,9 +25,10 @@ class Siblings:
     snapshot of the leader's state."""
 
     def __init__(self, *, by_snapshot: bool = False) -> None:
-        """Create the record of a step without leaders and followers."""
+        """Create the record of a step without leaders and followers. The argument is described at the class."""
         self._by_snapshot = by_snapshot
         self._leaders: dict[_Context, Sequence] = {}
+        """The leaders by the context that their followers share with them."""
         self.num_waiting = 0
         """The number of sequences that wait for a leader. Each needs a row in the next step."""
 
@@ -37,7 +38,7 @@ class Siblings:
         size = len(sequence.given_ids_T)
         is_leader = end == size and (size - 1) % BLOCK >= WORTH_WAITING
         if self._by_snapshot:
-            is_leader = sequence.answer is None and end <= last_border(size)
+            is_leader = sequence.answer is None and end <= find_last_border(size)
         if is_leader:
             self._leaders[_context(sequence)] = sequence
 
@@ -54,11 +55,11 @@ class Siblings:
         return True
 
 
-def last_border(size: int) -> int:
+def find_last_border(size: int) -> int:
     """Return the number of tokens before the last block border within ``size`` tokens. At least one token remains after
     it, which has to be computed.
 
-    >>> last_border(16), last_border(17)
+    >>> find_last_border(16), find_last_border(17)
     (0, 16)
     """
     return (size - 1) // BLOCK * BLOCK

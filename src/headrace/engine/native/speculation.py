@@ -34,7 +34,7 @@ import xxhash
 from headrace.base.types.columns import FloatColumn, IntColumn
 from headrace.base.types.sampling import Sampling
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.blocks import BlockPool, blocks_for
+from headrace.engine.native.blocks import BlockPool, count_blocks
 from headrace.engine.native.heads import DraftPrices, HeadDrafter
 from headrace.engine.native.history import CONTEXT, HistoryIndex, OwnText
 from headrace.engine.native.history_store import END
@@ -72,9 +72,14 @@ class Trust:
     divided by the number that would have been drawn if the chances were exact."""
 
     def __init__(self) -> None:
+        """Start with the first estimates for each way W of finding a draft."""
         self._expected_W = np.full(len(_FIRST_TRUST), _PRIOR_TOKENS)
+        """The number of drafted tokens that would have been drawn if the chances were exact, of which older ones count
+        less."""
         self._drawn_W = _PRIOR_TOKENS * _FIRST_TRUST
+        """The number of drafted tokens that were drawn, weighted in the same way."""
         self._prior_W = self._drawn_W.copy()
+        """The value of ``_drawn_W`` to which it returns without new observations."""
 
     @property
     def factors_W(self) -> Chances:
@@ -89,8 +94,8 @@ class Trust:
 
     def note(self, ways_E: Index, chances_E: FloatColumn, drawn_E: npt.NDArray[np.bool_]) -> None:
         """Record the outcome of drafted tokens, up to the first token of each draft that was not drawn: the way in
-        which each was found, its probability there, and whether it was drawn. A token may be given several times, with
-        different ways."""
+        which each was found (``ways_E``), the probability with which it was expected (``chances_E``), and whether it
+        was drawn (``drawn_E``). A token may be given several times, with different ways."""
         size = len(self._drawn_W)
         self._expected_W += np.bincount(ways_E, weights=chances_E, minlength=size)
         self._drawn_W += np.bincount(ways_E, weights=drawn_E, minlength=size)
@@ -135,13 +140,17 @@ class Speculation:
     ) -> None:
         """Create the drafter with the settings of ``config`` and an empty history in memory or, with ``file``, the
         history that is stored in this file. ``head`` drafts where the history does not. Raises ``OSError`` if the file
-        cannot be created."""
+        cannot be created. The other arguments are described at the class."""
         self._rows, self._pool, self._vocab_size = rows, pool, vocab_size
         self._num, self._max_step_tokens = config.draft_tokens, config.max_step_tokens
+        """The most tokens that a pass drafts for a row, and the most tokens of one pass."""
         self.history = HistoryIndex(config.history_tokens, file, vocab_size)
         self._trust = Trust()
+        """The trust in the chances of drafts, by the way of finding them."""
         self._keys_R = np.zeros(config.max_sequences, np.uint64)
+        """The hash of the prompt of each row."""
         self._barred_R = np.zeros(config.max_sequences, bool)
+        """Whether no tokens are drafted for the row any more."""
         self.head = head
         """The drafts of the model's head; ``None`` without one."""
         self._ways_RK = np.zeros((config.max_sequences, self._num), np.int64)
@@ -149,21 +158,24 @@ class Speculation:
         """The way in which each token of the present draft of each row was found (``_ways_RK``), and its probability
         there."""
         self._own = OwnText(rows)
+        """The index over each row's own text."""
         self._wait = self._pause = 0
+        """The number of further passes without look-ups, and the number of such passes after the last look-ups, which
+        found no useful draft."""
         """The number of passes that are still without look-ups, and the length of the last such pause."""
         self.num_drafted = self.num_accepted = 0
         """The numbers of drafted tokens and of accepted ones, which were drawn as drafted."""
 
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up ``row`` for a new sequence with the prompt ``prompt_ids_T``; the other arguments are not used."""
+    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        """Set up ``row`` for a sequence with the prompt ``prompt_ids_T``; the other arguments are not used."""
         self._keys_R[row] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(prompt_ids_T, np.int32).tobytes())
-        self._own.join(row)
+        self._own.add(row)
         self._barred_R[row] = False
         if self.history.knows(self._keys_R[row]):
             self._wait = 0
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
-        """Move the rows ``sources`` to the indices ``targets``, after other rows have left."""
+        """Move the rows ``sources`` to the indices ``targets``, after other rows have left; ``count`` is not used."""
         self._keys_R[targets], self._barred_R[targets] = self._keys_R[sources], self._barred_R[sources]
         self._own.move(sources, targets)
 
@@ -172,7 +184,7 @@ class Speculation:
         rows, sequence = self._rows, self._rows.sequences[row]
         earlier_ids_T = sequence.request.answer_ids_T
         start = len(sequence.given_ids_T) + (0 if earlier_ids_T is None else len(earlier_ids_T))
-        ids_T = rows.ids_of(row)
+        ids_T = rows.get_ids(row)
         if len(ids_T) > start:
             self.history.add(self._keys_R[row], ids_T[:start], ids_T[start:], rows.chances(row, start))
 
@@ -213,8 +225,8 @@ class Speculation:
         return _inserted(schedule, lengths_D)
 
     def note(self, rows_E: Index, places_E: Index, drawn_E: npt.NDArray[np.bool_]) -> None:
-        """Record the outcome of a pass, for each drafted token that was compared with a draw: its row, its index in the
-        draft, and whether it was drawn."""
+        """Record the outcome of a pass, for each drafted token that was compared with a draw: its row (``rows_E``), its
+        index in the draft (``places_E``), and whether it was drawn (``drawn_E``)."""
         self.num_accepted += int(drawn_E.sum())
         ways_E, chances_E = self._ways_RK[rows_E, places_E], self._chances_RK[rows_E, places_E]
         self._trust.note(ways_E, chances_E, drawn_E)
@@ -308,7 +320,7 @@ class Speculation:
         room_D = rows.num_blocks_R[rows_D] * BLOCK - rows.length_R[rows_D]
         for place in np.flatnonzero(lengths_D > room_D).tolist():
             row = int(rows_D[place])
-            needed = blocks_for(int(rows.length_R[row] + lengths_D[place])) - int(rows.num_blocks_R[row])
+            needed = count_blocks(int(rows.length_R[row] + lengths_D[place])) - int(rows.num_blocks_R[row])
             fresh = self._pool.allocate(needed)
             if fresh is None:
                 lengths_D[place] = room_D[place]
@@ -353,5 +365,5 @@ def make_speculation(
     if speculation.history.store.num_damaged:
         damaged = speculation.history.store.num_damaged
         sys.stderr.write(f"{file}: {damaged} entries of the history of answers were damaged and are left out\n")
-    rows.tell(speculation)
+    rows.add_follower(speculation)
     return speculation

@@ -43,9 +43,12 @@ class Snapshots:
     """
 
     def __init__(self, slots: list[int]) -> None:
+        """Start without snapshots; all ``slots`` are free."""
         self._free = list(slots)
-        self._slots: dict[bytes, int] = {}  # in the order of use, least recent first
+        self._slots: dict[bytes, int] = {}
+        """The slot of each snapshot, by digest, in the order of use: the least recently used first."""
         self._planned: dict[bytes, tuple[int, int]] = {}
+        """The pair (row, slot) of each snapshot that the present pass computes, by digest."""
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._slots
@@ -101,6 +104,7 @@ class SequenceStates:
         self.slots_R = np.full(num_rows, -1, np.int64)
         """The slot of each row; −1 for a row that is not in use."""
         self._free = list(range(num_rows))
+        """The slots of rows that are not in use."""
         self.scoring_slot = num_rows
         """The slot of a sequence that is scored."""
         self.snapshots = Snapshots(list(range(num_rows + 1, pool.num_slots)))
@@ -115,7 +119,7 @@ class SequenceStates:
         """The memory of all slots, in bytes."""
         return self._pool.num_bytes
 
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
         """Assign a free slot to ``row``, in which a new sequence begins. The other arguments are not used."""
         self.slots_R[row] = self._free.pop()
 
@@ -128,8 +132,8 @@ class SequenceStates:
         self._free += sorted(used_slots - set(self.slots_R[:count].tolist()))
 
     def restore(self, copies: list[tuple[int, int]]) -> None:
-        """Copy states before a pass, for sequences that begin after a cached prefix: for each pair (slot, row), copy
-        the state in ``slot`` to the slot of ``row``."""
+        """Copy states before a pass, for sequences that begin after a cached prefix: for each pair (slot, row) of
+        ``copies``, copy the state in ``slot`` to the slot of ``row``."""
         self._pool.copy([slot for slot, _ in copies], [int(self.slots_R[row]) for _, row in copies])
 
     def save(self) -> None:
@@ -137,11 +141,11 @@ class SequenceStates:
         planned = self.snapshots.pop_planned()
         self._pool.copy([int(self.slots_R[row]) for row, _ in planned], [slot for _, slot in planned])
 
-    def of_rows(self, rows_R: Index) -> StatePass:
+    def make_pass(self, rows_R: Index) -> StatePass:
         """Return the states of the rows ``rows_R``, in that order, for one forward pass, which updates them."""
         return StatePass(self._pool, self.slots_R[rows_R])
 
-    def of_scoring(self) -> StatePass:
+    def make_scoring_pass(self) -> StatePass:
         """Return the state of the sequence that is being scored, for one forward pass, which updates it."""
         return StatePass(self._pool, np.array([self.scoring_slot]))
 
@@ -187,6 +191,7 @@ def make_states(model: PreTrainedModel, config: EngineConfig) -> SequenceStates 
 
 
 def state_kernels(model: PreTrainedModel, config: EngineConfig) -> Kernels | None:
-    """Return the compiled kernels, if they can update the states of a model's sequences; else ``None``."""
+    """Return the compiled kernels, if they can update the states of the sequences of ``model`` under the settings
+    ``config``; else ``None``."""
     loaded = kernels() if config.kernels == "auto" and fits(model) else None
     return loaded if isinstance(loaded, Kernels) else None

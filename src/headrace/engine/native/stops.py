@@ -49,17 +49,19 @@ class Stops:
     cleaning up spaces, so that further ids only add text or complete a character at the end.
 
     >>> stops = Stops(lambda ids: "".join(map(chr, ids)))
-    >>> stops.join(0, ("end",))
+    >>> stops.add(0, ("end",))
     >>> [stops.push(0, token) for token in b"bend"]
     [False, False, False, True]
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        """Start without stop strings in any row. The argument is described at the class."""
         self._decode = decode
         self._rows: dict[int, _StopState] = {}
+        """The stop strings and the end of the text, by row; only for rows that have stop strings."""
 
-    def join(self, row: int, strings: Sequence[str], answer_ids_T: IntColumn | Sequence[int] = ()) -> None:
-        """Set up ``row`` for a new sequence with the stop strings ``strings``. ``answer_ids_T`` are the tokens that it
+    def add(self, row: int, strings: Sequence[str], answer_ids_T: IntColumn | Sequence[int] = ()) -> None:
+        """Set up ``row`` for a sequence with the stop strings ``strings``. ``answer_ids_T`` are the tokens that it
         has sampled already: a stop string may begin among these tokens, but must end after them."""
         self._rows.pop(row, None)
         if strings:
@@ -119,6 +121,7 @@ class StopsFollower:
         self._stops = stops
         self.move, self.push = stops.move, stops.push
 
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up the stop strings of ``row`` for a new sequence that has sampled ``answer_ids_T`` already."""
-        self._stops.join(row, sampling.stop, answer_ids_T)
+    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        """Set up the stop strings in ``sampling`` for the sequence in ``row``, which has sampled ``answer_ids_T``
+        already; its prompt is not used."""
+        self._stops.add(row, sampling.stop, answer_ids_T)

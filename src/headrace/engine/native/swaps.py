@@ -82,14 +82,16 @@ class Swaps:
         self, receiver: WeightReceiver, scheduler: Scheduler, rows: Rows, pool: BlockPool, clock: Clock
     ) -> None:
         """Create the record of an engine without committed weights. ``receiver`` has the staged weights; the sequences
-        are in ``scheduler`` and ``rows``; ``pool`` has the cached blocks."""
+        are in ``scheduler`` and ``rows``; ``pool`` has the cached blocks; ``clock`` measures commits."""
         self._receiver = receiver
         self._scheduler = scheduler
         self._rows = rows
         self._pool = pool
         self._clock = clock
         self._pending: _Pending | None = None
+        """The commit that is in progress; ``None`` if there is none."""
         self._done: list[SwapReport] = []
+        """The reports of ended commits that the engine has not returned yet."""
         self.version = NOT_SAMPLED
         """The committed version."""
         self.stamp = NOT_SAMPLED
@@ -226,7 +228,8 @@ class LoadedWeights:
     model has loaded from its directory."""
 
     def stage(self, update: WeightUpdate) -> None:
-        """Raise :class:`~headrace.base.errors.WeightsError`: a server with fixed weights accepts no new version."""
+        """Raise :class:`~headrace.base.errors.WeightsError` for every ``update``: a server with fixed weights accepts
+        no new version."""
         raise WeightsError(
             f"version {update.version} is sent to a server of fixed weights", remedy="start it with the new model"
         )

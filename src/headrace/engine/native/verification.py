@@ -142,19 +142,27 @@ class _Verification:
         """Number the positions with logits of ``rows_D``: each row has ``drafts_D + 1`` of them, in order."""
         counts_D = drafts_D + 1
         self._rows, self._rows_D, self._starts_D = rows, rows_D, np.cumsum(counts_D) - counts_D
+        """The rows of the batch; those of the pass that draw tokens, and the index P of the first position of each."""
         self._row_index_P = np.repeat(np.arange(len(rows_D)), counts_D)
+        """The index into ``rows_D`` of the row of each position."""
         self.rows_P = rows_D[self._row_index_P]
         self._offsets_P = np.arange(len(self._row_index_P)) - self._starts_D[self._row_index_P]
+        """The number of each position among those of its row, from 0."""
         self.positions_P = rows.length_R[self.rows_P] + self._offsets_P
         """The position in its sequence of each token to draw."""
         drafted_P = self._offsets_P < drafts_D[self._row_index_P]
         self._draft_P = np.full(len(self._row_index_P), _NO_DRAFT, np.int64)
+        """The drafted token at each position; ``_NO_DRAFT`` at the last position of each row."""
         self._draft_P[drafted_P] = rows.ids_RC[self.rows_P[drafted_P], self.positions_P[drafted_P]]
         self._in_order_P = in_order_D[self._row_index_P]
+        """Whether the position belongs to a row that is drawn in order."""
         self._spoilt_D = np.zeros(len(rows_D), bool)
+        """Whether each row has drafts and a position whose logits define no distribution."""
         self._kept_P, self._as_drafted_P, self._continues_P, self._sound_P, self._completed_P = (
             np.zeros(len(self._row_index_P), bool) for _ in range(5)
         )
+        """For each position: whether its draw is kept, is the drafted token, lets the next position of the row be used,
+        has logits that define a distribution, and completes a stop string."""
 
     def exclude_spoilt(self, logits_PV: Tensor) -> None:
         """Mark as spoilt the rows that have drafts and any position whose logits define no distribution."""
@@ -167,32 +175,33 @@ class _Verification:
         position of a row that is drawn in order."""
         return np.flatnonzero((~self._in_order_P | (self._offsets_P == 0)) & ~self._spoilt_D[self._row_index_P])
 
-    def take(self, at: Index, ids_A: Index, sound_A: Flags) -> Index:
-        """Record the draws at the positions ``at``, and return the indices into ``at`` of the draws that are kept: in
-        each row, the draws up to and including the first one that differs from its draft, is not sound, or is one of
-        the row's stop ids."""
-        self._sound_P[at] = sound_A
-        self._as_drafted_P[at] = ids_A == self._draft_P[at]
-        self._continues_P[at] = continues_A = (
-            self._as_drafted_P[at] & sound_A & ~self._rows.are_stops(self.rows_P[at], ids_A)
+    def take(self, places: Index, ids_A: Index, sound_A: Flags) -> Index:
+        """Record the draws at the positions ``places``: the tokens ``ids_A``, and whether their logits define a
+        distribution (``sound_A``). Return the indices into ``places`` of the draws that are kept: in each row, the
+        draws up to and including the first one that differs from its draft, is not sound, or is one of the row's stop
+        ids."""
+        self._sound_P[places] = sound_A
+        self._as_drafted_P[places] = ids_A == self._draft_P[places]
+        self._continues_P[places] = continues_A = (
+            self._as_drafted_P[places] & sound_A & ~self._rows.are_stops(self.rows_P[places], ids_A)
         )
-        begins_A = self._in_order_P[at] | (self._offsets_P[at] == 0)
+        begins_A = self._in_order_P[places] | (self._offsets_P[places] == 0)
         ends_A = (~continues_A).astype(np.int64)
         ended_A: Index = np.cumsum(ends_A) - ends_A  # the number of earlier draws that end their row
         kept = np.flatnonzero(ended_A == ended_A[begins_A][np.cumsum(begins_A) - 1])
-        self._kept_P[at[kept]] = True
+        self._kept_P[places[kept]] = True
         return kept
 
-    def stop(self, at: Index, kept: Index, completed_A: Flags) -> Index:
-        """Record which draws complete a stop string (``completed_A``), and return the indices ``kept`` without the
-        draws that follow such a draw in the same row."""
+    def stop(self, places: Index, kept: Index, completed_A: Flags) -> Index:
+        """Record which draws at the positions ``places`` complete a stop string (``completed_A``), and return the
+        indices ``kept`` without the draws that follow such a draw in the same row."""
         if not completed_A.any():
             return kept
-        self._completed_P[at] = completed_A
+        self._completed_P[places] = completed_A
         last_D = np.full(len(self._rows_D), len(self._row_index_P))
-        last_D[self._row_index_P[at[completed_A]]] = self._offsets_P[at[completed_A]]
-        is_staying = self._offsets_P[at[kept]] <= last_D[self._row_index_P[at[kept]]]
-        self._kept_P[at[kept[~is_staying]]] = False
+        last_D[self._row_index_P[places[completed_A]]] = self._offsets_P[places[completed_A]]
+        is_staying = self._offsets_P[places[kept]] <= last_D[self._row_index_P[places[kept]]]
+        self._kept_P[places[kept[~is_staying]]] = False
         return kept[is_staying]
 
     def offsets(self, places: Index) -> Index:
@@ -200,11 +209,11 @@ class _Verification:
         the same call."""
         return np.where(self._in_order_P[places], 0, self._offsets_P[places])
 
-    def next(self, at: Index) -> Index:
-        """Return the positions to draw after the positions ``at``: the next position of each row that is drawn in order
-        and whose draws equal its drafts so far."""
-        more_A = self._in_order_P[at] & self._continues_P[at] & ~self._completed_P[at]
-        return at[more_A] + 1
+    def next(self, places: Index) -> Index:
+        """Return the positions to draw after the positions ``places``: the next position of each row that is drawn in
+        order and whose draws equal its drafts so far."""
+        more_A = self._in_order_P[places] & self._continues_P[places] & ~self._completed_P[places]
+        return places[more_A] + 1
 
     def tested_drafts(self) -> tuple[Index, Index, Flags]:
         """Return three arrays for the drafted tokens that were compared with a draw: the row, the index in the draft,

@@ -17,9 +17,13 @@ class Waiting:
     """The queue of waiting sequences, ordered by rank. Iteration returns them in the order in which they were added."""
 
     def __init__(self) -> None:
+        """Create an empty queue."""
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        """The pairs (rank, sequence) as a heap. Entries of removed sequences stay in it and are skipped."""
         self._members: dict[int, Sequence] = {}
+        """The waiting sequences by their number of arrival."""
         self._started: dict[int, Sequence] = {}
+        """Those of them that had sampled tokens when they were added."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -60,8 +64,10 @@ class Deadlines:
     engine updates this mapping, and entries of ended requests are skipped."""
 
     def __init__(self, known: Mapping[int, Sequence]) -> None:
+        """Create an empty queue. The argument is described at the class."""
         self._known = known
         self._heap: list[tuple[float, int, int]] = []
+        """The triples (deadline, arrival, request id) as a heap. Entries of ended requests are skipped."""
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -76,11 +82,11 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def has_expired(self, now_s: float) -> bool:
-        """Return whether the earliest deadline has passed."""
+        """Return whether the earliest deadline is at ``now_s`` or before, on the engine's clock."""
         return bool(self._heap) and self._heap[0][0] <= now_s
 
     def pop_expired(self, now_s: float) -> list[Sequence]:
-        """Remove and return the sequences whose deadline has passed."""
+        """Remove and return the sequences whose deadline is at ``now_s`` or before."""
         expired = []
         while self.has_expired(now_s):
             sequence = self._find_live(heapq.heappop(self._heap))

@@ -19,7 +19,7 @@ from headrace.flow.filters.base import (
     apply_filters,
     as_tables,
     comparable_rewards,
-    rewards_of,
+    get_rewards,
     undo_filters,
 )
 from headrace.flow.filters.length import LengthFilter
@@ -70,7 +70,7 @@ __all__ = [
     "Verdict",
     "apply_filters",
     "comparable_rewards",
+    "get_rewards",
     "refuse_impossible",
-    "rewards_of",
     "undo_filters",
 ]

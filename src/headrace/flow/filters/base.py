@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from headrace.base.config import Section
-from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, role_of
+from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, get_role
 from headrace.base.types.scored import ScoredGroup
 
 
@@ -71,7 +71,7 @@ class FilterSection(Section):
         return None
 
     def episodes_left(self, num_episodes: int) -> int:
-        """Return the greatest number of episodes that can remain of a group of ``num_episodes`` after this filter. Only
+        """Return the largest number of episodes that can remain of a group of ``num_episodes`` after this filter. Only
         the check of the settings calls it."""
         return num_episodes
 
@@ -144,7 +144,7 @@ def undo_filters(episodes: Sequence[EpisodeGraph]) -> tuple[EpisodeGraph, ...]:
     )
 
 
-def rewards_of(episodes: Sequence[EpisodeGraph]) -> list[float]:
+def get_rewards(episodes: Sequence[EpisodeGraph]) -> list[float]:
     """Return the rewards of the episodes that have a reward, in order."""
     return [episode.reward for episode in episodes if episode.reward is not None]
 
@@ -153,11 +153,11 @@ def comparable_rewards(episodes: Sequence[EpisodeGraph]) -> list[list[float]]:
     """Return the lists of rewards that are compared with each other within a group: one list with the rewards of its
     episodes or, where agents earned rewards of their own, one list for each role that is trained."""
     if not any(episode.agent_rewards for episode in episodes):
-        return [rewards_of(episodes)]
+        return [get_rewards(episodes)]
     by_role: dict[str, list[float]] = {}
     for episode in episodes:
         for agent, reward in episode.shares.items():
-            by_role.setdefault(role_of(agent), []).append(reward)
+            by_role.setdefault(get_role(agent), []).append(reward)
     return list(by_role.values())
 
 

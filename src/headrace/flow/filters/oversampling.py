@@ -45,7 +45,7 @@ class Redundancy(FilterSection):
         return self.keep
 
     def episodes_left(self, num_episodes: int) -> int:
-        """Return how many episodes of a group remain: ``keep``."""
+        """Return how many episodes of a group of ``num_episodes`` remain: ``keep``."""
         return self.keep
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:

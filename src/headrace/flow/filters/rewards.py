@@ -10,7 +10,7 @@ from pydantic import Field
 
 from headrace.base.errors import ConfigError
 from headrace.base.types.scored import ScoredGroup
-from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict, comparable_rewards, rewards_of
+from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict, comparable_rewards, get_rewards
 
 
 class ZeroVariance(FilterSection):
@@ -95,7 +95,7 @@ class DynamicSampling(FilterSection):
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
         """Return the decision to drop ``group`` if its share of correct episodes is at most ``low`` or at least
         ``high``; otherwise :data:`KEEP`."""
-        rewards = rewards_of(group.counted)
+        rewards = get_rewards(group.counted)
         accuracy = sum(reward > self.threshold for reward in rewards) / len(rewards)
         if accuracy <= self.low:
             return Verdict(reason="accuracy_too_low", drop=True)

@@ -19,7 +19,7 @@ from headrace.base.types.group import GroupState
 from headrace.base.types.outline import LostGroup
 from headrace.base.types.scored import TokenResults
 from headrace.base.types.stored import Stored
-from headrace.base.types.tokens import versions_of
+from headrace.base.types.tokens import find_version_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class Submit:
     rows: tuple[int, ...]
     """The index of the dataset row of each group."""
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class Move:
     numbers: tuple[int, ...]
     state: GroupState
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
     oldest_version: int | None = None
     """Oldest version of the groups' tokens; only for the states ADMITTED and READY."""
     step: int | None = None
@@ -50,12 +52,13 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The operation that records new tokens of running turns. The parts of one turn are in the order in which they were
-    sampled."""
+    """The operation that records tokens of turns that are still running. A turn may have several parts, within one
+    operation or over several; they are in the order in which they were sampled."""
 
     parts: tuple[TokenChunk, ...]
-    """The new tokens, one chunk for each turn or several in order."""
+    """The new tokens. Each chunk belongs to one turn."""
     at_s: float
+    """When the operation was recorded, as wall-clock time in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ class EndEpisode:
 
     episode: EpisodeGraph
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,7 @@ class DropEpisodes:
     reason: str
     """Why the episodes are not trained; empty for episodes that are trained."""
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,7 @@ class EndStep:
     ages: dict[int, int]
     """Number of trained tokens by age, in versions."""
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
     learned: TokenResults | Stored | None = None
     """The results that the learner computed for each token of the step, or where they lie in the store of the run;
     ``None`` if they are not recorded."""
@@ -117,6 +123,7 @@ class CommitVersion:
     checksum: str
     """One hash of the hashes of all tensors. Processes with equal checksums have the same weights."""
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +135,7 @@ class Note:
     detail: str
     """The event in words."""
     at_s: float
+    """The wall-clock time at which it was recorded, in seconds."""
 
 
 Operation = Submit | Move | Stream | EndEpisode | DropEpisodes | EndStep | CommitVersion | Note
@@ -190,7 +198,7 @@ class ResumedGroup:
         partial turns. ``None`` if there are none."""
         scored = [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
         turns = [turn.tokens for episode in scored for turn in episode.turns]
-        versions = versions_of([*turns, *(part.tokens for part in self.partial_turns)])
+        versions = find_version_range([*turns, *(part.tokens for part in self.partial_turns)])
         return None if versions is None else versions[0]
 
 

@@ -82,11 +82,11 @@ class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reward_from: float | None = None
     """The smallest reward."""
     reward_to: float | None = None
-    """The greatest reward."""
+    """The largest reward."""
     tokens_from: Stored | None = None
     """The smallest number of sampled tokens."""
     tokens_to: Stored | None = None
-    """The greatest number of sampled tokens."""
+    """The largest number of sampled tokens."""
     age_from: Stored | None = None
     """The smallest age of its oldest token, in versions, at the step that took it."""
     cause: str | None = None
@@ -134,6 +134,7 @@ class Browser:
         a ledger, or has another format."""
         self._path = path
         self._lock = threading.Lock()
+        """The lock that is held during a query."""
         if not path.is_file():
             raise LedgerError(f"{path} is not there", remedy="a run with flow.ledger = 'sqlite' keeps one")
         with self._translated_errors():
@@ -147,9 +148,10 @@ class Browser:
             self._db.close()
             raise
         self._books = Books(self._db, self.group_size)
+        """The queries that count the ledger's contents."""
 
     @classmethod
-    def of_run(cls, run_dir: Path) -> Browser:
+    def open_run(cls, run_dir: Path) -> Browser:
         """Return a view of the ledger of the run in ``run_dir``. Raises :class:`~headrace.base.errors.LedgerError` if
         the run keeps its ledger on a Redis server, or has no ledger file."""
         if (run_dir / REDIS_FILE).exists() and not (run_dir / SQLITE_FILE).exists():
@@ -172,7 +174,7 @@ class Browser:
         return int(self._fetch_all(f"SELECT count(*){_FROM}{where}", values)[0][0])
 
     def episode(self, key: EpisodeKey) -> EpisodeGraph | None:
-        """Return one episode with all its turns; ``None`` if it does not exist or has not ended."""
+        """Return the episode ``key`` with all its turns; ``None`` if it does not exist or has not ended."""
         query = (
             "SELECT status, cause, reward, reward_parts, agent_rewards, turns, entry FROM episodes"
             " JOIN bundles ON id = bundle WHERE group_number = ? AND position = ?"

@@ -1,6 +1,6 @@
 """Encoding and decoding of bundles. A bundle contains the turns of several episodes, stored column by column. A bundle
 of the ledger contains episodes that were recorded together. A bundle for the learner contains episodes of one group,
-and may be in a file. An *entry* is the index of an episode in its bundle.
+and may be in a file.
 
     the bundle of a group:  | sizes | ids | logprobs | versions | the other columns, encoded | padding |
 
@@ -145,23 +145,26 @@ class GroupBundle:
             rest: _Bundle = _VIEWS.decode(data[end : end + rest_bytes])
             ids_N, logprobs_N, versions_N = _columns(data)
             self._bundle = msgspec.structs.replace(rest, ids_N=ids_N, logprobs_N=logprobs_N, versions_N=versions_N)
+            """The columns of the group; ids, logprobs and versions are views of the data."""
             _refuse_negative(rest, 0)
             self._ends_E = list(accumulate(rest.turns_E, initial=0))
+            """The index of the first turn of each episode, and the number of all turns."""
             self._ends_K = list(accumulate(rest.lengths_K, initial=0))
+            """The index of the first token of each turn, and the number of all tokens."""
             counts = {len(rest.lengths_K), len(rest.authors_K), len(rest.parents_K), len(rest.stops_K)}
             if counts != {self._ends_E[-1]} or self._ends_K[-1] != num_tokens:
                 raise ValueError(f"a bundle of {num_tokens} tokens whose columns do not fit each other")
 
-    def turns(self, entry: int) -> list[Turn]:
-        """Return the turns of the episode with the index ``entry``. Raises ``msgspec.MsgspecError`` if the index does
+    def turns(self, index: int) -> list[Turn]:
+        """Return the turns of the episode with the index ``index``. Raises ``msgspec.MsgspecError`` if the index does
         not exist or a rare column does not fit the turns."""
         with _invalid():
-            return _turns(self._bundle, entry)
+            return _turns(self._bundle, index)
 
-    def plain_tokens(self, entry: int) -> Tokens | None:
-        """Return the tokens of the episode with the index ``entry``, one turn after the other, if its turns form one
+    def plain_tokens(self, index: int) -> Tokens | None:
+        """Return the tokens of the episode with the index ``index``, one turn after the other, if its turns form one
         path and have no rare fields, as the turns of most episodes do; otherwise return ``None``."""
-        bundle, first, last = self._bundle, self._ends_E[entry], self._ends_E[entry + 1]
+        bundle, first, last = self._bundle, self._ends_E[index], self._ends_E[index + 1]
         parents = bundle.parents_K[first:last]
         if parents[:1] != [None] or parents[1:] != list(range(last - first - 1)):
             return None
@@ -170,13 +173,13 @@ class GroupBundle:
         at = slice(self._ends_K[first], self._ends_K[last])
         return Tokens(ids_T=bundle.ids_N[at], logprobs_T=bundle.logprobs_N[at], versions_T=bundle.versions_N[at])
 
-    def lengths(self, entry: int) -> list[int]:
-        """Return the number of tokens of each turn of the episode with the index ``entry``."""
-        return self._bundle.lengths_K[self._ends_E[entry] : self._ends_E[entry + 1]]
+    def lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each turn of the episode with the index ``index``."""
+        return self._bundle.lengths_K[self._ends_E[index] : self._ends_E[index + 1]]
 
-    def authors(self, entry: int) -> list[str]:
-        """Return the author of each turn of the episode with the index ``entry``."""
-        return self._bundle.authors_K[self._ends_E[entry] : self._ends_E[entry + 1]]
+    def authors(self, index: int) -> list[str]:
+        """Return the author of each turn of the episode with the index ``index``."""
+        return self._bundle.authors_K[self._ends_E[index] : self._ends_E[index + 1]]
 
 
 @contextmanager
@@ -188,10 +191,10 @@ def _invalid() -> Iterator[None]:
         raise msgspec.ValidationError(str(error)) from None
 
 
-def _refuse_negative(bundle: _Bundle, entry: int) -> None:
-    """Raise ``ValueError`` if a length in ``bundle`` or the index ``entry`` is negative, or if the token ids have more
+def _refuse_negative(bundle: _Bundle, index: int) -> None:
+    """Raise ``ValueError`` if a length in ``bundle`` or the index ``index`` is negative, or if the token ids have more
     than one dimension."""
-    if min([entry, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
+    if min([index, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
         raise ValueError("a bundle with a negative length, or whose tokens are not a column")
 
 
@@ -204,7 +207,7 @@ def _columns(data: memoryview) -> tuple[IntColumn, FloatColumn, IntColumn]:
     return ids_N, logprobs_N, versions_N
 
 
-def with_columns_of(data: memoryview, episodes: Sequence[EpisodeGraph]) -> list[EpisodeGraph]:
+def attach_columns(data: memoryview, episodes: Sequence[EpisodeGraph]) -> list[EpisodeGraph]:
     """Return copies of ``episodes`` whose ids, logprobs and versions are views of ``data``, the bytes that
     :func:`encode_group` returned for these episodes. No column is read. The copies do not contain the other columns of
     tokens, because only the learner needs those columns, and it decodes ``data``."""
@@ -245,23 +248,23 @@ def _bundle(episodes: Sequence[EpisodeGraph]) -> _Bundle:
     )
 
 
-def decode_entry(data: bytes, entry: int) -> list[Turn]:
-    """Return the turns of the episode with the index ``entry`` in the bundle ``data``. Raises ``msgspec.MsgspecError``
+def decode_episode(data: bytes, index: int) -> list[Turn]:
+    """Return the turns of the episode with the index ``index`` in the bundle ``data``. Raises ``msgspec.MsgspecError``
     if ``data`` is not a valid bundle or the index does not exist."""
     with _invalid():
-        return _turns(_CODEC.decode(data), entry)
+        return _turns(_CODEC.decode(data), index)
 
 
-def _turns(bundle: _Bundle, entry: int) -> list[Turn]:
-    """Return the turns of the episode with the index ``entry`` in ``bundle``. Raises ``ValueError`` or ``IndexError``
+def _turns(bundle: _Bundle, index: int) -> list[Turn]:
+    """Return the turns of the episode with the index ``index`` in ``bundle``. Raises ``ValueError`` or ``IndexError``
     if the columns of the bundle do not fit each other or the index does not exist."""
-    _refuse_negative(bundle, entry)
-    first = sum(bundle.turns_E[:entry])
+    _refuse_negative(bundle, index)
+    first = sum(bundle.turns_E[:index])
     begin = sum(bundle.lengths_K[:first])
     turns: list[Turn] = []
-    for place in range(first, first + bundle.turns_E[entry]):
-        end = begin + bundle.lengths_K[place]
-        turns.append(_turn(bundle, place, slice(begin, end)))
+    for turn in range(first, first + bundle.turns_E[index]):
+        end = begin + bundle.lengths_K[turn]
+        turns.append(_turn(bundle, turn, slice(begin, end)))
         begin = end
     return turns
 
@@ -289,25 +292,25 @@ def _rare_fields(turn: Turn) -> _RareFields:
     )
 
 
-def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
-    """Return the turn with the index ``place`` among the turns of a bundle. The slice ``at`` selects its tokens among
+def _turn(bundle: _Bundle, index: int, span: slice) -> Turn:
+    """Return the turn with the index ``index`` among the turns of a bundle. The slice ``span`` selects its tokens among
     the bundle's tokens. Raises ``ValueError`` if the slice ends behind the last token."""
-    if at.stop > len(bundle.ids_N):
-        raise ValueError(f"turn {place} ends at token {at.stop} of {len(bundle.ids_N)}")
-    rare = bundle.more.get(place, _NO_RARE_FIELDS)
+    if span.stop > len(bundle.ids_N):
+        raise ValueError(f"turn {index} ends at token {span.stop} of {len(bundle.ids_N)}")
+    rare = bundle.more.get(index, _NO_RARE_FIELDS)
     return Turn(
-        author=bundle.authors_K[place],
+        author=bundle.authors_K[index],
         tokens=Tokens(
-            ids_T=bundle.ids_N[at],
-            logprobs_T=bundle.logprobs_N[at],
-            versions_T=bundle.versions_N[at],
+            ids_T=bundle.ids_N[span],
+            logprobs_T=bundle.logprobs_N[span],
+            versions_T=bundle.versions_N[span],
             kept=rare.kept,
             routing=rare.routing,
             entropies_T=rare.entropies_T,
             teacher_scores=rare.teacher_scores,
         ),
-        parent=bundle.parents_K[place],
-        stop_reason=bundle.stops_K[place],
+        parent=bundle.parents_K[index],
+        stop_reason=bundle.stops_K[index],
         context_routing=rare.context_routing,
         failed=rare.failed,
         untrained=rare.untrained,

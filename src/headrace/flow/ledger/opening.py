@@ -41,8 +41,8 @@ def _memory(config: FlowConfig, run_dir: Path) -> Ledger:
 
 
 def _redis(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Return the ledger on the Redis server of the settings. The file :data:`REDIS_FILE` in ``run_dir`` contains its
-    name; for a new run, choose a name and write the file."""
+    """Return the ledger on the Redis server that ``config`` names. The file :data:`REDIS_FILE` in ``run_dir`` contains
+    its name; for a new run, choose a name and write the file."""
     from headrace.flow.ledger.redis import RedisLedger
 
     file = run_dir / REDIS_FILE
@@ -73,7 +73,7 @@ def ledger_bytes(run_dir: Path) -> int:
 
 
 def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Open the ledger of the run in ``run_dir`` for writing, or create it as the settings say, and return it. Raises
+    """Open the ledger of the run in ``run_dir`` for writing, or create it as ``config`` says, and return it. Raises
     :class:`~headrace.base.errors.LedgerError` if the run was started with another kind of ledger, or if the ledger
     cannot be used."""
     for kind, file in (("sqlite", SQLITE_FILE), ("redis", REDIS_FILE)):

@@ -66,10 +66,10 @@ def read_password(setting: str, variable: str) -> str | None:
     return secret(variable) or None
 
 
-def without_password(url: str) -> str:
+def hide_password(url: str) -> str:
     """Return ``url`` without its user name and password, so that it can be shown.
 
-    >>> without_password("redis://me:hush@10.0.0.9:6379/0")
+    >>> hide_password("redis://me:hush@10.0.0.9:6379/0")
     'redis://10.0.0.9:6379/0'
     """
     scheme, separator, location = url.partition("://")
@@ -132,7 +132,7 @@ class RedisLedger:
         the ledger cannot be used.
         """
         self._redis = redis_package("flow.ledger='redis'")
-        self._description = f"{name} at {without_password(url)}"
+        self._description = f"{name} at {hide_password(url)}"
         self._stream, self._meta = f"headrace:{name}:operations", f"headrace:{name}:meta"
         self._writer = secrets.token_hex(8)
         self._outage_s = outage_s
@@ -148,7 +148,7 @@ class RedisLedger:
             )
         except ValueError as error:
             raise ConfigError(
-                f"flow.ledger_url={without_password(url)!r}: {error}",
+                f"flow.ledger_url={hide_password(url)!r}: {error}",
                 remedy="give redis://host:port/db, or unix:///path",
             ) from None
         self._append = self._server.register_script(_APPEND)
@@ -161,8 +161,9 @@ class RedisLedger:
 
     @classmethod
     def open(cls, url: str, name: str, password_env: str = "") -> RedisLedger:
-        """Return the existing ledger ``name`` for reading. ``password_env`` names the environment variable of the
-        password. Raises :class:`~headrace.base.errors.LedgerError` if there is no such ledger."""
+        """Return the existing ledger ``name`` on the Redis server ``url`` for reading. ``password_env`` names the
+        environment variable of the password. Raises :class:`~headrace.base.errors.LedgerError` if there is no such
+        ledger."""
         return cls(url, name, password_env=password_env)
 
     def apply(self, *operations: Operation) -> None:
@@ -376,9 +377,9 @@ def decode_operation(kind: bytes, data: bytes) -> Operation | RollBack:
 
 
 def replay(index: SqliteLedger, kind: bytes, data: bytes) -> None:
-    """Decode one operation and apply it to ``index``, the local copy of the ledger. Raises ``msgspec.MsgspecError`` if
-    ``data`` is not valid, and :class:`~headrace.base.errors.LedgerError` if the operation is impossible. After an
-    error, ``index`` is unchanged."""
+    """Decode one operation of the kind ``kind`` from ``data`` and apply it to ``index``, the local copy of the ledger.
+    Raises ``msgspec.MsgspecError`` if ``data`` is not valid, and :class:`~headrace.base.errors.LedgerError` if the
+    operation is impossible. After an error, ``index`` is unchanged."""
     operation = decode_operation(kind, data)
     try:
         if isinstance(operation, RollBack):

@@ -73,29 +73,31 @@ def insert(table: str, *, otherwise: str = "") -> str:
 
 
 @cache
-def seal_rows(table: str, where: str = "") -> str:
-    """Return the SQL statement that computes the checksums of rows of ``table`` again after an update. ``where`` is the
-    SQL condition that selects the rows; empty for all rows."""
+def seal_rows(table: str, condition: str = "") -> str:
+    """Return the SQL statement that computes the checksums of rows of ``table`` again after an update. ``condition`` is
+    the SQL condition that selects the rows; empty for all rows."""
     columns = ", ".join(COLUMNS[table])
-    return f"UPDATE {table} SET row_checksum = row_checksum({columns})" + (f" WHERE {where}" if where else "")
+    return f"UPDATE {table} SET row_checksum = row_checksum({columns})" + (f" WHERE {condition}" if condition else "")
 
 
 def next_id(db: sqlite3.Connection, table: str) -> int:
-    """Return the ``id`` for the next row of ``table``. SQLite cannot choose it, because the row's checksum covers
-    it."""
+    """Return the ``id`` for the next row of ``table`` in the database ``db``. SQLite cannot choose it, because the
+    row's checksum covers it."""
     return int(db.execute(f"SELECT coalesce(max(id), 0) + 1 FROM {table}").fetchone()[0])
 
 
 def seal_all(db: sqlite3.Connection) -> None:
-    """Compute and write the checksums of all rows and of the schema. The last migration ends with this call."""
+    """Compute and write the checksums of all rows and of the schema of the database ``db``. The last migration ends
+    with this call."""
     for table in COLUMNS:
         db.execute(seal_rows(table))
     db.execute(insert("meta", otherwise="OR REPLACE"), (_SCHEMA, _schema(db)))
 
 
 def damage(db: sqlite3.Connection) -> str:
-    """Return a text for an error message that describes the damage of the ledger: which rows, or the schema, do not
-    match their checksums. Empty if all match. The ledger may have an older schema, if its rows have checksums."""
+    """Return a text for an error message that describes the damage of the ledger in the database ``db``: which rows, or
+    the schema, do not match their checksums. Empty if all match. The ledger may have an older schema, if its rows have
+    checksums."""
     problems = [_changed_rows(db, table) for table in COLUMNS]
     stored = db.execute("SELECT value FROM meta WHERE key = ?", (_SCHEMA,)).fetchone()
     if stored is None or stored[0] != _schema(db):
@@ -104,8 +106,8 @@ def damage(db: sqlite3.Connection) -> str:
 
 
 def _changed_rows(db: sqlite3.Connection, table: str) -> str:
-    """Return a text that says how many rows of ``table`` do not match their checksums, and which is the first; empty if
-    all match."""
+    """Return a text that says how many rows of ``table`` in the database ``db`` do not match their checksums, and which
+    is the first; empty if all match."""
     try:
         # the columns that the file has: a schema before a migration has fewer than COLUMNS
         columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")][:-1]

@@ -61,9 +61,13 @@ class SqliteLedger:
         compares every row with its checksum, so that damage is found when the run starts and not at a later step.
         """
         self._path = path
-        self._lock = threading.RLock()  # the thread of a writer records while another thread runs queries
+        self._lock = threading.RLock()
+        """The lock that is held during a query or transaction, since the thread of a writer records while another
+        thread runs queries."""
         self._uncopied_bytes = 0
+        """The size of the transactions since the log was copied last, approximately."""
         self._copier: LogCopier | None = None
+        """The thread that copies the log; ``None`` until it is needed."""
         with self._translated_errors("opened"):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             try:
@@ -83,6 +87,7 @@ class SqliteLedger:
                 self._db.close()
                 raise
         self._books = Books(self._db, group_size)
+        """The queries that count the ledger's contents."""
 
     @classmethod
     def open(cls, path: Path, *, checked: bool = False, in_use: bool = False) -> SqliteLedger:
@@ -295,11 +300,11 @@ class SqliteLedger:
         if problems:
             raise self._damage_error(problems, "")
 
-    def _damage_error(self, found: str, why_not_mended: str) -> LedgerError:
-        """Return the error to raise for a damaged ledger. ``found`` is the description of the damage;
+    def _damage_error(self, damage: str, why_not_mended: str) -> LedgerError:
+        """Return the error to raise for a damaged ledger. ``damage`` is the description of the damage;
         ``why_not_mended`` is appended to the message, and may be empty."""
         return LedgerError(
-            f"the ledger {self._path} is damaged ({found}){why_not_mended}; {self._describe_last_step()}",
+            f"the ledger {self._path} is damaged ({damage}){why_not_mended}; {self._describe_last_step()}",
             remedy="restore it from a copy, or start a new run directory from the newest checkpoint (model.path)",
         )
 
@@ -379,8 +384,8 @@ def schema_version(db: sqlite3.Connection) -> int:
     return int(version)
 
 
-def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -> None:
-    """Apply the migrations that the schema of ``db`` lacks, each in one transaction. ``where`` is the path of the
+def migrate(db: sqlite3.Connection, path: str, finish: Callable[[int], None]) -> None:
+    """Apply the migrations that the schema of ``db`` lacks, each in one transaction. ``path`` is the path of the
     database, for error messages.
 
     ``finish`` is called at the end of the last of these transactions, with the version of the schema before the
@@ -391,7 +396,7 @@ def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -
     scripts, version = steps(), schema_version(db)
     if version > len(scripts):
         raise LedgerError(
-            f"{where} has ledger format {version}, this program writes {len(scripts)}",
+            f"{path} has ledger format {version}, this program writes {len(scripts)}",
             remedy="use the version of headrace that wrote it, or start a new run directory",
         )
     for number, script in enumerate(scripts[version:], version + 1):
@@ -419,8 +424,11 @@ class LogCopier:
         """Start the thread for the database file ``path``."""
         self._path = path
         self._requested = threading.Event()
+        """The event that is set when a copy is requested, or the thread should end."""
         self._closing = False
+        """Whether the thread should end."""
         self._error: sqlite3.Error | None = None
+        """The error of the last copy that failed; ``None`` if there is none."""
         self._thread = threading.Thread(target=self._run, name="ledger-upkeep", daemon=True)
         self._thread.start()
 

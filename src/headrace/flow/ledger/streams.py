@@ -25,14 +25,17 @@ class RunningTurns:
     given number of its tokens. All turns that become due in one iteration of the event loop are recorded in one
     operation. The flow owns the collector."""
 
-    def __init__(self, record: Callable[[Stream], object], clock: Clock, *, most: int) -> None:
-        """Create an empty collector. ``record`` is the function that records an operation. ``most`` is the greatest
-        number of tokens of each turn that a crash may lose; with 0, nothing is recorded before a turn ends."""
+    def __init__(self, record: Callable[[Stream], object], clock: Clock, *, max_unrecorded: int) -> None:
+        """Create an empty collector. ``record`` is the function that records an operation, and ``clock`` gives the time
+        at which it was recorded. ``max_unrecorded`` is the largest number of tokens of each turn that a crash may lose;
+        with 0, nothing is recorded before a turn ends."""
         self._record = record
         self._clock = clock
-        self._max_unrecorded = most
+        self._max_unrecorded = max_unrecorded
         self._unrecorded: dict[EpisodeKey, dict[int, _Unrecorded]] = {}
+        """The parts that are not recorded yet, by episode and turn."""
         self._due_turns: dict[tuple[EpisodeKey, int], None] = {}
+        """The turns that are recorded in the next iteration of the event loop, in order."""
 
     def add(self, part: TokenChunk) -> None:
         """Add a new part of a turn. If too many of its tokens are unrecorded, record them in the next iteration of the

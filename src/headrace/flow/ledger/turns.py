@@ -15,7 +15,7 @@ from headrace.base.types.scored import TokenResults
 from headrace.base.types.stored import Stored
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
-from headrace.flow.ledger.bundles import decode_entry
+from headrace.flow.ledger.bundles import decode_episode
 
 
 class _Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,12 +75,12 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
     )
 
 
-def decode_turns(data: bytes, entry: int | None = None) -> list[Turn]:
-    """Return the turns of one episode, decoded from the bytes ``data`` of the ledger. ``entry`` is the index of the
+def decode_turns(data: bytes, index: int | None = None) -> list[Turn]:
+    """Return the turns of one episode, decoded from the bytes ``data`` of the ledger. ``index`` is the index of the
     episode if ``data`` is a bundle of several episodes; ``None`` if ``data`` contains the turns of one episode only.
     Raises ``msgspec.MsgspecError`` if ``data`` is not valid."""
-    if entry is not None:
-        return decode_entry(data, entry)
+    if index is not None:
+        return decode_episode(data, index)
     try:
         return [_decoded_turn(turn) for turn in _CODEC.decode(data)]
     except ValueError as error:  # columns of different lengths
@@ -139,12 +139,12 @@ def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) 
 
 
 def encode_token_results(learned: TokenResults | Stored) -> bytes:
-    """Return the learner's results for the tokens of one step as the bytes that the ledger stores; or, if these bytes
-    lie in the store of the run, the reference to them as bytes."""
+    """Return ``learned``, the learner's results for the tokens of one step, as the bytes that the ledger stores; or, if
+    these bytes lie in the store of the run, the reference to them as bytes."""
     return _LEARNED.encode(learned)
 
 
 def decode_token_results(blob: bytes | memoryview) -> TokenResults | Stored:
-    """Return the learner's results, or the reference to them, that :func:`encode_token_results` encoded."""
+    """Return the learner's results, or the reference to them, that :func:`encode_token_results` encoded as ``blob``."""
     learned: TokenResults | Stored = _LEARNED.decode(blob)
     return learned

@@ -90,9 +90,13 @@ class ThreadedWriter:
         """Start the thread that records in ``ledger``."""
         self._ledger = ledger
         self._queue: deque[_Item] = deque()
+        """The operations that the thread has not taken yet, in order; ``None`` ends the thread."""
         self._pending = threading.Event()
+        """The event that is set while the queue has items."""
         self._urgent = threading.Event()
+        """The event that makes the thread record at once, without waiting for more operations."""
         self._error: Exception | None = None
+        """The error with which the thread failed; ``None`` if there is none."""
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
 

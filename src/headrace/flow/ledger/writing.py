@@ -160,7 +160,7 @@ class Writing:
             self._db.execute(seal_rows("episodes", "group_number = ? AND position = ?"), (op.number, place))
 
     def _end_step(self, op: EndStep) -> None:
-        """Write the results of a step, and move its groups to the state TRAINED."""
+        """Write the results of the step of ``op``, and move its groups to the state TRAINED."""
         self._db.execute(
             insert("steps", otherwise="OR REPLACE"),
             (

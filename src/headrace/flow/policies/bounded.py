@@ -29,7 +29,12 @@ from __future__ import annotations
 from typing import Literal
 
 from headrace.flow.policies.base import Selection, StalenessPolicy
-from headrace.flow.policies.deadlines import earliest_in_time, in_order, num_admissible, num_admissible_in_order
+from headrace.flow.policies.deadlines import (
+    num_admissible,
+    num_admissible_in_order,
+    select_earliest_in_time,
+    select_in_order,
+)
 from headrace.flow.state import FlowState
 
 
@@ -61,5 +66,5 @@ class Bounded(StalenessPolicy):
         still be trained in time."""
         if state.replayed:
             return Selection(take=state.replayed)
-        chosen = in_order(state) if state.limits.strict else earliest_in_time(state)
+        chosen = select_in_order(state) if state.limits.strict else select_earliest_in_time(state)
         return Selection(take=tuple(sorted(chosen or ())))

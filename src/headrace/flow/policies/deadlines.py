@@ -61,14 +61,14 @@ def num_admissible_in_order(state: FlowState) -> int:
     return waiting + num_places - len(first)
 
 
-def last_step(state: FlowState, number: int) -> int:
+def get_deadline(state: FlowState, number: int) -> int:
     """Return the deadline of the ready group ``number``: the last step that may train it."""
     oldest = state.groups[number].oldest_version
     assert oldest is not None
     return state.deadline(oldest)
 
 
-def earliest(state: FlowState) -> tuple[int, ...] | None:
+def select_earliest(state: FlowState) -> tuple[int, ...] | None:
     """Return the numbers of the ready groups with the earliest deadlines, exactly one batch; ``None`` if there are not
     enough ready groups."""
     if len(state.ready) < state.limits.batch_size:
@@ -82,9 +82,9 @@ def earliest(state: FlowState) -> tuple[int, ...] | None:
     return chosen if len(chosen) == state.limits.batch_size else None
 
 
-def earliest_in_time(state: FlowState) -> tuple[int, ...] | None:
-    """Return the batch of :func:`earliest` if all other groups can be trained in time after it, otherwise ``None``. The
-    check uses counts, and the groups are looked up only if it succeeds."""
+def select_earliest_in_time(state: FlowState) -> tuple[int, ...] | None:
+    """Return the batch of :func:`select_earliest` if all other groups can be trained in time after it, otherwise
+    ``None``. The check uses counts, and the groups are looked up only if it succeeds."""
     steps, num_missing = count_by_deadline(state), state.limits.batch_size
     if len(state.ready) < num_missing:
         return None
@@ -92,10 +92,10 @@ def earliest_in_time(state: FlowState) -> tuple[int, ...] | None:
         num_taken = min(num_missing, len(state.ready_by_oldest[version]))
         steps[state.deadline(version)] -= num_taken
         num_missing -= num_taken
-    return earliest(state) if num_missing == 0 and _in_time(state, steps) else None
+    return select_earliest(state) if num_missing == 0 and _in_time(state, steps) else None
 
 
-def in_order(state: FlowState) -> tuple[int, ...] | None:
+def select_in_order(state: FlowState) -> tuple[int, ...] | None:
     """Return the lowest numbers of groups that are in no batch, exactly one batch; ``None`` until all of these groups
     are ready."""
     if len(state.ready) < state.limits.batch_size:
@@ -104,12 +104,12 @@ def in_order(state: FlowState) -> tuple[int, ...] | None:
     return tuple(first) if len(first) == state.limits.batch_size else None
 
 
-def rest_in_time(state: FlowState, chosen: tuple[int, ...]) -> bool:
+def is_rest_in_time(state: FlowState, chosen: tuple[int, ...]) -> bool:
     """Return whether all other groups that are in no batch can be trained in time if the ready groups ``chosen`` are
     the next batch."""
     steps = count_by_deadline(state)
     for number in chosen:
-        steps[last_step(state, number)] -= 1
+        steps[get_deadline(state, number)] -= 1
     return _in_time(state, steps)
 
 
@@ -124,8 +124,8 @@ def _in_time(state: FlowState, steps: Counter[int]) -> bool:
     return True
 
 
-def age_needed(state: FlowState, *, only_planned: bool) -> int:
-    """Return the greatest age, in versions, that a recorded token will have when it is trained. It is compared with the
+def compute_needed_age(state: FlowState, *, only_planned: bool) -> int:
+    """Return the largest age, in versions, that a recorded token will have when it is trained. It is compared with the
     bound after a crash. Groups of replayed steps are trained at their steps. The remaining groups follow, by number in
     strict order and otherwise the oldest first. With ``only_planned``, only groups of replayed steps are considered,
     for policies that drop groups that are too old."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from headrace.flow.policies.base import Selection, StalenessPolicy
-from headrace.flow.policies.deadlines import earliest
+from headrace.flow.policies.deadlines import select_earliest
 from headrace.flow.state import FlowState
 
 
@@ -28,7 +28,7 @@ def admit_whole_batch(state: FlowState, *, ahead: int) -> int:
 
 def select_whole_batch(state: FlowState) -> Selection:
     """Return the next batch if all of its groups are ready; otherwise an empty selection."""
-    chosen = state.replayed or earliest(state) or ()
+    chosen = state.replayed or select_earliest(state) or ()
     return Selection(take=tuple(sorted(chosen)))
 
 

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 
 from headrace.base.errors import ConfigError
 from headrace.flow.policies.base import DISPLACED, STALE, Selection, StalenessPolicy
-from headrace.flow.policies.deadlines import earliest, earliest_in_time, in_order, num_admissible
+from headrace.flow.policies.deadlines import num_admissible, select_earliest, select_earliest_in_time, select_in_order
 from headrace.flow.state import FlowState
 
 
@@ -105,7 +105,7 @@ class Unbounded(StalenessPolicy):
         if leaving:
             return Selection(leave=leaving)
         if self.stale == "wait":
-            chosen = earliest_in_time(state)
+            chosen = select_earliest_in_time(state)
         else:
-            chosen = in_order(state) if state.limits.strict else earliest(state)
+            chosen = select_in_order(state) if state.limits.strict else select_earliest(state)
         return Selection(take=tuple(sorted(chosen or ())), oldest_version=floor)

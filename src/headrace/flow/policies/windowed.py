@@ -19,7 +19,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.group import GroupState
 from headrace.flow.policies.base import Selection, StalenessPolicy
 from headrace.flow.policies.bounded import paced_admission
-from headrace.flow.policies.deadlines import earliest_in_time, in_order, last_step, rest_in_time
+from headrace.flow.policies.deadlines import get_deadline, is_rest_in_time, select_earliest_in_time, select_in_order
 from headrace.flow.state import FlowState
 
 
@@ -61,9 +61,9 @@ class Windowed(StalenessPolicy):
             return Selection(take=state.replayed)
         if len(state.ready) < state.limits.batch_size:
             return Selection()
-        chosen = self._earliest_in_window(state) or in_order(state)
-        if not rest_in_time(state, chosen) if chosen else self._is_oldest_waiting(state):
-            chosen = earliest_in_time(state)
+        chosen = self._earliest_in_window(state) or select_in_order(state)
+        if not is_rest_in_time(state, chosen) if chosen else self._is_oldest_waiting(state):
+            chosen = select_earliest_in_time(state)
         return Selection(take=tuple(sorted(chosen or ())))
 
     def _is_oldest_waiting(self, state: FlowState) -> bool:
@@ -77,5 +77,5 @@ class Windowed(StalenessPolicy):
         (anchor,) = state.first_open(1) or (state.num_submitted,)
         window = range(anchor, anchor + self.window * state.limits.batch_size)
         in_window = [number for number in window if number in state.ready and state.groups[number].step is None]
-        first = sorted(in_window, key=lambda number: last_step(state, number))[: state.limits.batch_size]
+        first = sorted(in_window, key=lambda number: get_deadline(state, number))[: state.limits.batch_size]
         return tuple(first) if len(first) == state.limits.batch_size else None

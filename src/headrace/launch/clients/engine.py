@@ -103,7 +103,7 @@ class EngineClient(Peer):
         self._refuse_overload(1)
         request_id = next(self._request_ids)
         stream = self._streams[request_id] = RequestStream(sampling.max_new_tokens)
-        self._send_soon(GenerateRequest.of(request_id, prompt_ids_T, sampling, options))
+        self._send_soon(GenerateRequest.create(request_id, prompt_ids_T, sampling, options))
         ended = False
         try:
             while not ended:
@@ -130,7 +130,7 @@ class EngineClient(Peer):
         request_ids = [next(self._request_ids) for _ in siblings]
         for index, (request_id, sibling) in enumerate(zip(request_ids, siblings, strict=True)):
             self._streams[request_id] = SiblingStream(arrivals, index)
-            self._send_soon(GenerateRequest.of(request_id, prompt_ids_T, sibling.sampling, sibling.options))
+            self._send_soon(GenerateRequest.create(request_id, prompt_ids_T, sibling.sampling, sibling.options))
         running = set(range(len(siblings)))
         try:
             while running:
@@ -234,7 +234,7 @@ class EngineClient(Peer):
         self._refuse_closed()
         call = self.next_call()
         reply = self.expect(call, ScoresReply)
-        self.send(ScoreTokens.of(call, tokens, temperature))
+        self.send(ScoreTokens.create(call, tokens, temperature))
         return (await self._answer(reply, f"score {len(tokens)} tokens")).logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
@@ -244,7 +244,7 @@ class EngineClient(Peer):
         self._refuse_closed()
         call = self.next_call()
         reply = self.expect(call, ScoresReply)
-        self.send(ScoreTokens.of(call, tokens, temperature, top_k=num, top_below=below))
+        self.send(ScoreTokens.create(call, tokens, temperature, top_k=num, top_below=below))
         scores = await self._answer(reply, f"score {len(tokens)} tokens")
         empty = np.zeros((len(tokens), 0), np.float32)
         return TopScores(

@@ -170,7 +170,9 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         if self.by_group or len(completions) == 1:
             return await self._answer(request)
         async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(self._answer(request.order_for(index))) for index in range(len(completions))]
+            calls = [
+                group.create_task(self._answer(request.make_single_order(index))) for index in range(len(completions))
+            ]
         return _join([call.result().of(0) for call in calls])
 
     async def _score_shortly(self, request: ScoreCompletions) -> Scores | None:

@@ -19,7 +19,7 @@ from headrace.base.store import (
     StoreReader,
     lies_in_store,
     read_batch,
-    without_groups,
+    remove_groups,
 )
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.controller import StepReport
@@ -165,7 +165,7 @@ def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
     reasons = _agreed({group: error.problem for group, error in lost.items()}, ranks)
     if not reasons:
         return ReadBatch(batch=loaded)
-    loaded, lost_tokens = without_groups(loaded, reasons)
+    loaded, lost_tokens = remove_groups(loaded, reasons)
     return ReadBatch(
         batch=loaded,
         lost_tokens=lost_tokens,

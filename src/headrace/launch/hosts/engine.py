@@ -62,7 +62,7 @@ from headrace.launch.interleaving import read_interleaving
 from headrace.launch.lending import AnyCores, OwnCores, cores
 from headrace.launch.starts import EngineStart, RecordedEngine
 from headrace.models.config import ModelConfig
-from headrace.models.gpus import place_of
+from headrace.models.gpus import describe_place
 from headrace.rollout.runner import episode_seed
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
@@ -79,7 +79,7 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
     torch.set_num_threads(start.num_threads)
     config = EngineConfig.model_validate(start.engine)
     with ENGINES.load(config.kind).open(_engine_setup(start, config)) as opened:
-        where = {"device": opened.device, "weights_address": opened.address, "place": place_of(opened.device)}
+        where = {"device": opened.device, "weights_address": opened.address, "place": describe_place(opened.device)}
         facts: dict[str, str | int | float] = {**where, **machine_facts(start.num_threads), **opened.facts}
         channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager, gc_frozen():

@@ -59,14 +59,14 @@ from headrace.launch.starts import LearnerStart, StoreStart
 from headrace.learner import LearnerConfig
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
-from headrace.learner.parallel.load import load_for
+from headrace.learner.parallel.load import load_on_ranks
 from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, join_ranks
-from headrace.learner.parallel.shards import gather_each, local_part
+from headrace.learner.parallel.shards import gather_each, local_shard
 from headrace.learner.parallel.shares import assign_boxes
 from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
 from headrace.models.devices import use_device
-from headrace.models.gpus import place_of
+from headrace.models.gpus import describe_place
 from headrace.models.weights import weight_tensors
 from headrace.sync.base import LearnerRank
 from headrace.sync.config import Route
@@ -111,7 +111,7 @@ def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> Non
     """Load the model and, if ``start`` names one, the snapshot from which to continue. Report that the learner is
     ready, and execute ``orders`` until the order to shut down. Every rank runs this function."""
     model_config = ModelConfig.model_validate(start.model)
-    model = load_for(model_config.at(start.snapshot) if start.snapshot else model_config, orders.ranks)
+    model = load_on_ranks(model_config.with_snapshot(start.snapshot) if start.snapshot else model_config, orders.ranks)
     clock = RealClock()
     context = LearnerContext(
         temperature=start.temperature,
@@ -128,7 +128,7 @@ def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> Non
     facts: dict[str, str | int | float] = {
         **machine_facts(start.num_threads),
         "device": str(orders.ranks.device),
-        "place": place_of(str(orders.ranks.device)),
+        "place": describe_place(str(orders.ranks.device)),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "weights_bytes": plan(weight_tensors(model)).total_bytes,
     }
@@ -270,7 +270,7 @@ class PublishedBuffers:
         """Copy the current weights into the buffer with the index ``slot``. All ranks must call this at the same time,
         because each rank may have a part of every tensor."""
         if self._sent_boxes is not None and self.publisher is not None:
-            self.publisher.fill(slot, (local_part(self._tensors[name].detach()) for name in self._sent_boxes))
+            self.publisher.fill(slot, (local_shard(self._tensors[name].detach()) for name in self._sent_boxes))
             return
         if self._is_whole and self.publisher is not None:
             self.publisher.copy(slot)
@@ -324,7 +324,7 @@ class LearnerHost:
         for message in self._orders.receive():
             if isinstance(message, Shutdown):
                 return
-            unit = progress.at(type(message).__name__, _describe(message))
+            unit = progress.track(type(message).__name__, _describe(message))
             with unit, self._cores.unit(message.outline.num_tokens if isinstance(message, Train) else None):
                 self._answer(message.call, partial(self._handle, message))
             del message  # it may hold a batch, and the parts of the next order arrive while this loop waits

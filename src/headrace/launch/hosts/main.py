@@ -97,9 +97,9 @@ def _place(start: Start) -> str:
     """Return the GPUs, with their machine, on which a part with the settings ``start`` computes; empty for others."""
     match start:
         case EngineStart(engine=settings) | LearnerStart(learner=settings):
-            from headrace.models.gpus import place_of  # workers need no models
+            from headrace.models.gpus import describe_place  # workers need no models
 
-            return place_of(str(settings.get("device", "")))
+            return describe_place(str(settings.get("device", "")))
     return ""
 
 

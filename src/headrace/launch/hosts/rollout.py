@@ -143,7 +143,7 @@ class RolloutShard:
         self._by_number: dict[int, EngineClient] = {}
         """The clients of engines, by the upper bits of their request numbers."""
         self._turns = RunningTurns(
-            lambda stream: channel.send(TurnsGrown(parts=stream.parts)), clock, most=start.record_tokens
+            lambda stream: channel.send(TurnsGrown(parts=stream.parts)), clock, max_unrecorded=start.record_tokens
         )
         runner = EpisodeRunner(
             engine=self.fleet,
@@ -216,7 +216,7 @@ class RolloutShard:
                 answers_to=self._answers_address,
             )
             self._clients[update.name] = self._by_number[update.first_request >> REQUESTS_BITS] = client
-            self.fleet.join(update.name, client)
+            self.fleet.add(update.name, client)
         self.fleet.mirror(update.name, EngineState[update.state], update.version, paused=update.paused)
 
     def _remove_engine(self, name: str) -> None:
@@ -224,7 +224,7 @@ class RolloutShard:
         client = self._clients.pop(name)
         del self._addresses[name]
         self._by_number = {number: other for number, other in self._by_number.items() if other is not client}
-        self.fleet.leave(name)
+        self.fleet.remove(name)
         client.close()
 
     async def _run(self, order: StartEpisodes) -> None:

@@ -75,7 +75,9 @@ async def _score(reward: Grader, order: ScoreCompletions | ScoreTogether, on_sta
         scores = [await reward.score(order, on_start)]
     else:
         assert isinstance(reward, TimedGrader), "only graders that measure their calls are ordered several at once"
-        singles = [request.order_for(index) for request in order.requests for index in range(len(request.completions))]
+        singles = [
+            request.make_single_order(index) for request in order.requests for index in range(len(request.completions))
+        ]
         scores = await reward.score_each(singles, on_start)
     calls = tuple(
         CallScores(rewards=each.rewards, error=each.failure, metrics=each.metrics, extra=each.extra) for each in scores

@@ -101,5 +101,5 @@ class AuxiliaryModel:
 
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
         """Restore the state that :meth:`state` returned. ``state`` contains whole tensors, or saved tensors, of which
-        :func:`~headrace.learner.parallel.shards.part_of` reads this rank's part. Raises ``KeyError`` or ``ValueError``
-        if it does not match this model."""
+        :func:`~headrace.learner.parallel.shards.slice_shard` reads this rank's shard. Raises ``KeyError`` or
+        ``ValueError`` if it does not match this model."""

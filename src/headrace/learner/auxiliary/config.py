@@ -30,7 +30,7 @@ class KeptSection(Section):
         """Return the number of bytes of all copies together, for ``trained`` parameters of ``itemsize`` bytes each."""
         return self.num_copies * trained * itemsize
 
-    def version_at(self, version: int) -> int | None:
+    def get_version(self, version: int) -> int | None:
         """Return the newest version in the copy while the policy has ``version``; ``None`` if the copy is not a version
         of this run."""
         return version
@@ -45,7 +45,7 @@ class Frozen(KeptSection):
     """Directory of a model of the same architecture, or of an adapter if an adapter is trained. Unset: the initial
     weights of the run."""
 
-    def version_at(self, version: int) -> int | None:
+    def get_version(self, version: int) -> int | None:
         """Return 0 for every ``version``; ``None`` if the weights come from a directory and are not a version of this
         run."""
         return 0 if self.path is None else None
@@ -80,10 +80,10 @@ class Refreshed(KeptSection):
     every: int = Field(ge=1)
     """Number of updates between two copies."""
 
-    def version_at(self, version: int) -> int | None:
+    def get_version(self, version: int) -> int | None:
         """Return the largest multiple of ``every`` that is not above ``version``: the version of the copy.
 
-        >>> Refreshed(every=4).version_at(11)
+        >>> Refreshed(every=4).get_version(11)
         8
         """
         return version // self.every * self.every
@@ -105,10 +105,10 @@ class Lagged(KeptSection):
         """Return the number of copies, one for each version."""
         return self.versions
 
-    def version_at(self, version: int) -> int | None:
+    def get_version(self, version: int) -> int | None:
         """Return the version of ``versions`` updates ago, or 0.
 
-        >>> Lagged(versions=2).version_at(1), Lagged(versions=2).version_at(5)
+        >>> Lagged(versions=2).get_version(1), Lagged(versions=2).get_version(5)
         (0, 3)
         """
         return max(0, version - self.versions)
@@ -124,7 +124,7 @@ class SampledVersions(KeptSection):
     kind: Literal["sampled"] = "sampled"
     """Selects these weights."""
     versions: int = Field(ge=1, le=MOST_VERSIONS)
-    """Number of versions of which a copy is kept: the greatest age of a token. A run takes it from ``flow.max_age``."""
+    """Number of versions of which a copy is kept: the largest age of a token. A run takes it from ``flow.max_age``."""
 
     @property
     def num_copies(self) -> int:
@@ -144,7 +144,7 @@ class OtherModel(Section):
     path: str = Field(min_length=1)
     """Directory of the model."""
 
-    def version_at(self, version: int) -> int | None:
+    def get_version(self, version: int) -> int | None:
         """Return ``None``, because the weights are not a version of this run."""
         return None
 

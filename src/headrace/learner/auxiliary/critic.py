@@ -39,15 +39,15 @@ from headrace.algo.returns import value_loss
 from headrace.base.errors import ConfigError, ModelError, RunError
 from headrace.base.types.batch import Batch
 from headrace.learner import products
-from headrace.learner.attention import attention_of
+from headrace.learner.attention import choose_attention
 from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
 from headrace.learner.packing import Index, MicroBatch
 from headrace.learner.parallel.config import OptimizerConfig
 from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import part_of
-from headrace.learner.parallel.view import view_of
+from headrace.learner.parallel.shards import slice_shard
+from headrace.learner.parallel.view import make_rank_view
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import load_model
@@ -90,18 +90,25 @@ class Critic(AuxiliaryModel):
         self._config = parts.config.critic
         self._advantage = advantage
         self._forward = parts.forward
+        """The forward passes of the policy, whose micro-batches and padding the critic uses."""
         self._ranks = parts.ranks
         self._offload = parts.config.memory.offload_activations
+        """Whether activations are stored in host memory until the backward pass."""
         self._max_norm = parts.config.max_grad_norm
+        """The norm to which the critic's gradients are clipped."""
         self.model = value_model(self._config.path or str(parts.context.model_dir), parts.model)
-        self._attention = attention_of(self.model, parts.config.attention)
+        self._attention = choose_attention(self.model, parts.config.attention)
+        """The attention implementation of the value model."""
         products.install(self.model, parts.config.tokens_per_microbatch)
         self._head = self.model.get_submodule(HEAD)
+        """The layer that computes values from hidden states."""
         if parts.config.memory.recompute:
             keep_inputs_only(self.model)
         own = {"lr": self._config.lr, "optimizer": OptimizerConfig()}
         self._optimizer = ShardOptimizer(self.model, parts.config.model_copy(update=own), parts.ranks)
+        """The optimizer of the value model."""
         self._past_batches: list[_PastBatch] = []
+        """The batches on which :meth:`after_update` trains again, if the critic makes several updates a step."""
 
     def prepare(self, work: StepWork) -> StepWork:
         """Return ``work`` with an advantage for each loss token instead of its sample's reward, and with the critic's
@@ -163,7 +170,7 @@ class Critic(AuxiliaryModel):
         """Restore the weights, the optimizer's state and the number of updates from the tensors that :meth:`state`
         yielded."""
         take_weights(self.model, state)
-        updates = int(part_of(state[_UPDATES], torch.tensor(0)))
+        updates = int(slice_shard(state[_UPDATES], torch.tensor(0)))
         states: dict[str, dict[str, Tensor | SavedTensor]] = {}
         for label, tensor in state.items():
             key, _, name = label.partition("|")
@@ -177,7 +184,7 @@ class Critic(AuxiliaryModel):
         """Return the values V ``[P]`` of the loss tokens of one micro-batch, in float32 or wider, with gradient. The
         value of a token is computed from the hidden state of the previous token."""
         loss_P = np.flatnonzero(batch.mask_N[micro.places_M])
-        view = view_of(micro, loss_P, self._ranks, self._attention, self._forward.filled)
+        view = make_rank_view(micro, loss_P, self._ranks, self._attention, self._forward.filled)
         before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
         with save_on_cpu() if self._offload else nullcontext():
             hidden = self.model(**view.inputs(batch.ids_N), use_cache=False).last_hidden_state[0]
@@ -235,9 +242,9 @@ class Critic(AuxiliaryModel):
 
 
 def _critic_metrics(values_L: Floats, estimate_L: CriticEstimate) -> Metrics:
-    """Return the critic's metrics for the L loss tokens of a batch, from the values before the update: the value loss,
-    the mean value, and ``explained_variance``, the fraction of the rewards' variance that the values predict, which is
-    missing if all rewards are equal."""
+    """Return the critic's metrics for the L loss tokens of a batch, from ``estimate_L``, the estimate before the
+    update: the value loss, the mean value, and ``explained_variance``, the fraction of the rewards' variance that the
+    values predict, which is missing if all rewards are equal."""
     count = float(len(values_L))
     error_L = values_L - estimate_L.returns_N
     variance = float(estimate_L.outcomes_N.var())
@@ -300,4 +307,4 @@ def take_weights(model: PreTrainedModel, state: Mapping[str, Tensor | SavedTenso
         saved = state[f"{_WEIGHT}|{name}"]
         if saved.shape != tensor.shape:
             raise ValueError(f"{name} is {tuple(saved.shape)}, not {tuple(tensor.shape)}")
-        tensor.copy_(part_of(saved, tensor))
+        tensor.copy_(slice_shard(saved, tensor))

@@ -35,6 +35,7 @@ class ExternalTeacher(AuxiliaryModel):
         """Record which of the teacher's columns the objective of ``parts`` reads."""
         self._objective = parts.objective
         self._reads_top = "top_k" in parts.objective.columns
+        """Whether the objective reads the teacher's likeliest entries."""
 
     @property
     def has_state(self) -> bool:
@@ -71,7 +72,7 @@ def credited(work: StepWork, objective: Objective, log_nu_N: npt.NDArray[np.floa
     if credit is None:
         return work
     gap_N = np.where(work.mask_N, log_nu_N - work.batch.logprobs_N, 0.0)
-    advantages_N = work.batch.advantages_N + np.where(work.mask_N, credit.of_tokens(gap_N), 0.0)
+    advantages_N = work.batch.advantages_N + np.where(work.mask_N, credit.credit_tokens(gap_N), 0.0)
     batch = msgspec.structs.replace(work.batch, advantages_N=advantages_N.astype(np.float32))
     measured = {"kl_teacher": Ratio(-float(gap_N.sum()), int(work.mask_N.sum()))}
     return replace(work, batch=batch, metrics={**work.metrics, **measured})

@@ -7,7 +7,7 @@ change them.
     refreshed    if v is a multiple of ``every``: copy                   the last copy
     lagged       before it: the weights of v − 1 replace the oldest      the weights of v − ``versions``
 
-A copy contains this rank's parts of the parameters that require gradients, and the correction biases of routers. For a
+A copy contains this rank's shards of the parameters that require gradients, and the correction biases of routers. For a
 model with an adapter these are the adapter's parameters, so a frozen copy needs only the memory of an adapter. Swapping
 exchanges the values of tensors in place, so that all references to a parameter stay valid (tied names, torch's
 sharding, the optimizer).
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headrace.learner.auxiliary.config import Ema, Frozen, KeptConfig, Lagged, Refreshed
 from headrace.learner.parallel.optim import TrainedWeight
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import local_part, part_of, wrap_shard
+from headrace.learner.parallel.shards import local_shard, slice_shard, wrap_shard
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import CORRECTION_BIAS, correction_biases
 
@@ -53,22 +53,24 @@ class Copy:
     def __init__(
         self, model: nn.Module, trained: Sequence[TrainedWeight], device: str, dtype: torch.dtype | None = None
     ):
-        """Copy the current weights to ``device``, where ``"model"`` means the device of each weight, in ``dtype``;
-        ``None``: in the dtype of each weight."""
+        """Copy the current weights of ``model`` to ``device``, where ``"model"`` means the device of each weight, in
+        ``dtype``; ``None``: in the dtype of each weight. ``trained`` are the parameters that the optimizer updates."""
         self._model = model
         biases = correction_biases(model)
         self._sources = [CopiedTensor(one.name, one.weight, one.master) for one in trained]
+        """The tensors that are copied."""
         self._sources += [CopiedTensor(name, bias, bias) for name, bias in biases.items()]
         where = None if device == "model" else torch.device(device)
         self._parts = [
-            local_part(one.weight.detach()).to(device=where, dtype=dtype, copy=True) for one in self._sources
+            local_shard(one.weight.detach()).to(device=where, dtype=dtype, copy=True) for one in self._sources
         ]  # fmt: skip
+        """This rank's shards of their copies, in the same order."""
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy the current weights into this copy, in its own dtype and on its own device."""
         for one, part in zip(self._sources, self._parts, strict=True):
-            part.copy_(local_part(one.weight.detach()))
+            part.copy_(local_shard(one.weight.detach()))
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
@@ -81,13 +83,13 @@ class Copy:
     def swap(self) -> None:
         """Exchange the values of the copy and of the current weights, tensor by tensor and in place."""
         for one, part in zip(self._sources, self._parts, strict=True):
-            _exchange(local_part(one.weight.detach()), part)
+            _exchange(local_shard(one.weight.detach()), part)
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """Return a context in which the model computes with this copy, without gradients. Afterwards the weights have
         their old values."""
-        pairs = [(local_part(one.weight.detach()), part) for one, part in zip(self._sources, self._parts, strict=True)]
+        pairs = [(local_shard(one.weight.detach()), part) for one, part in zip(self._sources, self._parts, strict=True)]
         saved_weights: list[Tensor] = []
         with torch.no_grad():
             reshard(self._model)
@@ -102,11 +104,11 @@ class Copy:
     def state(self) -> Named:
         """Yield the tensors of the copy by parameter name, sharded over the ranks like the parameters."""
         for one, part in zip(self._sources, self._parts, strict=True):
-            yield one.name, wrap_shard(part.to(local_part(one.weight).device), one.weight)
+            yield one.name, wrap_shard(part.to(local_shard(one.weight).device), one.weight)
 
     @torch.no_grad()
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
-        """Copy this rank's parts of the tensors in ``state``, by parameter name, into this copy. Raises ``KeyError``
+        """Copy this rank's shards of the tensors in ``state``, by parameter name, into this copy. Raises ``KeyError``
         for a missing tensor and ``ValueError`` for a wrong shape."""
         for one, part in zip(self._sources, self._parts, strict=True):
             if one.name.endswith(CORRECTION_BIAS) and one.name not in state:
@@ -114,7 +116,7 @@ class Copy:
             full = state[one.name]
             if full.shape != one.weight.shape:
                 raise ValueError(f"{one.name} is {list(full.shape)}, expected {list(one.weight.shape)}")
-            part.copy_(part_of(full, one.weight))
+            part.copy_(slice_shard(full, one.weight))
 
 
 def _write_copy(weight: Tensor, part: Tensor) -> Tensor:
@@ -138,12 +140,12 @@ def _restore_weight(weight: Tensor, part: Tensor, saved_weights: Tensor) -> None
         weight.copy_(saved_weights)
 
 
-def _exchange(one: Tensor, other: Tensor) -> None:
+def _exchange(first: Tensor, second: Tensor) -> None:
     """Exchange the values of two tensors of the same shape in place; this needs temporary memory for one such
     tensor."""
-    saved = one.clone()
-    one.copy_(other)
-    other.copy_(saved)
+    saved = first.clone()
+    first.copy_(second)
+    second.copy_(saved)
 
 
 class KeptWeights(Protocol):
@@ -153,8 +155,8 @@ class KeptWeights(Protocol):
     has_state: bool
     """Whether a snapshot must contain the copies; false if they are always loaded from a directory."""
 
-    def swapped_in(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with the copy; see :meth:`Copy.swapped_in`."""
+    def swap_in(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with the copy; see :meth:`Copy.swap_in`."""
         ...
 
     def before_update(self) -> None:
@@ -184,9 +186,9 @@ class OneCopy:
         self._copy = copy
         self.has_state = has_state
 
-    def swapped_in(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with the copy; see :meth:`Copy.swapped_in`."""
-        return self._copy.swapped_in()
+    def swap_in(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with the copy; see :meth:`Copy.swap_in`."""
+        return self._copy.swap_in()
 
     def before_update(self) -> None:
         """Do nothing: the copy does not need the weights before an update."""
@@ -242,21 +244,23 @@ class Ring:
         """Create an empty queue of at most ``len(copies)`` versions. ``copies`` provide the memory; their present
         values are not used."""
         self._spare = list(copies)
+        """The copies that are not in use yet."""
         self._ring: deque[Copy] = deque(maxlen=len(copies))
+        """The copies in use, the oldest first."""
 
-    def swapped_in(self) -> AbstractContextManager[None]:
+    def swap_in(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes with the oldest copy; with its own weights at version 0, when
         there is no copy yet."""
-        return self._ring[0].swapped_in() if self._ring else nullcontext()
+        return self._ring[0].swap_in() if self._ring else nullcontext()
 
     def __len__(self) -> int:
         """Return the number of versions that have a copy at present."""
         return len(self._ring)
 
-    def swapped_in_from(self, age: int) -> AbstractContextManager[None]:
+    def swap_in_age(self, age: int) -> AbstractContextManager[None]:
         """Return a context in which the model computes with the weights of ``age`` versions ago. ``age`` is between 1
         and ``len(self)``."""
-        return self._ring[-age].swapped_in()
+        return self._ring[-age].swap_in()
 
     def before_update(self) -> None:
         """Save the present weights as the newest copy. If all copies are in use, it replaces the oldest one."""
@@ -275,8 +279,8 @@ class Ring:
                 yield f"{place}|{name}", tensor
 
     def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
-        """Restore the kept versions from the tensors of a snapshot, labelled ``place|name``. Raises ``ValueError`` for
-        more versions than copies."""
+        """Restore the kept versions from ``state``, the tensors of a snapshot, labelled ``place|name``. Raises
+        ``ValueError`` for more versions than copies."""
         self._spare += self._ring
         self._ring.clear()
         places = len({label.partition("|")[0] for label in state})

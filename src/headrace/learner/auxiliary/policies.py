@@ -47,13 +47,13 @@ from headrace.learner.config import MixtureConfig
 from headrace.learner.forward import Forward
 from headrace.learner.head import TopRequest
 from headrace.learner.parallel.files import Snapshot
-from headrace.learner.parallel.load import load_for
+from headrace.learner.parallel.load import load_on_ranks
 from headrace.learner.parallel.parts import SavedTensor
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import refuse_other_vocabulary
 from headrace.models.settings import errors_naming
-from headrace.models.weights import vocabulary_of
+from headrace.models.weights import count_vocabulary
 
 
 class Source(Protocol):
@@ -68,14 +68,15 @@ class Source(Protocol):
         ...
 
 
-class OfThisModel:
+class KeptWeightsSource:
     """The source of a policy whose weights are kept copies of the trained model's weights. The trained model computes
     with the copies for one pass."""
 
     def __init__(self, parts: LearnerParts, config: KeptConfig, setting: str) -> None:
-        """Create the kept weights that ``config`` describes. ``setting`` is the name of its table in the run file, for
-        errors."""
+        """Create the kept weights that ``config`` describes, for the learner with these ``parts``. ``setting`` is the
+        name of its table in the run file, for errors."""
         self._forward = parts.forward
+        """The forward passes of the trained model."""
         trained = parts.optimizer.trained
         if isinstance(config, Frozen) and config.path is not None:
             self.kept: KeptWeights | None = OneCopy(_read_copy(parts, config, config.path, setting), has_state=False)
@@ -86,22 +87,23 @@ class OfThisModel:
     def computing(self) -> Iterator[Forward]:
         """Return a context that yields the forward passes of the trained model, in which they use the kept weights."""
         assert self.kept is not None
-        with self.kept.swapped_in():
+        with self.kept.swap_in():
             yield self._forward
 
 
-class OfAnother:
+class SeparateModelSource:
     """The source of a policy that is a separate, frozen model, loaded beside the trained model."""
 
     kept: KeptWeights | None = None
 
     def __init__(self, parts: LearnerParts, config: OtherModel, setting: str) -> None:
-        """Load the model in ``config.path``, in the trained model's dtype. ``setting`` is the name of its table in the
-        run file, for errors. Raises :class:`~headrace.base.errors.ConfigError` for another vocabulary."""
+        """Load the model in ``config.path``, in the dtype of the trained model of the learner with these ``parts``.
+        ``setting`` is the name of its table in the run file, for errors. Raises
+        :class:`~headrace.base.errors.ConfigError` for another vocabulary."""
         dtype: Any = str(parts.model.dtype).removeprefix("torch.")
         with errors_naming(f"{setting}.path"):
             refuse_other_vocabulary(config.path, str(parts.context.model_dir), f"{setting}.path")
-            model = load_for(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
+            model = load_on_ranks(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
         self._forward = Forward(
             model,
             parts.config.model_copy(
@@ -111,6 +113,7 @@ class OfAnother:
             entropy_gradient=False,
             ranks=parts.ranks,
         )
+        """The forward passes of the other model."""
 
     @contextmanager
     def computing(self) -> Iterator[Forward]:
@@ -123,8 +126,8 @@ def source(parts: LearnerParts, config: PolicyConfig | TeacherConfig, setting: s
     """Return the source of the policy that ``config`` describes. ``setting`` is its name in the run file, for
     errors."""
     if isinstance(config, OtherModel):
-        return OfAnother(parts, config, setting)
-    return OfThisModel(parts, config, setting)
+        return SeparateModelSource(parts, config, setting)
+    return KeptWeightsSource(parts, config, setting)
 
 
 class QueriedModel(AuxiliaryModel):
@@ -137,7 +140,9 @@ class QueriedModel(AuxiliaryModel):
         """Load or copy the weights of the policy that ``config`` describes, for the learner with these ``parts``."""
         self._objective = parts.objective
         self._source = source(parts, config, f"learner.{self.setting}")
+        """The model that computes the policy."""
         self._kept = self._source.kept
+        """The kept weights of the policy; ``None`` for a separate model."""
 
     @property
     def swaps_weights(self) -> bool:
@@ -188,6 +193,7 @@ class Reference(QueriedModel):
         """Create the reference policy that ``config`` describes, for the learner with these ``parts``."""
         super().__init__(parts, config)
         self._own = parts.forward
+        """The forward passes of the trained model under its own weights."""
 
     def prepare(self, work: StepWork) -> StepWork:
         """Return ``work`` with log π_ref of each token and, for objectives that need it (KTO), with the estimate of
@@ -201,7 +207,7 @@ class Reference(QueriedModel):
 
         Source: Ethayarajh et al. (KTO), arXiv 2402.01306, section 4.1.
         """
-        other = with_other_answers(batch)
+        other = exchange_answers(batch)
         with self._source.computing() as forward:
             forward.refuse(other)
             log_ref_N = forward.logprobs(other, other.mask_N)
@@ -231,13 +237,14 @@ class TeacherModel(QueriedModel):
         """Create the teacher policy that ``config`` describes, for the learner with these ``parts``."""
         super().__init__(parts, config)
         self._config = config
-        vocab_size = vocabulary_of(parts.model)
+        vocab_size = count_vocabulary(parts.model)
         self._top_request = TopRequest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
+        """The request for the teacher's likeliest entries, among those that the trained model has, too."""
 
     def prepare(self, work: StepWork) -> StepWork:
         """Return ``work`` with the columns of the teacher that the objective reads: the likeliest entries, or the
         log-probabilities and the advantages with their credit."""
-        batch, version = _unrouted(work.batch), self._config.version_at(work.batch.step)
+        batch, version = _unrouted(work.batch), self._config.get_version(work.batch.step)
         if version is not None:
             count = int(work.mask_N.sum())
             work = replace(work, metrics={**work.metrics, "teacher_version": Ratio(float(version * count), count)})
@@ -257,7 +264,7 @@ class TeacherModel(QueriedModel):
         return credited(replace(work, teacher_scores_N=teacher_scores_N), self._objective, log_nu_N.astype(np.float64))
 
 
-def with_other_answers(batch: Batch) -> Batch:
+def exchange_answers(batch: Batch) -> Batch:
     """Return the batch with the answer of each sample (from its first loss token to the end) replaced by the answer of
     the previous sample; the first sample gets the answer of the last one. The answers are then independent of their
     prompts."""
@@ -320,10 +327,13 @@ class SampledPolicies(AuxiliaryModel):
     name = "sampled"
 
     def __init__(self, parts: LearnerParts, config: SampledVersions) -> None:
-        """Allocate the copies of the trained weights for the last ``config.versions`` versions."""
+        """Allocate copies of the trained weights for the last ``config.versions`` versions, for the learner with these
+        ``parts``."""
         self._forward = parts.forward
+        """The forward passes of the trained model."""
         trained = parts.optimizer.trained
         self._ring = Ring([Copy(parts.model, trained, config.device) for _ in range(config.versions)])
+        """The weights of the last versions."""
 
     @property
     def swaps_weights(self) -> bool:
@@ -342,10 +352,10 @@ class SampledPolicies(AuxiliaryModel):
                 raise RunError(
                     f"step {batch.step} has tokens of version {batch.step - age}, and the weights of the last "
                     f"{len(self._ring)} versions are kept",
-                    remedy="set learner.old.versions to the greatest age of a token (flow.max_age)",
+                    remedy="set learner.old.versions to the largest age of a token (flow.max_age)",
                 )
             mask_N = old_N & (ages_N == age)
-            with self._ring.swapped_in_from(age):
+            with self._ring.swap_in_age(age):
                 log_old_N[mask_N] = self._forward.logprobs(batch, mask_N)[mask_N]
         return replace(work, log_old_N=torch.from_numpy(log_old_N))
 

@@ -15,8 +15,8 @@ from headrace.learner.config import COLUMNS, SETTINGS
 
 
 def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
-    """Create the auxiliary models that the settings and the objective need, and return them in the order in which they
-    prepare a batch."""
+    """Create the auxiliary models that the settings and the objective in ``parts`` need, and return them in the order
+    in which they prepare a batch."""
     config, found = parts.config, list[AuxiliaryModel]()
     if config.reference is not None:
         found.append(Reference(parts, config.reference))
@@ -33,11 +33,11 @@ def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
     return tuple(found)
 
 
-def refuse_unserved(objective: Objective, found: Sequence[AuxiliaryModel]) -> None:
+def refuse_unserved(objective: Objective, models: Sequence[AuxiliaryModel]) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if the objective reads a column that neither the learner nor one
-    of ``found``, its auxiliary models, computes. The error names the settings that would add the column."""
-    available = COLUMNS.union(*(model.columns for model in found))
-    names = {model.name for model in found}
+    of ``models``, its auxiliary models, computes. The error names the settings that would add the column."""
+    available = COLUMNS.union(*(model.columns for model in models))
+    names = {model.name for model in models}
     missing: list[str] = sorted(objective.columns - available)
     if objective.old == "kept" and "old" not in names:
         missing.append("log_old of kept weights")

@@ -98,13 +98,13 @@ def commit(unfinished: Path, state: SnapshotState) -> Path:
 
 
 def abandon(unfinished: Path) -> None:
-    """Remove the temporary directory that :func:`begin` returned, if it still exists."""
+    """Remove ``unfinished``, the temporary directory that :func:`begin` returned, if it still exists."""
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove the unfinished snapshots of earlier processes, and return their paths. It must be called before the first
-    :func:`begin`."""
+    """Remove the unfinished snapshots of earlier processes in ``directory``, and return their paths. It must be called
+    before the first :func:`begin`."""
     stale = [path for path in _entries(directory) if _UNFINISHED.fullmatch(path.name)]
     for path in stale:
         with _explained(path, "removed"):
@@ -113,12 +113,14 @@ def sweep(directory: Path) -> list[Path]:
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the path of the snapshot with the highest step; ``None`` if there is none. Its content is not checked."""
-    return next(iter(_named(directory)), None)
+    """Return the path of the snapshot in ``directory`` with the highest step; ``None`` if there is none. Its content is
+    not checked."""
+    return next(iter(_list_snapshots(directory)), None)
 
 
 def retain(directory: Path, keep: int) -> list[Path]:
-    """Remove all complete snapshots except the ``keep`` newest ones (at least one), and return the removed paths."""
+    """Remove all complete snapshots in ``directory`` except the ``keep`` newest ones (at least one), and return the
+    removed paths."""
     surplus = _complete(directory)[max(1, keep) :]
     for path in surplus:
         with _explained(path, "removed"):
@@ -170,7 +172,7 @@ def _remedy(damaged: Path, *, to_resume: bool) -> str:
 def _older(snapshot: Path) -> list[Path]:
     """Return the snapshots in the same directory with a smaller step, newest first; an empty list if ``snapshot`` does
     not have the name of a snapshot."""
-    named = _named(snapshot.parent)
+    named = _list_snapshots(snapshot.parent)
     return named[named.index(snapshot) + 1 :] if snapshot in named else []
 
 
@@ -221,16 +223,17 @@ def _defect(snapshot: Path, *, to_resume: bool = True) -> str:
     return f"{wrong[0]} has {sizes[wrong[0]]} bytes, not {state.files[wrong[0]]}" if wrong else ""
 
 
-def _named(directory: Path) -> list[Path]:
-    """Return all directories in ``directory`` that have the name of a snapshot, complete or not, newest first."""
-    named = [(int(match[1]), path) for path in _entries(directory) if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(named, reverse=True)]
+def _list_snapshots(directory: Path) -> list[Path]:
+    """Return all directories in ``directory`` that have the name of a snapshot, complete or not, newest first: the one
+    with the largest step."""
+    numbered = [(int(match[1]), path) for path in _entries(directory) if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def _complete(directory: Path) -> list[Path]:
     """Return the complete snapshots in ``directory``, newest first, judged by :func:`_defect` without hashing whole
     files."""
-    return [path for path in _named(directory) if not _defect(path)]
+    return [path for path in _list_snapshots(directory) if not _defect(path)]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ started by ``torchrun --nproc-per-node=2 loop.py``; every rank makes the same ca
 
     config = LearnerConfig.model_validate({"parallel": {"data": 2}})
     with join_ranks(config.parallel, rank_place(), torch.device("cpu")) as ranks:       # mesh.py, environ.py
-        model = load_for(ModelConfig(path="model"), ranks)                           # load.py
+        model = load_on_ranks(ModelConfig(path="model"), ranks)                           # load.py
         core = LearnerCore(model, config, objective, context, ranks)
         core.train(batch)                                                           # the whole batch, on every rank
         core.save(directory)                                                        # into one directory

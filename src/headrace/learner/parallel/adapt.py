@@ -32,7 +32,7 @@ from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.shards import gather_whole
 from headrace.models import lora
 from headrace.models.config import LoraConfig
-from headrace.models.weights import of_adapter
+from headrace.models.weights import belongs_to_adapter
 
 BY_ROWS, BY_COLUMNS = "colwise", "rowwise"
 """The names, in transformers' plans for tensor parallelism, of the division of a weight by rows (each rank has a part
@@ -63,7 +63,7 @@ def adding(model: PreTrainedModel, base: str, ranks: AnyRanks) -> Iterator[None]
     with _unsharded_shapes(model):
         yield
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(of_adapter(name))  # peft has frozen only the temporary weights
+        parameter.requires_grad_(belongs_to_adapter(name))  # peft has frozen only the temporary weights
     for name, (layer, *_) in lora.wrapped_layers(model) if ranks.config.tensor > 1 else ():
         _refuse_style(model, name, layer.base_layer.weight, base)
         style = _style(model, name)
@@ -86,16 +86,16 @@ def measure_norms(model: PreTrainedModel, names: Sequence[str]) -> None:
 def parted(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the adapter weights of which each tensor-parallel rank uses only a part, so that its gradient
     is 0 elsewhere. The gradients of all other adapter weights are equal on these ranks."""
-    part_of = {BY_ROWS: "lora_B", BY_COLUMNS: "lora_A"}
+    part_by_style = {BY_ROWS: "lora_B", BY_COLUMNS: "lora_A"}
     cuts = {name: _style(model, name) for name, _ in lora.wrapped_layers(model)}
-    begins = tuple(f"{name}.{part_of[style]}." for name, style in cuts.items() if style in part_of)
+    begins = tuple(f"{name}.{part_by_style[style]}." for name, style in cuts.items() if style in part_by_style)
     return frozenset(name for name, _ in model.named_parameters() if name.startswith(begins))
 
 
 @contextmanager
 def _unsharded_shapes(model: PreTrainedModel) -> Iterator[None]:
     """Return a context in which weights have the shapes of whole weights, and the model has no plan for tensor
-    parallelism. Otherwise peft would create adapters with the shapes of this rank's parts, and with other initial
+    parallelism. Otherwise peft would create adapters with the shapes of this rank's shards, and with other initial
     values than in one process."""
     sharded = {module: module._parameters["weight"] for module in model.modules() if _is_sharded(module)}
     mesh: Any = model._device_mesh
@@ -114,7 +114,7 @@ def _unsharded_shapes(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Return whether this rank has only a part of the weight of ``module``."""
+    """Return whether this rank has only a shard of the weight of ``module``."""
     return isinstance(module._parameters.get("weight"), DTensor)
 
 
@@ -147,7 +147,7 @@ def _cut_over_tensor(weight: Tensor) -> bool:
 
 
 def _rows_of_b(layer: nn.Linear, group: dist.ProcessGroup, inner: Tensor) -> Tensor:
-    """Return this rank's part of the output of B (``layer``) from A·x (``inner``), which every rank has. The backward
+    """Return this rank's shard of the output of B (``layer``) from A·x (``inner``), which every rank has. The backward
     pass sums the gradients of A·x over the ranks."""
     backward: Any = _SumBackward.apply
     rows = layer.weight.chunk(dist.get_world_size(group), dim=0)[dist.get_rank(group)]

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from headrace.base.config import Section
 from headrace.base.errors import ConfigError
 from headrace.models.config import ModelConfig
-from headrace.models.settings import by_layer
+from headrace.models.settings import get_layer_values
 
 Ways = Annotated[int, Field(ge=1)]
 
@@ -123,7 +123,7 @@ class ParallelConfig(Section):
             ("expert", self.expert, ("num_experts", "num_local_experts", "n_routed_experts")),
         )
         for setting, ways, names in needs:
-            counts = [count for name in names for count in by_layer(model, name) if count]
+            counts = [count for name in names for count in get_layer_values(model, name) if count]
             count = next((count for count in counts if count % ways), counts[0] if counts else None)
             if ways > 1 and (count is None or count % ways):
                 raise ConfigError(

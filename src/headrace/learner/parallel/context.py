@@ -45,7 +45,7 @@ class Pieces:
     """The assignment of the ``num_tokens`` tokens of a micro-batch to ``num_ranks`` ranks, two pieces for each.
 
     >>> pieces = Pieces(7, 2)
-    >>> pieces.of(0).tolist(), pieces.of(1).tolist()
+    >>> pieces.get_indices(0).tolist(), pieces.get_indices(1).tolist()
     ([0, 1, 6], [2, 3, 4, 5])
     """
 
@@ -54,13 +54,14 @@ class Pieces:
         self.num_tokens = num_tokens
         self.num_ranks = num_ranks
         self._size = -(-num_tokens // (2 * num_ranks))
+        """The number of tokens of each piece; the last pieces may be shorter."""
 
     @property
     def per_rank(self) -> int:
         """N, the number of tokens of each rank, including padding at the end."""
         return 2 * self._size
 
-    def of(self, rank: int) -> Index:
+    def get_indices(self, rank: int) -> Index:
         """Return the indices in the micro-batch of the tokens that ``rank`` computes, ascending."""
         pieces = [self._piece(rank), self._piece(2 * self.num_ranks - 1 - rank)]
         return np.concatenate(pieces)
@@ -102,25 +103,29 @@ class ContextPlan:
         device: torch.device,
         compute: Compute | None = None,
     ) -> None:
-        """Compute the positions, runs and gathering order of this rank's tokens. ``pieces`` assigns the tokens of the
-        micro-batch to the ranks of ``group``. ``compute`` is the function for flex attention; ``None``: attention is
-        one call for each run of tokens."""
+        """Compute the positions, runs and gathering order of this rank's tokens, as tensors on ``device``. ``pieces``
+        assigns the tokens of the micro-batch to the ranks of ``group``. ``compute`` is the function for flex attention;
+        ``None``: attention is one call for each run of tokens. The other arguments are described at the class."""
         self._group = group
         rank = dist.get_rank(group)
-        places = [pieces.of(other) for other in range(pieces.num_ranks)]
+        indices_by_rank = [pieces.get_indices(other) for other in range(pieces.num_ranks)]
         starts_M = np.repeat(np.cumsum(lengths_S) - lengths_S, lengths_S)
-        mine = places[rank]
+        mine = indices_by_rank[rank]
         self._runs = _runs(mine, starts_M)
+        """The runs of consecutive tokens of one sequence among this rank's tokens."""
         self._padding = pieces.per_rank - len(mine)
+        """The number of padding tokens at the end of this rank's tokens, so that all ranks have as many."""
         positions = np.concatenate([mine - starts_M[mine], np.zeros(self._padding, np.int64)])
         self.positions_N = torch.from_numpy(positions).to(device)
         gathered_at_M = np.empty(pieces.num_tokens, np.int64)
-        for other, theirs in enumerate(places):
+        for other, theirs in enumerate(indices_by_rank):
             gathered_at_M[theirs] = other * pieces.per_rank + np.arange(len(theirs))
         self._gathered_at_M = torch.from_numpy(gathered_at_M).to(device)
+        """The index of each token of the micro-batch among the tokens that are gathered from all ranks."""
         self._flex: FlexMask | None = None
+        """The mask of flex attention; ``None`` if attention is computed run by run."""
         if compute is not None:
-            whole = Reach.of(lengths_S)
+            whole = Reach.from_lengths(lengths_S)
             self._flex = FlexMask(whole.take(mine, self._padding), whole, device, compute)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
@@ -195,13 +200,17 @@ def _blocks(run: _Run, rule: Rule) -> list[_Run]:
     ]
 
 
-def _runs(mine: Index, starts_M: Index) -> list[_Run]:
+def _runs(indices: Index, starts_M: Index) -> list[_Run]:
     """Return the runs of consecutive tokens of one sequence among this rank's tokens, whose indices in the micro-batch
-    are ``mine``. ``starts_M`` is the index at which the sequence of each token begins."""
-    breaks = np.flatnonzero((np.diff(mine) != 1) | (np.diff(starts_M[mine]) != 0)) + 1
-    edges = [0, *breaks.tolist(), len(mine)] if len(mine) else []
+    are ``indices``. ``starts_M`` is the index at which the sequence of each token begins."""
+    breaks = np.flatnonzero((np.diff(indices) != 1) | (np.diff(starts_M[indices]) != 0)) + 1
+    edges = [0, *breaks.tolist(), len(indices)] if len(indices) else []
     return [
-        _Run(rows=slice(begin, end), first=int(mine[begin] - starts_M[mine[begin]]), start=int(starts_M[mine[begin]]))
+        _Run(
+            rows=slice(begin, end),
+            first=int(indices[begin] - starts_M[indices[begin]]),
+            start=int(starts_M[indices[begin]]),
+        )
         for begin, end in pairwise(edges)
     ]
 

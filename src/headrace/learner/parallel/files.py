@@ -29,9 +29,9 @@ from headrace.learner.auxiliary.base import AuxiliaryModel
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.optim import ShardOptimizer
-from headrace.learner.parallel.parts import STEP, UPDATES, SavedParts, SavedTensor, number_of_files, shards_of
+from headrace.learner.parallel.parts import STEP, UPDATES, SavedParts, SavedTensor, find_shards, number_of_files
 from headrace.learner.parallel.saving import WEIGHT, ShardedSnapshot, SourceTensor
-from headrace.learner.parallel.shards import local_part, part_of
+from headrace.learner.parallel.shards import local_shard, slice_shard
 from headrace.models.config import ModelConfig
 from headrace.models.weights import fixed_buffers, is_adapted, weight_tensors
 
@@ -80,25 +80,27 @@ class Snapshot:
     def _sources(self) -> Iterator[SourceTensor]:
         """Yield all tensors of a snapshot of several ranks, in the same order on every rank."""
         for name, tensor in (weight_tensors(self._model) | fixed_buffers(self._model)).items():
-            yield SourceTensor(label=f"{WEIGHT}{name}", part=local_part(tensor.detach()), like=tensor)
+            yield SourceTensor(label=f"{WEIGHT}{name}", part=local_shard(tensor.detach()), like=tensor)
         for one in self._optimizer.trained:
             for key, part in self._optimizer.parts(one).items():
                 yield SourceTensor(label=f"{_OPTIMIZER}{one.name}|{key}", part=part, like=one.weight)
         for model in self._auxiliary:
             for label, tensor in model.state() if model.has_state else ():
-                yield SourceTensor(label=f"{model.name}|{label}", part=local_part(tensor.detach()), like=tensor)
+                yield SourceTensor(label=f"{model.name}|{label}", part=local_shard(tensor.detach()), like=tensor)
 
     def _save_as_one(self, directory: Path, step: int, model_dir: Path) -> None:
         """Write all files into ``directory`` on rank 0, which has all tensors whole, while the other ranks wait. Raises
         :class:`~headrace.base.errors.CheckpointError` on every rank if rank 0 cannot write."""
         failed: CheckpointError | None = None
         if self._ranks.is_leader:
-            beside = {f"{one.name}{_ENDING}": _in_host(one.state()) for one in self._auxiliary if one.has_state}
+            auxiliary_files = {
+                f"{one.name}{_ENDING}": _copy_to_host(one.state()) for one in self._auxiliary if one.has_state
+            }
             plain = self._optimizer.plain
             extras = snapshot.Extras(
                 step=step,
                 model_dir=model_dir,
-                beside=beside,
+                auxiliary_files=auxiliary_files,
                 numbers={} if plain else {UPDATES: self._optimizer.updates},
             )
             try:
@@ -113,7 +115,7 @@ class Snapshot:
         """Return the optimizer's tensors by ``weight|moment``; this rank has them whole."""
         if self._optimizer.plain:
             assert self._optimizer.adamw is not None  # an optimizer without Muon
-            return snapshot.moments_of(self._model, self._optimizer.adamw)
+            return snapshot.collect_moments(self._model, self._optimizer.adamw)
         trained = self._optimizer.trained
         states = ((one.name, key, part) for one in trained for key, part in self._optimizer.parts(one).items())
         return {f"{name}|{key}": part.contiguous() for name, key, part in states}
@@ -125,7 +127,7 @@ class Snapshot:
 
         Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model.
         """
-        if (shards := shards_of(directory)) and not is_adapted(self._model):
+        if (shards := find_shards(directory)) and not is_adapted(self._model):
             self._restore_shards(directory, shards)
         elif isinstance(self._ranks, Ranks) and not is_adapted(self._model):
             self._restore_parts(directory, self._ranks)
@@ -136,7 +138,7 @@ class Snapshot:
 
     @torch.no_grad()
     def _restore_shards(self, directory: Path, shards: list[Path]) -> None:
-        """Read this rank's part of the weights from ``shards``, the files of the snapshot ``directory``, into the
+        """Read this rank's shard of the weights from ``shards``, the files of the snapshot ``directory``, into the
         model. Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model, or cannot be
         read."""
         with _reading(directory, "weights"):
@@ -147,11 +149,11 @@ class Snapshot:
             }:
                 raise _other_model_error(directory, self._model)
             for name, tensor in model_tensors.items():
-                local_part(tensor.detach()).copy_(part_of(saved[name], tensor))
+                local_shard(tensor.detach()).copy_(slice_shard(saved[name], tensor))
 
     @torch.no_grad()
     def _restore_parts(self, directory: Path, ranks: Ranks) -> None:
-        """Load this rank's part of the weights in ``directory`` into the model. Raises
+        """Load this rank's shard of the weights in ``directory`` into the model. Raises
         :class:`~headrace.base.errors.CheckpointError` if they belong to another model."""
         dtype: Any = str(self._model.dtype).removeprefix("torch.")
         model_tensors = weight_tensors(self._model)
@@ -166,11 +168,11 @@ class Snapshot:
         }:
             raise _other_model_error(directory, self._model)
         for name, tensor in model_tensors.items():
-            local_part(tensor.detach()).copy_(local_part(saved[name].detach()))
+            local_shard(tensor.detach()).copy_(local_shard(saved[name].detach()))
 
     def restore_optimizer(self, directory: Path) -> int:
-        """Restore this rank's parts of the optimizer's moments and of the float32 masters, and the random state. Return
-        the number of training steps before the snapshot.
+        """Restore this rank's shards of the optimizer's moments and of the float32 masters, and the random state.
+        Return the number of training steps before the snapshot.
 
         Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
         model.
@@ -179,7 +181,7 @@ class Snapshot:
             assert self._optimizer.adamw is not None  # settings with an adapter and without AdamW are refused
             return snapshot.restore_optimizer(directory, self._model, self._optimizer.adamw)
         with _reading(directory, "optimizer"):
-            shards = shards_of(directory)
+            shards = find_shards(directory)
             files = shards or _all_files(directory, "optimizer")
             saved = SavedParts(files)
             step = int(saved.numbers[STEP])
@@ -208,7 +210,7 @@ class Snapshot:
             if not model.has_state:
                 continue
             try:
-                shards = shards_of(directory)
+                shards = find_shards(directory)
                 saved = SavedParts(shards or _all_files(directory, model.name))
                 model.set_state(saved.under(f"{model.name}|" if shards else ""))
             except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
@@ -220,14 +222,14 @@ class Snapshot:
 
 
 @contextmanager
-def _reading(directory: Path, what: str) -> Iterator[None]:
+def _reading(directory: Path, contents: str) -> Iterator[None]:
     """Return a context in which an error while reading the snapshot ``directory`` becomes a
-    :class:`~headrace.base.errors.CheckpointError`. ``what`` names the contents that are read, for the error."""
+    :class:`~headrace.base.errors.CheckpointError`. ``contents`` names the contents that are read, for the error."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"the {what} of snapshot {directory} cannot be read, or is another model's: {error!r}",
+            f"the {contents} of snapshot {directory} cannot be read, or is another model's: {error!r}",
             remedy="resume with the model that the snapshot was made from, from an older snapshot, or train again",
         ) from None
 
@@ -249,6 +251,6 @@ def _all_files(directory: Path, kind: str) -> list[Path]:
     return files
 
 
-def _in_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _copy_to_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return copies of the tensors in host memory, by name."""
     return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in named}

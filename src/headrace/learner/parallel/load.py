@@ -28,7 +28,7 @@ from headrace.models.recompute import carrying
 from headrace.models.text_part import trunk_name
 
 
-def load_for(config: ModelConfig, ranks: AnyRanks) -> PreTrainedModel:
+def load_on_ranks(config: ModelConfig, ranks: AnyRanks) -> PreTrainedModel:
     """Load and return the model of a learner: whole in one process, sharded over ``ranks`` otherwise."""
     if not isinstance(ranks, Ranks):
         return load.load_model(config, str(ranks.device))
@@ -124,9 +124,9 @@ def _check_with_gradient(model: PreTrainedModel, path: str) -> None:
 
 
 def _misplaced_parameter(model: PreTrainedModel) -> str:
-    """Return the name of a parameter that is concatenated by rows from several tensors of the files and divided by rows
-    among ranks; empty if there is none. transformers 5.23 divides each of these tensors before it concatenates them, so
-    that the ranks get wrong rows."""
+    """Return the name of a parameter of ``model`` that is concatenated by rows from several tensors of the files and
+    divided by rows among ranks; empty if there is none. transformers 5.23 divides each of these tensors before it
+    concatenates them, so that the ranks get wrong rows."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, WeightConverter
 
@@ -195,8 +195,8 @@ def _unshardable(config: ModelConfig, model: PreTrainedModel, reason: str) -> Co
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that are not in the files. When parameters are sharded while they are read, transformers
-    leaves some of these buffers uninitialised, such as the multipliers of FalconH1."""
+    """Compute the buffers of ``model`` that are not in the files. When parameters are sharded while they are read,
+    transformers leaves some of these buffers uninitialised, such as the multipliers of FalconH1."""
     from accelerate import init_empty_weights  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     with init_empty_weights(include_buffers=False):

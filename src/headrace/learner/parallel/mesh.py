@@ -82,8 +82,8 @@ class Ranks:
     """This process as one of the ranks of its learner. All ranks must call each method, in the same order."""
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
-        """Arrange the ranks of torch's process group, which must have been joined, in the mesh that ``config``
-        describes."""
+        """Arrange the ranks of torch's process group, which must have been joined and compute on ``device``, in the
+        mesh that ``config`` describes."""
         self.config = config
         self.device = device
         self.rank = dist.get_rank()
@@ -96,7 +96,9 @@ class Ranks:
         self.context_group = mesh.get_group(CONTEXT)
         self.tensor_group = mesh.get_group(TENSOR)
         self._samples_group = mesh.get_group(SAMPLES)
+        """The group of the ranks that compute different samples."""
         self._beside: dist.ProcessGroup | None = None
+        """The process group of :meth:`gather_beside`; ``None`` before :meth:`open_beside`."""
 
     @property
     def is_leader(self) -> bool:
@@ -233,9 +235,9 @@ def _gather_messages(message: bytes, world: int, group: dist.ProcessGroup | None
     return [bytes(one[: int(size)].numpy()) for one, size in zip(theirs, sizes, strict=True)]
 
 
-def _reduce(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-    """Reduce ``tensor`` over all ranks by the operation ``how``, in place, and return it."""
-    dist.all_reduce(tensor, op=how)
+def _reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """Reduce ``tensor`` over all ranks by ``operation``, in place, and return it."""
+    dist.all_reduce(tensor, op=operation)
     return tensor
 
 

@@ -1,6 +1,6 @@
-"""The optimizer of a learner, over this rank's parts of the weights.
+"""The optimizer of a learner, over this rank's shards of the weights.
 
-    model's weights (bfloat16, sharded) ◀── rounded ── masters (float32, this rank's part, maybe in host memory)
+    model's weights (bfloat16, sharded) ◀── rounded ── masters (float32, this rank's shard, maybe in host memory)
          │ backward of one micro-batch                     ▲
          ▼                                                 │ AdamW: elementwise; Muon: whole matrices
       p.grad ───────────── collect(): accumulated ───▶ master.grad ── clip
@@ -30,9 +30,16 @@ from headrace.learner.parallel.adapt import parted
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.parts import SavedTensor
-from headrace.learner.parallel.shards import gather_whole, local_part, num_replicas, part_of, reshard_like, wrap_shard
+from headrace.learner.parallel.shards import (
+    gather_whole,
+    local_shard,
+    num_replicas,
+    reshard_like,
+    slice_shard,
+    wrap_shard,
+)
 from headrace.learner.parallel.split import reshard
-from headrace.models.weights import DEFAULT, adapter_of, is_adapted, of_adapter
+from headrace.models.weights import DEFAULT, belongs_to_adapter, is_adapted, parse_adapter_name
 
 ADAMW = ("exp_avg", "exp_avg_sq")
 MUON = ("momentum_buffer",)
@@ -63,29 +70,30 @@ class TrainedWeight:
     gradients is divided. 0 for other weights, whose gradients torch's sharding reduces."""
 
     def collect(self) -> None:
-        """Move the weight's gradient of one backward pass to its master, where it is accumulated. If the master is the
-        weight itself, do nothing."""
+        """Add the weight's gradient of one backward pass to the master's gradient, in the dtype and on the device of
+        the master, and remove it from the weight. Do nothing if the weight has no gradient, or if the master is the
+        weight itself."""
         if self.weight.grad is None or self.master is self.weight:
             return
-        part = local_part(reshard_like(self.weight.grad, self.weight)).to(
+        shard = local_shard(reshard_like(self.weight.grad, self.weight)).to(
             device=self.master.device, dtype=self.master.dtype
         )
         if self.master.grad is None:
-            self.master.grad = part
+            self.master.grad = shard
         else:
-            self.master.grad.add_(part)
+            self.master.grad.add_(shard)
         self.weight.grad = None
 
     def publish(self) -> None:
         """Copy the updated master into the weight, rounded to the weight's dtype. If they share their memory, do
         nothing."""
         if self.has_own_memory:
-            local_part(self.weight.detach()).copy_(self.master.detach())
+            local_shard(self.weight.detach()).copy_(self.master.detach())
 
     def refresh_master(self) -> None:
         """Copy the weight into its master, after the weight was changed by other code than the optimizer."""
         if self.has_own_memory:
-            self.master.detach().copy_(local_part(self.weight.detach()))
+            self.master.detach().copy_(local_shard(self.weight.detach()))
 
 
 class ShardOptimizer:
@@ -93,8 +101,8 @@ class ShardOptimizer:
     parts of the weights. All ranks must call :meth:`clip_norms`, :meth:`step` and :meth:`state` together."""
 
     def __init__(self, model: PreTrainedModel, config: LearnerConfig, ranks: AnyRanks) -> None:
-        """Create the optimizer of all parameters of ``model`` that require gradients. Raises
-        :class:`~headrace.base.errors.ConfigError` for settings that do not apply to the model."""
+        """Create the optimizer of all parameters of ``model`` that require gradients, whose shards are on ``ranks``.
+        Raises :class:`~headrace.base.errors.ConfigError` for settings that do not apply to the model."""
         self._model = model
         self._ranks = ranks
         if config.optimizer.kind == "muon" and is_adapted(model):
@@ -126,6 +134,7 @@ class ShardOptimizer:
         self._low_bit = None if isinstance(self.adamw, torch.optim.AdamW) else self.adamw
         """The AdamW optimizer if its moments have 8 bits; else ``None``."""
         self._momenta: dict[str, dict[str, Tensor]] = {}
+        """The momentum of each matrix that Muon updates, by the weight's name."""
         self._momentum = config.optimizer.momentum
         self._model_reduced_once = model if config.memory.whole_gradients and isinstance(model, FSDPModule) else None
         """The model if torch should reduce its gradients over the ranks only after the last micro-batch; else
@@ -150,7 +159,8 @@ class ShardOptimizer:
             self._model_reduced_once.set_requires_gradient_sync(last)
 
     def collect(self) -> None:
-        """Move the gradients of a backward pass to the masters, where they are accumulated for :meth:`step`."""
+        """Add the gradients of a backward pass to those of the masters, which :meth:`step` uses, and remove them from
+        the weights. Call it once after each backward pass, and before :meth:`clip_norms`."""
         assert not self._has_summed_adapters, "this gradient would be added to one that has been summed over the ranks"
         for one in self.trained:
             one.collect()
@@ -218,17 +228,17 @@ class ShardOptimizer:
         fresh = [
             one
             for one in self.trained
-            if one.master.grad is not None and one.master.numel() and not self._state_of(one)
+            if one.master.grad is not None and one.master.numel() and not self._get_state(one)
         ]
         try:
             for one in fresh:
                 optimizer_state = self._zeros(one)
-                self._state_of(one).update(
+                self._get_state(one).update(
                     optimizer_state if one.muon else {"step": self._count(one, 0), **optimizer_state}
                 )
         except BaseException:
             for one in fresh:
-                self._state_of(one).clear()
+                self._get_state(one).clear()
             raise
 
     @torch.no_grad()
@@ -257,95 +267,100 @@ class ShardOptimizer:
         for one in self.trained:
             one.weight.grad = one.master.grad = None
 
-    def state(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return the optimizer's state of the weight ``one`` for a snapshot, sharded like the weight, with the same
+    def state(self, record: TrainedWeight) -> dict[str, Tensor]:
+        """Return the optimizer's state of the weight ``record`` for a snapshot, sharded like the weight, with the same
         keys on every rank; empty before the first update."""
-        device = local_part(one.weight).device
-        return {key: wrap_shard(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
+        device = local_shard(record.weight).device
+        return {key: wrap_shard(tensor.to(device), record.weight) for key, tensor in self.parts(record).items()}
 
-    def parts(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return this rank's parts of the tensors of :meth:`state`, with the same keys, on the device on which the
-        optimizer keeps them. They share the optimizer's memory, except moments of 8 bits."""
+    def parts(self, record: TrainedWeight) -> dict[str, Tensor]:
+        """Return this rank's shards of the state of the weight ``record``, as :meth:`state` returns it, with the same
+        keys, on the device on which the optimizer keeps them. They share the optimizer's memory, except moments of 8
+        bits."""
         if not self.updates:
             return {}
-        optimizer_state = self._state_of(one) or self._zeros(one)  # empty tensors if this rank's part is empty
-        state = {key: optimizer_state[key] for key in (MUON if one.muon else ADAMW)}
+        optimizer_state = self._get_state(record) or self._zeros(record)  # empty tensors if this rank's shard is empty
+        state = {key: optimizer_state[key] for key in (MUON if record.muon else ADAMW)}
         if self._low_bit is not None:
             state = self._low_bit.plain(state)
-        if one.has_own_memory and one.master.dtype != one.weight.dtype:
-            state[MASTER] = one.master.detach()
+        if record.has_own_memory and record.master.dtype != record.weight.dtype:
+            state[MASTER] = record.master.detach()
         return state
 
     @torch.no_grad()
-    def set_state(self, one: TrainedWeight, state: Mapping[str, Tensor | SavedTensor], updates: int) -> None:
-        """Restore some of the tensors that :meth:`state` returned after ``updates`` updates. ``state`` contains whole
-        tensors, or saved tensors, of which this rank's part is read. Raises ``ValueError`` for the state of another
-        optimizer, and the errors of :meth:`SavedTensor.read`."""
-        known = MUON if one.muon else ADAMW
+    def set_state(self, record: TrainedWeight, state: Mapping[str, Tensor | SavedTensor], updates: int) -> None:
+        """Restore some of the tensors that :meth:`state` returned for the weight ``record`` after ``updates`` updates.
+        ``state`` contains whole tensors, or saved tensors, of which this rank's shard is read. Raises ``ValueError``
+        for the state of another optimizer, and the same errors as :meth:`SavedTensor.read`."""
+        known = MUON if record.muon else ADAMW
         if self._low_bit is None and (strange := sorted(state.keys() - {*known, MASTER})):
-            raise ValueError(f"{strange[0]} of {one.name} is another optimizer's")
+            raise ValueError(f"{strange[0]} of {record.name} is another optimizer's")
         self.updates = updates
-        parts = {key: self._part(tensor, one).to(one.master.device) for key, tensor in state.items()}
-        if MASTER in parts and one.has_own_memory:
-            one.master.copy_(parts[MASTER])
-        if not one.master.numel() or not updates:
+        parts = {key: self._part(tensor, record).to(record.master.device) for key, tensor in state.items()}
+        if MASTER in parts and record.has_own_memory:
+            record.master.copy_(parts[MASTER])
+        if not record.master.numel() or not updates:
             return
         if self._low_bit is not None:
-            optimizer_state = self._state_of(one)
-            optimizer_state.update({} if optimizer_state else self._zeros(one))
+            optimizer_state = self._get_state(record)
+            optimizer_state.update({} if optimizer_state else self._zeros(record))
             self._low_bit.fill(optimizer_state, {key: part for key, part in parts.items() if key != MASTER})
         else:
-            self._state_of(one).update({key: part.to(one.master.dtype) for key, part in parts.items() if key in known})
-        if not one.muon:
-            self._state_of(one)["step"] = self._count(one, updates)
+            self._get_state(record).update(
+                {key: part.to(record.master.dtype) for key, part in parts.items() if key in known}
+            )
+        if not record.muon:
+            self._get_state(record)["step"] = self._count(record, updates)
 
-    def _part(self, tensor: Tensor | SavedTensor, one: TrainedWeight) -> Tensor:
-        """Return this rank's part of one tensor of a weight's state. Codes and scales of 8-bit moments are whole, since
-        they are used with one rank only, and their shapes differ from the weight's."""
+    def _part(self, tensor: Tensor | SavedTensor, record: TrainedWeight) -> Tensor:
+        """Return this rank's shard of one tensor of a weight's state. Codes and scales of 8-bit moments are whole,
+        since they are used with one rank only, and their shapes differ from the weight's."""
         if self._low_bit is not None and isinstance(tensor, SavedTensor):
             return tensor.whole()
-        return part_of(tensor, one.weight)
+        return slice_shard(tensor, record.weight)
 
-    def _zeros(self, one: TrainedWeight) -> dict[str, Tensor]:
+    def _zeros(self, record: TrainedWeight) -> dict[str, Tensor]:
         """Return the optimizer's state of a weight before its first update: zeros for AdamW's moments, or for Muon's
         momentum."""
         if self._low_bit is not None:
-            return self._low_bit.moments(one.master)
-        return {key: torch.zeros_like(one.master) for key in (MUON if one.muon else ADAMW)}
+            return self._low_bit.moments(record.master)
+        return {key: torch.zeros_like(record.master) for key in (MUON if record.muon else ADAMW)}
 
-    def _count(self, one: TrainedWeight, updates: int) -> Tensor:
+    def _count(self, record: TrainedWeight, updates: int) -> Tensor:
         """Return ``updates`` as the tensor in which AdamW stores the number of updates."""
-        return torch.tensor(float(updates), dtype=torch.float32, device=one.master.device)
+        return torch.tensor(float(updates), dtype=torch.float32, device=record.master.device)
 
-    def _state_of(self, one: TrainedWeight) -> dict[str, Tensor]:
+    def _get_state(self, record: TrainedWeight) -> dict[str, Tensor]:
         """Return the optimizer's state of a weight on this rank, which the caller may change in place: the momentum of
         Muon or the moments of AdamW; empty before it is allocated."""
-        if one.muon:
-            return self._momenta.setdefault(one.name, {})
+        if record.muon:
+            return self._momenta.setdefault(record.name, {})
         assert self.adamw is not None
-        optimizer_state: dict[str, Tensor] = self.adamw.state[one.master]
+        optimizer_state: dict[str, Tensor] = self.adamw.state[record.master]
         return optimizer_state
 
-    def _orthogonal_step(self, one: TrainedWeight, gradient: Tensor, lr: float) -> None:
-        """Update the matrix ``one`` by Muon, with decoupled weight decay. ``gradient`` is this rank's part of the
+    def _orthogonal_step(self, record: TrainedWeight, gradient: Tensor, lr: float) -> None:
+        """Update the matrix ``record`` by Muon, with decoupled weight decay. ``gradient`` is this rank's shard of the
         gradient. ``lr`` is the common learning rate, which is scaled by this weight's rule. Every rank applies torch's
         Muon to the whole matrix and uses its own part of the result, which therefore does not depend on the sharding.
 
         Nesterov momentum is elementwise, so each rank computes only its own part of it. Torch's Muon is then applied,
         without momentum, to a matrix of zeros, whose new value is the update.
         """
-        rule = self._rules[one.name]
+        rule = self._rules[record.name]
         lr *= rule.lr_scale
-        momentum = self._state_of(one).setdefault(MUON[0], torch.zeros_like(one.master))
+        momentum = self._get_state(record).setdefault(MUON[0], torch.zeros_like(record.master))
         momentum.lerp_(gradient, 1 - self._momentum)
-        nesterov = gradient.lerp(momentum, self._momentum).to(local_part(one.weight).device)
-        full = gather_whole(wrap_shard(nesterov, one.weight))
+        nesterov = gradient.lerp(momentum, self._momentum).to(local_shard(record.weight).device)
+        full = gather_whole(wrap_shard(nesterov, record.weight))
         update = Parameter(torch.zeros_like(full))
         update.grad = full
         torch.optim.Muon(
             [update], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
         ).step()
-        one.master.mul_(1 - lr * rule.weight_decay).add_(part_of(update.detach(), one.weight).to(one.master.device))
+        record.master.mul_(1 - lr * rule.weight_decay).add_(
+            slice_shard(update.detach(), record.weight).to(record.master.device)
+        )
 
 
 def _gradients(weights: Sequence[TrainedWeight]) -> list[Tensor]:
@@ -362,14 +377,15 @@ def _clip_factor(norm: float, max_norm: float) -> float:
 def _trained_weights(
     model: PreTrainedModel, memory: MemoryConfig, matrices: frozenset[str], ranks: AnyRanks
 ) -> list[TrainedWeight]:
-    """Return a record for each trained weight of ``model``; ``matrices`` are the names of weights that Muon updates."""
+    """Return a record for each trained weight of ``model`` under the settings ``memory``, sharded over ``ranks``;
+    ``matrices`` are the names of weights that Muon updates."""
     parallel, found = ranks.config, list[TrainedWeight]()
     parts = parted(model) if parallel.tensor > 1 and is_adapted(model) else frozenset[str]()
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
         num_equal = 1 if name in parts else parallel.tensor
-        summands = num_equal * parallel.num_averaged if of_adapter(name) and parallel.world > 1 else 0
+        summands = num_equal * parallel.num_averaged if belongs_to_adapter(name) and parallel.world > 1 else 0
         found.append(
             _trained_weight(name, weight, memory, muon=name in matrices, summands=summands, alone=parallel.world == 1)
         )
@@ -379,15 +395,15 @@ def _trained_weights(
 def _trained_weight(
     name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, summands: int, alone: bool
 ) -> TrainedWeight:
-    """Return the record of a trained weight, with a separate master if the memory settings require one. With a single
-    rank (``alone``), and for a weight of an adapter, which every rank has whole, the master may be the weight itself.
-    For ``muon`` and ``summands`` see :class:`TrainedWeight`."""
-    part = local_part(weight.detach())
+    """Return the record of the trained weight ``name``, with a separate master if the memory settings require one. With
+    a single rank (``alone``), and for a weight of an adapter, which every rank has whole, the master may be the weight
+    itself. For ``muon`` and ``summands`` see :class:`TrainedWeight`."""
+    part = local_shard(weight.detach())
     dtype = torch.float32 if memory.masters else part.dtype
     device = torch.device("cpu") if memory.offload_optimizer else part.device
     kept = part.to(device=device, dtype=dtype)
     master = weight if kept is part and (alone or summands) else Parameter(kept)
-    adapter = adapter_of(name) if of_adapter(name) else DEFAULT
+    adapter = parse_adapter_name(name) if belongs_to_adapter(name) else DEFAULT
     return TrainedWeight(
         name=name,
         weight=weight,

@@ -91,19 +91,19 @@ class _StoredBox:
     size: tuple[int, ...]
     """The shape of the box."""
 
-    def copy_into(self, part: Tensor, wanted: Sequence[range]) -> int:
-        """Copy the values of this box whose indices are in the ranges ``wanted`` into ``part``, which covers these
+    def copy_into(self, target: Tensor, ranges: Sequence[range]) -> int:
+        """Copy the values of this box whose indices are in the ranges ``ranges`` into ``target``, which covers these
         ranges. Return the number of copied values."""
-        begins = [max(axis.start, at) for axis, at in zip(wanted, self.at, strict=True)]
-        ends = [min(axis.stop, at + size) for axis, at, size in zip(wanted, self.at, self.size, strict=True)]
+        begins = [max(axis.start, at) for axis, at in zip(ranges, self.at, strict=True)]
+        ends = [min(axis.stop, at + size) for axis, at, size in zip(ranges, self.at, self.size, strict=True)]
         if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
             return 0
-        if not wanted:  # a scalar has no axes
-            part.copy_(self.file.get_tensor(self.key))
+        if not ranges:  # a scalar has no axes
+            target.copy_(self.file.get_tensor(self.key))
             return 1
         here = tuple(slice(a - at, b - at) for a, b, at in zip(begins, ends, self.at, strict=True))
-        there = tuple(slice(a - axis.start, b - axis.start) for a, b, axis in zip(begins, ends, wanted, strict=True))
-        part[there].copy_(self.file.get_slice(self.key)[here])
+        there = tuple(slice(a - axis.start, b - axis.start) for a, b, axis in zip(begins, ends, ranges, strict=True))
+        target[there].copy_(self.file.get_slice(self.key)[here])
         return math.prod(b - a for a, b in zip(begins, ends, strict=True))
 
 
@@ -119,7 +119,7 @@ class SavedTensor:
         self._boxes = boxes
 
     def whole(self) -> Tensor:
-        """Return the whole tensor. Raises the errors of :meth:`read`."""
+        """Return the whole tensor. Raises the same errors as :meth:`read`."""
         return self.read([[range(length)] for length in self.shape])
 
     def read(self, ranges: Ranges) -> Tensor:
@@ -177,7 +177,7 @@ class SavedParts:
         return {label.removeprefix(prefix): one for label, one in self._tensors.items() if label.startswith(prefix)}
 
 
-def shards_of(directory: Path) -> list[Path]:
+def find_shards(directory: Path) -> list[Path]:
     """Return the paths of the files with the parts of all ranks that have written the snapshot ``directory``, including
     missing files; empty if one process or an older version of Headrace has written it."""
     found = sorted(directory.glob(f"{SHARD}*.safetensors"))
@@ -206,8 +206,8 @@ def _open(path: Path) -> Any:
 
 
 def _boxes(path: Path, file: Any, metadata: Mapping[str, str]) -> Iterator[tuple[str, _PlaceOfBox, tuple[int, ...]]]:
-    """Yield the key, the description and the shape of every box of an open file. Raises ``ValueError`` if its metadata
-    do not match its tensors."""
+    """Yield the key, the description and the shape of every box of the open file ``path``. Raises ``ValueError`` if its
+    metadata do not match its tensors."""
     sizes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a mapping
     if _BOXES not in metadata:  # whole tensors
         yield from ((key, _PlaceOfBox(key, (0,) * len(size), size), size) for key, size in sizes.items())

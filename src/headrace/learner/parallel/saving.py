@@ -30,13 +30,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.base.errors import CheckpointError
-from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, checksums_of, flush, flush_one, free_bytes, seal
+from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, compute_checksums, flush, flush_one, free_bytes, seal
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.parts import Part, SavedParts, shard_name, slots, write_parts
 from headrace.learner.parallel.shards import assign_to_ranks, local_ranges
 from headrace.models.heads import copy_later, later_bytes
 from headrace.models.load import INDEX_FILE
-from headrace.models.weights import in_file_format
+from headrace.models.weights import to_file_format
 
 FILE_BYTES = 1 << 30
 """The size of a file of whole weights in bytes; the last tensor of a file may exceed it."""
@@ -51,12 +51,12 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensor:
-    """A tensor of a snapshot, of which this rank has a part."""
+    """A tensor of a snapshot, of which this rank has a shard."""
 
     label: str
     """The name of the tensor in the snapshot."""
     part: Tensor
-    """This rank's part, on any device."""
+    """This rank's shard, on any device."""
     like: Tensor
     """A tensor with the same shape and the same sharding."""
 
@@ -87,10 +87,15 @@ class ShardedSnapshot:
         self._ranks = ranks
         self._directory = directory
         self._numbers = dict(numbers)
+        """The numbers of training steps and of updates, which each file contains."""
         self._parts: list[Part] = []
+        """The boxes that this rank writes, copied to host memory."""
         self._weights: list[tuple[str, int]] = []
+        """The name and the size in bytes of each weight of the model, as a whole."""
         self._total_bytes = 0
+        """The size in bytes of all tensors of the snapshot on all ranks."""
         self._problem = ""
+        """The reason why this rank cannot write; empty if there is none."""
 
     def copy(self, tensors: Sequence[SourceTensor]) -> None:
         """Assign the boxes of ``tensors`` to ranks, and copy the boxes of this rank to host memory. All ranks must call
@@ -111,7 +116,7 @@ class ShardedSnapshot:
             self._problem = f"rank {self._ranks.rank}: its part cannot be copied to host memory: {error}"
 
     def add(self, label: str, values: Tensor) -> None:
-        """Add the whole tensor ``values``, in host memory, which only this rank writes."""
+        """Add the whole tensor ``values`` under ``label``, in host memory, which only this rank writes."""
         self._parts.append(Part(label=label, at=(0,) * values.ndim, shape=tuple(values.shape), values=values))
 
     def write(self, model_dir: Path) -> None:
@@ -134,9 +139,9 @@ class ShardedSnapshot:
                 "directory; the last whole snapshot is untouched",
             )
 
-    def _gather_reports(self, mine: _WriteReport) -> list[_WriteReport]:
-        """Return the reports of all ranks, in their order; ``mine`` is the report of this rank."""
-        messages = self._ranks.gather_beside(msgspec.json.encode(mine))
+    def _gather_reports(self, report: _WriteReport) -> list[_WriteReport]:
+        """Return the reports of all ranks, in their order; ``report`` is the report of this rank."""
+        messages = self._ranks.gather_beside(msgspec.json.encode(report))
         return [msgspec.json.decode(one, type=_WriteReport) for one in messages]
 
     def _write_shard(self, model_dir: Path) -> _WriteReport:
@@ -153,7 +158,7 @@ class ShardedSnapshot:
                     raise OSError(f"not enough space: {needed} bytes are needed in all")
             write_parts(path, self._parts, self._numbers)
             flush_one(path)
-            return _WriteReport(sums=checksums_of(self._directory, [path]))
+            return _WriteReport(sums=compute_checksums(self._directory, [path]))
         except _WRITE_ERRORS as error:
             return _WriteReport(problem=self._problem or f"rank {self._ranks.rank}: {error}")
         finally:
@@ -169,18 +174,18 @@ class ShardedSnapshot:
             for number in range(self._ranks.rank, len(files), world):
                 path = self._directory / f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
                 chosen = [self._weights[place][0] for place in files[number]]
-                tensors = in_file_format(self._model, {name: saved[name].whole() for name in chosen})
+                tensors = to_file_format(self._model, {name: saved[name].whole() for name in chosen})
                 save_file(tensors, path, metadata={"format": "pt"})
                 flush_one(path)
                 names |= dict.fromkeys(tensors, path.name)
                 written.append(path)
-            return _WriteReport(names=names, sums=checksums_of(self._directory, written))
+            return _WriteReport(names=names, sums=compute_checksums(self._directory, written))
         except _WRITE_ERRORS as error:
             return _WriteReport(problem=f"rank {self._ranks.rank}: {error}")
 
     def _seal(self, reports: list[_WriteReport], model_dir: Path) -> _WriteReport:
-        """Write and flush the small files and the checksums on rank 0, or remove the directory if a rank has reported a
-        problem in ``reports``. Return the report."""
+        """Write and flush the small files, such as the tokenizer's from ``model_dir``, and the checksums on rank 0, or
+        remove the directory if a rank has reported a problem in ``reports``. Return the report."""
         try:
             if not _problems(reports):
                 _write_small(self._directory, self._model, model_dir)
@@ -212,7 +217,7 @@ def weight_files(sizes: Sequence[int], world: int) -> list[list[int]]:
 
 
 def _places(tensor: Tensor) -> Iterator[tuple[Box, tuple[slice, ...]]]:
-    """Yield each box of ``tensor`` that this rank has, and its slices in this rank's part."""
+    """Yield each box of ``tensor`` that this rank has, and its slices in this rank's shard."""
     axes = [list(zip(axis, slots(axis), strict=True)) for axis in local_ranges(tensor)]
     for chosen in itertools.product(*axes):
         box = tuple((run.start, run.stop) for run, _ in chosen)
@@ -220,15 +225,16 @@ def _places(tensor: Tensor) -> Iterator[tuple[Box, tuple[slice, ...]]]:
             yield box, tuple(slot for _, slot in chosen)
 
 
-def _num_bytes(one: SourceTensor, box: Box) -> int:
-    """Return the size of a box of a tensor in bytes."""
-    return math.prod(end - begin for begin, end in box) * one.part.element_size()
+def _num_bytes(source: SourceTensor, box: Box) -> int:
+    """Return the size in bytes of ``box``, a box of the tensor ``source``."""
+    return math.prod(end - begin for begin, end in box) * source.part.element_size()
 
 
-def _copy_box(one: SourceTensor, box: Box, where: tuple[slice, ...]) -> Part:
-    """Return a copy of one box of a tensor in host memory; ``where`` are its slices in this rank's part."""
-    values = one.part[where].to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return Part(label=one.label, at=tuple(begin for begin, _ in box), shape=tuple(one.like.shape), values=values)
+def _copy_box(source: SourceTensor, box: Box, slices: tuple[slice, ...]) -> Part:
+    """Return a copy of one box of the tensor ``source`` in host memory; ``slices`` are its slices in this rank's
+    shard."""
+    values = source.part[slices].to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return Part(label=source.label, at=tuple(begin for begin, _ in box), shape=tuple(source.like.shape), values=values)
 
 
 def _problems(reports: Sequence[_WriteReport]) -> list[str]:

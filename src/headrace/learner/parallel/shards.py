@@ -1,5 +1,8 @@
-"""Functions for tensors that are sharded over several ranks: the part of a rank, the whole tensor, and the assignment
-of equal parts to ranks."""
+"""Functions for tensors that are sharded over several ranks: the shard of a rank, the whole tensor, and the assignment
+of equal boxes to ranks.
+
+The *shard* of a tensor on a rank is the part of the tensor that the rank holds.
+"""
 
 from __future__ import annotations
 
@@ -17,38 +20,38 @@ H = TypeVar("H", bound=Hashable)
 """The type by which the caller describes boxes of tensors."""
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``tensor``, without a copy. A tensor that is not sharded is returned itself."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of ``tensor``, without a copy. A tensor that is not sharded is returned itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def wrap_shard(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return a distributed tensor that is sharded like ``tensor`` and of which ``part`` is this rank's part; ``part``
-    itself if ``tensor`` is not sharded."""
+def wrap_shard(shard: Tensor, tensor: Tensor) -> Tensor:
+    """Return a distributed tensor that is sharded like ``tensor`` and of which ``shard`` is this rank's shard;
+    ``shard`` itself if ``tensor`` is not sharded."""
     if not isinstance(tensor, DTensor):
-        return part
+        return shard
     return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
-def reshard_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return ``tensor`` with the sharding of ``other``, redistributed among the ranks if necessary; both are on the
+def reshard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return ``tensor`` with the sharding of ``like``, redistributed among the ranks if necessary; both are on the
     same ranks."""
-    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor) or tensor.placements == other.placements:
+    if not isinstance(tensor, DTensor) or not isinstance(like, DTensor) or tensor.placements == like.placements:
         return tensor
-    return tensor.redistribute(placements=other.placements)
+    return tensor.redistribute(placements=like.placements)
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, gathered from the ranks that have its parts, which must all call this together."""
+    """Return the whole tensor, gathered from the ranks that have its shards, which must all call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part_of(full: Tensor | SavedTensor, tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``full`` with the sharding of ``tensor``, without communication. ``full`` is a whole
-    tensor that every rank has, or a saved tensor, of which only this part is read. Raises the errors of
-    :meth:`SavedTensor.read`, and ``ValueError`` for a saved tensor of another shape."""
+def slice_shard(full: Tensor | SavedTensor, tensor: Tensor) -> Tensor:
+    """Return this rank's shard of ``full`` with the sharding of ``tensor``, without communication. ``full`` is a whole
+    tensor that every rank has, or a saved tensor, of which only this shard is read. Raises the errors that
+    :meth:`SavedTensor.read` raises, and ``ValueError`` for a saved tensor of another shape."""
     if isinstance(full, SavedTensor):
         if full.shape != tensor.shape:
             raise ValueError(f"{full.label} is {list(full.shape)}, expected {list(tensor.shape)}")
@@ -60,7 +63,7 @@ def part_of(full: Tensor | SavedTensor, tensor: Tensor) -> Tensor:
 
 
 def local_ranges(tensor: Tensor) -> list[list[range]]:
-    """Return the indices of ``tensor`` in this rank's part: for each axis a list of ranges, in their order in the part.
+    """Return the indices of ``tensor`` in this rank's shard: for each axis a list of ranges, in the order of the shard.
     A tensor that is not sharded has one whole range for each axis."""
     if not isinstance(tensor, DTensor):
         return [[range(length)] for length in tensor.shape]
@@ -71,14 +74,14 @@ def local_ranges(tensor: Tensor) -> list[list[range]]:
 
 
 def _indices(tensor: DTensor, axis: int) -> list[int]:
-    """Return the indices along ``axis`` of the whole tensor that are in this rank's part."""
+    """Return the indices along ``axis`` of the whole tensor that are in this rank's shard."""
     mesh, length = tensor.device_mesh, tensor.shape[axis]
     numbers = torch.arange(length, device=mesh.device_type)
     others = [mesh.size()] * tensor.ndim  # as long as the mesh, so that every rank gets some indices of each axis
     others[axis] = length
     shaped = numbers.view([length if place == axis else 1 for place in range(tensor.ndim)]).expand(others)
-    part = distribute_tensor(shaped, mesh, tensor.placements, src_data_rank=None).to_local()
-    along: Tensor = part.movedim(axis, 0).flatten(1)[:, 0] if tensor.ndim > 1 else part
+    shard = distribute_tensor(shaped, mesh, tensor.placements, src_data_rank=None).to_local()
+    along: Tensor = shard.movedim(axis, 0).flatten(1)[:, 0] if tensor.ndim > 1 else shard
     return along.tolist()
 
 
@@ -121,8 +124,8 @@ def assign_to_ranks(
 
 
 def num_replicas(tensor: Tensor, world: int) -> int:
-    """Return how many of the ``world`` ranks have the same part of ``tensor``. A sum over all ranks counts each part so
-    many times."""
+    """Return how many of the ``world`` ranks have the same shard of ``tensor``. A sum over all ranks counts each shard
+    so many times."""
     if not isinstance(tensor, DTensor):
         return world
     mesh = tensor.device_mesh
@@ -133,7 +136,8 @@ def num_replicas(tensor: Tensor, world: int) -> int:
 
 
 def gather_each(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield each name with its whole tensor, gathered one at a time. All ranks must iterate together, to the end.
+    """Yield each name of ``named`` with its whole tensor, gathered one at a time. All ranks must iterate together, to
+    the end.
 
     Floating-point tensors are rounded to ``dtype`` before they are gathered; ``None``: they are not rounded.
     """

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from headrace.learner.head import HeadMatrix
 from headrace.learner.logits import GivenHidden, TrunkAndHead, acts_as_matrix
-from headrace.learner.parallel.shards import local_part
+from headrace.learner.parallel.shards import local_shard
 from headrace.learner.vocabulary import VocabularyPart
 from headrace.models.text_part import trunk_name
 
@@ -51,24 +51,26 @@ class ShardedLogprobs:
         self._head: nn.Module = model.get_output_embeddings()
         alone = _HeadAlone(model, self._head)
         self._logprobs = make(alone)
+        """The computation with the trunk and head that is used inside the head's forward pass."""
         with torch.no_grad():
             self._hidden(probe)  # afterwards, a weight that the head shares with the embedding is gathered
             self._inside_head(alone.detect_matrix, torch.zeros(1, device=model.device))
         reshard(model)
 
-    def __call__(self, inputs: dict[str, Any], before_P: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def __call__(self, inputs: dict[str, Any], before_P: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """Return the same tensors as :meth:`TokenLogprobs.__call__`, for the same arguments: the keyword arguments of a
-        forward pass, the positions before the loss tokens, and ``rest``, the further arguments of the computation."""
+        forward pass, the positions before the loss tokens, and ``arguments``, the further arguments of the
+        computation."""
         hidden_PD = self._hidden(inputs)[before_P]
         rows_P = torch.arange(len(before_P), device=hidden_PD.device)
-        found = self._inside_head(lambda given_PD: self._columns(given_PD, rows_P, *rest), hidden_PD)
+        found = self._inside_head(lambda given_PD: self._columns(given_PD, rows_P, *arguments), hidden_PD)
         if not torch.is_grad_enabled():
             reshard(self._model)
         return found
 
-    def _columns(self, hidden_PD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def _columns(self, hidden_PD: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """Compute the columns from the hidden states of the P positions; called inside the head's forward pass."""
-        found = self._logprobs({"hidden": hidden_PD}, *rest)
+        found = self._logprobs({"hidden": hidden_PD}, *arguments)
         # copies, since a view would lose torch's hooks if it were changed
         return tuple(column_P.clone() for column_P in found)
 
@@ -106,11 +108,14 @@ class _HeadAlone:
         states."""
         trunk = model.get_submodule(trunk_name(model))
         self._given_hidden = GivenHidden(trunk)
+        """The module that replaces the trunk and returns given hidden states."""
         self._head = head
         self._is_matrix = False
+        """Whether the head is a single matrix product, as :meth:`detect_matrix` has found."""
         replaced = {id(head): _HeadWithoutSharding(head), id(trunk): self._given_hidden}
         children = {name: replaced.get(id(child), child) for name, child in model._modules.items()}
         self._model = _copy_without_hooks(model, children)
+        """A shallow copy of the model without sharding hooks."""
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the hidden states in ``inputs``, since the trunk has run already."""
@@ -125,7 +130,7 @@ class _HeadAlone:
         return (unused,)
 
     def matrix(self) -> HeadMatrix | None:
-        """Return the head, or this rank's part of it inside the head's forward pass, if it is a single matrix;
+        """Return the head, or this rank's shard of it inside the head's forward pass, if it is a single matrix;
         otherwise ``None``."""
         return _matrix(self._head) if self._is_matrix else None
 
@@ -147,10 +152,10 @@ def _matrix(linear: Any) -> HeadMatrix | None:
         return HeadMatrix(weight, bias)
     if not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
         return None
-    group, rows = weight.device_mesh.get_group(), local_part(weight)
+    group, rows = weight.device_mesh.get_group(), local_shard(weight)
     # torch divides rows into parts of equal size, except the last
     first = min(len(weight), group.rank() * -(-len(weight) // group.size()))
-    return HeadMatrix(rows, None if bias is None else local_part(bias), VocabularyPart(first, group))
+    return HeadMatrix(rows, None if bias is None else local_shard(bias), VocabularyPart(first, group))
 
 
 class _HeadWithoutSharding(nn.Module):
@@ -160,6 +165,7 @@ class _HeadWithoutSharding(nn.Module):
         """Wrap ``head``; its parameters remain parameters of the sharded model."""
         super().__init__()
         self._forward = head.forward
+        """The head's own forward method."""
         self.__dict__["head"] = head  # not as a submodule, since its parameters belong to the sharded model
 
     def __getattr__(self, name: str) -> Any:
@@ -195,8 +201,8 @@ def _copy_without_hooks(model: PreTrainedModel, children: dict[str, Any]) -> nn.
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters. After a forward pass without a backward pass, some would be kept, and would be
-    outdated after an update."""
+    """Free the gathered parameters of ``model``. After a forward pass without a backward pass, some would be kept, and
+    would be outdated after an update."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -81,7 +81,7 @@ class RankView:
         return column.new_zeros(len(self.micro.places_M), *column.shape[1:]).index_copy(0, at, column)
 
 
-def view_of(
+def make_rank_view(
     micro: MicroBatch,
     loss_P: Index,
     ranks: AnyRanks,
@@ -96,8 +96,8 @@ def view_of(
     lengths_K = np.ones(1, np.int64) if idle else micro.lengths_K
     if not isinstance(ranks, SingleRank) and ranks.config.context > 1:
         pieces = Pieces(int(lengths_K.sum()), ranks.config.context)
-        mine = pieces.of(ranks.part)
-        places = [loss_P[np.isin(loss_P - 1, pieces.of(part))] for part in range(ranks.config.context)]
+        mine = pieces.get_indices(ranks.part)
+        places = [loss_P[np.isin(loss_P - 1, pieces.get_indices(part))] for part in range(ranks.config.context)]
         padded = np.concatenate([mine, np.zeros(pieces.per_rank - len(mine), np.int64)])
         return RankView(
             micro=micro,

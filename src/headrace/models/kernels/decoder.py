@@ -55,8 +55,9 @@ class ScratchBuffers:
     def __init__(self) -> None:
         """Start without any memory."""
         self._numbers = torch.empty(0)
+        """The memory, which grows when more is needed."""
 
-    def of(self, count: int) -> Tensor:
+    def get(self, count: int) -> Tensor:
         """Return a tensor of at least ``count`` float32 numbers with arbitrary values. The next call may return the
         same memory."""
         if len(self._numbers) < count:
@@ -71,24 +72,30 @@ class FusedBlock(Fused):
     def __init__(
         self, module: nn.Module, ops: Kernels, room: ScratchBuffers, mixer: FusedAttention | FusedDeltaNet, mixed: int
     ) -> None:
-        """Collect the matrix products of the decoder layer ``module``. ``mixer`` is its fused mixer, whose output has
-        ``mixed`` numbers per token before the output product. ``room`` is scratch memory."""
+        """Collect the matrix products of the decoder layer ``module``, which the kernels ``ops`` compute. ``mixer`` is
+        its fused mixer, whose output has ``mixed`` numbers per token before the output product. ``room`` is scratch
+        memory."""
         super().__init__(module, ops)
         self._room = room
         self._before, self._after, self._mlp = (getattr(module, name).__dict__["forward"] for name in _PARTS)
+        """The fused forward methods of both norms and of the feed-forward part."""
         self._parts: list[Product] = mixer.parts
+        """The input products of the mixer."""
         self._products: list[tuple[str, Product]] = list(
             zip(("out", "gate", "up", "down"), (mixer.out, *self._mlp.parts), strict=True)
         )
+        """The other products of the layer, by their name in the kernel's arguments."""
         self._hidden = mixer.parts[0].linear.in_features
+        """The size of a hidden state."""
         inner = 2 * (self._mlp.parts[0].linear.out_features + _GAP)
         self._scratch = self._hidden + sum(part.linear.out_features for part in mixer.parts) + mixed + inner
+        """The number of float32 numbers of scratch memory that each token needs."""
 
     def tokens(self, x: Tensor, turn: RotaryArgs) -> tuple[DecoderTokens, Tensor]:
         """Return the kernel's argument for the tokens ``x``, which must be contiguous, and the tensor for the result.
         ``turn`` is the rotation of the heads."""
         count = x.numel() // self._hidden
-        y, scratch = torch.empty_like(x), self._room.of(count * self._scratch)
+        y, scratch = torch.empty_like(x), self._room.get(count * self._scratch)
         return DecoderTokens(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), turn, count, self._hidden), y
 
     def block(self, num_tokens: int) -> Block:
@@ -116,6 +123,7 @@ class FusedDecoder(FusedBlock):
         """Prepare the call for the decoder layer ``module``, whose submodules are already fused. ``room`` is scratch
         memory."""
         self._attention: FusedAttention = getattr(module, _ATTENTION).__dict__["forward"]
+        """The fused attention of the layer."""
         self._heads, value_size = self._attention.sizes[0][0], self._attention.sizes[2][1]
         super().__init__(module, ops, room, self._attention, self._heads * value_size)
 
@@ -144,6 +152,7 @@ class FusedDeltaDecoder(FusedBlock):
         """Prepare the call for the decoder layer ``module``, whose submodules are already fused. ``room`` is scratch
         memory."""
         self._mixer: FusedDeltaNet = getattr(module, _DELTA).__dict__["forward"]
+        """The fused mixer of the layer."""
         _, heads, _, size = self._mixer.sizes
         super().__init__(module, ops, room, self._mixer, heads * size)
 

@@ -107,8 +107,9 @@ class InvariantPlan(PackedPlan):
         device: torch.device | str = "cpu",
         rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Arrange the sequences as :class:`PackedPlan` does, and as the rows of a cache that contains only this
-        pass."""
+        """Arrange sequences of ``lengths_S`` tokens on ``device`` as :class:`PackedPlan` does, and as the rows of a
+        cache that contains only this pass. ``rows_T`` is the index in the pass of each token of each sequence; ``None``
+        if the sequences are concatenated."""
         super().__init__(lengths_S, device, rows_T)
         counts_R = np.asarray(lengths_S, np.int64)
         counts_R = counts_R[counts_R > 0]
@@ -116,12 +117,14 @@ class InvariantPlan(PackedPlan):
         blocks_R = -(-counts_R // BLOCK)
         first_R = np.cumsum(blocks_R) - blocks_R
         self._num_blocks = int(blocks_R.sum())
+        """The number of blocks of the cache that contains only this pass."""
         self._geometry = Geometry(
             tables_RB=(first_R[:, None] + np.arange(blocks_R.max(initial=1))).astype(np.int32),
             starts_R=np.zeros_like(counts_R),
             counts_R=counts_R,
             num_decode=0,
         )
+        """The layout of the pass over that cache."""
         self._shared_rows: tuple[Tensor, Tensor] | None = None
         """Two index tensors: for each token of the sequences, its row in the pass; and for each row of the pass, one
         token of the sequences. ``None`` if the two are the same."""
@@ -314,14 +317,15 @@ def make_deterministic(model: nn.Module) -> FuseReport:
 
 def make_head_deterministic(head: PredictionHead) -> None:
     """Replace the forward methods of the prediction head of a deterministic model by batch-invariant kernels, so that
-    drafts do not depend on the batch. Raises the errors of :func:`make_deterministic`."""
+    drafts do not depend on the batch. Raises the same errors as :func:`make_deterministic`."""
     make_deterministic(head.layer)
     head.projection.forward = _InvariantForward(head.projection, _InvariantProducts)  # type: ignore[method-assign]
 
 
 def _make_mixtures_invariant(model: nn.Module) -> None:
-    """Make the functions batch-invariant in the parts of a mixture of experts that no kernel covers: matrix products in
-    parts with parameters of their own, and the sigmoid also in the modules around them, which gate shared experts."""
+    """Make the functions of ``model`` batch-invariant in the parts of a mixture of experts that no kernel covers:
+    matrix products in parts with parameters of their own, and the sigmoid also in the modules around them, which gate
+    shared experts."""
     routed = find_routing(model)
     if routed is None:
         return

@@ -115,12 +115,13 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
 
 
 def _fuse(model: nn.Module, ops: Kernels, kept: dict[str, str], *, layers: bool) -> FuseReport:
-    """Replace the operations that kernels can compute under the present parameters, and return the report. ``kept``
-    receives the reasons why other modules are not replaced, by the name of the module."""
+    """Replace the operations of ``model`` that the kernels ``ops`` can compute under the present parameters, and return
+    the report. With ``layers``, whole decoder layers are replaced, too. ``kept`` receives the reasons why other modules
+    are not replaced, by the name of the module."""
     before_NV, samples = _record_calls(model)
     swapped: Counter[str] = Counter()
     for name, module in model.named_modules():
-        candidate = _candidate_for(module, ops, samples)
+        candidate = _find_candidate(module, ops, samples)
         reason = None if candidate is None else _replace_if_equal(candidate, samples.get(id(module)))
         if reason is not None:
             kept[name] = reason
@@ -185,7 +186,7 @@ def _probe_parameter(parameter: Tensor, generator: torch.Generator) -> nn.Parame
 
 
 def unfuse(model: nn.Module) -> None:
-    """Restore the original forward method of every module."""
+    """Restore the original forward method of every module of ``model``."""
     for module in model.modules():
         module.__dict__.pop("product", None)
         fused = module.__dict__.get("forward")
@@ -232,7 +233,7 @@ def _ids(model: nn.Module) -> Tensor:
     return torch.arange(sum(_PROBE)) % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type, no-any-return]
 
 
-def _candidate_for(module: nn.Module, ops: Kernels, samples: Mapping[int, AttentionSample]) -> Fused | None:
+def _find_candidate(module: nn.Module, ops: Kernels, samples: Mapping[int, AttentionSample]) -> Fused | None:
     """Return a fused forward method that may replace the module's own; ``None`` for a module that no kernel computes.
     ``samples`` are the recorded calls of attention modules, by the module's ``id``."""
     if "forward" in module.__dict__:  # another library has replaced this forward

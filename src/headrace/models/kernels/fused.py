@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headrace.models.attention import PLAN, Rule
 from headrace.models.kernels.ops import Kernels, Norm
-from headrace.models.kernels.panels import Product, product_of
+from headrace.models.kernels.panels import Product, get_product
 
 TOLERANCE = 1e-4
 """The largest allowed difference between two results of a probe, relative to the largest number."""
@@ -27,7 +27,8 @@ class Fused:
     they call the module's original forward method. ``ops`` are the kernels."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
-        """Prepare the replacement of the forward method of ``module``, which is not changed yet."""
+        """Prepare the replacement of the forward method of ``module``, which is not changed yet, on the kernels
+        ``ops``."""
         self.module, self.ops = module, ops
         self.inherited = "forward" not in module.__dict__
         """Whether the original forward method is that of the module's class, and not an attribute of the module."""
@@ -60,7 +61,7 @@ class FusedLinear(Fused):
     def __init__(self, module: nn.Linear, ops: Kernels) -> None:
         """Prepare the forward method of the linear layer ``module`` on the kernels ``ops``."""
         super().__init__(module, ops)
-        self.product = product_of(module)
+        self.product = get_product(module)
 
     def compute(self, input: Tensor) -> Tensor:
         """Return the linear layer's output for ``input``, computed by the kernels."""
@@ -87,15 +88,16 @@ class RmsNorm:
 class FusedNorm(Fused):
     """The forward method of an RMSNorm module on kernels."""
 
-    def __init__(self, module: nn.Module, ops: Kernels, how: RmsNorm) -> None:
-        """Prepare the forward method of a normalisation on the kernels ``ops``; ``how`` are its parameters."""
+    def __init__(self, module: nn.Module, ops: Kernels, settings: RmsNorm) -> None:
+        """Prepare the forward method of the normalisation ``module`` on the kernels ``ops``. ``settings`` are its
+        weight and its epsilon, in the form that kernels need."""
         super().__init__(module, ops)
-        self._how = how
+        self._settings = settings
 
     @property
     def norm(self) -> Norm:
         """Return the kernel's arguments for the normalisation, with the present weight of the module."""
-        return self._how.now()
+        return self._settings.now()
 
     def compute(self, hidden_states: Tensor) -> Tensor:
         """Return the normalised hidden states, computed by the kernels."""
@@ -110,7 +112,7 @@ class FusedGated(Fused):
         """Prepare the forward method of a gated feed-forward module on the kernels ``ops``."""
         super().__init__(module, ops)
         self.parts: list[Product] = [
-            product_of(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj")
+            get_product(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj")
         ]
 
     def compute(self, x: Tensor) -> Tensor:
@@ -125,13 +127,15 @@ class FusedAttention(Fused):
     sigmoid."""
 
     def __init__(self, module: nn.Module, ops: Kernels, seen: AttentionSample) -> None:
-        """Prepare the forward method. ``seen`` is a recorded call of the module, from which the sizes of its heads and
-        its rule are read."""
+        """Prepare the forward method of ``module`` on the kernels ``ops``. ``seen`` is a recorded call of the module,
+        from which the sizes of its heads and its rule are read."""
         super().__init__(module, ops)
-        self.parts: list[Product] = [product_of(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
-        self.out: Product = product_of(module.o_proj)  # type: ignore[arg-type]
+        self.parts: list[Product] = [get_product(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
+        self.out: Product = get_product(module.o_proj)  # type: ignore[arg-type]
         self._norms = [find_norm(getattr(module, name, None)) for name in ("q_norm", "k_norm")]
+        """The norms of queries and keys; ``None`` where the module has none."""
         self._rule, self._sinks = replace(seen.rule, sinks_H=None), seen.name_of_sinks(module)
+        """The rule of the layer without its sinks, and the name of the parameter that has the sinks."""
         self.sizes = [(tensor.shape[1], tensor.shape[2]) for tensor in seen.qkv]
         (heads, size), _, (_, value_size) = self.sizes
         self.gated = module.q_proj.out_features == 2 * heads * size and size == value_size  # type: ignore[union-attr]
@@ -204,10 +208,10 @@ class AttentionSample:
         return next((name for name, own in module.named_parameters(recurse=False) if own is sinks), None)
 
 
-def close(given: Tensor, wanted: Tensor) -> bool:
-    """Return whether two results are the same up to rounding: no number of ``given`` differs from that of ``wanted`` by
-    more than :data:`TOLERANCE` times the largest number of ``wanted``."""
-    return given.shape == wanted.shape and bool((given - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
+def close(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether two results are the same up to rounding: no number of ``actual`` differs from that of ``expected``
+    by more than :data:`TOLERANCE` times the largest number of ``expected``."""
+    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
 def find_norm(module: nn.Module | None) -> RmsNorm | None:

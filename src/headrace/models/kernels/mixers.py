@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from headrace.models.attention import PLAN
 from headrace.models.kernels.fused import Fused
 from headrace.models.kernels.ops import WIDEST, DeltaNet, Kernels, filter_args, norm_args
-from headrace.models.kernels.panels import Product, product_of
+from headrace.models.kernels.panels import Product, get_product
 from headrace.models.paged.plan import PagedPlan
 from headrace.models.recurrent import RecurrentForward, StatePass
 
@@ -34,11 +34,12 @@ class FusedDeltaNet(Fused):
     """The forward method of a mixer with the gated delta rule, such as Qwen3.5's, on kernels."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
-        """Prepare the forward method of a mixer on the kernels ``ops``."""
+        """Prepare the forward method of the mixer ``module`` on the kernels ``ops``."""
         super().__init__(module, ops)
-        self.parts: list[Product] = [product_of(getattr(module, name)) for name in PRODUCTS]
-        self.out: Product = product_of(module.out_proj)  # type: ignore[arg-type]
+        self.parts: list[Product] = [get_product(getattr(module, name)) for name in PRODUCTS]
+        self.out: Product = get_product(module.out_proj)  # type: ignore[arg-type]
         self._layer: int = module.layer_idx  # type: ignore[assignment]
+        """The index of the layer."""
         self.sizes: tuple[int, int, int, int] = tuple(  # type: ignore[assignment]
             int(getattr(module, name)) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
         )

@@ -238,6 +238,7 @@ class Kernels:
             function.argtypes, function.restype = signature, None
         library.hr_panel.restype = c_int
         self._panel: int = library.hr_panel()
+        """The number of rows of a panel."""
         self._pack = library.hr_pack
         self._linear, self._gated, self._norm = library.hr_linear, library.hr_gated, library.hr_norm
         self._heads, self._gate, self._log_softmax = library.hr_heads, library.hr_gate, library.hr_log_softmax
@@ -257,7 +258,7 @@ class Kernels:
         self._pack(weights, len(pairs), threads)
 
     def linear(self, x: Tensor, weights: PackedProduct) -> Tensor:
-        """Return ``x Wᵀ + bias`` over the last dimension of ``x``."""
+        """Return ``x Wᵀ + bias`` over the last dimension of ``x``; ``weights`` has W and the bias."""
         return self.linears(x, (weights,))
 
     def linears(self, x: Tensor, several: Sequence[PackedProduct]) -> Tensor:
@@ -287,14 +288,14 @@ class Kernels:
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus: float = 0.0) -> Tensor:
-        """Return ``x / rms(x) · (weight + plus)`` over the last dimension."""
+        """Return ``x / rms(x) · (weight + plus)`` over the last dimension; ``eps`` is added to the mean square."""
         x = x.contiguous()
         y = torch.empty_like(x)
         self._norm(_input(x), norm_args((weight, eps, plus)), y.data_ptr(), torch.get_num_threads())
         return y
 
     def heads_(self, x_MHE: Tensor, norm: Norm | None, turn: tuple[Tensor, Tensor]) -> None:
-        """Normalise every head in place, then rotate it by ``turn``, the cosines and sines ``[M, T]``."""
+        """Normalise every head of ``x_MHE`` in place, then rotate it by ``turn``, the cosines and sines ``[M, T]``."""
         shape = (x_MHE.stride(0), x_MHE.stride(1), *x_MHE.shape)
         self._heads(x_MHE.data_ptr(), *shape, norm_args(norm), rotary_args(turn), torch.get_num_threads())
 
@@ -304,7 +305,7 @@ class Kernels:
         self._gate(at(x_MHV), gate, *x_MHV.shape, torch.get_num_threads())
 
     def log_softmax(self, logits_MV: Tensor) -> Tensor:
-        """Return the log-softmax over the last dimension."""
+        """Return the log-softmax of ``logits_MV`` over the last dimension."""
         x = logits_MV.contiguous()
         y = torch.empty_like(x)
         self._log_softmax(_input(x), y.data_ptr(), torch.get_num_threads())
@@ -313,9 +314,9 @@ class Kernels:
     def convolve(
         self, x_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *, silu: bool, pool: Tensor, slots_R: Tensor
     ) -> Tensor:
-        """Return the convolution ``[R, C]`` of each row's window and its new input ``x_RC``, with SiLU if ``silu``. The
-        windows, which are in the slots ``slots_R`` of ``pool`` ``[P, C, W - 1]``, are shifted to include the new
-        input."""
+        """Return the convolution ``[R, C]`` of each row's window and its new input ``x_RC`` with ``weight_CW`` and
+        ``bias_C``, followed by SiLU if ``silu``. The windows, which are in the slots ``slots_R`` of ``pool`` ``[P, C, W
+        - 1]``, are shifted to include the new input."""
         weight, y = weight_CW.contiguous(), torch.empty(x_RC.shape)
         x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
         self._convolve(
@@ -344,8 +345,8 @@ class Kernels:
 
     def delta_net(self, net: DeltaNet, rows_RN: Tensor) -> Tensor:
         """Return the output ``[R, H · V]`` of a mixer with the gated delta rule before its output product, for one
-        token per row, and update its states. ``rows_RN`` are the mixer's concatenated input products; they are
-        overwritten."""
+        token per row, and update its states. ``net`` is the kernel's description of the mixer with its weights and
+        states, and ``rows_RN`` are the mixer's concatenated input products; they are overwritten."""
         y = torch.empty(rows_RN.shape[0], net.H * net.V)
         self._delta_net(net, rows_RN.data_ptr(), rows_RN.stride(0), at(y), torch.get_num_threads())
         return y
@@ -378,8 +379,8 @@ class Kernels:
 
 
 def filter_args(weight_CW: Tensor, bias_C: Tensor | None, *, silu: bool) -> FilterOf:
-    """Return the kernel's argument for a convolution with at most :data:`WIDEST` weights per channel, followed by SiLU
-    if ``silu``."""
+    """Return the kernel's argument for a convolution with ``weight_CW``, at most :data:`WIDEST` weights per channel,
+    and ``bias_C``, followed by SiLU if ``silu``."""
     return FilterOf(at(weight_CW), None if bias_C is None else at(bias_C), *weight_CW.shape, int(silu))
 
 
@@ -431,7 +432,8 @@ def _input(x: Tensor) -> Input:
 
 
 def open_kernels(cache: Path, target: Sequence[str] = NATIVE) -> Kernels | Unavailable:
-    """Return the kernels, compiled for ``target`` and tested, or the reason why they are not available."""
+    """Return the kernels, compiled for ``target`` into the directory ``cache`` and tested, or the reason why they are
+    not available."""
     library = open_library(cache, target=target)
     if isinstance(library, Unavailable):
         return library
@@ -441,7 +443,8 @@ def open_kernels(cache: Path, target: Sequence[str] = NATIVE) -> Kernels | Unava
 
 
 def _check(kernels: Kernels) -> str | None:
-    """Test a few results, since a compiler may be faulty. Return what is wrong, in words; ``None`` if all are right."""
+    """Test a few results of ``kernels``, since a compiler may be faulty. Return what is wrong, in words; ``None`` if
+    all are right."""
     rng = torch.Generator().manual_seed(0)
     x, w, bias = (torch.randn(shape, generator=rng) for shape in ((7, 83), (21, 83), (21,)))
     panels = torch.empty(kernels.panel_numbers(w))

@@ -79,6 +79,7 @@ class Product:
         self.lora: LowRank | None = None
         """The adapters of the present pass; ``None`` for none."""
         self._parameters: dict[str, Any] = linear._parameters
+        """The parameters of the layer by name; a new version replaces their memory."""
 
     def weights(self) -> PackedProduct:
         """Return the present weights as kernels accept them, with panels if they belong to the present weight, and with
@@ -91,7 +92,7 @@ class Product:
         return PackedProduct(weight, bias, None, self.lora)
 
 
-def product_of(linear: nn.Linear) -> Product:
+def get_product(linear: nn.Linear) -> Product:
     """Return the product of a linear module, through which kernels access its weights; the first call creates it."""
     product: Product | None = linear.__dict__.get("product")
     if product is None:
@@ -99,6 +100,6 @@ def product_of(linear: nn.Linear) -> Product:
     return product
 
 
-def products_of(model: nn.Module) -> list[Product]:
+def get_products(model: nn.Module) -> list[Product]:
     """Return the products of all linear modules of ``model`` that are computed by kernels."""
     return [module.__dict__["product"] for module in model.modules() if "product" in module.__dict__]

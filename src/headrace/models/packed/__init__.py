@@ -18,7 +18,7 @@ from headrace.models.attention import PackedPlan, Plan
 from headrace.models.config import AttentionName
 from headrace.models.packed.flex import Compute, FlexPlan, fused, written_out
 from headrace.models.packed.kinds import AttentionKind
-from headrace.models.packed.trial import failure_of
+from headrace.models.packed.trial import find_failure
 
 LEAST_HEAD = 16
 """The smallest head size that torch's matrix products for GPUs support."""
@@ -51,7 +51,8 @@ PADDED = ChosenAttention(name="padded", plan=PackedPlan, why="learner.attention 
 def choose(
     prefer: AttentionName, layers: Sequence[AttentionKind], device: torch.device, compute: Compute | None = None
 ) -> ChosenAttention:
-    """Return the implementation of attention for a model whose ``layers`` compute these kinds on ``device``.
+    """Return the implementation of attention that ``prefer`` names for a model whose ``layers`` compute these kinds on
+    ``device``.
 
     ``auto`` is flex attention on a GPU, if it compiles and its results are right in a trial; otherwise padded rows. On
     a CPU, flex attention stores all scores in memory. ``compute`` replaces the function that computes flex attention.
@@ -65,7 +66,7 @@ def choose(
         return replace(padded, why="torch trains no flex attention on a CPU")
     computed_by = compute or (written_out if on_host else fused)
     kinds = list(dict.fromkeys(layers))
-    reason = _reason_against(kinds, device) or failure_of(kinds, device, computed_by)
+    reason = _reason_against(kinds, device) or find_failure(kinds, device, computed_by)
     if reason is None:
         why = "the scores are written out, as on every CPU" if on_host else "it compiles here, and a trial was right"
         plan = partial(FlexPlan, compute=computed_by)

@@ -96,11 +96,13 @@ class FlexMask:
         self._number_Q, self._number_M, self._end_M, self._place_M = (
             self._upload(each) for each in (queries.number_N, keys.number_N, keys.end_N, keys.place_N)
         )
+        """The numbers of the reach of queries and keys as tensors on the device (see :class:`Reach`)."""
         self._masks: dict[tuple[int | None, int | None], BlockMask] = {}
+        """The masks that layers have used so far, by window and chunk size."""
 
     def attend(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, rule: Rule) -> Tensor:
-        """Return the attention ``[Q, H, D]`` of one layer, with the head size of the values; zeros for a query that
-        attends to no key."""
+        """Return the attention ``[Q, H, D]`` of one layer under its ``rule``, with the head size of the values; zeros
+        for a query that attends to no key."""
         qkv = tuple(each.transpose(0, 1)[None] for each in (query_QHD, key_MKD, value_MKD))
         score = (
             _unchanged_score
@@ -124,7 +126,7 @@ class FlexMask:
     def _make_mask(self, first_Q: np.ndarray[Any, Any]) -> BlockMask:
         """Return the mask of queries that attend to no position before ``first_Q``. Its tables are computed on the
         host, so that the host does not wait for the device."""
-        tables = BlockTables.of(Queries(number_Q=self._queries.number_N, first_Q=first_Q), self._keys)
+        tables = BlockTables.create(Queries(number_Q=self._queries.number_N, first_Q=first_Q), self._keys)
         some, every = (_ordered(table) for table in (tables.some_IJ, tables.all_IJ))
         seen = _mask_function(self._number_Q, self._upload(first_Q), self._number_M, self._end_M, self._place_M)
         lengths = len(self._number_Q), len(self._number_M)
@@ -191,13 +193,15 @@ class FlexPlan:
         *,
         compute: Compute = fused,
     ) -> None:
-        """Arrange sequences of ``lengths_S`` tokens. ``rows_T`` is the index in the pass of each token of each
-        sequence, so that sequences can share their first tokens; ``None`` if the sequences are concatenated.
-        ``compute`` is the function that computes flex attention."""
+        """Arrange sequences of ``lengths_S`` tokens, with index tensors on ``device``. ``rows_T`` is the index in the
+        pass of each token of each sequence, so that sequences can share their first tokens; ``None`` if the sequences
+        are concatenated. ``compute`` is the function that computes flex attention."""
         self._layout = lengths_S, device, rows_T
-        reach = Reach.of(lengths_S, rows_T)
+        """The arguments with which a :class:`PackedPlan` of the same sequences is made."""
+        reach = Reach.from_lengths(lengths_S, rows_T)
         self.positions_N = torch.from_numpy(reach.place_N).to(device)
         self._flex = FlexMask(reach, reach, device, compute)
+        """The attention of the tokens of the pass to each other."""
 
     @cached_property
     def _padded(self) -> PackedPlan:

@@ -46,7 +46,7 @@ class Reach:
     """The position of the token in its sequence."""
 
     @classmethod
-    def of(
+    def from_lengths(
         cls,
         lengths_S: Sequence[int] | npt.NDArray[Any],
         rows_T: Sequence[int] | npt.NDArray[Any] | None = None,
@@ -54,7 +54,7 @@ class Reach:
         """Return the reach of the tokens of sequences with ``lengths_S`` tokens. ``rows_T`` is the index in the pass of
         each token of each sequence; ``None`` if the sequences are concatenated.
 
-        >>> reach = Reach.of([3, 4], [0, 1, 2, 0, 1, 3, 4])  # the first two tokens are shared
+        >>> reach = Reach.from_lengths([3, 4], [0, 1, 2, 0, 1, 3, 4])  # the first two tokens are shared
         >>> reach.number_N.tolist(), reach.end_N.tolist(), reach.place_N.tolist()
         ([0, 1, 2, 3, 4], [5, 5, 3, 5, 5], [0, 1, 2, 2, 3])
         """
@@ -120,10 +120,10 @@ class BlockTables:
     """Whether all queries of the one block attend to all keys of the other. The two tables are never both true."""
 
     @classmethod
-    def of(cls, queries: Queries, keys: Reach, block: int = BLOCK) -> BlockTables:
-        """Return the tables for blocks of ``block`` tokens. Each table has at least two blocks in both directions,
-        since kernels would be compiled again for a table of a single block. ``all_IJ`` is false for blocks that are not
-        full."""
+    def create(cls, queries: Queries, keys: Reach, block: int = BLOCK) -> BlockTables:
+        """Return the tables of ``queries`` and ``keys`` for blocks of ``block`` tokens. Each table has at least two
+        blocks in both directions, since kernels would be compiled again for a table of a single block. ``all_IJ`` is
+        false for blocks that are not full."""
         number, first = (_ranges(each, block) for each in (queries.number_Q, queries.first_Q))
         low, high = (each[:, None] for each in number)
         first_low, first_high = (each[:, None] for each in first)

@@ -25,21 +25,21 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 4e-2, to
 always computed in float32."""
 
 
-def failure_of(kinds: Sequence[AttentionKind], device: torch.device, compute: Compute) -> str | None:
-    """Return why flex attention cannot be used for ``kinds`` on ``device``: a kernel does not compile, or its results
-    are wrong. Return ``None`` if it can be used."""
+def find_failure(kinds: Sequence[AttentionKind], device: torch.device, compute: Compute) -> str | None:
+    """Return why flex attention, computed by ``compute``, cannot be used for ``kinds`` on ``device``: a kernel does not
+    compile, or its results are wrong. Return ``None`` if it can be used."""
     for kind in kinds:
         try:
             found = _trial(kind, device, compute)
         except (RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:  # as compilers raise them
             words = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return f"it does not compile for {in_words(kind)}: {words}"
+            return f"it does not compile for {describe_kind(kind)}: {words}"
         if found is not None:
-            return f"a trial of {in_words(kind)} is wrong: {found}"
+            return f"a trial of {describe_kind(kind)} is wrong: {found}"
     return None
 
 
-def in_words(kind: AttentionKind) -> str:
+def describe_kind(kind: AttentionKind) -> str:
     """Return a description of a kind of attention, for messages."""
     sizes = f"{kind.heads} heads of {kind.key_size} over {kind.kv_heads} in {str(kind.dtype).removeprefix('torch.')}"
     extras = [
@@ -52,8 +52,9 @@ def in_words(kind: AttentionKind) -> str:
 
 
 def _trial(kind: AttentionKind, device: torch.device, compute: Compute) -> str | None:
-    """Compute two passes of random numbers with flex attention and with padded rows, with and without gradients. Return
-    the first difference, in words; ``None`` if the results are the same up to rounding."""
+    """Compute two passes of random numbers for a layer of the kind ``kind`` on ``device``, with flex attention
+    (``compute``) and with padded rows, with and without gradients. Return the first difference, in words; ``None`` if
+    the results are the same up to rounding."""
     for lengths in LENGTHS:
         tensors, rule, output_gradient = _random_inputs(kind, sum(lengths), device)
         flex = FlexPlan(lengths, device, compute=compute)

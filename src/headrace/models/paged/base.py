@@ -59,7 +59,7 @@ class PagedCache:
         self, shapes: Sequence[LayerShape], num_blocks: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         """Allocate ``num_blocks`` blocks for each layer. ``shapes`` are the sizes of one token's keys and values, one
-        per layer."""
+        per layer. They are stored as ``dtype`` on ``device``."""
         self.shapes = tuple(shapes)
         self.num_blocks = num_blocks
         self._dtype, self._device = dtype, device

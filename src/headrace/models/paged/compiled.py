@@ -36,10 +36,12 @@ class CompiledAttention:
         self._tables = np.ascontiguousarray(geometry.tables_RB, np.int32)
         self._starts = np.ascontiguousarray(geometry.starts_R, np.int64)
         self._counts = np.ascontiguousarray(geometry.counts_R, np.int64)
+        """The layout of the pass as contiguous arrays, to whose memory ``_pass`` points."""
         rows, width = self._tables.shape
         self._pass = Pass(
             self._tables.ctypes.data, self._starts.ctypes.data, self._counts.ctypes.data, rows, width
         )  # fmt: skip
+        """The kernel's argument that describes the pass."""
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Write the keys and values of the pass into the layer's blocks, and return the attention ``[N, H, E]`` over
@@ -58,7 +60,8 @@ class CompiledAttention:
         self._loaded.decoder(step, decoder, self._pass, shape, torch.get_num_threads())
 
     def shape(self, heads: int, layer: tuple[Tensor, Tensor], rule: Rule) -> PagedLayer:
-        """Return the kernel's argument for one layer: its pools and attention parameters, for ``heads`` query heads."""
+        """Return the kernel's argument for one layer: its pools ``layer`` and the parameters of its ``rule``, for
+        ``heads`` query heads."""
         keys, values = layer
         sinks = rule.sinks_H
         return PagedLayer(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.models.attention import Choose, ChosenTokens, Rule, attend_masked
-from headrace.models.indexed import KeyExchange, keys_of
+from headrace.models.indexed import KeyExchange, compute_keys
 from headrace.models.paged.base import BLOCK, Geometry, Index
 from headrace.models.paged.reference import Writer, row_buckets
 
@@ -47,28 +47,31 @@ class IndexedPass:
     these. The plan of the pass creates this object when the first layer with an indexer calls it."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Prepare the pass with the layout ``geometry``: rows of similar length are grouped into buckets."""
+        """Prepare the pass with the layout ``geometry`` on ``device``: rows of similar length are grouped into
+        buckets."""
         self._write = Writer(geometry, device)
+        """The writer of the pass's entries into the cache."""
         rows = np.arange(len(geometry.counts_R))
         decode, others = rows[: geometry.num_decode], rows[geometry.num_decode :]
         parts = [*([decode] if len(decode) else []), *row_buckets(geometry, others)]
         begins_R = np.cumsum(geometry.counts_R) - geometry.counts_R
         place_N, filled = np.empty(int(geometry.counts_R.sum()), np.int64), 0
         self._buckets: list[_IndexedRows] = []
+        """The rows of the pass in buckets of similar length."""
         for members in parts:  # rows of similar length, padded to the longest of them
             column_L = np.arange(int(geometry.counts_R[members].max()))
             inside_BL = column_L < geometry.counts_R[members][:, None]
             gather_BL = begins_R[members][:, None] + np.where(inside_BL, column_L, 0)
             place_N[gather_BL[inside_BL]] = filled + np.flatnonzero(inside_BL)
             filled += gather_BL.size
-            self._buckets.append(_rows_of(geometry, members, gather_BL, device))
-        # the index of each token of the pass in the concatenated buckets
+            self._buckets.append(_make_rows(geometry, members, gather_BL, device))
         self._place_N = torch.from_numpy(place_N).to(device)
+        """The index of each token in the concatenated outputs of all buckets."""
 
     def choose(self, choose: Choose, inputs_N: tuple[Tensor, ...], pool_P1SE: Tensor) -> ChosenTokens:
         """Write the indexer's keys for the tokens of the pass into its pool ``pool_P1SE``, and return the positions
         that it chooses in each row. ``choose`` executes the indexer with the inputs ``inputs_N``."""
-        pool_P1SE[self._write.blocks_N, :, self._write.places_N] = keys_of(choose, inputs_N)[:, None]
+        pool_P1SE[self._write.blocks_N, :, self._write.places_N] = compute_keys(choose, inputs_N)[:, None]
         masks = []
         for rows in self._buckets:
             keys_BCE = rows.gathered(pool_P1SE)[:, 0]
@@ -96,7 +99,7 @@ def _keys_of_sequences(keys_BCE: Tensor, _: Tensor) -> Tensor:
     return keys_BCE
 
 
-def _rows_of(geometry: Geometry, members: Index, gather_BL: Index, device: torch.device) -> _IndexedRows:
+def _make_rows(geometry: Geometry, members: Index, gather_BL: Index, device: torch.device) -> _IndexedRows:
     """Return the index tensors for the rows ``members`` of a pass: their tokens ``gather_BL``, their blocks, and the
     positions to which each token may attend."""
     starts_B, counts_B = geometry.starts_R[members], geometry.counts_R[members]

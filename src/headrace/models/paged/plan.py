@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.models.attention import Choose, ChosenTokens, PackedPlan, Rule, forward
-from headrace.models.indexed import keys_of
+from headrace.models.indexed import compute_keys
 from headrace.models.paged.base import AttentionMaker, Geometry, LayerShape, PagedAttention, PagedCache
 from headrace.models.paged.indexed import IndexedPass
 from headrace.models.recurrent.base import Key, Recurrence, Tensors
@@ -34,16 +34,21 @@ class PagedPlan:
         device: torch.device,
         states: StatePass | None = None,
     ) -> None:
-        """Prepare the pass with the layout ``geometry`` over ``cache``. ``make`` creates the attention of the pass.
-        ``states`` are the states of recurrent layers; ``None`` for a model without such layers."""
+        """Prepare the pass with the layout ``geometry`` over ``cache``, with index tensors on ``device``. ``make``
+        creates the attention of the pass. ``states`` are the states of recurrent layers; ``None`` for a model without
+        such layers."""
         self._cache, self._first_layer = cache, 0
+        """The cache, and the index of the first layer of the part of the model that is being computed."""
         self.states = states
         """The states of recurrent layers in this pass; ``None`` for a model without such layers."""
         self._make_indexed = partial(IndexedPass, geometry, device)
+        """A function that makes the pass of layers with an indexer."""
         self._indexed: IndexedPass | None = None
+        """The pass of layers with an indexer; ``None`` until such a layer is computed."""
         if states is not None:
             states.begin(geometry.starts_R, geometry.counts_R, geometry.num_decode, device)
         self._attention = make(geometry, device)
+        """The attention of the pass."""
         self.positions_N = torch.from_numpy(geometry.positions_N()).to(device)
         self.last_R = torch.from_numpy(geometry.last_R()).to(device)
         """The index in the pass of each row's last token, the only token of a row whose logits are computed."""
@@ -102,7 +107,7 @@ class _ShapeRecorder(PackedPlan):
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
         """Record the shape of the keys of the layer's indexer, then choose as :class:`PackedPlan` does."""
-        size = keys_of(choose, inputs_N).shape[-1]
+        size = compute_keys(choose, inputs_N).shape[-1]
         self.indexers[layer] = LayerShape(heads=1, key_size=size, value_size=0)
         return super().choose(layer, choose, inputs_N)
 

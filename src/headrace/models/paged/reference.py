@@ -27,11 +27,15 @@ class ReferenceAttention:
     """The attention of one pass in plain torch (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Prepare the decoding rows and the other rows of the pass with the layout ``geometry``."""
+        """Prepare the decoding rows and the other rows of the pass with the layout ``geometry``, with index tensors on
+        ``device``."""
         self._write = Writer(geometry, device)
+        """The writer of new keys and values into the cache."""
         self._num_decode = split = geometry.num_decode
         self._decode = _Gathered(geometry, np.arange(split), device) if split else None
+        """The attention of the decoding rows; ``None`` without such rows."""
         self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
+        """The attention of the other rows; ``None`` without such rows."""
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Write the keys and values of the pass into the layer's blocks, and return the attention of the decoding rows,
@@ -51,8 +55,8 @@ class Writer:
     """A function object that writes the keys and values of a pass into their blocks; all implementations use it."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Compute the block of each token of the pass with the layout ``geometry``, and the token's index in the
-        block."""
+        """Compute the block of each token of the pass with the layout ``geometry``, and the token's index in the block,
+        as tensors on ``device``."""
         positions_N = geometry.positions_N()
         rows_N = np.repeat(np.arange(len(geometry.counts_R)), geometry.counts_R)
         blocks_N = geometry.tables_RB[rows_N, positions_N // BLOCK].astype(np.int64)
@@ -71,14 +75,16 @@ class Prompts:
     """The attention of the rows after the decoding rows. Its tensors contain only the tokens of these rows."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Divide the rows after the decoding rows into fresh rows, which start at position 0, and resumed rows, which
-        have some context."""
+        """Divide the rows after the decoding rows of the pass with the layout ``geometry`` into fresh rows, which start
+        at position 0, and resumed rows, which have some context. Index tensors are on ``device``."""
         rows = np.arange(geometry.num_decode, len(geometry.counts_R))
         counts_R = geometry.counts_R
         begins_R = np.cumsum(counts_R) - counts_R - geometry.num_decode
         fresh, resumed = rows[geometry.starts_R[rows] == 0], rows[geometry.starts_R[rows] > 0]
         self._fresh = PackedPlan(counts_R[fresh], device) if len(fresh) else None
+        """The attention of the fresh rows; ``None`` without such rows."""
         self._resumed: list[tuple[_Gathered, Tensor]] = []
+        """The attention of the resumed rows, in buckets, and the indices of the tokens in the padded rows of each."""
         # place_F: the index of each token in the concatenated outputs of all parts
         fresh_F = _concatenate_runs(begins_R[fresh], counts_R[fresh])
         place_F = np.empty(int(counts_R[rows].sum()), np.int64)
@@ -93,11 +99,13 @@ class Prompts:
             filled += gather_RQ.size
             self._resumed.append((part, torch.from_numpy(gather_RQ).to(device)))
         self._fresh_F = torch.from_numpy(fresh_F).to(device)
+        """The indices of the fresh rows' tokens."""
         self._place_F = torch.from_numpy(place_F).to(device)
+        """The index of each token in the concatenated outputs of all parts."""
 
     def attend(self, qkv_F: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Compute the attention ``[F, H, E]`` of the F tokens after the decoding rows. Their keys and values must
-        already be in the blocks of ``layer``."""
+        """Compute the attention ``[F, H, E]`` of the F tokens after the decoding rows under ``rule``, from their
+        queries, keys and values ``qkv_F``. These keys and values must already be in the blocks of ``layer``."""
         if self._fresh is not None and not self._resumed:
             return self._fresh.attend(*qkv_F, rule)
         parts = []
@@ -124,22 +132,28 @@ class _Gathered:
     """The attention of some rows over their gathered blocks, in one call. Padding repeats the last query of a row."""
 
     def __init__(self, geometry: Geometry, rows_R: Index, device: torch.device) -> None:
-        """Prepare the attention of the rows with the indices ``rows_R`` in the pass with the layout ``geometry``."""
+        """Prepare the attention of the rows with the indices ``rows_R`` in the pass with the layout ``geometry``, with
+        index tensors on ``device``."""
         self._tables_RB = geometry.tables_RB[rows_R]
         self._starts_R = geometry.starts_R[rows_R]
         self._last_R = self._starts_R + geometry.counts_R[rows_R] - 1
+        """The blocks of each row, the position of its first new token, and the position of its last one."""
         self._num_queries = int(geometry.counts_R[rows_R].max())
+        """The largest number of new tokens of a row."""
         self._longest = int(self._last_R.max()) + 1
+        """The largest number of tokens of a row, its context included."""
         self._device = device
         self._visible_contexts: dict[tuple[int, int, torch.dtype], _VisibleContext] = {}
+        """The visible contexts that layers have used so far, by window, chunk size and dtype."""
         self._indices: dict[tuple[int, int, int], Tensor] = {}
+        """The index tensors by which layers gathered keys or values so far, by the arguments that determine them."""
         self._gathered: dict[tuple[int, ...], Tensor] = {}
         """Buffers for gathered keys and values, which all layers use in turn, since allocating memory takes longer than
         writing it."""
 
     def attend(self, query_RQHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Return the attention ``[R, Q, H, E]`` of the rows' queries over the blocks of ``layer``, under the window,
-        chunks and soft cap of ``rule``."""
+        """Return the attention ``[R, Q, H, E]`` of the rows' queries ``query_RQHE`` over the blocks of ``layer``, under
+        the window, chunks and soft cap of ``rule``."""
         window = self._longest if rule.window is None else min(rule.window, self._longest)
         limits = window, rule.chunk or self._longest
         visible = self._visible_context(limits, query_RQHE.dtype)
@@ -182,7 +196,7 @@ class _Gathered:
 
     def _compute_visible_context(self, window: int, chunk: int, dtype: torch.dtype) -> _VisibleContext:
         """Return the blocks that contain the visible context of each row under this window and chunk size, and the mask
-        of their positions."""
+        of their positions, as ``dtype``."""
         # the first query of a row sees the earliest positions: its first visible block is the row's first
         first_R: Index = np.maximum(self._starts_R - window + 1, self._starts_R // chunk * chunk) // BLOCK
         final_R: Index = self._last_R // BLOCK
@@ -210,8 +224,8 @@ def _concatenate_runs(begins_R: Index, counts_R: Index) -> Index:
 
 
 def row_buckets(geometry: Geometry, rows: Index) -> Iterator[Index]:
-    """Yield groups of ``rows`` of a pass with similar numbers of queries and similar lengths, so that a padded group
-    contains little padding."""
+    """Yield groups of ``rows`` of the pass with the layout ``geometry`` with similar numbers of queries and similar
+    lengths, so that a padded group contains little padding."""
     for few in bucket_by_length(geometry.counts_R[rows]):
         alike = rows[few]
         for chosen in bucket_by_length(geometry.starts_R[alike] + geometry.counts_R[alike]):

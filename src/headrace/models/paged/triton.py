@@ -48,17 +48,24 @@ class TritonAttention:
     """The attention of one pass with Triton kernels (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Prepare the pass with the layout ``geometry``: its decoding rows for the kernel, the others as in
-        :mod:`.reference`."""
+        """Prepare the pass with the layout ``geometry`` on ``device``: its decoding rows for the kernel, the others as
+        in :mod:`.reference`."""
         self._geometry, self._device = geometry, device
         self._gathered: ReferenceAttention | None = None
+        """The attention without kernels, for layers that the kernel does not support; ``None`` until one is
+        computed."""
         split = geometry.num_decode
         self._writer = Writer(geometry, device)
+        """The writer of new keys and values into the cache."""
         self._num_decode = split
         self._tables_DB = torch.from_numpy(np.ascontiguousarray(geometry.tables_RB[:split], np.int32)).to(device)
+        """The blocks of each decoding row."""
         self._positions_D = torch.from_numpy(geometry.starts_R[:split]).to(device)
+        """The position of the new token of each decoding row."""
         self._longest = int(geometry.starts_R[:split].max()) + 1 if split else 0
+        """The largest number of tokens of a decoding row, the new one included; 0 without such rows."""
         self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
+        """The attention of the other rows; ``None`` without such rows."""
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Write the new keys and values into the cache, and return the attention ``[N, H, E]`` of the pass."""
@@ -129,8 +136,8 @@ def _power(size: int) -> int:
 
 
 def columns(size: int, value_size: int, itemsize: int) -> int:
-    """Return the number of columns that a program reads at a time, for keys and values of these sizes with ``itemsize``
-    bytes per number; 0 if they are too large for the kernel."""
+    """Return the number of columns that a program reads at a time, for keys of ``size`` and values of ``value_size``
+    numbers with ``itemsize`` bytes per number; 0 if they are too large for the kernel."""
     line = (_power(size) + _power(value_size)) * itemsize
     return next((tile for tile in TILES if tile * line <= TILE_BYTES), 0)
 

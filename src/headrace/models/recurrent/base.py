@@ -48,7 +48,8 @@ class Recurrence(Protocol):
         ...
 
     def chunk(self, inputs_BL: Tensors, lengths_B: Tensor, state_B: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute several sequences that are padded on the right to the same length, with gradients.
+        """Compute several sequences, with the inputs ``inputs_BL``, that are padded on the right to the same length,
+        with gradients.
 
         ``state_B`` is the state before each sequence; ``None`` for zeros. Return the outputs ``[B, L, ...]``, which are
         arbitrary in padding, and the state after the last token of each sequence.
@@ -56,9 +57,9 @@ class Recurrence(Protocol):
         ...
 
     def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
-        """Compute one token of each of R sequences, whose states are in the slots ``slots_R`` of the pool ``pool_P``,
-        and update the states in place. Return the outputs ``[R, ...]``. ``ops`` are the compiled kernels, for float32
-        on a CPU."""
+        """Compute one token, with the inputs ``inputs_R``, of each of R sequences, whose states are in the slots
+        ``slots_R`` of the pool ``pool_P``, and update the states in place. Return the outputs ``[R, ...]``. ``ops`` are
+        the compiled kernels, for float32 on a CPU."""
         ...
 
 
@@ -72,11 +73,11 @@ def inside(lengths_B: Tensor, length: int) -> Tensor:
     return torch.arange(length, device=lengths_B.device) < lengths_B[:, None]
 
 
-def chunk_size_for(length: int, largest: int) -> int:
+def choose_chunk_size(length: int, largest: int) -> int:
     """Return the chunk size, at most ``largest``, with which to compute sequences of ``length`` tokens. Every chunk is
     computed completely, so that short sequences need small chunks.
 
-    >>> [chunk_size_for(length, 64) for length in (100, 20, 1)]
+    >>> [choose_chunk_size(length, 64) for length in (100, 20, 1)]
     [64, 32, 16]
     """
     size = largest

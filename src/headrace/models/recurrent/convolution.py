@@ -28,6 +28,7 @@ class Convolution:
         self._bias_C = bias_C
         self._activation = activation
         self._activate: Callable[[Tensor], Tensor] = torch.nn.Identity() if activation is None else ACT2FN[activation]
+        """The activation as a function."""
 
     def shape(self, inputs_N: Tensors) -> StateShape:
         """Return the size of the state: for every channel, the previous inputs that the filter still needs."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.models.kernels.ops import Kernels
-from headrace.models.recurrent.base import StateShape, Tensors, chunk_size_for, inside
+from headrace.models.recurrent.base import StateShape, Tensors, choose_chunk_size, inside
 
 _EPSILON = 1e-6
 """The constant ε in the norm of queries and keys, as in transformers."""
@@ -49,7 +49,7 @@ class DeltaRule:
         # padding neither decays the state nor writes into it
         decay_BLH, rate_BLH = decay_BLH.where(here_BL1, 0.0), rate_BLH.where(here_BL1, 0.0)
         out, after = self._reference(
-            query, key, value, decay_BLH, rate_BLH, chunk_size=chunk_size_for(length, self._chunk_size),
+            query, key, value, decay_BLH, rate_BLH, chunk_size=choose_chunk_size(length, self._chunk_size),
             initial_state=state_B, output_final_state=True, use_qk_l2norm_in_kernel=self._normed,
         )  # fmt: skip
         return out, after

@@ -47,10 +47,11 @@ class MixerCall:
         self._plan = plan
         self._layer = layer
         self._count = 0
+        """The number of recurrences that the mixer has computed in this call."""
 
     def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence over the tokens of the pass with the plan, and return its outputs. The state is
-        identified by the layer and by the number of earlier recurrences."""
+        """Compute a recurrence over the inputs ``inputs_N`` of the tokens of the pass with the plan, and return its
+        outputs. The state is identified by the layer and by the number of earlier recurrences."""
         key = self._layer, self._count
         self._count += 1
         found: Tensor = self._plan.recur(key, recurrence, inputs_N)
@@ -69,9 +70,12 @@ class RecurrentForward:
         """Prepare the replacement of the forward method of ``module``, a mixer. The caller assigns it to the module."""
         self.layer: int = module.layer_idx  # type: ignore[assignment]
         self._own = module.forward
+        """The module's own forward method."""
         self._call: MixerCall | None = None
+        """The call of the mixer that is being computed with a plan; ``None`` outside such a call."""
         self._module = module
         self._packed = self._bind()
+        """The module's forward method with recurrences that the plan computes."""
 
     def _bind(self) -> Function:
         """Return the code of the module's own forward method with other global names: in place of transformers'
@@ -232,6 +236,7 @@ class _PlanBridge:
     def __init__(self, model: nn.Module, trunk: nn.Module) -> None:
         """Register the hooks of ``model`` and of ``trunk``, the part of the model that computes hidden states."""
         self._plan: Any = None
+        """The plan of the call of the model that is being computed."""
         model.register_forward_pre_hook(self._store, with_kwargs=True)
         trunk.register_forward_pre_hook(self._pass_on, with_kwargs=True)
 
@@ -269,7 +274,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def recurrent_layers(model: nn.Module) -> list[int]:
-    """Return the indices of the layers whose mixers have a state."""
+    """Return the indices of the layers of ``model`` whose mixers have a state."""
     found = (module.__dict__.get("forward") for module in model.modules())
     return sorted({each.layer for each in found if isinstance(each, RecurrentForward)})
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.models.kernels.ops import Kernels
-from headrace.models.recurrent.base import StateShape, Tensors, chunk_size_for, inside
+from headrace.models.recurrent.base import StateShape, Tensors, choose_chunk_size, inside
 
 
 class StateSpace:
@@ -48,7 +48,8 @@ class StateSpace:
         # a step of 0 neither decays the state nor writes into it
         step_BLH = step_BLH.where(inside(lengths_B, length)[:, :, None], 0.0)
         out, after = self._reference(
-            x_BLHE, step_BLH, self._rate_H, into_BLGS, from_BLGS, chunk_size=chunk_size_for(length, self._chunk_size),
+            x_BLHE, step_BLH, self._rate_H, into_BLGS, from_BLGS,
+            chunk_size=choose_chunk_size(length, self._chunk_size),
             D=self._skip_H, initial_states=state_B, return_final_states=True,
         )  # fmt: skip
         return out, after

@@ -39,7 +39,8 @@ class StatePool:
         device: torch.device | str,
         ops: Kernels | None = None,
     ) -> None:
-        """Allocate ``num_slots`` slots. ``shapes`` are the sizes of the states of one sequence."""
+        """Allocate ``num_slots`` slots on ``device``. ``shapes`` are the sizes of the states of one sequence, and
+        ``ops`` are the kernels that update states (``None``: torch does)."""
         self.shapes = dict(shapes)
         self.ops = ops
         """The compiled kernels that update the states of decoding sequences; ``None``: torch updates them."""
@@ -107,13 +108,17 @@ class StatePass:
         self.num_decode = 0
         """The number of decoding rows, which come first."""
         self._slots_D: Tensor | None = None
+        """The slot of each decoding row; ``None`` without such rows."""
         self._buckets: list[_PaddedRows] = []
+        """The other rows in buckets of similar length."""
         self._place_F: Tensor | None = None
+        """The index of each token of the other rows in the concatenated outputs of all buckets; ``None`` if they are in
+        order."""
 
     def begin(self, starts_R: Index, counts_R: Index, num_decode: int, device: torch.device) -> None:
         """Set the layout of the pass, and clear the states of rows that start at position 0. ``counts_R`` is the number
         of new tokens of each row, from position ``starts_R`` on; the first ``num_decode`` rows have one token each. The
-        other rows are computed in buckets of similar length."""
+        other rows are computed in buckets of similar length. Index tensors are on ``device``."""
         self._pool.clear(self._slots_R[starts_R == 0].tolist())
         self.num_decode = num_decode
         self._slots_D = torch.from_numpy(self._slots_R[:num_decode].copy()).to(device) if num_decode else None

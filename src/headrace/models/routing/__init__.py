@@ -2,7 +2,7 @@
 
 In a mixture-of-experts model, a router scores the experts for every token, and the best few compute it. Slightly
 different numbers, or weights that are one step older, lead to other experts, so that the learner's log π would belong
-to another computation. Therefore the engine records the chosen experts (:class:`RoutingRecorder`), and the learner
+to another computation. Therefore the engine records the selected experts (:class:`RoutingRecorder`), and the learner
 replays them (:class:`RoutingReplay`): the *selection* is the recorded one, and the *gate values* are computed from the
 current scores of the selected experts, so that the router still has a gradient.
 

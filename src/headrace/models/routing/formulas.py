@@ -1,11 +1,11 @@
-"""Detection of the formula by which the routers of a model weight the chosen experts, for any family.
+"""Detection of the formula by which the routers of a model weight the selected experts, for any family.
 
     class of the router ──▶ a new instance with random weights ──▶ its outputs for random tokens, in three precisions
     every formula here  ──▶ the same gates for the same experts, bit for bit? ──▶ the first formula for which this holds
 
 A formula is needed because a replay assigns other experts to a token than the router would choose now. Their gates are
 computed from the scores of all experts, so that every expert has its current score and its gradient. The precision and
-the order of the operations are those of the router, so that the gates of experts that the router did choose are
+the order of the operations are those of the router, so that the gates of experts that the router selected are
 unchanged, bit for bit.
 
 Shape legend: N tokens, H hidden size, E experts, K selected experts.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from headrace.models.settings import BUILDING
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""The logits ``[N, E]`` of all experts, and the gates and indices ``[N, K]`` of the chosen experts."""
+"""The logits ``[N, E]`` of all experts, and the gates and indices ``[N, K]`` of the selected experts."""
 _Scores = Callable[[Tensor, Tensor], Tensor]
 """A function ``scores(logits_NE, experts_NK)`` that returns the scores ``[N, K]`` of selected experts."""
 
@@ -60,11 +60,11 @@ _PROBES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateFormula:
-    """A formula for the gates of chosen experts: scores of the experts, which may be divided by their sum and
+    """A formula for the gates of selected experts: scores of the experts, which may be divided by their sum and
     multiplied by a scale."""
 
     scores: _Scores
-    """The function that computes the scores of the chosen experts from the logits."""
+    """The function that computes the scores of the selected experts from the logits."""
     single: bool
     """Whether scores are computed in float32, whatever the dtype of the logits."""
     epsilon: float | str | None
@@ -92,7 +92,7 @@ class GateFormula:
 
 def _read_dense(output: tuple[Tensor, ...], top_k: int) -> Routed:
     """Return the logits and the ``top_k`` largest gates with their experts, for a router that returns the gates of all
-    experts and their logits. If the gate of a chosen expert is rounded to zero, another expert with the gate zero may
+    experts and their logits. If the gate of a selected expert is rounded to zero, another expert with the gate zero may
     be returned, which has no effect."""
     weights_NE, logits_NE = output
     gates_NK, experts_NK = weights_NE.topk(top_k, dim=1)
@@ -100,7 +100,7 @@ def _read_dense(output: tuple[Tensor, ...], top_k: int) -> Routed:
 
 
 def _dense_gates(routed: Routed) -> Tensor:
-    """Return the gates of all experts, ``[N, E]``, with zero for experts that were not chosen."""
+    """Return the gates of all experts, ``[N, E]``, with zero for experts that were not selected."""
     logits_NE, gates_NK, experts_NK = routed
     return torch.zeros_like(logits_NE).scatter(1, experts_NK, gates_NK.to(logits_NE.dtype))
 
@@ -110,7 +110,7 @@ class KnownRouter:
     """The properties of a model's routers, which are all of one class: their sizes, and their gate formula."""
 
     gates: GateFormula
-    """The formula for the gates of the chosen experts."""
+    """The formula for the gates of the selected experts."""
     top_k: int
     """The number of experts per token."""
     num_experts: int
@@ -118,16 +118,16 @@ class KnownRouter:
     gives_logits: bool
     """Whether the router's scores of all experts are logits; otherwise they are probabilities."""
     chooses_by_logits: bool
-    """Whether the chosen experts are those with the largest logits. Otherwise biases or groups affect the choice."""
+    """Whether the selected experts are those with the largest logits. Otherwise biases or groups affect the choice."""
     dense: bool = False
-    """Whether the routers return the gates ``[N, E]``, zero for experts that are not chosen, and then logits (Llama 4).
-    Otherwise they return logits, gates and indices."""
+    """Whether the routers return the gates ``[N, E]``, zero for experts that are not selected, and then logits (Llama
+    4). Otherwise they return logits, gates and indices."""
 
     def read(self, output: tuple[Tensor, ...]) -> Routed:
-        """Return the logits, and the gates and indices of the chosen experts, from the output of a router."""
+        """Return the logits, and the gates and indices of the selected experts, from the output of a router."""
         return _read_dense(output, self.top_k) if self.dense else (output[0], output[1], output[2])
 
-    def output_of(self, routed: Routed) -> tuple[Tensor, ...]:
+    def make_output(self, routed: Routed) -> tuple[Tensor, ...]:
         """Return the output of a router for the logits, gates and experts in ``routed``. This is the inverse of
         :meth:`read`."""
         if not self.dense:
@@ -135,10 +135,10 @@ class KnownRouter:
         return _dense_gates(routed), routed[0]
 
 
-def find_router(kind: type[nn.Module], config: Any) -> KnownRouter | None:
-    """Return the properties of the routers of the class ``kind`` in a model with the configuration ``config``; ``None``
-    if none of the formulas here is that of the routers."""
-    found = [_Probe.of(kind, config, dtype) for dtype in _DTYPES]
+def find_router(router_class: type[nn.Module], config: Any) -> KnownRouter | None:
+    """Return the properties of the routers of the class ``router_class`` in a model with the configuration ``config``;
+    ``None`` if none of the formulas here is that of the routers."""
+    found = [_Probe.run(router_class, config, dtype) for dtype in _DTYPES]
     probes = [probe for probe in found if probe is not None]
     if len(probes) < len(found):
         return None
@@ -165,28 +165,30 @@ def _formulas(router: nn.Module) -> Iterator[GateFormula]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Probe:
-    """The outputs of a router with random weights for random tokens, with which formulas are compared."""
+    """The outputs of a router with random weights for N random tokens. A formula is right if it computes the same gates
+    from the same logits and experts."""
 
     router: nn.Module
     """The router with random weights."""
     logits_NE: Tensor
-    """The router's logits of all experts, or probabilities for some routers."""
+    """What the router returns for all E experts: logits, or probabilities for some routers."""
     gates_NK: Tensor
-    """The gates of the chosen experts."""
+    """The gates (the weights in the output) of the K experts that the router selected for each token."""
     experts_NK: Tensor
-    """The indices of the chosen experts."""
+    """The indices of the selected experts."""
     dense: bool
     """Whether the router returns gates of all experts, as in :attr:`KnownRouter.dense`."""
 
     @staticmethod
     @torch.inference_mode()
-    def of(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> _Probe | None:
-        """Build a router of the class ``kind`` in this precision and call it. Return ``None`` if it cannot be built or
-        called in the usual way, or does not return logits, gates and experts."""
+    def run(router_class: type[nn.Module], config: Any, dtype: torch.dtype) -> _Probe | None:
+        """Build a router of the class ``router_class`` from the model's configuration ``config``, with random weights
+        of the type ``dtype``, and call it. Return ``None`` if it cannot be built or called in the usual way, or does
+        not return logits, gates and experts."""
         generator = torch.Generator().manual_seed(0)
         with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu"):
             try:
-                router: Any = kind(config).to(dtype).eval()
+                router: Any = router_class(config).to(dtype).eval()
             except (TypeError, AttributeError):
                 return None
         for each in itertools.chain(router.parameters(), router.buffers()):
@@ -200,14 +202,14 @@ class _Probe:
         scale_N1 = torch.logspace(-2, 1, _PROBES)[:, None]
         scale_N1[::2] *= -1
         hidden_NH = (torch.randn(_PROBES, size, generator=generator).abs() * scale_N1).to(dtype)
-        biases = [torch.randn(num_experts, generator=generator) for _ in range(_num_biases(kind))]
+        biases = [torch.randn(num_experts, generator=generator) for _ in range(_num_biases(router_class))]
         for given in (hidden_NH, hidden_NH[None]):
             try:
                 output = router(given, *biases)
                 dense = len(output) == 2
                 routed = logits_NE, gates_NK, experts_NK = _read_dense(output, router.top_k) if dense else output
                 if dense and not torch.equal(_dense_gates(routed), output[0]):
-                    return None  # experts that are not chosen have gates, too
+                    return None  # experts that are not selected have gates, too
             except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
                 continue
             found = _Probe(router=router, logits_NE=logits_NE, gates_NK=gates_NK, experts_NK=experts_NK, dense=dense)
@@ -215,7 +217,8 @@ class _Probe:
         return None
 
     def fits(self, num_experts: int) -> bool:
-        """Return whether the outputs have the form of a router's outputs: logits of every expert, and gates of some."""
+        """Return whether the outputs have the form of a router's outputs: logits of each of the ``num_experts``
+        experts, and gates of some."""
         tensors = [self.logits_NE, self.gates_NK, self.experts_NK]
         return (
             all(isinstance(each, Tensor) and each.ndim == 2 and len(each) == _PROBES for each in tensors)
@@ -225,12 +228,12 @@ class _Probe:
         )
 
     def computed_by(self, formula: GateFormula) -> bool:
-        """Return whether ``formula`` computes the router's gates for the experts that it chose, bit for bit."""
+        """Return whether ``formula`` computes the router's gates for the experts that it selected, bit for bit."""
         found_NK = formula(self.router, self.logits_NE, self.experts_NK).to(self.gates_NK.dtype)
         return torch.equal(found_NK.nan_to_num(-1.0), self.gates_NK.nan_to_num(-1.0))
 
     def chooses_by_logits(self, formula: GateFormula) -> bool:
-        """Return whether the router has chosen the experts with the largest logits, for all tokens whose scores under
+        """Return whether the router has selected the experts with the largest logits, for all tokens whose scores under
         ``formula`` are all different."""
         scores_NE = formula.scores(
             self.logits_NE.float(), torch.arange(self.logits_NE.shape[1]).expand_as(self.logits_NE)
@@ -241,7 +244,7 @@ class _Probe:
         return bool(differ_N.any() and same_N[differ_N].all())
 
 
-def _num_biases(kind: type[nn.Module]) -> int:
+def _num_biases(router_class: type[nn.Module]) -> int:
     """Return the number of arguments of the router after the tokens, which are biases of experts."""
-    given = list(inspect.signature(kind.forward).parameters.values())[2:]
+    given = list(inspect.signature(router_class.forward).parameters.values())[2:]
     return sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in given)

@@ -33,8 +33,9 @@ class RoutingPass:
     creates it and yields it to the caller."""
 
     def __init__(self, routing: Routing, routed: RoutedModel, *, forced: bool, device: torch.device) -> None:
-        """Prepare the replay of ``routing``, the recorded experts of each token. If ``forced`` is false, the routers
-        choose on their own, and only the differences are counted."""
+        """Prepare the replay of ``routing``, the recorded experts of each token, in the layers that ``routed``
+        describes, with tensors on ``device``. If ``forced`` is false, the routers select on their own, and only the
+        differences are counted."""
         self.routed = routed
         """The model of the replay to which the pass belongs."""
         small = np.uint8 if routing.experts_RLK.dtype == np.uint8 else np.int32
@@ -46,8 +47,12 @@ class RoutingPass:
         """The number of pairs of a token with known routing and a layer, of which :attr:`differing` is a part."""
         self._forced = forced
         self._known_N = torch.tensor(routing.known_T, device=device)
+        """Whether the experts of each token are known."""
         self._experts_NLK = torch.from_numpy(experts_NLK).to(device)
+        """The recorded experts of each token; arbitrary where they are not known."""
         self._differing: dict[int, Tensor] = {}
+        """The number of tokens with known routing for which the router of each layer would select other experts, on the
+        device."""
 
     @property
     def differing(self) -> int:
@@ -77,7 +82,7 @@ class RoutingPass:
         if not self._forced:
             return output
         gates_NK = known.gates(router, logits_NE, experts_NK).to(gates_NK.dtype)
-        return known.output_of((logits_NE, gates_NK, experts_NK))
+        return known.make_output((logits_NE, gates_NK, experts_NK))
 
 
 NOW: ContextVar[RoutingPass | None] = ContextVar("routing", default=None)
@@ -94,7 +99,8 @@ class RoutingReplay:
     """
 
     def __init__(self, routed: RoutedModel) -> None:
-        """Register a hook on every router of the model. Outside a replay the hooks change nothing."""
+        """Register a hook on every router of the model that ``routed`` describes. Outside a replay the hooks change
+        nothing."""
         self._routed = routed
         for index, layer in enumerate(routed.layers):
             layer.router.register_forward_hook(partial(self._route, index), prepend=True)
@@ -142,11 +148,13 @@ class RoutingRecorder:
     """
 
     def __init__(self, routed: RoutedModel) -> None:
-        """Register a hook on every router of the model; recording is off at first."""
+        """Register a hook on every router of the model that ``routed`` describes; recording is off at first."""
         self._known, self.on = routed.known, False
         """Whether passes are recorded. If not, the recorder costs one Python call per layer."""
         self._dtype = torch.uint8 if routed.dtype.itemsize == 1 else torch.uint16
-        self._chosen: list[Tensor | None] = [None] * routed.num_layers
+        """The dtype in which experts are recorded."""
+        self._experts: list[Tensor | None] = [None] * routed.num_layers
+        """The experts of the latest pass for each layer; ``None`` for a layer that has not been computed."""
         for index, layer in enumerate(routed.layers):
             layer.router.register_forward_hook(partial(self._record, index))
 
@@ -156,16 +164,16 @@ class RoutingRecorder:
 
         Raises :class:`~headrace.base.errors.ModelError` unless every router was called while the recorder was on.
         """
-        chosen = [experts_NK for experts_NK in self._chosen if experts_NK is not None]
-        missing = [index for index, experts_NK in enumerate(self._chosen) if experts_NK is None]
+        recorded = [experts_NK for experts_NK in self._experts if experts_NK is not None]
+        missing = [index for index, experts_NK in enumerate(self._experts) if experts_NK is None]
         if missing:
             raise ModelError(
-                f"no routing was recorded in {len(missing)} of {len(self._chosen)} layers (the first: {missing[0]})",
+                f"no routing was recorded in {len(missing)} of {len(self._experts)} layers (the first: {missing[0]})",
                 remedy="set recorder.on before the forward pass and take once after it; "
                 "if that is so, a fused kernel bypasses the router: load the model without it",
             )
-        self._chosen = [None] * len(self._chosen)
-        return torch.stack(chosen, dim=1).to(self._dtype)
+        self._experts = [None] * len(self._experts)
+        return torch.stack(recorded, dim=1).to(self._dtype)
 
     def take(self) -> Experts:
         """Return the experts ``[N, L, K]`` of the pass since the last call in host memory. Errors are those of
@@ -174,7 +182,7 @@ class RoutingRecorder:
         return experts_NLK
 
     def _record(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
-        """Store the experts that the router of layer ``index`` chose, while recording is on. A forward hook of the
+        """Store the experts that the router of layer ``index`` selected, while recording is on. A forward hook of the
         router."""
         if self.on:
-            self._chosen[index] = self._known.read(output)[2]
+            self._experts[index] = self._known.read(output)[2]

@@ -61,7 +61,7 @@ class FrozenAgent(AgentSection):
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
         """Return the settings of the policy's model with the weights with which the run begins."""
-        return model.of_policy()
+        return model.keep_policy_adapter()
 
     def __str__(self) -> str:
         return "the weights that the run begins with"
@@ -77,9 +77,9 @@ class AdapterAgent(AgentSection):
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
         """Return the settings of the trained model with this agent's adapter in place of the run's adapter."""
-        from headrace.models.lora import config_of
+        from headrace.models.lora import read_lora_config
 
-        return model.model_copy(update={"lora": config_of(Path(self.path))})
+        return model.model_copy(update={"lora": read_lora_config(Path(self.path))})
 
     def __str__(self) -> str:
         return f"the adapter in {self.path}"

@@ -112,7 +112,7 @@ def compile_ahead(model: ModelConfig, engine: EngineConfig) -> None:
     compiled yet, so that they are ready sooner when the engine starts."""
     from headrace.models.devices import AUTO, CPU
 
-    if engine.fuses and model.dtype == "float32" and engine.device in (AUTO, CPU):
+    if engine.can_fuse and model.dtype == "float32" and engine.device in (AUTO, CPU):
         from headrace.models.kernels.build import build_ahead
 
         build_ahead()

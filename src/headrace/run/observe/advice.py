@@ -193,7 +193,7 @@ def _advise_sync(account: Account, settings: VerdictSettings) -> str:
     """Return the advice for a run that waits for the weight sync. Versions are sent one after the other: where the sync
     is nearly always busy, letting generation run further ahead does not help, so fewer steps are advised."""
     less = "Send less with each version (sync.codec), or another way (sync.transport)."
-    if account.of_time(account.lanes_s.get("sync", 0.0)) < BUSY_SHARE:
+    if account.to_fraction(account.lanes_s.get("sync", 0.0)) < BUSY_SHARE:
         return " ".join(filter(None, [less, _advise_running_ahead_if_idle(account, settings)]))
     size = f"flow.groups_per_step{_present_value(settings.groups_per_step)}"
     return f"{less} Or make fewer, larger steps ({size}), which changes what is learned."

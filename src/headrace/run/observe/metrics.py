@@ -50,7 +50,7 @@ def over_run(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 def table() -> str:
     """Return the registry of all metrics as a Markdown table, one row for each, for the documents."""
-    rows = [f"| `{row.name}` | {row.unit or '–'} | {row.how} | {row.what}. |" for row in REGISTRY]
+    rows = [f"| `{row.name}` | {row.unit or '–'} | {row.aggregation} | {row.meaning}. |" for row in REGISTRY]
     return "\n".join(["| metric | unit | over steps | meaning |", "|---|---|---|---|", *rows, ""])
 
 

@@ -140,7 +140,7 @@ def processor_waits(a: Account) -> dict[str, float]:
     on_path = {
         Cause.LEARNER: (1 - a.learner_idle, 1 - a.learner_idle),
         Cause.ENGINE: (a.learner_waits(Cause.ENGINE), 1 - a.engine_idle),
-        Cause.CONTROLLER: (a.learner_waits(Cause.CONTROLLER), a.of_time(a.controller_busy_s)),
+        Cause.CONTROLLER: (a.learner_waits(Cause.CONTROLLER), a.to_fraction(a.controller_busy_s)),
     }
     shares = {
         str(part): path * min(1.0, a.queued_s.get(part, 0.0) / a.observed_s / busy)
@@ -159,7 +159,7 @@ def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
     busy = {
         Bound.LEARNER: 1 - a.learner_idle,
         Bound.GENERATION: 1 - a.engine_idle,
-        Bound.CONTROLLER: a.of_time(a.controller_busy_s),
+        Bound.CONTROLLER: a.to_fraction(a.controller_busy_s),
     }
     if _is_short_of_processors(a):
         return Bound.PROCESSORS
@@ -214,11 +214,11 @@ def _precise_bound(a: Account, bound: Bound) -> Bound:
     """Return the reason why the learner waits for episodes, where ``bound`` means such a wait: too few groups in flight
     (``CAPACITY``), the last episodes of a batch (``STRAGGLERS``), or an engine that mostly reads prompts
     (``PREFILL``). In all other cases return ``bound`` itself."""
-    if bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING) and a.of_time(a.held_back_s) >= MAIN_SHARE:
+    if bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING) and a.to_fraction(a.held_back_s) >= MAIN_SHARE:
         return Bound.CAPACITY
     if bound in (Bound.GENERATION, Bound.ENVIRONMENT):
         waits = a.learner_waits(Cause.ENGINE) + a.learner_waits(Cause.ENVIRONMENT)
-        tail = a.of_time(a.straggler_s)
+        tail = a.to_fraction(a.straggler_s)
         if tail >= SMALL_SHARE and tail >= MAIN_SHARE * waits:
             return Bound.STRAGGLERS
     if bound is Bound.GENERATION and a.prefill_s >= MAIN_SHARE * a.engine_busy_s > 0:
@@ -235,7 +235,7 @@ def _cost_of_bound(bound: Bound, a: Account) -> float:
         case Bound.PROCESSORS:
             return sum(processor_waits(a).values())
         case Bound.STRAGGLERS:
-            return min(a.of_time(a.straggler_s), a.learner_idle)
+            return min(a.to_fraction(a.straggler_s), a.learner_idle)
         case Bound.BALANCED | Bound.NOTHING:
             return 0.0
         case Bound.CAPACITY:
@@ -267,7 +267,7 @@ def _largest_rate(bound: Bound, frac: float, a: Account) -> tuple[float, NextBou
         return 0.0, NextBound.REST
     if bound is Bound.PROCESSORS:
         return (rate / (1 - frac) if frac < 1 else 0.0), NextBound.REST
-    busy = {NextBound.LEARNER: 1 - a.learner_idle, NextBound.CONTROLLER: a.of_time(a.controller_busy_s)}
+    busy = {NextBound.LEARNER: 1 - a.learner_idle, NextBound.CONTROLLER: a.to_fraction(a.controller_busy_s)}
     # for other bounds the engine could sample more sequences at once in the same time
     if bound in (Bound.LEARNER, Bound.CONTROLLER, Bound.TURNS):
         busy[NextBound.ENGINE] = 1 - a.engine_idle
@@ -305,7 +305,7 @@ def _finding_in_words(bound: Bound, a: Account) -> str:
     idle_matters = together or bound in (Bound.TURNS, Bound.LEARNER, Bound.NOTHING, Bound.CONTROLLER)
     sentences.append(f"The engine {engine if idle_matters else brief}.")
     if a.controller_busy_s:
-        sentences.append(f"The controller works {percent(a.of_time(a.controller_busy_s))}.")
+        sentences.append(f"The controller works {percent(a.to_fraction(a.controller_busy_s))}.")
     if cause is not None and together and _is_longest_wait(a, cause):
         learner = _wait_percents(a.learner_busy_s, a.learner_waits_s, a.seconds).get(cause, 0)
         waits = _wait_percents(a.engine_busy_s, a.engine_waits_s, a.seconds).get(cause, 0)
@@ -317,10 +317,10 @@ def _finding_in_words(bound: Bound, a: Account) -> str:
         case Bound.PREFILL:
             sentences.append(f"{percent(a.prefill_s / a.engine_busy_s)} of the engine's work is reading prompts.")
         case Bound.STRAGGLERS:
-            tail = percent(a.of_time(a.straggler_s))
+            tail = percent(a.to_fraction(a.straggler_s))
             sentences.append(f"{tail} of the time the learner waits for the last tenth of a batch's episodes.")
         case Bound.CAPACITY:
-            held = percent(a.of_time(a.held_back_s))
+            held = percent(a.to_fraction(a.held_back_s))
             sentences.append(f"{held} of the time flow.capacity keeps more groups from running, and no request waits.")
     queued = processor_waits(a)
     if bound is Bound.PROCESSORS or sum(queued.values()) >= SMALL_SHARE:
@@ -368,9 +368,9 @@ def _other_losses(bound: Bound, a: Account) -> str:
     """Return losses of the run that are not its bound, as sentences: waits for the sync, the last episodes of batches,
     tokens that are never trained, and the age of trained tokens. Small losses are left out; the text may be empty."""
     sentences: list[str] = []
-    if bound is not Bound.SYNC and (exposed := a.of_time(a.exposed_sync_s)) >= NOTED_SHARE:
+    if bound is not Bound.SYNC and (exposed := a.to_fraction(a.exposed_sync_s)) >= NOTED_SHARE:
         sentences.append(f"the learner is blocked by the sync {percent(exposed)} of the time")
-    if bound is not Bound.STRAGGLERS and (tail := a.of_time(a.straggler_s)) >= SMALL_SHARE:
+    if bound is not Bound.STRAGGLERS and (tail := a.to_fraction(a.straggler_s)) >= SMALL_SHARE:
         sentences.append(f"{percent(tail)} of the time it waits for the last tenth of a batch's episodes")
     wasted = sum(a.wasted_tokens.values())
     if wasted and wasted >= NOTED_SHARE * a.generated_tokens:
@@ -415,4 +415,4 @@ def _is_crowded(a: Account) -> bool:
     >>> [_is_crowded(Account(seconds=10.0, controller_busy_s=busy_s)) for busy_s in (2.0, 6.0)]
     [False, True]
     """
-    return sum(processor_waits(a).values()) >= CROWDED_SHARE or a.of_time(a.controller_busy_s) >= MOST_CONTROLLER
+    return sum(processor_waits(a).values()) >= CROWDED_SHARE or a.to_fraction(a.controller_busy_s) >= MOST_CONTROLLER

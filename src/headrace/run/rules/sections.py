@@ -67,13 +67,13 @@ class RunSections(Section):
             flow = FlowConfig.model_validate(tree.get("flow", {}))
         except pydantic.ValidationError:
             return tree  # validation of the section itself will report it
-        if flow.greatest_age == 0:
+        if flow.largest_age == 0:
             return tree
         tree = {**tree, "algo": for_old_tokens(algo)}
         learner = tree.get("learner", {})
-        if algo.get("old") != "sampled" or not isinstance(learner, dict) or flow.greatest_age > MOST_VERSIONS:
+        if algo.get("old") != "sampled" or not isinstance(learner, dict) or flow.largest_age > MOST_VERSIONS:
             return tree
         kept = learner.get("old") or {}
         if not isinstance(kept, dict) or kept.get("kind", "sampled") != "sampled":
             return tree
-        return {**tree, "learner": {**learner, "old": {"kind": "sampled", "versions": flow.greatest_age, **kept}}}
+        return {**tree, "learner": {**learner, "old": {"kind": "sampled", "versions": flow.largest_age, **kept}}}

@@ -217,7 +217,7 @@ def _too_few_versions(c: RunSections) -> Broken:
     "sampled"`` and the learner keeps too few versions; else false. ``sampled`` compares each token with the weights
     that sampled it."""
     num_kept = c.learner.old.versions if isinstance(c.learner.old, SampledVersions) else 0
-    return c.algo.old == "sampled" and num_kept < c.flow.greatest_age and {"held": num_kept, "age": c.flow.greatest_age}
+    return c.algo.old == "sampled" and num_kept < c.flow.largest_age and {"held": num_kept, "age": c.flow.largest_age}
 
 
 def _no_teacher(c: RunSections) -> Broken:
@@ -297,7 +297,7 @@ _LEARNING: Rules = (
     ),
     SettingsRule(
         keys=("algo.old", "flow.max_age"),
-        broken=lambda c: c.algo.old == "sampled" and c.flow.greatest_age == 0,
+        broken=lambda c: c.algo.old == "sampled" and c.flow.largest_age == 0,
         reason="algo.old='sampled' has no effect with flow.max_age=0: the learner's weights sampled every token",
         remedy="leave algo.old out, or set flow.max_age >= 1",
     ),
@@ -527,7 +527,7 @@ _STALENESS: Rules = (
     ),
     SettingsRule(
         keys=("flow.max_age", "algo.correction", "algo.old", "algo.allow_uncorrected"),
-        broken=lambda c: c.flow.greatest_age > 0 and not c.algo.corrected and not c.algo.allow_uncorrected,
+        broken=lambda c: c.flow.largest_age > 0 and not c.algo.corrected and not c.algo.allow_uncorrected,
         reason="flow.max_age={flow.max_age} trains tokens of older weights, and algo corrects for none of it",
         remedy="set algo.correction = 'tis' (or another), algo.old = 'engine', or flow.max_age = 0; to insist, "
         "algo.allow_uncorrected = true",
@@ -539,7 +539,7 @@ def idle_clip(config: RunSections) -> list[str]:
     """Return a list with one warning for a run that trains tokens of older weights with a loss whose clip never acts;
     an empty list for any other run. The clip never acts where the loss compares π with the learner's own weights before
     the step, since the ratio is then always 1."""
-    if config.flow.greatest_age == 0 or not config.algo.clip_is_idle:
+    if config.flow.largest_age == 0 or not config.algo.clip_is_idle:
         return []
     weights = " and ".join(repr(part.kind) for part in config.algo.correction) or "nothing"
     return [

@@ -24,11 +24,11 @@ from headrace.models.hub import (
     MODEL_PATHS,
     MODEL_TABLES,
     Change,
+    change_models,
     is_hub_name,
     local_directory,
     pinned_path,
     same_repository,
-    with_models,
 )
 from headrace.rollout.environments.program import with_absolute_files
 from headrace.run.rules import FORMER_KEYS, refuse
@@ -310,14 +310,14 @@ def with_recorded_models(config: RunConfig, settings: Path) -> RunConfig:
 def as_recorded(config: RunConfig, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the settings in the form in which ``config.json`` records them, without the keys in ``exclude``. Hub
     models are recorded by name and commit, independent of the cache directory."""
-    return with_models(config.model_dump(mode="json", exclude=exclude), lambda _, path: pinned_path(path))
+    return change_models(config.model_dump(mode="json", exclude=exclude), lambda _, path: pinned_path(path))
 
 
 def _with_changed_paths(config: RunConfig, change: Change) -> RunConfig:
     """Return the settings with the result of ``change(setting's name, path)`` in place of the path of every model,
     validated again if a path has changed."""
     tree = config.model_dump(mode="json")
-    changed = with_models(tree, change)
+    changed = change_models(tree, change)
     return config if changed == tree else validate(RunConfig, changed)
 
 
@@ -330,5 +330,5 @@ def _model_paths(tree: dict[str, Any]) -> list[tuple[str, str]]:
         paths.append((setting, path))
         return path
 
-    with_models(tree, note)
+    change_models(tree, note)
     return paths

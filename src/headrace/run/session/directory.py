@@ -378,5 +378,5 @@ def run_file_of(where: Path) -> dict[str, Any] | Path:
     snapshot = newest_weights(where / CHECKPOINTS)
     if snapshot is None:
         return tree
-    trained = ModelConfig.model_validate(tree["model"]).at(str(snapshot))
+    trained = ModelConfig.model_validate(tree["model"]).with_snapshot(str(snapshot))
     return merge(tree, {"model": trained.model_dump(mode="json")})

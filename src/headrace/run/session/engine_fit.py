@@ -22,7 +22,7 @@ def slower_here(config: RunConfig, devices: Devices) -> list[str]:
     """Return warnings for the user about what makes the engine slower on this machine than it could be; an empty list
     where nothing does. The only such warning is a missing C++ compiler for the kernels of an engine on the CPU."""
     engine, model = config.engine, config.model
-    compiles = engine.fuses and model.dtype == "float32" and CPU in devices.engines
+    compiles = engine.can_fuse and model.dtype == "float32" and CPU in devices.engines
     if not compiles or config.launch.remote or find_compiler() is not None:
         return []
     return [str(Unavailable(reason=NO_COMPILER))]

@@ -33,9 +33,9 @@ def explain(prepared: Prepared) -> str:
     flow, cores = config.flow, num_cores()
     episodes = flow.groups_per_step * flow.group_size
     epochs = config.run.steps * flow.groups_per_step / len(prepared.tasks)
-    pace = "generation and training take turns" if flow.greatest_age == 0 else (
+    pace = "generation and training take turns" if flow.largest_age == 0 else (
         f"generation runs up to {plural(flow.effective_lead, 'batch', 'batches')} ahead; no token is trained at an "
-        f"age over {flow.greatest_age}"
+        f"age over {flow.largest_age}"
     )  # fmt: skip
     cluster, engines, ranks = config.launch.cluster, config.engine.count, config.learner.parallel.world
     lines = [

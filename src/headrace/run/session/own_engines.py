@@ -74,12 +74,12 @@ def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
     otherwise the path is the directory of a model, or of an adapter on the policy's base. ``policy`` is the model that
     is trained."""
     if teacher.path is None:
-        return policy.of_policy()
+        return policy.keep_policy_adapter()
     if isinstance(teacher, FrozenTeacher) and policy.lora is not None:
-        from headrace.models.lora import config_of
+        from headrace.models.lora import read_lora_config
 
         with errors_naming("learner.teachers: path"):
-            return policy.model_copy(update={"lora": config_of(Path(teacher.path))})
+            return policy.model_copy(update={"lora": read_lora_config(Path(teacher.path))})
     return policy.model_copy(update={"path": teacher.path, "lora": None})
 
 

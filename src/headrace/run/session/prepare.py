@@ -36,7 +36,7 @@ from headrace.models.devices import Devices, choose_devices, num_gpus
 from headrace.models.endings import stop_ids
 from headrace.models.load import num_weight_bytes, refuse_other_vocabulary, refuse_settings, supported_config
 from headrace.models.mixtures import routes
-from headrace.models.settings import limit_of, model_directory, read_config
+from headrace.models.settings import find_context_limit, model_directory, read_config
 from headrace.rollout import Chat
 from headrace.rollout.environments import Curriculum
 from headrace.rollout.environments.bridges import find_bridge
@@ -195,7 +195,7 @@ def _row_facts(config: RunConfig, tasks: list[Task], eval_tasks: list[Task]) -> 
     context limit and vocabulary size of the model."""
     path = config.model.path
     known = read_config(path).vocab_size
-    return RowFacts(config=config, tasks=tasks, eval_tasks=eval_tasks, limit=limit_of(path), vocab_size=known)
+    return RowFacts(config=config, tasks=tasks, eval_tasks=eval_tasks, limit=find_context_limit(path), vocab_size=known)
 
 
 def _isolation_warnings(config: RunConfig) -> list[str]:

@@ -19,13 +19,13 @@ from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores
 from headrace.base.errors import ConfigError, LedgerError, StoreError
-from headrace.base.store import COLUMNS, COLUMNS_LOST, StoreReader, read_batch, without_groups
+from headrace.base.store import COLUMNS, COLUMNS_LOST, StoreReader, read_batch, remove_groups
 from headrace.base.types.batch import Batch
 from headrace.base.types.outline import BatchOutline, groups_in_words
 from headrace.base.types.scored import ScoredGroup
 from headrace.control.credit import credit
 from headrace.control.loops.syncing import version_checksum
-from headrace.flow.layout import inline, lay_out, outline_of
+from headrace.flow.layout import inline, lay_out, make_outline
 from headrace.flow.ledger import Ledger
 from headrace.launch.config import threads
 from headrace.learner.base import LearnerContext
@@ -160,7 +160,7 @@ class RecordedBatches:
                 f"{unreadable[missing[0]].problem}",
                 remedy="a replay needs the folder 'columns' of the run's directory whole: flow.columns.keep = 'always'",
             )
-        return without_groups(complete, masked)[0] if masked else complete
+        return remove_groups(complete, masked)[0] if masked else complete
 
     def _outline(self, step: int) -> BatchOutline:
         """Return the outline of the batch of ``step``. The credit is computed again, from all groups of the step;
@@ -169,10 +169,10 @@ class RecordedBatches:
         groups = [
             ScoredGroup(number=number, episodes=tuple(self._ledger.episodes(number))) for number in self._steps[step]
         ]
-        return outline_of(
+        return make_outline(
             step,
             groups,
             credit(config.algo, groups, branch_weight=1.0 if flow.pivots is None else flow.pivots.weight),
             agents=config.model.adapter_agents,
-            oldest_version=step - flow.greatest_age if flow.policy.masks_stale else None,
+            oldest_version=step - flow.largest_age if flow.policy.masks_stale else None,
         )

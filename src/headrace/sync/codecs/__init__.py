@@ -17,7 +17,7 @@ CODECS = {
 """The codecs by their names in ``sync.codec``."""
 
 
-def codec_of(name: str) -> Codec:
+def get_codec(name: str) -> Codec:
     """Return the codec called ``name`` in ``sync.codec``. Raises :class:`~headrace.base.errors.ConfigError` for an
     unknown name."""
     if name not in CODECS:
@@ -25,4 +25,4 @@ def codec_of(name: str) -> Codec:
     return CODECS[name]
 
 
-__all__ = ["CODECS", "codec_of"]
+__all__ = ["CODECS", "get_codec"]

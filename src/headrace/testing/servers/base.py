@@ -199,7 +199,7 @@ async def handle_weight_label(server: FakeServer, request: Request) -> Any:
     return {"success": True, "new_version": server.label}
 
 
-def respond_with(make_response: Callable[[FakeServer], Any]) -> Handler:
+def make_handler(make_response: Callable[[FakeServer], Any]) -> Handler:
     """Return a handler that responds to every request with the result of ``make_response``, which depends only on the
     server's state."""
 

@@ -26,8 +26,8 @@ from headrace.testing.servers.base import (
     handle_sleep,
     handle_wake,
     handle_weight_label,
+    make_handler,
     read_sampling,
-    respond_with,
     stream_events,
 )
 
@@ -120,9 +120,9 @@ def _model(server: FakeServer) -> dict[str, Any]:
 
 
 ROUTES: Mapping[tuple[str, str], Handler] = {
-    ("GET", "/health"): respond_with(lambda server: Response()),
-    ("GET", "/server_info"): respond_with(_info),
-    ("GET", "/model_info"): respond_with(_model),
+    ("GET", "/health"): make_handler(lambda server: Response()),
+    ("GET", "/server_info"): make_handler(_info),
+    ("GET", "/model_info"): make_handler(_model),
     ("POST", "/generate"): handle_generate,
     ("POST", "/pause_generation"): _pause,
     ("POST", "/continue_generation"): handle_resume,

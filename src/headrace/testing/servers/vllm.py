@@ -29,8 +29,8 @@ from headrace.testing.servers.base import (
     handle_sleep,
     handle_wake,
     handle_weight_label,
+    make_handler,
     read_sampling,
-    respond_with,
     stream_events,
 )
 
@@ -190,16 +190,16 @@ def _models(server: FakeServer) -> dict[str, Any]:
 
 
 ROUTES: Mapping[tuple[str, str], Handler] = {
-    ("GET", "/health"): respond_with(lambda server: Response()),
-    ("GET", "/version"): respond_with(lambda server: {"version": VERSION}),
-    ("GET", "/v1/models"): respond_with(_models),
-    ("GET", "/weight_info"): respond_with(lambda server: {"weight_version": server.label}),
+    ("GET", "/health"): make_handler(lambda server: Response()),
+    ("GET", "/version"): make_handler(lambda server: {"version": VERSION}),
+    ("GET", "/v1/models"): make_handler(_models),
+    ("GET", "/weight_info"): make_handler(lambda server: {"weight_version": server.label}),
     ("POST", "/inference/v1/generate"): handle_generate,
     ("POST", "/pause"): _pause,
     ("POST", "/resume"): handle_resume,
     ("POST", "/sleep"): handle_sleep,
     ("POST", "/wake_up"): handle_wake,
-    ("POST", "/start_weight_update"): respond_with(lambda server: {"message": "Weight update started"}),
+    ("POST", "/start_weight_update"): make_handler(lambda server: {"message": "Weight update started"}),
     ("POST", "/update_weights"): _update,
     ("POST", "/finish_weight_update"): _finish,
     ("POST", "/update_weight_version"): handle_weight_label,

@@ -26,7 +26,7 @@ from headrace.base.errors import BudgetSpent, EngineFull, EpisodeError, Headrace
 from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.chat import ChatOptions, Reply
-from headrace.base.types.episode import role_of
+from headrace.base.types.episode import get_role
 from headrace.rollout.environments.agents import POLICY
 from headrace.rollout.environments.base import AnswerPiece
 from headrace.wings.agents.base import (
@@ -72,7 +72,7 @@ class EndpointDispatcher:
         """Return ``options`` with the agent that the request's body ``tree`` names as its model; unchanged if there is
         no such agent."""
         model = tree.get("model")
-        known = isinstance(model, str) and role_of(model) in self.agents
+        known = isinstance(model, str) and get_role(model) in self.agents
         return msgspec.structs.replace(options, agent=model) if known else options
 
     def body_limits(self) -> BodyLimits:

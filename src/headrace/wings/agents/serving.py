@@ -13,7 +13,7 @@ from headrace.base.clock import Clock
 from headrace.base.config.tls import server_context
 from headrace.base.errors import RunError
 from headrace.base.net.refusal import excerpt
-from headrace.base.net.shell import HttpServer, ShellLimits, url_of
+from headrace.base.net.shell import HttpServer, ShellLimits, make_url
 from headrace.base.types.sampling import Sampling
 from headrace.launch.endpoints import HERE, ListenAddress
 from headrace.rollout.environments.base import OpenEpisode
@@ -70,7 +70,7 @@ class Endpoint:
             )
             server = HttpServer(make_app(dispatcher), shell)
             async with _beside(server, [listening]):
-                yield cls(url_of(listening, secure=bool(at.tls_certificate)), sessions)
+                yield cls(make_url(listening, secure=bool(at.tls_certificate)), sessions)
 
     def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[Access]:
         """Return a context in which programs can act in ``episode``; it yields the address and the key for them. After

@@ -240,7 +240,7 @@ async def run_controller(spec: dict[str, Any], directory: Path, stack: ExitStack
             parts = replace(parts, learner=learner, columns_shared=True)
         for client in clients:
             await client.ready
-            fleet.join(client.name, client)
+            fleet.add(client.name, client)
         controller = Controller(parts, settings, ledger=ledger, writer=writer, observers=Observers([]))
         with gc_frozen():
             await controller.run(starting_point(directory))

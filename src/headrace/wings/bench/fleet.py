@@ -190,11 +190,11 @@ def _measure_failures() -> Row:
             await asyncio.sleep(KILL_EVERY_S - AWAY_S)
             dying = engines[number % 3]
             dying.dead.set()
-            carried.append(fleet.leave(dying.name))
+            carried.append(fleet.remove(dying.name))
             await asyncio.sleep(AWAY_S)
             engines[number % 3] = CountingEngine(name=dying.name, flush=FLUSH)
             all_engines.append(engines[number % 3])
-            fleet.join(dying.name, engines[number % 3])
+            fleet.add(dying.name, engines[number % 3])
             await commit_weights(fleet, 0)
 
     read = run_virtual(_run_under_load(engines, 96, kill))
@@ -262,7 +262,7 @@ async def _create_fleet(engines: Sequence[CountingEngine], *, rolling: int | Non
     may commit at once; ``None``: the fleet chooses it by the mode of a commit."""
     fleet = Fleet(VirtualClock(), size=len(engines), rolling=rolling)
     for engine in engines:
-        fleet.join(engine.name, engine)
+        fleet.add(engine.name, engine)
     await commit_weights(fleet, 0)
     return fleet
 

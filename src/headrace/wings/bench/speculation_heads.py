@@ -20,7 +20,7 @@ from headrace.models.attention import PackedPlan, forward
 from headrace.models.heads import HEADS_FILE, LAYOUTS, load_head
 from headrace.models.predicting import PredictionHead
 from headrace.models.settings import read_config
-from headrace.models.weights import in_file_format
+from headrace.models.weights import to_file_format
 from headrace.wings.bench.speculation_rows import copy_weights
 
 _DEPTH = 2
@@ -108,6 +108,6 @@ def write_head(directory: Path, head: PredictionHead) -> None:
     parts = (head.embedding_norm, head.hidden_norm, head.projection, norm)
     tensors = {name: part.weight.detach() for name, part in zip(layout.own, parts, strict=True)}
     inner = {name: one.detach() for name, one in head.layer.state_dict().items() if name.startswith(layer)}
-    tensors |= {name.removeprefix(layer): one for name, one in in_file_format(head.layer, inner).items()}
+    tensors |= {name.removeprefix(layer): one for name, one in to_file_format(head.layer, inner).items()}
     named = {layout.start(config) + name: one.clone().contiguous() for name, one in tensors.items()}
     save_file(named, directory / HEADS_FILE, metadata={"format": "pt"})

@@ -26,7 +26,7 @@ from headrace.base.errors import HeadraceError
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.config import ModelConfig
 from headrace.models.load import load_model
-from headrace.models.lora import CONFIG_FILE, config_of
+from headrace.models.lora import CONFIG_FILE, read_lora_config
 from headrace.models.rope import rope_types
 from headrace.models.settings import read_config
 from headrace.wings.doctor.report import Fault
@@ -84,7 +84,7 @@ class ServedCandidate:
         """Load the candidate's model, and return its logits ``[T, V]`` for each of ``sequences`` of T token ids, in
         float32."""
         with _with_changed_rope(self.path, self.rope) as path:
-            lora = None if self.adapter is None else config_of(Path(self.adapter))
+            lora = None if self.adapter is None else read_lora_config(Path(self.adapter))
             dtype: Literal["float32", "bfloat16"] = "bfloat16" if self.precision == "bfloat16" else "float32"
             model = load_model(ModelConfig(path=path, dtype=dtype, lora=lora))
         if self.precision == "float16":  # only the weights are rounded: processors compute in float32

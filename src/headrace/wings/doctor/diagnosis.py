@@ -25,7 +25,7 @@ from headrace.base.errors import HeadraceError
 from headrace.models.gap import largest_gap
 from headrace.models.load import load_tokenizer
 from headrace.models.mixtures import is_mixture
-from headrace.models.settings import limit_of, read_config
+from headrace.models.settings import find_context_limit, read_config
 from headrace.wings.doctor.candidates import Entries, Expected, ServedCandidate, alternatives, entry_logprobs
 from headrace.wings.doctor.report import DoctorReport, Fault, Grade
 from headrace.wings.doctor.server import ServerProbe
@@ -123,7 +123,7 @@ def _random_sequences(expected: Expected, size: int) -> list[list[int]]:
     """Return sequences of random token ids below ``size``, with the lengths :data:`LENGTHS`, limited by the model's
     context. Every call with equal arguments returns equal sequences."""
     rng = np.random.default_rng(0)
-    room = limit_of(expected.path).length - 1
+    room = find_context_limit(expected.path).length - 1
     lowest = min(3, size - 1)
     return [rng.integers(lowest, size, min(length, room)).tolist() for length in LENGTHS]
 

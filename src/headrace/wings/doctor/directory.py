@@ -11,7 +11,7 @@ from headrace.base.errors import HeadraceError, ModelError
 from headrace.models.endings import stop_ids
 from headrace.models.kernels.build import find_compiler
 from headrace.models.load import load_tokenizer
-from headrace.models.settings import limit_of, read_config
+from headrace.models.settings import find_context_limit, read_config
 from headrace.wings.doctor.report import DoctorReport, Fault, Grade
 
 
@@ -22,7 +22,7 @@ def examine_directory(directory: Path) -> DoctorReport:
     path = str(directory)
     try:
         config, tokenizer = read_config(path), load_tokenizer(path)
-        length = limit_of(path).length
+        length = find_context_limit(path).length
     except HeadraceError as error:
         report.add("files", Grade.FAIL, error.problem, error.remedy)
         return report

@@ -76,7 +76,7 @@ def recording(run_dir: Path) -> RunRecording:
     """Return the data of the run in the directory ``run_dir``; raise :class:`~headrace.base.errors.DataError` if the
     directory contains no run."""
     run = load_run(run_dir)
-    browser = Browser.of_run(run_dir)
+    browser = Browser.open_run(run_dir)
     try:
         lengths = browser.lengths().submitted
     finally:

@@ -24,7 +24,7 @@ from headrace.models.devices import CPU
 from headrace.models.gpus import VisibleGpus, gpu_numbers
 from headrace.run.session.prepare import Prepared
 from headrace.sync.config import RunPlaces
-from headrace.sync.estimate import estimate_version, room_for
+from headrace.sync.estimate import estimate_version, measure_room
 from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.planning import asked_of
 from headrace.wings.plan.preview import known_gpu, site_here
@@ -114,7 +114,7 @@ def _version_line(prepared: Prepared) -> list[str]:
     sync, num_bytes = config.sync, request.version_bytes
     time = estimate_version(sync, num_bytes, RealClock())
     places = RunPlaces(run_dir=Path(config.run.dir), memory=shared_memory_root() / "weights", private=Path())
-    room = None if config.launch.remote else room_for(sync, places, num_bytes)
+    room = None if config.launch.remote else measure_room(sync, places, num_bytes)
     kept = "" if room is None else (
         f"; {room.copies} lie in {room.folder}: {size_words(room.needed_bytes)} of {size_words(room.free_bytes)} that "
         "are free"
@@ -200,7 +200,7 @@ def _device_words(prepared: Prepared, device: str, role: Literal["engine", "lear
         return f"{num_threads} thread{'' if num_threads == 1 else 's'}{place}"
     if launch.remote:
         return f"{len(gpu_numbers(device))} GPU{place}"
-    names = VisibleGpus.of_this_process().driver_names(device)
+    names = VisibleGpus.detect().driver_names(device)
     same = names == tuple(map(str, gpu_numbers(device)))
     return device if same else f"{device} (GPU {', '.join(names)})"
 

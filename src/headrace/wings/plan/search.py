@@ -285,7 +285,7 @@ def row_of(site: PlanContext, tried: Candidate) -> PlanRow:
         generation=0 if choice.shared else choice.generation,
         training=site.trainers(choice),
         groups_per_step=choice.flow.groups_per_step,
-        max_age=choice.flow.greatest_age,
+        max_age=choice.flow.largest_age,
         lead=choice.flow.effective_lead,
         interrupt=str(choice.interrupt),
         transport=choice.transport,
@@ -296,5 +296,5 @@ def row_of(site: PlanContext, tried: Candidate) -> PlanRow:
         learner_idle=account.learner_idle,
         mean_age=outcome.mean_age,
         oldest=outcome.max_age,
-        exposed_sync=account.of_time(account.exposed_sync_s),
+        exposed_sync=account.to_fraction(account.exposed_sync_s),
     )

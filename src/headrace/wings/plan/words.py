@@ -104,11 +104,11 @@ def _describe_candidate(site: PlanContext, each: Candidate, bound: Bound) -> str
         f"{site.trainers(choice)} train"
     )
     return (
-        f"{division}; {choice.flow.groups_per_step} groups a step, max_age {choice.flow.greatest_age}, lead "
+        f"{division}; {choice.flow.groups_per_step} groups a step, max_age {choice.flow.largest_age}, lead "
         f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_rate_words(outcome.tok_s)} trained "
         f"tokens/s, a step every {time_words(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
         f"{account.learner_idle:.0%}; ages {outcome.mean_age:.2f} on average, {outcome.max_age} at most; the learner "
-        f"is blocked by the sync {account.of_time(account.exposed_sync_s):.1%} of the time, a version travels "
+        f"is blocked by the sync {account.to_fraction(account.exposed_sync_s):.1%} of the time, a version travels "
         f"{site.world(choice, 1).sync.travel_s:,.2f} s. It is {bound(account)}."
     )
 
@@ -118,9 +118,9 @@ def _compare_with_synchronous(found: SearchResult, bound: Bound) -> str:
     if not found.site.fit.beside:
         return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
     synchronous, other, subject = found.synchronous, found.requested, "Asynchrony"
-    if other.choice.flow.greatest_age == 0:
+    if other.choice.flow.largest_age == 0:
         other, subject = found.best, "The best asynchronous run"
-        if other.choice.flow.greatest_age == 0:
+        if other.choice.flow.largest_age == 0:
             return "Asynchrony gains nothing here: the fastest run is synchronous."
     ratio = other.tok_s / synchronous.tok_s
     accelerators = (
@@ -169,7 +169,7 @@ def _how_to_alternate(found: SearchResult) -> str:
     """Return a sentence that names the settings with which engine and learner alternate on all devices, and says
     whether another batch size would be faster."""
     request, turns, best = found.site.request, found.requested, found.best
-    missing = ["flow.max_age = 0"] if request.flow.greatest_age else []
+    missing = ["flow.max_age = 0"] if request.flow.largest_age else []
     if request.sync.interrupt is not Interrupt.SLEEP:
         missing.append('sync.interrupt = "sleep"')
     sets = f"To take turns, set {' and '.join(missing)}" if missing else "The run is set to take turns"

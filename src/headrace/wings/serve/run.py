@@ -19,7 +19,7 @@ from headrace.base.clock import Clock
 from headrace.base.config.tls import server_context
 from headrace.base.errors import ConfigError
 from headrace.base.net.auth import refuse_unprotected_host
-from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, url_of
+from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, make_url
 from headrace.base.types.versions import INITIAL
 from headrace.engine.base import EngineCore
 from headrace.engine.native import NativeEngine
@@ -34,7 +34,7 @@ from headrace.models.hub import short_model_name
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import context_length
-from headrace.models.weights import model_bytes, vocabulary_of
+from headrace.models.weights import count_vocabulary, model_bytes
 from headrace.wings.serve.answering import Service
 from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.chat import ServedTokenizer
@@ -133,7 +133,7 @@ class _ServeServer:
     async def run(self, listening: socket.socket, load: Callable[[], LoadedModel]) -> None:
         """Answer requests on the socket ``listening``, with status 503 while ``load`` loads the model, until the server
         is stopped. Raises the error of ``load``, and the engine's error if it dies."""
-        url = url_of(listening, secure=bool(self._limits.tls_certificate))
+        url = make_url(listening, secure=bool(self._limits.tls_certificate))
         try:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(self._http.serve(sockets=[listening]))
@@ -198,7 +198,7 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
             remedy="give the model another name: serve.name",
         )
     model = load_model(config.model, device)
-    masks = Grammars(hub_tokenizer, vocabulary_of(model), ends)
+    masks = Grammars(hub_tokenizer, count_vocabulary(model), ends)
     core = NativeEngine(
         model,
         engine.on(device, shared=False),

@@ -123,7 +123,7 @@ class RowLedger:
         """Record that the optimizer has made the step of ``report`` with the rows ``numbers``, the learner's results
         for the tokens of their ``episodes``, and the commit of the new weights."""
         at_s = self._clock.wall()
-        learned = TokenResults.of([episode.key for episode in episodes], batch, report.log_pi_N)
+        learned = TokenResults.from_batch([episode.key for episode in episodes], batch, report.log_pi_N)
         ended = EndStep(
             step=report.step,
             numbers=tuple(numbers),

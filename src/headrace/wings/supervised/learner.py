@@ -39,7 +39,7 @@ from headrace.launch.hosts import EXIT_RANK_LOST, EXIT_REPORTED
 from headrace.launch.hosts.main import exit_with
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
-from headrace.learner.parallel.load import load_for
+from headrace.learner.parallel.load import load_on_ranks
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank, explained_rank_loss, join_ranks
 from headrace.models.devices import choose_devices, num_gpus, use_device
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
@@ -172,12 +172,12 @@ def start_learner(prepared: PreparedTuning, snapshot: str, run_dir: Path, stack:
 def open_learner(config: TuningConfig, ranks: AnyRanks, snapshot: str, total_steps: int) -> LearnerCore:
     """Load the model of ``config``, from its directory or from ``snapshot``, and return the learner of this process,
     which is one of ``ranks``, with its optimizer restored from the snapshot if there is one."""
-    model = config.model.at(snapshot) if snapshot else config.model
+    model = config.model.with_snapshot(snapshot) if snapshot else config.model
     objective = objective_of(config)
     context = LearnerContext(
         temperature=1.0, total_steps=total_steps, model_dir=Path(config.model.path), clock=RealClock()
     )  # fmt: skip
-    core = LearnerCore(load_for(model, ranks), learner_settings(config, objective), objective, context, ranks)
+    core = LearnerCore(load_on_ranks(model, ranks), learner_settings(config, objective), objective, context, ranks)
     if snapshot:
         core.restore(Path(snapshot), weights=config.model.lora is not None)
     return core

@@ -27,8 +27,8 @@ from headrace.learner.parallel.load import refuse_libraries
 from headrace.models import load_tokenizer
 from headrace.models.devices import choose_devices, num_gpus
 from headrace.models.endings import stop_ids
-from headrace.models.hub import local_directory, pinned_path, with_models
-from headrace.models.settings import limit_of, read_config
+from headrace.models.hub import change_models, local_directory, pinned_path
+from headrace.models.settings import find_context_limit, read_config
 from headrace.run.observe.words import plural
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, TuningConfig
 from headrace.wings.supervised.measuring import check_measuring
@@ -96,7 +96,7 @@ class PreparedTuning:
         """Return the settings as they are stored in ``config.json``; models of a hub have their name and commit instead
         of a local directory."""
         tree = self.config.model_dump(mode="json")
-        return {"verb": self.verb, **with_models(tree, lambda _, path: pinned_path(path))}
+        return {"verb": self.verb, **change_models(tree, lambda _, path: pinned_path(path))}
 
     def fingerprint(self) -> str:
         """Return two hashes, separated by a colon: of the rows and their order, which must not change when the run is
@@ -125,7 +125,7 @@ def prepare_tuning(
     :class:`~headrace.base.errors.ModelError`.
     """
     tree = config.model_dump(mode="json")
-    found = with_models(tree, lambda setting, path: local_directory(path, setting, weights=weights))
+    found = change_models(tree, lambda setting, path: local_directory(path, setting, weights=weights))
     if found != tree:
         config = validate(type(config), found)
     path = config.model.path
@@ -272,7 +272,7 @@ def _row_limits(config: TuningConfig, path: str) -> RowLimits:
     """Return the limits of length and vocabulary for every row, from the settings, the learner and the model in
     ``path``. Raises :class:`~headrace.base.errors.ConfigError` if ``data.max_length`` exceeds the limit of learner or
     model."""
-    budget, context = config.learner.tokens_per_microbatch, limit_of(path).length
+    budget, context = config.learner.tokens_per_microbatch, find_context_limit(path).length
     length, why = min(
         (budget, f"learner.tokens_per_microbatch={budget}"), (context, f"the context of the model, {context}")
     )

@@ -41,7 +41,7 @@ from headrace.learner.auxiliary.config import OtherModel
 from headrace.learner.disk import verify_model
 from headrace.models import context_length, load_model
 from headrace.models.devices import use_device
-from headrace.models.hub import pinned_path, with_models
+from headrace.models.hub import change_models, pinned_path
 from headrace.models.load import refuse_other_vocabulary
 from headrace.models.settings import read_config
 from headrace.run.observe.words import plural
@@ -211,7 +211,7 @@ def _score_files(config: DistillConfig, rows: RowSet, run_dir: Path) -> list[_Sc
 def _teacher_description(config: DistillConfig) -> str:
     """Return the settings on which the teacher's scores depend, as JSON. A change of this text invalidates stored
     scores."""
-    tree = with_models(config.model_dump(mode="json"), lambda _, path: pinned_path(path))
+    tree = change_models(config.model_dump(mode="json"), lambda _, path: pinned_path(path))
     if config.teacher is not None:
         tree = {name: tree["teacher"][name] for name in ("base_url", "model", "top_k")}
     else:
@@ -314,7 +314,7 @@ def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
         "top_below": below if teacher_vocab_size > below else 0,
     }
     return lambda samples: [
-        core.top_scores(ScoreTokens.of(number, Tokens.observed(sample.ids_T), 1.0, **options))
+        core.top_scores(ScoreTokens.create(number, Tokens.observed(sample.ids_T), 1.0, **options))
         for number, sample in enumerate(samples)
     ]
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from headrace.learner.head import TopRequest
 from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, TopEntries, TrunkAndHead, split_model
 from headrace.models.attention import PLAN, PackedPlan
-from headrace.models.weights import vocabulary_of
+from headrace.models.weights import count_vocabulary
 from headrace.wings.tinker.data import TARGETS, Datum
 from headrace.wings.tinker.losses import Options, TokenLossFn
 from headrace.wings.tinker.weights import AdapterKind, WeightKind, Weights, WholeKind
@@ -96,7 +96,7 @@ class BaseCompute:
         self.model = model
         self._budget = tokens_per_microbatch
         self._device = model.device
-        self.vocab_size = vocabulary_of(model)
+        self.vocab_size = count_vocabulary(model)
         parts = split_model(model, self._inputs([np.zeros(2, np.int32)]))
         self.kind: WeightKind = WholeKind(model) if whole else AdapterKind(model)
         chunk = max(1, LOGITS_PER_CHUNK // self.vocab_size)

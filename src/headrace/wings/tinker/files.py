@@ -28,7 +28,7 @@ from headrace.learner.disk import CHECKSUMS_FILE, Damaged, listed_checksums, sea
 from headrace.models.heads import copy_later
 from headrace.models.lora import CONFIG_FILE, WEIGHTS_FILE
 from headrace.models.multilora import LoraTensors, from_tensors, to_peft
-from headrace.models.weights import first_of, in_file_format, not_finite
+from headrace.models.weights import format_first, not_finite, to_file_format
 from headrace.wings.tinker.weights import WeightKind, Weights, WholeTensors, trainable
 
 STATE_FILE, FACTS_FILE = "training_state.safetensors", "tinker.json"
@@ -114,7 +114,7 @@ def write_model(directory: Path, state: WeightState, model: PreTrainedModel, bas
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     model.config.save_pretrained(unfinished)
-    save_file(in_file_format(model, state.weights.tensors), unfinished / WHOLE_FILE, metadata={"format": "pt"})
+    save_file(to_file_format(model, state.weights.tensors), unfinished / WHOLE_FILE, metadata={"format": "pt"})
     copy_later(base, unfinished)
     facts = {"spec": dict(state.spec), "version": state.version}
     (unfinished / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
@@ -173,7 +173,7 @@ def read_state(directory: Path, kind: WeightKind, device: torch.device, *, train
         raise _unreadable(directory, error) from None
     if broken := not_finite(in_file):
         raise DataError(
-            f"{file} of {directory.name} holds values that are infinite or not a number: {first_of(broken)}",
+            f"{file} of {directory.name} holds values that are infinite or not a number: {format_first(broken)}",
             remedy="load a checkpoint from before the training that wrote it diverged",
         )
     weights: Weights
@@ -197,7 +197,7 @@ def _check_shapes(
     and the optimizer's ``moments`` have the shapes of their weights. A wrong tensor would later fail a pass that
     computes for all clients."""
     if odd := sorted(shapes.keys() ^ weights.keys()):
-        raise ValueError(f"its tensors are not those of its settings: {first_of(odd)} in one of them only")
+        raise ValueError(f"its tensors are not those of its settings: {format_first(odd)} in one of them only")
     found = {**weights, **{key: each for key, each in moments.items() if each.ndim}}  # a step count is a scalar
     for key, tensor in found.items():
         name = key.partition("/")[2] or key

@@ -19,7 +19,7 @@ import msgspec
 from headrace.base.clock import Clock
 from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.models.text_part import prefixes_in_base
-from headrace.models.weights import first_of, not_finite
+from headrace.models.weights import format_first, not_finite
 from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import FrozenBase, TrainResult
 from headrace.wings.tinker.data import DataLimits, check_data
@@ -328,7 +328,7 @@ def _finite_state(tenant: Tenant) -> WeightState:
     if broken := not_finite(state.weights.tensors):
         raise RunError(
             f"the weights after {tenant.version} optimizer steps hold values that are infinite or not a number: "
-            f"{first_of(broken)}; nothing is saved",
+            f"{format_first(broken)}; nothing is saved",
             remedy="load a checkpoint from before, and lower learning_rate",
         )
     return state

@@ -22,7 +22,7 @@ import xxhash
 
 from headrace.base.clock import Clock
 from headrace.base.errors import ConfigError
-from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, url_of
+from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, make_url
 from headrace.wings.tinker.app import ServerHolder, make_app
 from headrace.wings.tinker.base import LoadedBase, ServedBase, by_name, fingerprint
 from headrace.wings.tinker.config import TinkerConfig
@@ -89,7 +89,7 @@ class TinkerServer:
 
     async def run(self, listening: socket.socket) -> None:
         """Serve at the bound socket ``listening`` until :meth:`stop`."""
-        url = url_of(listening)
+        url = make_url(listening)
         try:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(self._http.serve(sockets=[listening]))

@@ -102,11 +102,11 @@ class AdapterKind:
         missing = {*spec["parts"]} - {layer.part for layer in self._multi.layers.values()}
         if missing:
             raise ConfigError(f"this model has no layer of {', '.join(sorted(missing))}", remedy="leave that part out")
-        return self._multi.new(rank=spec["rank"], parts=spec["parts"], seed=spec["seed"])
+        return self._multi.create(rank=spec["rank"], parts=spec["parts"], seed=spec["seed"])
 
     def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of the tensors of an adapter with this specification."""
-        return {**self._multi.shapes_of(rank=spec["rank"], parts=spec["parts"])}
+        return {**self._multi.get_shapes(rank=spec["rank"], parts=spec["parts"])}
 
     def on(self, weights: LoraTensors | None) -> AbstractContextManager[None]:
         """Return a context in which all tokens are computed with the adapter ``weights``, or by the base alone for

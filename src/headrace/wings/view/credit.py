@@ -65,7 +65,7 @@ class EpisodeAdvantages:
         """Return the term that a teacher adds to the advantage of each of T tokens, computed from ``gaps_T``, log ν −
         log μ; ``None`` if no teacher contributes to the run's advantage, or if there are no gaps."""
         reverse_kl = self._reverse_kl_of(run)
-        return None if reverse_kl is None or gaps_T is None else reverse_kl.of_tokens(gaps_T.astype(np.float64))
+        return None if reverse_kl is None or gaps_T is None else reverse_kl.credit_tokens(gaps_T.astype(np.float64))
 
     def has_teacher_term(self, run: OpenRun) -> bool:
         """Return whether a teacher adds a term to the run's advantages."""

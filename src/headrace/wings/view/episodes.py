@@ -25,7 +25,7 @@ from headrace.base.errors import DataError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, Turn
 from headrace.base.types.recorded import Routing
 from headrace.base.types.teacher_scores import TeacherScores
-from headrace.base.types.tokens import FloatColumn, versions_of
+from headrace.base.types.tokens import FloatColumn, find_version_range
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeQuery, EpisodeRow
 from headrace.wings.view.columns import with_columns
@@ -272,7 +272,7 @@ def _turn(
         "extra": turn.extra,
         "process": turn.process,
         "branch": turn.branch,
-        "versions": versions_of([tokens]),
+        "versions": find_version_range([tokens]),
         "advantage": None if advantages is None else _finite(advantages[index]),
         "preview": "".join(run.words.pieces(tokens.ids_T[:PREVIEW_TOKENS].tolist())),
         "kept": _range(tokens.kept.sizes_T[tokens.kept.sizes_T > 0]) if tokens.kept is not None else None,

@@ -126,7 +126,7 @@ def metrics(run: OpenRun) -> list[dict[str, Any]]:
             "name": name,
             "latest": latest[name],
             "unit": rows[name].unit if name in rows else "",
-            "what": rows[name].what if name in rows else "",
+            "what": rows[name].meaning if name in rows else "",
         }
         for name in names
     ]

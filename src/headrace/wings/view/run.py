@@ -144,7 +144,7 @@ class OpenRun:
                 if self._browser is not None:
                     self._browser[1].close()
                     self._browser = None
-                self._browser = (which, Browser.of_run(self.directory))
+                self._browser = (which, Browser.open_run(self.directory))
             return self._browser[1]
 
     def state(self) -> dict[str, Any]:

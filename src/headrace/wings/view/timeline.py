@@ -133,7 +133,7 @@ def _on_one_clock(steps: Sequence[StepRecord], lanes: LaneIndex) -> list[list[tu
 def _in_training(account: Account | None, lane: str) -> float | None:
     """Return the fraction of the training phase in which a lane worked, from the account behind the verdict; ``None``
     if the run has no account."""
-    return None if account is None else account.of_time(account.lanes_s.get(lane, 0.0))
+    return None if account is None else account.to_fraction(account.lanes_s.get(lane, 0.0))
 
 
 def _convert_spans(part: dict[str, Any], clock: RunClock) -> bool:

@@ -101,11 +101,11 @@ class MessageCodec:
     Abort(request_ids=(1, 2))
     """
 
-    def __init__(self, receives: Any, *, views: bool = False) -> None:
-        """Create the codec of one receiver. ``receives`` is the union of the message types that it may decode. With
+    def __init__(self, message_type: Any, *, views: bool = False) -> None:
+        """Create the codec of one receiver. ``message_type`` is the union of the message types that it may decode. With
         ``views``, decoded arrays are views of the data, which may be unaligned; otherwise they are copies."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-        self._decoder = msgspec.msgpack.Decoder(receives, ext_hook=_decode_view if views else _decode_copy)
+        self._decoder = msgspec.msgpack.Decoder(message_type, ext_hook=_decode_view if views else _decode_copy)
 
     def encode(self, message: Any) -> bytes:
         """Return ``message``, a record of any type, as bytes (MessagePack)."""

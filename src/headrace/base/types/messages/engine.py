@@ -79,11 +79,11 @@ class GenerateRequest(RequestOptions, frozen=True, kw_only=True, omit_defaults=T
     sampling: Sampling
 
     @classmethod
-    def of(
+    def create(
         cls, request_id: int, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions
     ) -> GenerateRequest:
-        """Return the request with the number ``request_id``, this prompt, these sampling parameters and every field of
-        ``options``."""
+        """Return the request with the number ``request_id``, the prompt ``prompt_ids_T``, these sampling parameters and
+        every field of ``options``."""
         given = msgspec.structs.asdict(options)
         return cls(request_id=request_id, prompt_ids_T=prompt_ids_T, sampling=sampling, **given)
 
@@ -163,8 +163,11 @@ class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The exclusive upper limit of the ids of those entries; 0 for no limit."""
 
     @classmethod
-    def of(cls, call: int, tokens: Tokens, temperature: float, *, top_k: int = 0, top_below: int = 0) -> ScoreTokens:
-        """Return the order number ``call`` to score ``tokens`` at ``temperature``, under the kept-sets and experts that
+    def create(
+        cls, call: int, tokens: Tokens, temperature: float, *, top_k: int = 0, top_below: int = 0
+    ) -> ScoreTokens:
+        """Return the order number ``call`` to score ``tokens`` at ``temperature``, and to return the ``top_k``
+        likeliest entries with ids below ``top_below`` (0: all) at each position, under the kept-sets and experts that
         were recorded with them."""
         return cls(
             call=call,

@@ -42,10 +42,11 @@ class PartCollector:
     """The collector that puts together the parts of messages. It receives the messages of one sender, one after the
     other."""
 
-    def __init__(self, receives: Any) -> None:
-        """Start without parts. ``receives`` is the union of the message types that may arrive in parts."""
-        self._codec = MessageCodec(receives)
+    def __init__(self, message_type: Any) -> None:
+        """Start without parts. ``message_type`` is the union of the message types that may arrive in parts."""
+        self._codec = MessageCodec(message_type)
         self._of = 0
+        """The number of the order to which the current message belongs."""
         self._number = 0
         """The number of parts of the current message that have arrived."""
         self._data = bytearray()

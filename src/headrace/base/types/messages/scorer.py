@@ -61,7 +61,7 @@ class ScoreCompletions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     trainer: TrainerState = TrainerState()
     """The state of the run; the default if the reward function does not use it."""
 
-    def order_for(self, index: int) -> ScoreCompletions:
+    def make_single_order(self, index: int) -> ScoreCompletions:
         """Return the order to score only the completion at ``index``."""
         at = slice(index, index + 1)
         return msgspec.structs.replace(

@@ -129,7 +129,7 @@ class _NewestStep:
             stem, words, kind, label = name, f"{name}, of the loss", "", ""
             if found is not None:
                 row, label = found
-                stem, words, kind = row.stem, f"{row.what} ({row.unit or 'a number'})", row.label
+                stem, words, kind = row.stem, f"{row.meaning} ({row.unit or 'a number'})", row.label
             full = "headrace_" + re.sub(r"[^A-Za-z0-9_]+", "_", stem)
             if full not in families:
                 families[full] = GaugeMetricFamily(full, words, labels=["run", *([kind] if kind else [])])

@@ -42,7 +42,7 @@ class _TensorboardWriter:
         ``unix_s`` is when the step ended, in seconds since 1970."""
         for name, value in values.items():
             found = find(name)
-            words = "" if found is None else f"{found[0].what} ({found[0].unit or 'a number'})"
+            words = "" if found is None else f"{found[0].meaning} ({found[0].unit or 'a number'})"
             self._files.add_scalar(name, value, step, walltime=unix_s, summary_description=words)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def run(stage: StageContext) -> None:
     stage.add_row(
         what="versions", python=platform.python_version(), torch=found.torch, cuda=found.cuda, triton=found.triton
     )
-    names = VisibleGpus.of_this_process().names
+    names = VisibleGpus.detect().names
     stage.add_row(what="GPUs", visible=visible_gpus(), torch_sees=found.count, driver_names=list(names or ()))
     stage.add_row(what="links", **_query_driver())
     if stage.pretend:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.models.shape import ModelShape, shape_of
+from headrace.models.shape import ModelShape, parse_shape
 
 _QWEN: Mapping[str, Any] = {"vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-*/=.,:;!? "
@@ -31,7 +31,7 @@ class RandomModel:
     @property
     def sizes(self) -> ModelShape:
         """The numbers of parameters and of cached values of the model, computed by the planner."""
-        return shape_of(self.name, {"model_type": self.kind, **self.settings})
+        return parse_shape(self.name, {"model_type": self.kind, **self.settings})
 
     def tiny(self) -> RandomModel:
         """Return a tiny model of the same kind, which a CPU computes at once, for ``--pretend``."""

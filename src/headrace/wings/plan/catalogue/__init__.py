@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.base.errors import ConfigError, nearest
 from headrace.models.hub import is_hub_name, local_directory, short_model_name
-from headrace.models.shape import ModelShape, shape_of
+from headrace.models.shape import ModelShape, parse_shape
 
 DEFAULT_HOST = "DGX-H100"
 """Name of the machine in the catalogue whose figures are used for an accelerator without a ``host``."""
@@ -100,7 +100,7 @@ def accelerator(name: str) -> Accelerator:
 @cache
 def models() -> Mapping[str, ModelShape]:
     """Return the sizes of all models of the catalogue by name."""
-    return {name: shape_of(name, row) for name, row in _read_toml("models.toml").items()}
+    return {name: parse_shape(name, row) for name, row in _read_toml("models.toml").items()}
 
 
 def model(path: str) -> ModelShape:
@@ -114,7 +114,7 @@ def model(path: str) -> ModelShape:
     file = Path(local_directory(path, weights=False) if unknown else path) / "config.json"
     if file.is_file():
         try:
-            return shape_of(short_model_name(path), json.loads(file.read_text(encoding="utf-8")))
+            return parse_shape(short_model_name(path), json.loads(file.read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, ValueError, TypeError) as error:
             raise ConfigError(f"{file} does not say what the model is made of: {error}", remedy=_REMEDY) from None
     if name not in models():

@@ -149,7 +149,7 @@ class StreamedAnswer:
                 ids_T=np.array(self.ids[span], np.int32),
                 logprobs_T=np.array(self.logprobs[span], np.float32),
                 versions_T=np.array(self.versions[span], np.int32),
-                kept=KeptSets.of(self.kept[span]) if self.request.sampling.record_kept else None,
+                kept=KeptSets.from_spans(self.kept[span]) if self.request.sampling.record_kept else None,
                 routing=routing,
             ),
             prompt_routing=prompt_routing,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headrace.models.lora import add_adapters, write_adapters
 from headrace.models.routing import find_routing
 from headrace.models.settings import BUILDING, read_config
-from headrace.models.weights import DEFAULT, in_file_format, weight_tensors
+from headrace.models.weights import DEFAULT, to_file_format, weight_tensors
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.records import RoutingDecoder
 
@@ -57,7 +57,7 @@ class ServedForm:
             write_adapters(self._model, tensors, directory)
             return
         detached = {name: tensor.detach() for name, tensor in tensors.items()}
-        save_file(in_file_format(self._model, detached), directory / FILE, metadata={"format": "pt"})
+        save_file(to_file_format(self._model, detached), directory / FILE, metadata={"format": "pt"})
 
     def routes(self) -> RoutingDecoder | None:
         """Return the decoder of the experts that the server reports for each token; ``None`` for a model without

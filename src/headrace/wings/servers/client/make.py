@@ -16,7 +16,7 @@ from headrace.engine.config import ENGINES, EngineConfig, EngineSetup, OpenedEng
 from headrace.launch.leases import Lease
 from headrace.models.hub import short_model_name
 from headrace.models.load import load_model, refuse_multimodal
-from headrace.models.settings import limit_of, read_config
+from headrace.models.settings import find_context_limit, read_config
 from headrace.models.weights import weight_tensors
 from headrace.sync.receiver import Receiver
 from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
@@ -155,7 +155,7 @@ def _refuse_other_model(
             f"{required.max_context} are needed",
             remedy="start it with a longer context, or lower engine.max_context or engine.max_new_tokens",
         )
-    limit = limit_of(required.path)
+    limit = find_context_limit(required.path)
     if limit.reason and info.max_context > limit.length:
         raise ConfigError(
             f"{dialect.name} at {address} serves {info.model!r} with a context of {info.max_context} tokens: "

@@ -62,5 +62,5 @@ def command(config: EngineConfig, required: ServeRequirements, address: Address)
     ]
     variables = {"SGLANG_USE_MODELSCOPE": "0"}
     if config.device != CPU:
-        variables |= VisibleGpus.of_this_process().variable(config.device)
+        variables |= VisibleGpus.detect().variable(config.device)
     return Command(argv=argv, variables=variables)

@@ -80,6 +80,6 @@ def command(config: EngineConfig, required: ServeRequirements, address: Address)
     if on_cpu:
         variables |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     else:
-        variables |= VisibleGpus.of_this_process().variable(config.device)
+        variables |= VisibleGpus.detect().variable(config.device)
     records = required.record_kept or required.record_routing
     return Command(argv=argv, variables=variables, hint=NO_RECORDS if on_cpu and records else "")
