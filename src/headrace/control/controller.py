@@ -68,7 +68,7 @@ class Controller:
         """Create the loops. ``parts`` are the components that they use. ``ledger`` is read to resume the run, and
         ``writer`` appends to the same ledger. ``observers`` receive steps, events and the trace."""
         run, config = settings.run, settings.flow
-        flow = _flow_of(parts, settings, writer, self._pick_row)
+        flow = _make_flow(parts, settings, writer, self._pick_row)
         self._order = settings.order
         contracts = (RolloutLoop.contract, ScoringLoop.contract, LearningLoop.contract, SyncLoop.contract)
         self.state = RunState(
@@ -322,7 +322,7 @@ class Controller:
         self._writer.write(Note(kind=kind, detail=detail, at_s=self.state.parts.clock.wall()))
 
 
-def _flow_of(
+def _make_flow(
     parts: Components, settings: ControlSettings, writer: LedgerWriter, pick_row: Callable[[int], int | None]
 ) -> Flow:
     """Return the flow of a run, with the files of its store. ``pick_row`` returns the row of a new group."""

@@ -68,7 +68,7 @@ def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup], *, branch_weight: fl
 def _episode_credits(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Credit]:
     """Return the credit of every episode that counts in a baseline, as :func:`credit` does, but without the credit of
     branches."""
-    shares = shares_of(groups)
+    shares = split_into_shares(groups)
     by_agent = any(share.agent for share in shares)  # some agents have their own rewards
     if by_agent and algo.advantage.by_critic:
         raise ConfigError(
@@ -101,7 +101,7 @@ def _episode_credits(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequenc
     return credits
 
 
-def shares_of(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
+def split_into_shares(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
     """Return the shares of every episode of ``groups`` that counts in a baseline. If an episode of a group has rewards
     by agent, each other episode of the group is also split by agent; where it has no rewards by agent, each of its
     agents gets the reward of the episode."""
@@ -217,7 +217,7 @@ def _state_key(episode: EpisodeGraph, turn: int, place: int) -> object:
     return tuple(observed) or place
 
 
-def segment_starts_of(algo: AlgoConfig) -> Callable[[Tokens], Sequence[int]] | None:
+def make_segmenter(algo: AlgoConfig) -> Callable[[Tokens], Sequence[int]] | None:
     """Return the function that cuts a turn into segments. It receives the tokens of a turn and returns the index of the
     first token of each segment except the first one; these are the tokens with the highest entropies. Return ``None``
     if the advantage does not use segments."""

@@ -30,7 +30,7 @@ from headrace.control.parts import Serving
 from headrace.control.turns import ProcessRewards, assign_reward
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT
-from headrace.rollout.runner import remedy_of
+from headrace.rollout.runner import find_remedy
 from headrace.rollout.scoring import Graded, ScoringContext
 
 MAX_AT_ONCE = 512
@@ -106,7 +106,7 @@ class Evaluator:
         if not self._parts.eval_tasks:
             return None
         rewards = await self.rewards(EvaluationListener(on_tokens=on_tokens, warn=warn))
-        return mean_of([sum(task) / len(task) for task in rewards]).value
+        return estimate_mean([sum(task) / len(task) for task in rewards]).value
 
     async def rewards(self, listener: EvaluationListener) -> list[list[float]]:
         """Attempt all held-out tasks and return the reward of every attempt, one list for each task. The reward of a
@@ -139,7 +139,7 @@ class Evaluator:
             return
         cause, times = failures.most_common(1)[0]
         if failures.total() == num_attempts:
-            raise EnvError(f"no held-out task could be scored; most failed with {cause}", remedy=remedy_of(cause))
+            raise EnvError(f"no held-out task could be scored; most failed with {cause}", remedy=find_remedy(cause))
         failed = failures.total()
         warn(f"{failed} of {num_attempts} held-out attempts failed and count as 0; {times} of them: {cause}")
 
@@ -201,7 +201,7 @@ class Evaluator:
         context = ScoringContext(completion_ids=ids, trainer=self._current_trainer_state())
         scores = await self._parts.scorer.score(self._parts.eval_tasks[episodes[0].key.group], texts, context)
         for place, episode in enumerate(episodes):
-            await self._grade(run, episode, scores.of(place))
+            await self._grade(run, episode, scores.get_graded(place))
 
     def _current_trainer_state(self) -> TrainerState:
         """Return the trainer state at the version that the engine uses now."""
@@ -274,11 +274,11 @@ def pass_hat_k(num_attempts: int, num_passed: int, k: int) -> float:
     return math.comb(num_passed, k) / math.comb(num_attempts, k)
 
 
-def mean_of(figures: Sequence[float]) -> IntervalEstimate:
+def estimate_mean(figures: Sequence[float]) -> IntervalEstimate:
     """Return the mean of ``figures``, one number for each task, with a 95 % interval (normal approximation) from their
     variance; there is no interval for a single task.
 
-    >>> mean_of([1.0, 2.0, 3.0])
+    >>> estimate_mean([1.0, 2.0, 3.0])
     IntervalEstimate(value=2.0, low=0.868..., high=3.131...)
     """
     value = fmean(figures)
@@ -288,14 +288,14 @@ def mean_of(figures: Sequence[float]) -> IntervalEstimate:
     return IntervalEstimate(value=value, low=value - half, high=value + half)
 
 
-def share_of(tasks: Sequence[float]) -> IntervalEstimate:
+def estimate_share(tasks: Sequence[float]) -> IntervalEstimate:
     """Return the mean of ``tasks``, one number between 0 and 1 for each task, with Wilson's 95 % interval (1927), which
     is within these bounds; there is no interval for a single task.
 
     The interval uses the effective number of tasks, which is computed from their variance (Korn and Graubard 1998). If
     all numbers are equal, or the mean is 0 or 1, it is the number of tasks.
 
-    >>> share_of([0.0] * 10)
+    >>> estimate_share([0.0] * 10)
     IntervalEstimate(value=0.0, low=0.0, high=0.277...)
     """
     value, count = fmean(tasks), float(len(tasks))

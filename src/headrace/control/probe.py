@@ -93,10 +93,10 @@ async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: 
     batch = Batch.collate(version, samples, agents)
     with board.requesting("learner", "logprobs to compare", provider="the learner"):
         logprobs_N = await parts.learner.logprobs(batch)
-    return _gap_of(batch, logprobs_N)
+    return _measure_mismatch(batch, logprobs_N)
 
 
-def _gap_of(batch: Batch, logprobs_N: FloatColumn) -> Mismatch | None:
+def _measure_mismatch(batch: Batch, logprobs_N: FloatColumn) -> Mismatch | None:
     """Return the gap between the engine's logprobs in ``batch`` and the learner's logprobs ``logprobs_N``. Tokens
     without a finite logprob of the engine are left out, as in every loss; ``None`` if there are no other tokens."""
     (tokens,) = np.nonzero(batch.mask_N & np.isfinite(batch.logprobs_N))

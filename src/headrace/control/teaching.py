@@ -81,7 +81,7 @@ class Teachers:
     temperature: float
     """The temperature of the teacher's logprobs, which is the sampling temperature of training."""
 
-    def of(self, task: Task) -> TeacherClient:
+    def find(self, task: Task) -> TeacherClient:
         """Return the teacher that scores answers to ``task``: the only teacher, or the teacher that its row names."""
         if len(self.by_name) == 1:
             return next(iter(self.by_name.values()))
@@ -104,7 +104,7 @@ class Teaching:
 
     def start(self, task: Task, episode: EpisodeGraph) -> None:
         """Start the call that scores a finished episode, an attempt at ``task``, and return at once."""
-        teacher = self._teachers.of(task)
+        teacher = self._teachers.find(task)
         self._calls[episode.key] = teacher, self._tasks.create_task(self._score_episode(teacher, task, episode))
 
     async def finish(self, episode: EpisodeGraph) -> str:

@@ -50,7 +50,7 @@ def environment_pool(processes: Processes) -> EnvPool | None:
         processes.start_environment,
         start_timeout_s=order.launch.start_timeout_s,
         warn=lambda text: order.on_event(Event(wall_s=0.0, text=text, level="warning")),
-        listening=endpoint_of(env, order.sampling, order.agent_names, join_host or processes.starter.host_address),
+        listening=plan_endpoint(env, order.sampling, order.agent_names, join_host or processes.starter.host_address),
     )
 
 
@@ -75,7 +75,7 @@ def make_pool(
     return EnvPool(partial(start_worker, environment_start(env)), config, warn=warn, listening=listening)
 
 
-def endpoint_of(env: EnvConfig, sampling: Sampling, agents: frozenset[str], host: str) -> Listening | None:
+def plan_endpoint(env: EnvConfig, sampling: Sampling, agents: frozenset[str], host: str) -> Listening | None:
     """Return the function that opens the endpoint at which programs reach their episodes; ``None`` if the environment
     has no endpoint. The endpoint listens at ``env.host``, or at ``host`` if that is unset; ``host`` is the address at
     which the programs reach this machine. ``agents`` are the agent names that programs may use as model names."""

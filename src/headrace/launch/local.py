@@ -26,7 +26,7 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import ComponentDied, DeadlineError, LearnerLost
 from headrace.base.types.observation import Event, Recovery
 from headrace.control import Components, Serving
-from headrace.control.credit import credit, segment_starts_of
+from headrace.control.credit import credit, make_segmenter
 from headrace.control.teaching import TeacherClient, Teachers
 from headrace.engine.remote import RemoteEngine
 from headrace.launch.child import LAST_REPORT_S, Child, Rendezvous
@@ -297,7 +297,7 @@ def _serving_parts(
         "limits": episode_limits(order),
         "episode_timeout_s": order.env.timeout_s,
         "episode_retries": order.env.retries,
-        "segments": segment_starts_of(order.algo),
+        "segments": make_segmenter(order.algo),
     }
 
 

@@ -205,7 +205,7 @@ class LocalProcess:
 
     def last_lines(self, log: Path) -> list[str]:
         """Return the lines of the process's log file ``log``."""
-        return lines_of(log)
+        return read_lines(log)
 
     def close(self) -> None:
         """Close the lifeline of the process, which has ended, and remove its shared-memory file."""
@@ -313,7 +313,7 @@ def _command_line(directory: Path, name: str, keep: ResourceLimits | None, lifel
     return [sys.executable, "-I", "-S", "-B", str(LAUNCHER), msgspec.json.encode(order).decode()]
 
 
-def lines_of(log: Path) -> list[str]:
+def read_lines(log: Path) -> list[str]:
     """Return the lines of a log file; empty if the file cannot be read."""
     try:
         return log.read_text(encoding="utf-8", errors="replace").splitlines()

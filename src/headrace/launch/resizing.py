@@ -56,7 +56,7 @@ class FleetResizer:
         """Return the status of every engine of the policy, and of the engines that were lost."""
         present = self._processes.places.policy
         lost = [name for name in self._lost if name not in present]
-        return (*map(self._status_of, present), *map(self._lost_status, lost))
+        return (*map(self._get_status, present), *map(self._lost_status, lost))
 
     async def add(self, num: int, on_progress: OnProgress) -> tuple[str, ...]:
         """Add ``num`` engines, and wait until all of them serve; see :meth:`EngineChanges.add
@@ -77,7 +77,7 @@ class FleetResizer:
         self._refuse_fixed()
         names = self._removable(name, num)
         for each in names:
-            on_progress(f"{each} gets no new requests, and ends its {self._status_of(each).sequences} sequences")
+            on_progress(f"{each} gets no new requests, and ends its {self._get_status(each).sequences} sequences")
         have_served = [self._engines.will_restart(each) for each in names]  # before they begin to leave
         ends = [self._engines.begin_removal(each) for each in names]  # now, so that no other change relies on them
         removals = [
@@ -208,7 +208,7 @@ class FleetResizer:
 
     # -- in words ---------------------------------------------------------------------------------------------------
 
-    def _status_of(self, name: str) -> EngineStatus:
+    def _get_status(self, name: str) -> EngineStatus:
         """Return the status of the engine ``name``."""
         child, state = self._engines.children.get(name), self._engines.status(name)
         if child is not None and child.state == "ended":  # another process is about to take its place

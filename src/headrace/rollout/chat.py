@@ -61,7 +61,7 @@ class Chat:
     """The number of characters of the longest token. It bounds how much text fits into a context."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, stop_ids: Sequence[int], parser: str = "auto") -> Self:
+    def create(cls, tokenizer: Tokenizer, stop_ids: Sequence[int], parser: str = "auto") -> Self:
         """Build the converter for the model with this ``tokenizer``. ``stop_ids`` are the tokens that end an answer,
         and ``parser`` is a value of ``env.tool_parser``."""
         template = tokenizer.chat_template

@@ -61,7 +61,7 @@ def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def session_of(run_seed: int, key: EpisodeKey) -> str:
+def make_session_name(run_seed: int, key: EpisodeKey) -> str:
     """Return the session name that all requests of the episode ``key`` share. Requests with the same session are routed
     to the same engine."""
     return f"{run_seed}/{key.group}/{key.place}"
@@ -208,7 +208,7 @@ class EnginePolicy:
         the same random draws after the same tokens."""
         sampling = msgspec.structs.replace(request.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
         partial, lost = self.partial_turns.get(empty.turn), ""
-        options = RequestOptions(session=session_of(self.run_seed, self.key), agent=self.agents.adapter(request.author))
+        options = RequestOptions(session=make_session_name(self.run_seed, self.key), agent=self.agents.adapter(request.author))
         if partial is not None and partial.prompt != empty.prompt:
             partial, lost = None, self._restart_reason
         if partial is not None:
@@ -351,10 +351,10 @@ class EpisodeRunner:
         return episode
 
 
-def remedy_of(cause: str) -> str:
+def find_remedy(cause: str) -> str:
     """Return the remedy to show for failed episodes, given the recorded cause of one of them.
 
-    >>> remedy_of("request_refused: prompt of 900 tokens + max_new_tokens=256 exceed max_context=512")
+    >>> find_remedy("request_refused: prompt of 900 tokens + max_new_tokens=256 exceed max_context=512")
     'look at what is asked of the engine, at its settings and its log'
     """
     if cause.partition(":")[0] in ("request_refused", "engine_failed"):

@@ -23,7 +23,7 @@ from headrace.rollout.runner import (
     EpisodeRunner,
     cause_of_refusal,
     episode_seed,
-    session_of,
+    make_session_name,
     timeout_cause,
 )
 
@@ -86,7 +86,7 @@ class SiblingRunner:
         self._prompt_suffix = f"/{_AUTHOR}" if adapter else ""
 
     @classmethod
-    def of(cls, runner: EpisodeRunner) -> SiblingRunner | None:
+    def from_runner(cls, runner: EpisodeRunner) -> SiblingRunner | None:
         """Return a runner of groups for the episodes of ``runner``, or ``None`` if each of these episodes needs a run
         of its own. That is the case if their environment does more than sample one answer, if they may be attempted
         again, if the policy's weights are frozen, or if the engine does not support sibling requests."""
@@ -158,7 +158,7 @@ class SiblingRunner:
             runner.sampling, seed=episode_seed(runner.run_seed, key), max_new_tokens=most
         )  # fmt: skip
         return SiblingRequest(
-            sampling, msgspec.structs.replace(self._options, session=session_of(runner.run_seed, key))
+            sampling, msgspec.structs.replace(self._options, session=make_session_name(runner.run_seed, key))
         )
 
     def _finish(self, group: _RunningGroup, answer: _Answer, last: TokenChunk) -> EpisodeGraph:

@@ -18,7 +18,7 @@ from headrace.base.types.task import Task
 from headrace.control.metrics.rewards import RewardCounts
 from headrace.rollout.scoring import ExactReward, FunctionReward, Graded, JudgeReward, RewardFunction, Scores
 from headrace.rollout.scoring.fit import columns_for, refuse_missing_columns
-from headrace.rollout.scoring.signature import signature_in, signature_of
+from headrace.rollout.scoring.signature import signature_in, inspect_signature
 
 CHAT = [{"role": "user", "content": "1+1="}]
 NOW = TrainerState(global_step=3, max_steps=10, epoch=0.5)
@@ -129,7 +129,7 @@ def test_the_text_of_a_file_tells_what_the_function_itself_would(file: Path) -> 
     names: dict[str, Any] = {}
     exec(FILE, names)  # noqa: S102 - a text of this file
     for name in ("plain", "grouped", "turns", "strict", "needs_environments"):
-        assert signature_in(file, name) == signature_of(names[name])
+        assert signature_in(file, name) == inspect_signature(names[name])
     for name in ("decorated", "made", "nested", "imported", "absent"):
         assert signature_in(file, name) is None
 

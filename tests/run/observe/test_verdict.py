@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.types.observation import Account, Bound, Cause
-from headrace.run.observe import VerdictSettings, judge, settings_of
-from headrace.run.observe.account import account_of
+from headrace.run.observe import VerdictSettings, judge, make_verdict_settings
+from headrace.run.observe.account import make_account
 from headrace.run.observe.words import percent
 from tests.run.observe.staged import Stage
 from tests.run.observe.synthetic import step_record
@@ -196,10 +196,10 @@ def test_settings_come_from_the_resolved_run_file() -> None:
         "launch": {"kind": "local", "engine_threads": 3, "learner_threads": None},
         "sync": {"interrupt": "sleep"},
     }
-    found = settings_of(tree, processors=8, on_cpu=True)
+    found = make_verdict_settings(tree, processors=8, on_cpu=True)
     assert (found.max_age, found.lead, found.capacity) == (None, 1, None)
     assert (found.engine_threads, found.learner_threads, found.alternating) == (3, 4, True)
-    assert settings_of({}) == VerdictSettings()
+    assert make_verdict_settings({}) == VerdictSettings()
 
 
 def test_sync_stragglers_and_waste_are_told_besides() -> None:
@@ -216,13 +216,13 @@ def test_sync_stragglers_and_waste_are_told_besides() -> None:
 def test_ages_are_told_of_all_steps_and_turns_of_those_for_which_they_are_known() -> None:
     turns = {"turns_s": 3.0, "turns_least_s": 2.0}
     steps = [step_record(0), step_record(1, metrics=turns), step_record(2, ages={0: 30, 2: 60}, metrics=turns)]
-    spent = account_of([], steps, (0.0, 3.0))
+    spent = make_account([], steps, (0.0, 3.0))
     assert judge(spent).besides == "Tokens are trained at a mean age of 0.9."  # whether the parts had processors?
     assert judge(msgspec.structs.replace(spent, observed_s=3.0)).besides == (
         "Tokens are trained at a mean age of 0.9. A synchronous run (flow.max_age = 0) would have taken 6.0 s to 9.0 s "
         "instead of 3.0 s."
     )
-    young = account_of([], [step_record(0, ages={0: 90}, metrics=turns)], (0.0, 1.0))
+    young = make_account([], [step_record(0, ages={0: 90}, metrics=turns)], (0.0, 1.0))
     assert judge(young).besides == ""
 
 
@@ -359,7 +359,7 @@ def test_a_run_gains_from_what_is_advised_and_no_more_than_is_said(tmp_path: Pat
         total = seen.accountant.total()
         rates.append(total.per_second(total.trained_tokens))
         if not place:
-            verdict = judge(total, settings_of({"flow": {"order": "strict", **stage.flow}}))
+            verdict = judge(total, make_verdict_settings({"flow": {"order": "strict", **stage.flow}}))
     assert verdict.bound is bound, str(verdict)
     assert case.words in verdict.advice, str(verdict)
     assert rates[1] > 1.15 * rates[0], (rates, str(verdict))

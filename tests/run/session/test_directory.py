@@ -27,7 +27,7 @@ from headrace.run.session.directory import (
     read_settings,
     read_status,
     read_summary,
-    run_file_of,
+    find_run_file,
     write_json,
     write_sealed,
 )
@@ -140,17 +140,17 @@ def test_files_that_are_missing_or_damaged_are_told_apart(tmp_path: Path) -> Non
 
 def test_a_directory_without_a_run_cannot_be_evaluated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
-        run_file_of(tmp_path)
+        find_run_file(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json is damaged"):
-        run_file_of(tmp_path)
+        find_run_file(tmp_path)
 
 
 def test_evaluating_a_directory_leaves_the_snapshot_that_is_being_written_alone(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"model": {"path": "m"}})
     unfinished = tmp_path / "checkpoints" / "step-000003.tmp-1"
     unfinished.mkdir(parents=True)
-    tree = run_file_of(tmp_path)
+    tree = find_run_file(tmp_path)
     assert isinstance(tree, dict)
     assert merge(tree) == {"model": {"path": "m"}}
     assert unfinished.exists()

@@ -118,7 +118,7 @@ def open_episode(engine: ScriptedEngine) -> Conversations:
         key=EpisodeKey(0, 0),
         on_tokens=lambda _: None,
     )
-    return Conversations(policy, Budgets(), chat=Chat.of(TOKENIZER, (EOS,)), seed=0, note=lambda _: None)
+    return Conversations(policy, Budgets(), chat=Chat.create(TOKENIZER, (EOS,)), seed=0, note=lambda _: None)
 
 
 Program = Callable[[Access], Awaitable[None]]
@@ -169,7 +169,7 @@ class World:
             run_seed=0,
             on_tokens=lambda _: None,
             limits=self.budgets,
-            chat=Chat.of(TOKENIZER, (EOS,)),
+            chat=Chat.create(TOKENIZER, (EOS,)),
         )
         return await runner.run(EpisodeKey(0, self.num_episodes), TASK)
 

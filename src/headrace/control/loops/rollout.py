@@ -84,7 +84,7 @@ class RolloutLoop:
             sampling_turn=self._env_lane.paused if self._env_lane is not None else nullcontext,
             attempt_kind=AttemptKind.ALONE if state.flow_config.pivots is None else AttemptKind.ORIGIN,
         )
-        siblings = SiblingRunner.of(runner)
+        siblings = SiblingRunner.from_runner(runner)
         self._run_episode: RunEpisodeAlone = runner.run
         self._run_group = None if siblings is None else siblings.run
         shards = state.parts.shards

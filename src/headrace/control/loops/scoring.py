@@ -28,7 +28,7 @@ from headrace.control.turns import REWARD_NONE, ProcessRewards, assign_reward
 from headrace.flow.filters import FilterContext, rewards_of
 from headrace.flow.ledger import Ledger
 from headrace.flow.ready import UNSTORED, is_stored
-from headrace.rollout.runner import remedy_of
+from headrace.rollout.runner import find_remedy
 from headrace.rollout.scoring import Graded, ScoringContext
 
 
@@ -172,12 +172,12 @@ class ScoringLoop:
         state = self._state
         texts = tuple(completion_text(state.parts, episode) for episode in episodes)
         with state.board.requesting("scoring", "a reward", provider="scoring workers"), self._scoring_lane:
-            scores = await state.parts.scorer.score(group.task, texts, self._context_of(episodes))
+            scores = await state.parts.scorer.score(group.task, texts, self._make_context(episodes))
         for place, episode in enumerate(episodes):
-            await self._grade(episode, scores.of(place))
+            await self._grade(episode, scores.get_graded(place))
         state.metrics.answer_scored(texts[-1], episodes[-1].reward)
 
-    def _context_of(self, episodes: Sequence[EpisodeGraph]) -> ScoringContext:
+    def _make_context(self, episodes: Sequence[EpisodeGraph]) -> ScoringContext:
         """Return the context that reward functions may request in addition to task and text. Its step is the version
         under which the group was admitted, so it does not depend on when the group is scored."""
         ids = tuple(completion_ids(episode) for episode in episodes)
@@ -298,5 +298,5 @@ class ScoringLoop:
         raise EnvError(
             f"{self._failed_in_a_row} groups in a row were dropped because their episodes failed; the last: "
             f"{self._last_cause}",
-            remedy=f"{remedy_of(self._last_cause)} (or raise flow.max_failed_groups), then --resume",
+            remedy=f"{find_remedy(self._last_cause)} (or raise flow.max_failed_groups), then --resume",
         )

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.base.errors import EnvError
 from headrace.base.types.metrics import as_label
-from headrace.rollout.runner import remedy_of
+from headrace.rollout.runner import find_remedy
 from headrace.rollout.scoring import Graded
 
 
@@ -74,7 +74,7 @@ class RewardCounts:
                 raise EnvError(
                     f"the reward {label!r} has failed for each of the first {counts.calls} answers, and counts as its "
                     f"default: the model would be trained on that alone; the first failure: {counts.first_cause}",
-                    remedy=f"{remedy_of(counts.first_cause)}, or take the component out; then --resume",
+                    remedy=f"{find_remedy(counts.first_cause)}, or take the component out; then --resume",
                 )
 
     def _add_metric(self, name: str, values: tuple[float, ...], warn: Callable[[str, str], None]) -> None:

@@ -173,14 +173,14 @@ class RunMetrics:
         if episode.status is EpisodeStatus.LEFT_OUT:
             self.totals.set_aside[episode.cause] += 1
         if episode.status.untrained:
-            self.totals.wasted_tokens[reason_of(episode.cause)] += sampled_length(episode)
+            self.totals.wasted_tokens[extract_reason(episode.cause)] += sampled_length(episode)
         if episode.reward is not None:
             self.since.rewards.append(episode.reward)
 
     def episode_set_aside(self, episode: EpisodeGraph) -> None:
         """Count an episode of a kept group that a filter left out or masked."""
         self.totals.set_aside[episode.cause] += 1
-        self.totals.wasted_tokens[reason_of(episode.cause)] += sampled_length(episode)
+        self.totals.wasted_tokens[extract_reason(episode.cause)] += sampled_length(episode)
 
     def group_dropped(self, reason: str, episodes: Iterable[EpisodeGraph]) -> None:
         """Count the sampled tokens of a group that is dropped for ``reason`` as wasted. Episodes that are untrained for
@@ -473,11 +473,11 @@ class RunMetrics:
         )
 
 
-def reason_of(cause: str) -> str:
+def extract_reason(cause: str) -> str:
     """Return the reason at the beginning of ``cause``, the cause of an untrained episode, without the details after the
     colon.
 
-    >>> reason_of("env_timeout: it was not over after 20 s")
+    >>> extract_reason("env_timeout: it was not over after 20 s")
     'env_timeout'
     """
     return cause.partition(":")[0]

@@ -44,7 +44,7 @@ from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine import PLAIN, RequestOptions
 from headrace.engine.base import OnSiblingChunks, SiblingRequest
 from headrace.launch.channel import OrdersEnd
-from headrace.launch.clients.peer import Peer, error_of
+from headrace.launch.clients.peer import Peer, make_error
 from headrace.launch.clients.streams import RequestStream, SiblingArrivals, SiblingStream
 
 A = TypeVar("A")
@@ -182,7 +182,7 @@ class EngineClient(Peer):
         if outcome is None or outcome.version != version:
             outcome = await self._wait_for_report(StageOutcome, self._staging(version), version)
         if outcome.failure is not None:
-            raise error_of(outcome.failure)
+            raise make_error(outcome.failure)
         return outcome.seconds
 
     async def _wait_for_report(self, kind: type[R], what: str, version: int) -> R:

@@ -184,7 +184,7 @@ class Peer:
     def _fail(self, message: Failure) -> None:
         """Make the calls fail that have the order number of the reported failure. A failure without a number concerns
         the whole process, and is stored in :attr:`reported_error`."""
-        error = error_of(message)
+        error = make_error(message)
         if message.call is None:
             self.reported_error = error
             self.reported.set()
@@ -194,7 +194,7 @@ class Peer:
                 future.set_exception(error)
 
 
-def error_of(failure: Failure) -> HeadraceError:
+def make_error(failure: Failure) -> HeadraceError:
     """Return a reported failure as an exception of the class that the failure names, or as a
     :class:`~headrace.base.errors.RunError` if Headrace has no error with that name."""
     kind = getattr(errors, failure.kind, RunError)  # gate: getattr - the other process names the class

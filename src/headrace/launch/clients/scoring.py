@@ -171,7 +171,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             return await self._answer(request)
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(self._answer(request.order_for(index))) for index in range(len(completions))]
-        return _join([call.result().of(0) for call in calls])
+        return _join([call.result().get_graded(0) for call in calls])
 
     async def _score_shortly(self, request: ScoreCompletions) -> Scores | None:
         """Score all completions of a request, whose calls are short, in one order, which other requests may share.
@@ -300,7 +300,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         ]
         if isinstance(call.request, ScoreCompletions):
             return calls[0]
-        return Scores(rewards=(), graded=tuple(each.of(0) for each in calls))
+        return Scores(rewards=(), graded=tuple(each.get_graded(0) for each in calls))
 
     async def _wait_in_time(self, worker: ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
         """Wait for ``scored``, the answer of a call that has begun, up to the pool's time limit, and return it. If it

@@ -27,7 +27,7 @@ from headrace.flow.ledger.bundles import split_by_tokens
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.launch.channel import AnswerListener, DirectOrders, PartChannel, answers_address
 from headrace.launch.clients.engine import EngineClient
-from headrace.launch.hosts.shard_environment import ShardWorkers, workers_of
+from headrace.launch.hosts.shard_environment import ShardWorkers, open_workers
 from headrace.launch.hosts.worker import serve
 from headrace.launch.rollouts import REQUESTS_BITS
 from headrace.launch.starts import RolloutStart, ShardEnvironment
@@ -55,7 +55,7 @@ async def _serve(start: RolloutStart, channel: PartChannel) -> None:
             return
         directory = Path(channel.addresses.orders.removeprefix("ipc://")).parent
         notes = _Notes(channel)
-        async with workers_of(start.environment, start.sampling, directory, notes.add) as workers:
+        async with open_workers(start.environment, start.sampling, directory, notes.add) as workers:
             await _run_shard(start, channel, workers, notes.send)
     except BaseExceptionGroup as group:
         raise _first_error(group) from None
@@ -159,7 +159,7 @@ class RolloutShard:
             timeout_s=start.timeout_s,
             retries=start.retries,
         )
-        self._runner, self._siblings = runner, SiblingRunner.of(runner)
+        self._runner, self._siblings = runner, SiblingRunner.from_runner(runner)
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._running: dict[EpisodeKey, Withdrawal] = {}
 

@@ -18,7 +18,7 @@ from headrace.base.types.sampling import Sampling
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients import EnvPeer, EnvPool
-from headrace.launch.environments import endpoint_of, make_pool
+from headrace.launch.environments import plan_endpoint, make_pool
 from headrace.launch.local_process import LocalStarter
 from headrace.launch.starts import EnvironmentStart, ShardEnvironment
 from headrace.models import load_tokenizer
@@ -80,7 +80,7 @@ class _WorkerStarter:
 
 
 @asynccontextmanager
-async def workers_of(
+async def open_workers(
     start: ShardEnvironment, sampling: Sampling, directory: Path, warn: Callable[[str], None]
 ) -> AsyncIterator[ShardWorkers]:
     """Start the workers that ``start`` describes, with their sockets in ``directory``, and yield them when they are
@@ -100,7 +100,7 @@ async def workers_of(
         starter.start,
         start_timeout_s=start.start_timeout_s,
         warn=warn,
-        listening=endpoint_of(env, sampling, frozenset(start.agents), LocalStarter.host_address),
+        listening=plan_endpoint(env, sampling, frozenset(start.agents), LocalStarter.host_address),
     )
     async with asyncio.TaskGroup() as group:
         keeping = group.create_task(pool.keep())
@@ -112,5 +112,5 @@ async def workers_of(
                 f"the environment workers did not start within {start.start_timeout_s:g} s",
                 remedy="look at their logs in the run directory; raise launch.start_timeout_s",
             ) from None
-        yield ShardWorkers(pool=pool, chat=Chat.of(tokenizer, endings, env.tool_parser), children=starter.children)
+        yield ShardWorkers(pool=pool, chat=Chat.create(tokenizer, endings, env.tool_parser), children=starter.children)
         keeping.cancel()

@@ -100,7 +100,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     """The values that the function logged with ``log_extra``, as the columns of each completion; empty if there are
     none."""
 
-    def of(self, index: int) -> Graded:
+    def get_graded(self, index: int) -> Graded:
         """Return the result for the completion with the index ``index``. Metrics belong to no single completion, and
         are part of the result with index 0."""
         if self.graded:

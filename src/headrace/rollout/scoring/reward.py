@@ -20,7 +20,7 @@ from headrace.base.config.user_code import find_in_file, load_file, where
 from headrace.base.errors import ConfigError, EnvError
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.scoring.base import CallTimes, ContextField, Scores
-from headrace.rollout.scoring.signature import NOT_COLUMNS, signature_of
+from headrace.rollout.scoring.signature import NOT_COLUMNS, inspect_signature
 
 LARGEST = float(np.finfo(np.float32).max)
 """The largest absolute value of a reward, because the learner computes in float32."""
@@ -70,7 +70,7 @@ class RewardFunction:
             type(function).__call__
         )
         self.name = _name(function)
-        self.signature = signature_of(function)
+        self.signature = inspect_signature(function)
         self.by_group = self.signature.by_group
         self.times = CallTimes()
         self.signature.refuse_form(self.name)

@@ -84,7 +84,7 @@ class Rubric:
         scores_by_label = await _gather({c.label: self._grade(c, task, completions, context) for c in self._whole})
         names_parts = len(self._labels) > 1  # a single component equals the reward
         graded = tuple(
-            self._sum(self._whole, {label: scores.of(index) for label, scores in scores_by_label.items()}, names_parts)
+            self._sum(self._whole, {label: scores.get_graded(index) for label, scores in scores_by_label.items()}, names_parts)
             for index in range(len(completions))
         )
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
@@ -98,7 +98,7 @@ class Rubric:
             c.label: partial(c.graders.score_turn, task, text, history, turn, context=context) for c in self._by_turn
         }
         scores_by_label = await _gather({c.label: self._with_retries(c, calls[c.label]) for c in self._by_turn})
-        return self._sum(self._by_turn, {label: scores.of(0) for label, scores in scores_by_label.items()})
+        return self._sum(self._by_turn, {label: scores.get_graded(0) for label, scores in scores_by_label.items()})
 
     def over_turns(self, turns: Sequence[Graded]) -> list[float]:
         """Return the part of the episode's reward that each turn earned, given the scores of the turns. None of the
@@ -130,7 +130,7 @@ class Rubric:
         scores_by_index = await _gather(
             {index: self._with_retries(component, call) for index, call in enumerate(calls)}
         )
-        graded = tuple(scores.of(0) for scores in scores_by_index.values())
+        graded = tuple(scores.get_graded(0) for scores in scores_by_index.values())
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
 
     async def _with_retries(self, component: RubricPart, call: Callable[[], Awaitable[Scores]]) -> Scores:

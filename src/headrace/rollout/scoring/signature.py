@@ -114,7 +114,7 @@ class RewardSignature:
         )
 
 
-def signature_of(function: Callable[..., Any]) -> RewardSignature:
+def inspect_signature(function: Callable[..., Any]) -> RewardSignature:
     """Return the signature of a function or of a callable object. Raises :class:`~headrace.base.errors.EnvError` for a
     class."""
     if inspect.isclass(function):

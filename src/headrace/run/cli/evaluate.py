@@ -67,7 +67,7 @@ def evaluate(
         from headrace.engine.remote import RemoteEndpoint
         from headrace.run.session import Measures
         from headrace.run.session import evaluate as measure
-        from headrace.run.session.directory import choose_directory, run_file_of
+        from headrace.run.session.directory import choose_directory, find_run_file
 
     refuse_secret("--url", url, f"set {TOKEN_VARIABLE}", reason=VISIBLE)
     settings = {"run.eval_samples": n, "run.eval_temperature": temperature}
@@ -77,7 +77,7 @@ def evaluate(
         directory = where / directory.name
     elsewhere = RemoteEndpoint(url=url, model=served, token=token) if url else None
     measures = Measures(ks=ks, pass_reward=pass_reward, directory=directory, max_pages=pages, running_engine=elsewhere)
-    result = measure(run_file_of(where), overrides=[*overrides, *given], measures=measures, on_progress=starting)
+    result = measure(find_run_file(where), overrides=[*overrides, *given], measures=measures, on_progress=starting)
     print_json(result) if as_json else _show(result)
 
 

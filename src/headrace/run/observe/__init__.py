@@ -10,8 +10,8 @@
 The control loops import nothing from this package. Its modules read plain records, such as :class:`StepRecord`.
 """
 
-from headrace.run.observe.account import Accountant, account_of
-from headrace.run.observe.advice import VerdictSettings, settings_of
+from headrace.run.observe.account import Accountant, make_account
+from headrace.run.observe.advice import VerdictSettings, make_verdict_settings
 from headrace.run.observe.alarms import AlarmWatch, Raised
 from headrace.run.observe.jsonl import (
     EVENTS_FILE,
@@ -55,7 +55,7 @@ __all__ = [
     "VerdictSettings",
     "WatchedLoop",
     "account",
-    "account_of",
+    "make_account",
     "age_histogram",
     "busy_frac",
     "commit_gap_ms",
@@ -68,7 +68,7 @@ __all__ = [
     "read_steps",
     "run_about",
     "run_name",
-    "settings_of",
+    "make_verdict_settings",
     "summarize_steps",
     "write_report",
 ]

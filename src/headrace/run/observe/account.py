@@ -1,6 +1,6 @@
 """The account of a run: the record of where its time and tokens went, which the verdict reads.
 
-A *span* is what one part did between two moments; its *lane* names the part, such as ``learner``. :func:`account_of`
+A *span* is what one part did between two moments; its *lane* names the part, such as ``learner``. :func:`make_account`
 computes the account of one interval; :class:`Accountant` adds up such accounts, step by step, while a run is running.
 """
 
@@ -25,7 +25,7 @@ LATE_S = 1.0
 second."""
 
 
-def account_of(
+def make_account(
     spans: Sequence[Span], steps: Sequence[StepRecord], within: Interval, known: Iterable[str] = ()
 ) -> Account:
     """Return the account of the interval ``within`` (start and end in seconds of the spans' clock). Its times come from
@@ -186,7 +186,7 @@ class Accountant:
         record = steps[-1]
         del self._pending[: len(steps)]
         within = (self._closed_s, max(record.clock_s, self._closed_s))
-        added = account_of(self._spans, steps, within, self._lanes)
+        added = make_account(self._spans, steps, within, self._lanes)
         before = 0 if self._last is None else self._last.generated_tokens
         added = msgspec.structs.replace(added, generated_tokens=record.generated_tokens - before, wasted_tokens={})
         self._total = msgspec.structs.replace(self._total + added, wasted_tokens=dict(record.wasted_tokens))

@@ -57,14 +57,14 @@ UNKNOWN = VerdictSettings()
 """The record for a run whose settings are not known."""
 
 
-def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_cpu: bool = False) -> VerdictSettings:
+def make_verdict_settings(config: Mapping[str, Any], *, processors: int | None = None, on_cpu: bool = False) -> VerdictSettings:
     """Return the settings for a verdict's advice from ``config``, the resolved settings of a run as a tree of sections.
     A setting that the tree lacks is ``None``.
 
     ``processors`` is the number of processors that the run's processes may use, ``None`` where it is not known, and
     ``on_cpu`` is true where an engine or the learner computes on them.
 
-    >>> found = settings_of({"flow": {"max_age": 2, "lead": None}})
+    >>> found = make_verdict_settings({"flow": {"max_age": 2, "lead": None}})
     >>> found.max_age, found.lead, found.engine_threads
     (2, 2, None)
     """

@@ -21,8 +21,8 @@ from headrace.base.types.observation import Account, Event, StepRecord
 from headrace.base.types.trace import Span
 from headrace.learner.disk import verify
 from headrace.models.hub import is_hub_name, short_model_name
-from headrace.run.observe.account import account_of
-from headrace.run.observe.advice import settings_of
+from headrace.run.observe.account import make_account
+from headrace.run.observe.advice import make_verdict_settings
 from headrace.run.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
 from headrace.run.observe.summary import summarize_steps
 from headrace.run.observe.trace import Interval
@@ -127,7 +127,7 @@ class RunData:
         recorded = recorded_account(self.summary) or recorded_account(self.live)
         if recorded is not None or not self.spans or self.loop[0] >= self.loop[1]:
             return recorded
-        return account_of(self.spans, self.session, self.loop)
+        return make_account(self.spans, self.session, self.loop)
 
     @cached_property
     def verdict(self) -> str:
@@ -136,7 +136,7 @@ class RunData:
         recorded = next((str(tree["verdict"]) for tree in (self.summary, self.live) if tree.get("verdict")), "")
         if recorded or not self.steps or self.account is None:
             return recorded
-        return str(judge(self.account, settings_of(self.config)))
+        return str(judge(self.account, make_verdict_settings(self.config)))
 
     @property
     def name(self) -> str:

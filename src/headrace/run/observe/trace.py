@@ -123,7 +123,7 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
         return _union_within(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if matches(span)), within)
 
     engines = [lane for lane in lanes if is_engine(lane)]
-    own_stops = {lane: when(Cause.STOPPED, _is_stop_of(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)}
+    own_stops = {lane: when(Cause.STOPPED, _make_stop_test(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)}
     works = {lane: _subtract(when(lane, _is_work), own_stops[lane]) for lane in lanes}
     stops = union(chain(own_stops[Cause.LEARNER], own_stops[Cause.CONTROLLER], _common_time(own_stops, engines)))
     count = max(1, len(engines))
@@ -226,7 +226,7 @@ def _common_time(unions: Mapping[str, list[Interval]], lanes: Sequence[str]) -> 
     return reduce(intersection, [unions[lane] for lane in lanes]) if lanes else []
 
 
-def _is_stop_of(lane: str) -> Callable[[Span], bool]:
+def _make_stop_test(lane: str) -> Callable[[Span], bool]:
     """Return a predicate for spans of the lane ``stopped``, whose names are lanes: true for a span in which the process
     of ``lane`` was stopped. The learner also counts as stopped while one of its ranks (``learner-1``, ...) is."""
     ranks = f"{lane}-" if lane == Cause.LEARNER else ""

@@ -109,7 +109,7 @@ def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
     The learner works 62% of the time and waits 38%: 36% for tokens from the engine, 2% for the controller. The engine
     works 98%.
     """
-    bound = bound_of(account, settings)
+    bound = find_bound(account, settings)
     frac = _cost_of_bound(bound, account)
     max_rate, next_one = _largest_rate(bound, frac, account)
     rate = account.per_second(account.trained_tokens)
@@ -150,7 +150,7 @@ def processor_waits(a: Account) -> dict[str, float]:
     return {part: share for part, share in shares.items() if share > 0}
 
 
-def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
+def find_bound(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
     """Return the bound of a run with the account ``a``: the bottleneck that the verdict names.
 
     The rules are, in order: a lack of processors; a part that works nearly all the time; the part for which the learner

@@ -194,7 +194,7 @@ def check_env(
     Raises :class:`~headrace.base.errors.ConfigError` where ``reference`` names nothing, and the errors of a worker that
     cannot start.
     """
-    kind, entry, tree = kind_of(reference)
+    kind, entry, tree = resolve_reference(reference)
     if options and kind != "bridge" and kind not in ENVIRONMENTS:
         text = f"{reference}: options {sorted(options)} have no effect, it is not a bridge"
         raise ConfigError(text, remedy="leave --option out")
@@ -530,7 +530,7 @@ _COMPLETIONS = frozenset({"completion", "completions", "completion_ids"})
 """Parameter names that only rewards have."""
 
 
-def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
+def resolve_reference(reference: str) -> tuple[str, str, ast.Module | None]:
     """Return the kind of ``reference``, the reference with an absolute path, and the syntax tree of its file, if any.
 
     Raises :class:`~headrace.base.errors.ConfigError` where the name is neither a class, a function nor a reward.

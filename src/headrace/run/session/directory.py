@@ -363,7 +363,7 @@ def _damage_error(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is damaged: {error}", remedy="remove that file; the run itself does not read it")
 
 
-def run_file_of(where: Path) -> dict[str, Any] | Path:
+def find_run_file(where: Path) -> dict[str, Any] | Path:
     """Return the run file to evaluate, for :func:`~headrace.run.session.config.load_config`. If ``where`` is a file,
     this is ``where`` itself; if it is a run directory, the settings of the run, with its newest checkpoint (if any) as
     the model. Raises :class:`~headrace.base.errors.ConfigError` where it is neither."""

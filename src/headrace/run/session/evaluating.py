@@ -26,10 +26,10 @@ from headrace.control.evaluation import (
     EvaluationListener,
     Evaluator,
     IntervalEstimate,
-    mean_of,
+    estimate_mean,
     pass_at_k,
     pass_hat_k,
-    share_of,
+    estimate_share,
 )
 from headrace.control.observer import Observers
 from headrace.engine.remote import RemoteEndpoint, RemoteEngine, connect
@@ -231,15 +231,15 @@ def _summarize(prepared: Prepared, measures: Measures, rewards: Sequence[Sequenc
     """Return the measures of ``rewards``, which are indexed by task and attempt. The fields ``tokens``, ``seconds`` and
     ``warnings`` of the result are left empty, for the caller."""
     run, engine = prepared.config.run, prepared.config.engine
-    avg = mean_of([sum(task) / len(task) for task in rewards])
+    avg = estimate_mean([sum(task) / len(task) for task in rewards])
     passed = [sum(reward >= measures.pass_reward for reward in task) for task in rewards]
     ks = measures.choose_ks(run.eval_samples)
     return Evaluation(
         model=prepared.config.model.path,
         mean_reward=avg.value,
         avg=avg,
-        pass_at={k: share_of([pass_at_k(run.eval_samples, count, k) for count in passed]) for k in ks},
-        pass_hat={k: share_of([pass_hat_k(run.eval_samples, count, k) for count in passed]) for k in ks},
+        pass_at={k: estimate_share([pass_at_k(run.eval_samples, count, k) for count in passed]) for k in ks},
+        pass_hat={k: estimate_share([pass_hat_k(run.eval_samples, count, k) for count in passed]) for k in ks},
         pass_reward=measures.pass_reward,
         tasks=len(rewards),
         samples=run.eval_samples,

@@ -205,7 +205,7 @@ def _multimodal_checkpoint(source: Path) -> str:
     return str(json.loads((source / "config.json").read_text(encoding="utf-8")).get(WHOLE, ""))
 
 
-def _format_of(source: Path) -> NumberFormat:
+def _read_number_format(source: Path) -> NumberFormat:
     """Return the number format of the weights in ``source``: ``bfloat16`` if the configuration there names it, else
     ``float32``."""
     tree = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -218,7 +218,7 @@ def _write_multimodal(source: Path, whole: str, out: Path) -> None:
     from headrace.models.text_part import write_whole
 
     base = Path(local_directory(whole, "the multimodal checkpoint"))
-    text = load_model(ModelConfig(path=str(source), dtype=_format_of(source)))
+    text = load_model(ModelConfig(path=str(source), dtype=_read_number_format(source)))
     needed = sum(path.stat().st_size for path in base.iterdir()) + 2 * sum(each.nbytes for each in text.parameters())
     out.mkdir()
     with whole_or_nothing(out, needed + SLACK_BYTES):

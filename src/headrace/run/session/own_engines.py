@@ -168,7 +168,7 @@ def frozen_agents(config: RunConfig) -> dict[str, ModelConfig]:
 
     Raises :class:`~headrace.base.errors.ModelError` where the path of an adapter contains no adapter.
     """
-    models = {agent.name: agent.model_of(config.model) for agent in config.env.agents}
+    models = {agent.name: agent.resolve_model(config.model) for agent in config.env.agents}
     return {name: model for name, model in models.items() if model is not None}
 
 

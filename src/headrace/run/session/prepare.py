@@ -182,7 +182,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         sampling=_sampling_parameters(config, tokenizer, endings),
         max_context=facts.context,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
-        chat=Chat.of(tokenizer, endings, config.env.tool_parser),
+        chat=Chat.create(tokenizer, endings, config.env.tool_parser),
         devices=devices,
         agents=agents,
         teachers=teacher_orders(config, tasks, tokenizer, facts.context) if training else {},

@@ -43,7 +43,7 @@ from headrace.launch.local import local_world
 from headrace.launch.order import ComponentStatus, LaunchedRun, LaunchOrder
 from headrace.learner import checkpoint
 from headrace.models.devices import CPU
-from headrace.run.observe import VerdictSettings, settings_of, write_report
+from headrace.run.observe import VerdictSettings, make_verdict_settings, write_report
 from headrace.run.rules.settings import idle_clip
 from headrace.run.session.config import RunConfig, RunFile, as_recorded, load_config, with_recorded_models
 from headrace.run.session.directory import (
@@ -272,7 +272,7 @@ def _verdict_settings(prepared: Prepared) -> VerdictSettings:
     devices = prepared.devices
     on_cpu = CPU in (*devices.engines, *devices.learner)
     tree = prepared.config.model_dump(mode="json")
-    return settings_of(tree, processors=num_cores(), on_cpu=on_cpu)
+    return make_verdict_settings(tree, processors=num_cores(), on_cpu=on_cpu)
 
 
 def _launch_order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> LaunchOrder:
