@@ -129,7 +129,7 @@ def test_a_reward_of_groups_sees_all_attempts_at_a_task(tmp_path: Path) -> None:
 class Earns:
     """Says itself what an episode earned; fails at some rows."""
 
-    asks_prompt = True
+    begins_with_prompt = True
 
     def __init__(self, fails: Sequence[int]) -> None:
         self._fails = fails

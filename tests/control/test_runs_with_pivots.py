@@ -189,7 +189,7 @@ def test_branches_that_fail_are_counted_by_reason_and_carry_no_loss(tmp_path: Pa
 class TwoAnswers:
     """Asks twice, with a token in between that says how long the first answer was; ``differs`` changes its question."""
 
-    asks_prompt = True
+    begins_with_prompt = True
 
     def __init__(self, *, differs: bool = False, breaks: bool = False, earns: float | None = None) -> None:
         self._differs, self._breaks, self._attempts = differs, breaks, itertools.count()

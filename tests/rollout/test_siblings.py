@@ -172,7 +172,7 @@ def test_death_of_the_engine_is_raised() -> None:
 
 def test_groups_run_one_by_one_where_an_episode_is_more_than_an_answer_of_the_policy() -> None:
     class Longer:
-        asks_prompt = True
+        begins_with_prompt = True
 
     frozen = Agents(engines={"policy": FakeEngine()})
     made = runner(Together())

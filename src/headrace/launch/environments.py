@@ -34,7 +34,7 @@ def environment_start(env: EnvConfig) -> EnvironmentStart:
         block_s=env.block_s,
         options=env.options,
         own_namespace=env.own_namespace,
-        keep=ResourceLimits(memory_bytes=(env.memory_mb or 0) << 20, processes=env.most_processes),
+        keep=ResourceLimits(memory_bytes=(env.memory_mb or 0) << 20, processes=env.max_processes),
     )
 
 

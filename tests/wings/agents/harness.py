@@ -139,7 +139,7 @@ class World:
         endpoint = self.endpoint
 
         class Played:
-            asks_prompt = False
+            begins_with_prompt = False
 
             async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
                 async with endpoint.session(episode) as access:
@@ -152,7 +152,7 @@ class World:
         """One episode, without any protocol."""
 
         class Played:
-            asks_prompt = False
+            begins_with_prompt = False
 
             async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
                 await program(episode)

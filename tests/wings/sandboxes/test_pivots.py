@@ -58,7 +58,7 @@ FILES = {
 class InThisProcess:
     """The shell as an environment without a worker process."""
 
-    asks_prompt = False
+    begins_with_prompt = False
 
     def __init__(self, executor: ThreadPoolExecutor) -> None:
         options = {"image": "machine", "action": "line", "system": "", "commands": COMMANDS}

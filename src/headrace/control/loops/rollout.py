@@ -65,7 +65,7 @@ class RolloutLoop:
         self._max_unfit = 2 * len(state.parts.tasks) + resting
         self._env_lane: BusyLane | None = None
         """The lane that is busy while an episode runs in its environment; ``None`` if episodes only call the engine."""
-        if not state.parts.env.asks_prompt:
+        if not state.parts.env.begins_with_prompt:
             self._env_lane = BusyLane("environment", "run", state.observers, state.parts.clock)
         runner = EpisodeRunner(
             engine=state.parts.engine,
@@ -167,7 +167,7 @@ class RolloutLoop:
                 raise self._nothing_fits("no row that the curriculum still picks fits")
             return
         self._unfit_in_a_row = 0
-        if state.parts.env.asks_prompt and _has_other_prompt(admission.ended, task):
+        if state.parts.env.begins_with_prompt and _has_other_prompt(admission.ended, task):
             state.warn(
                 f"row {admission.row + 1} has another prompt than before the restart: its group, half done, is dropped"
             )
@@ -197,7 +197,7 @@ class RolloutLoop:
     def _length(self, task: Task) -> int:
         """Return the number of tokens of the task's prompt plus the longest answer; 0 if the environment creates its
         own prompts."""
-        if not self._state.parts.env.asks_prompt:
+        if not self._state.parts.env.begins_with_prompt:
             return 0
         return len(task.prompt_ids_T) + self._state.parts.sampling.max_new_tokens
 

@@ -181,7 +181,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
     """The pool of environment workers, which implements the :class:`~headrace.rollout.environments.Environment`
     contract. With ``listening``, programs that an episode starts can reach the model over HTTP."""
 
-    asks_prompt = False
+    begins_with_prompt = False
     worker_name = "environment worker"
     lost_calls = "its {num} episodes begin again"
     slow_start = "is the file of env.entry slow to import?"

@@ -36,7 +36,7 @@ from headrace.launch.starts import EnvironmentStart
 from headrace.launch.trial import trial_pool
 from headrace.rollout.environments.blocking import blocking_calls
 from headrace.rollout.environments.bridges import BRIDGES, find_bridge
-from headrace.rollout.environments.program import exposed_here, refuse_missing_script, with_absolute_files
+from headrace.rollout.environments.program import find_namespace_warnings, refuse_missing_script, with_absolute_files
 from headrace.rollout.environments.registry import BUILT_IN, ENVIRONMENTS
 from headrace.rollout.environments.scripted import SCRIPTS, Script, ScriptedEpisode, has_right_answer
 from headrace.rollout.scoring.fit import imported_signatures
@@ -356,7 +356,7 @@ def _check_loading(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding
 def _check_isolation() -> EnvFinding:
     """Check that the programs of episodes run isolated from each other on this machine; warn if they do not."""
     passed = "each runs in a user namespace of its own"
-    return _finding("its episodes cannot read one another's keys", exposed_here(), passed, Level.WARN)
+    return _finding("its episodes cannot read one another's keys", find_namespace_warnings(), passed, Level.WARN)
 
 
 def _check_ends(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:

@@ -41,7 +41,7 @@ from headrace.rollout import Chat
 from headrace.rollout.environments import Curriculum
 from headrace.rollout.environments.bridges import find_bridge
 from headrace.rollout.environments.data import Row, RowOrder, as_rows, load_rows
-from headrace.rollout.environments.program import exposed_here, find_program, refuse_missing_script
+from headrace.rollout.environments.program import find_namespace_warnings, find_program, refuse_missing_script
 from headrace.rollout.environments.prompts import make_tasks
 from headrace.rollout.scoring.fit import refuse_missing_columns
 from headrace.rollout.scoring.function import FunctionReward
@@ -202,7 +202,7 @@ def _isolation_warnings(config: RunConfig) -> list[str]:
     """Return warnings where episodes run programs on this machine that can read each other's data; else an empty
     list."""
     env = config.env
-    return exposed_here(own_namespace=env.own_namespace) if env.kind == "program" and env.workers else []
+    return find_namespace_warnings(own_namespace=env.own_namespace) if env.kind == "program" and env.workers else []
 
 
 def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[list[Row], list[Row]]:

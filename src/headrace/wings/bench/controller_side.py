@@ -127,7 +127,7 @@ class AlternatingScorer:
 class MultiTurnEnv:
     """An environment of many turns, like an agent with tools: the model reads new tokens before every answer."""
 
-    asks_prompt = False
+    begins_with_prompt = False
 
     def __init__(self, turns: int, given: int) -> None:
         """Create an environment whose episodes have ``turns`` answers, with ``given`` new tokens before each."""
