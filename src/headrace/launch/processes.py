@@ -54,7 +54,7 @@ from headrace.launch.supervision import SupervisionConfig, describe_loss
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
 from headrace.rollout.scoring import AnyReward
-from headrace.rollout.scoring.fit import columns_for
+from headrace.rollout.scoring.fit import find_reliable_columns
 from headrace.sync.config import Route, RunPlaces
 from headrace.sync.estimate import refuse_little_room
 
@@ -77,7 +77,7 @@ class Processes:
     """Number of scoring workers that were started, including workers that were replaced."""
     columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The columns of the dataset that a component of the reward can rely on, by the label of the component; see
-    :func:`~headrace.rollout.scoring.fit.columns_for`."""
+    :func:`~headrace.rollout.scoring.fit.find_reliable_columns`."""
     num_environments: int = 0
     """Number of environment workers that were started, including workers that were replaced."""
     places: EnginePlaces = field(init=False)
@@ -292,7 +292,7 @@ class Processes:
         env = self.order.env
         limits = ResourceLimits(memory_bytes=(env.reward_memory_mb or 0) << 20, processes=env.reward_processes)
         if reward.label not in self.columns:
-            self.columns[reward.label] = tuple(sorted(columns_for(reward, [*self.order.tasks, *self.order.eval_tasks])))
+            self.columns[reward.label] = tuple(sorted(find_reliable_columns(reward, [*self.order.tasks, *self.order.eval_tasks])))
         start = ScorerStart(reward=reward.model_dump(mode="json"), columns=self.columns[reward.label], keep=limits)
         name = f"scorer-{self.num_scorers}"
         self.num_scorers += 1

@@ -17,8 +17,8 @@ from headrace.base.types.messages.scorer import ScoreCompletions, TrainerState
 from headrace.base.types.task import Task
 from headrace.control.metrics.rewards import RewardCounts
 from headrace.rollout.scoring import ExactReward, FunctionReward, Graded, JudgeReward, RewardFunction, Scores
-from headrace.rollout.scoring.fit import columns_for, refuse_missing_columns
-from headrace.rollout.scoring.signature import signature_in, inspect_signature
+from headrace.rollout.scoring.fit import find_reliable_columns, refuse_missing_columns
+from headrace.rollout.scoring.signature import read_signature, inspect_signature
 
 CHAT = [{"role": "user", "content": "1+1="}]
 NOW = TrainerState(global_step=3, max_steps=10, epoch=0.5)
@@ -129,9 +129,9 @@ def test_the_text_of_a_file_tells_what_the_function_itself_would(file: Path) -> 
     names: dict[str, Any] = {}
     exec(FILE, names)  # noqa: S102 - a text of this file
     for name in ("plain", "grouped", "turns", "strict", "needs_environments"):
-        assert signature_in(file, name) == inspect_signature(names[name])
+        assert read_signature(file, name) == inspect_signature(names[name])
     for name in ("decorated", "made", "nested", "imported", "absent"):
-        assert signature_in(file, name) is None
+        assert read_signature(file, name) is None
 
 
 def tasks(*rows: dict[str, Any]) -> list[Task]:
@@ -189,7 +189,7 @@ def test_columns_that_settings_name_are_looked_for_too() -> None:
         refuse_missing_columns([judge], tasks({"rubric": 1}, {}), thorough=False)
     optional = judge.model_copy(update={"optional": True, "default": 0.0})
     refuse_missing_columns([optional], tasks({"rubric": 1}, {}), thorough=False)
-    assert columns_for(optional, tasks({"rubric": 1}, {})) == {"rubric"}
+    assert find_reliable_columns(optional, tasks({"rubric": 1}, {})) == {"rubric"}
 
 
 def failing(reward: float | None, cause: str = "reward_error: away") -> Graded:

@@ -39,7 +39,7 @@ from headrace.rollout.environments.bridges import BRIDGES, find_bridge
 from headrace.rollout.environments.program import find_namespace_warnings, refuse_missing_script, with_absolute_files
 from headrace.rollout.environments.registry import BUILT_IN, ENVIRONMENTS
 from headrace.rollout.environments.scripted import SCRIPTS, Script, ScriptedEpisode, has_right_answer
-from headrace.rollout.scoring.fit import imported_signatures
+from headrace.rollout.scoring.fit import import_signatures
 from headrace.run.observe.words import plural
 from headrace.run.session.running import first_cause, in_own_loop
 
@@ -558,7 +558,7 @@ def resolve_reference(reference: str) -> tuple[str, str, ast.Module | None]:
             return ("reward" if _is_reward(node) else "rollout"), entry, tree
     # the file imports or computes the name: its parameters are known only once the file is imported
     try:
-        signature = imported_signatures([entry])[entry]
+        signature = import_signatures([entry])[entry]
     except EnvError:  # no function, or a file that cannot be imported
         signature = None
     if signature is not None and _COMPLETIONS & set(signature.names):

@@ -23,7 +23,7 @@ from headrace.models.devices import num_gpus
 from headrace.models.hub import local_directory
 from headrace.rollout.environments.data import Row, load_rows
 from headrace.rollout.environments.prompts import make_tasks
-from headrace.rollout.scoring.signature import signature_in
+from headrace.rollout.scoring.signature import read_signature
 from headrace.run.session.config import load_config
 from headrace.run.session.prepare import Inputs, prepare
 
@@ -162,7 +162,7 @@ def check_reward(reference: str, data: Data) -> None:
     completions, are columns of the rows. The file is parsed, but not imported. Raises
     :class:`~headrace.base.errors.HeadraceError` where the function cannot be used."""
     path, name = find_in_file(reference, "--reward")
-    signature = signature_in(path, name)
+    signature = read_signature(path, name)
     if signature is None:  # the parameters are known only after an import, which the dry run at the end makes
         return
     signature.refuse_form(name)
