@@ -84,7 +84,7 @@ def evaluated(
         evaluator = Evaluator(serving, samples=samples, temperature=None, run_seed=0)
         async with asyncio.timeout(1000):
             return await evaluator.rewards(
-                EvaluationListener(on_tokens=lambda _: None, warn=warnings.append, keep=keep)
+                EvaluationListener(on_tokens=lambda _: None, warn=warnings.append, on_attempt=keep)
             )
 
     return run_virtual(main()), kept, warnings

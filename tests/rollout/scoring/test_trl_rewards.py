@@ -198,27 +198,27 @@ def failing(reward: float | None, cause: str = "reward_error: away") -> Graded:
 
 def test_the_first_failure_is_told_with_its_cause_and_all_are_counted() -> None:
     told: list[str] = []
-    book = RewardCounts(most=100)
+    book = RewardCounts(max_failing_calls=100)
     for graded in (failing(1.0), Graded(reward=1.0, calls={"judge": ("",)}), failing(1.0), failing(None)):
         book.add(graded, lambda words, kind: told.append(words))
     assert told[0] == "the reward 'judge' failed and counts as its default: reward_error: away"
-    assert str(book.failing()["judge"]) == "failed for 3 of 4; the first: reward_error: away"
-    assert "rule" not in book.failing()
-    assert book.metrics() == {"reward_failed/judge": 0.75, "reward_failed/rule": 0.0}
-    assert book.metrics() == {}
+    assert str(book.get_failing()["judge"]) == "failed for 3 of 4; the first: reward_error: away"
+    assert "rule" not in book.get_failing()
+    assert book.pop_metrics() == {"reward_failed/judge": 0.75, "reward_failed/rule": 0.0}
+    assert book.pop_metrics() == {}
 
 
 def test_a_component_that_fails_for_a_whole_batch_from_the_start_ends_the_run() -> None:
-    book = RewardCounts(most=3)
+    book = RewardCounts(max_failing_calls=3)
     book.add(failing(1.0), lambda words, kind: None)
     book.add(failing(1.0), lambda words, kind: None)
     with pytest.raises(EnvError, match=r"'judge' has failed for each of the first 3 answers(.|\n)*away"):
         book.add(failing(1.0), lambda words, kind: None)
-    once = RewardCounts(most=3)
+    once = RewardCounts(max_failing_calls=3)
     once.add(Graded(reward=1.0, calls={"judge": ("",)}), lambda words, kind: None)
     for _ in range(9):
         once.add(failing(1.0), lambda words, kind: None)
-    assert once.failing()["judge"].failed == 9
+    assert once.get_failing()["judge"].failed == 9
 
 
 def test_metrics_of_rewards_are_means_and_what_is_no_number_is_told() -> None:
@@ -226,6 +226,6 @@ def test_metrics_of_rewards_are_means_and_what_is_no_number_is_told() -> None:
     book = RewardCounts()
     for values in ((1.0, 2.0), (6.0, float("nan"))):
         book.add(Graded(reward=1.0, metrics={"a b": values}), lambda words, kind: told.append(words))
-    assert book.metrics() == {"logged/a_b": 3.0}
+    assert book.pop_metrics() == {"logged/a_b": 3.0}
     assert told == ["a reward gave log_metric('a b') a value that is not finite, which counts in no mean"]
-    assert json.dumps(book.metrics()) == "{}"
+    assert json.dumps(book.pop_metrics()) == "{}"

@@ -15,7 +15,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.errors import CheckpointError, ConfigError
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint.snapshot import SnapshotState
 from headrace.learner.config import LearnerConfig
@@ -175,7 +175,7 @@ def test_weights_are_read_where_only_the_optimizer_is_damaged(base: Path, tmp_pa
     write_sealed(tmp_path / "run" / CONFIG_FILE, {"model": {"path": str(base)}})
     assert find_run_file(tmp_path / "run")["model"]["path"] == str(moments.parent)
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors has changed"):
-        starting_point(tmp_path / "run")
+        find_starting_point(tmp_path / "run")
     moments.with_name("model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"model\.safetensors has 0 bytes"):
         export(tmp_path / "run", tmp_path / "again")

@@ -18,7 +18,7 @@ from headrace.base.clock import Clock
 from headrace.base.config import leaves, merge
 from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.control.metrics.rewards import RewardFailures
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow.ledger.opening import LOCK_FILE, SQLITE_FILE, has_ledger
 from headrace.launch.order import ComponentStatus
@@ -218,7 +218,7 @@ def _try_lock(descriptor: int) -> bool:
 def _refuse_lost_ledger(run_dir: Path) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` where ``run_dir`` has checkpoints of a run but no ledger: this
     run cannot be resumed, and no other run may start in its directory."""
-    if has_ledger(run_dir) or (newest := starting_point(run_dir)).snapshot is None:
+    if has_ledger(run_dir) or (newest := find_starting_point(run_dir)).snapshot is None:
         return
     raise ConfigError(
         f"run.dir={str(run_dir)!r} holds checkpoints of a run, the newest of step {newest.step}, and no ledger "

@@ -173,7 +173,7 @@ async def _evaluate(
         make_order(prepared, run_dir=where, snapshot=None, observers=Observers(())),
         on_event=partial(_keep_warning, warnings, on_progress),
     )
-    listener = EvaluationListener(on_tokens=count, warn=warnings.append, keep=None if book is None else book.keep)
+    listener = EvaluationListener(on_tokens=count, warn=warnings.append, on_attempt=None if book is None else book.keep)
     on_progress(
         f"starting scoring workers, {order.devices if measures.running_engine is None else measures.running_engine.url}"
     )
@@ -281,7 +281,7 @@ async def attempt_rewards(serving: Serving, run: RunSection, listener: Evaluatio
 
     def arrived(tokens: int) -> None:
         """Report progress to the watchdog, and pass the number of new tokens on to the listener."""
-        board.progress()
+        board.record_progress()
         listener.on_tokens(tokens)
 
     async with asyncio.TaskGroup() as group:
@@ -290,7 +290,7 @@ async def attempt_rewards(serving: Serving, run: RunSection, listener: Evaluatio
         )
         with board.waiting("eval", "answers to the held-out tasks", on="engine, scoring workers"):
             rewards = await evaluator.rewards(
-                EvaluationListener(on_tokens=arrived, warn=listener.warn, keep=listener.keep)
+                EvaluationListener(on_tokens=arrived, warn=listener.warn, on_attempt=listener.on_attempt)
             )
         watchdog.cancel()
     return rewards

@@ -26,7 +26,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.outline import groups_in_words
 from headrace.control import ControlSettings, Summary
 from headrace.control.controller import ENGINES, RECOVERY
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, Operation
 from headrace.flow.ledger.opening import open_ledger
@@ -169,7 +169,7 @@ class ReplayRecording:
                     "another run",
                     remedy=f"leave {key} out; a replay may change only {', '.join(CHANGEABLE)}",
                 )
-        before = starting_point(self.run_dir).fingerprint
+        before = find_starting_point(self.run_dir).fingerprint
         if before not in ("", replace(prepared, config=self.config).fingerprint()):
             raise _refusal(self.run_dir, "its rows have changed, or the program that made it knew other settings")
 

@@ -34,7 +34,7 @@ from headrace.base.errors import (
 from headrace.base.heap import gc_frozen
 from headrace.base.types.observation import Event, LiveState
 from headrace.control import Controller, ControlSettings, Summary
-from headrace.control.recovery import StartingPoint, starting_point
+from headrace.control.recovery import StartingPoint, find_starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow.ledger import Ledger, LedgerWriter, ThreadedWriter
 from headrace.flow.ledger.opening import has_ledger, make_ledger
@@ -187,7 +187,7 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
     prepared, run_dir, recording = life.prepared, life.run_dir, life.recording
     config = prepared.config
     checkpoint.sweep(run_dir / CHECKPOINTS)
-    start = starting_point(run_dir)
+    start = find_starting_point(run_dir)
     if start.step > config.run.steps or (start.step == config.run.steps and _has_finished(run_dir)):
         raise ConfigError(
             f"run.steps={config.run.steps}, and the run has {start.step} steps behind it",
@@ -391,7 +391,7 @@ def _report_silence(controller: Controller, text: str, *, kind: str, over: bool 
     ``over`` is true, record instead that the process responds again. ``kind`` identifies the warning: the call that
     ends it passes the same value."""
     if over:
-        controller.state.warning_over(text, kind=kind)
+        controller.state.resolve_warning(text, kind=kind)
     else:
         controller.state.warn(text, kind=kind, always=True)
 
@@ -480,9 +480,9 @@ def _write_status(
         version=live.engine_version,
         written_s=world.parts.clock.wall(),
         components=components,
-        waits=controller.state.board.in_words().splitlines(),
+        waits=controller.state.board.describe().splitlines(),
         warnings=controller.state.warnings,
-        rewards=dict(controller.state.metrics.rewards.failing()),
+        rewards=dict(controller.state.metrics.rewards.get_failing()),
         engines=world.changes.num_engines,
         requests=requests,
     )

@@ -37,7 +37,7 @@ from headrace.base.types.tokens import FloatColumn
 from headrace.base.types.weights import Manifest, WeightUpdate
 from headrace.control import Components, Controller, ControlSettings, RunSection
 from headrace.control.observer import Observers
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.engine.fleet import Fleet
 from headrace.flow import FlowConfig
 from headrace.flow.ledger import SqliteLedger, ThreadedWriter
@@ -243,7 +243,7 @@ async def run_controller(spec: dict[str, Any], directory: Path, stack: ExitStack
             fleet.join(client.name, client)
         controller = Controller(parts, settings, ledger=ledger, writer=writer, observers=Observers([]))
         with gc_frozen():
-            await controller.run(starting_point(directory))
+            await controller.run(find_starting_point(directory))
         for task in listening:
             task.cancel()
     for client in clients:
