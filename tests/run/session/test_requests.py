@@ -280,7 +280,7 @@ def test_verb_refuses_runs_that_it_cannot_reach_by_name(
 
 def test_only_the_user_of_the_run_can_reach_the_socket(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        lease = Lease.directory(tmp_path)
+        lease = Lease.create_directory(tmp_path)
         stack.callback(lease.end)
 
         async def talk(_: Changes, address: str) -> None:

@@ -43,7 +43,7 @@ from headrace.launch.clients.pool import (
     WorkerGroup,
     WorkerPool,
     WorkerProcess,
-    start_in,
+    create_task_if_open,
 )
 from headrace.launch.clients.suspects import ByHalves
 from headrace.launch.endpoints import EpisodeEndpoint
@@ -85,7 +85,7 @@ class EpisodeCall(PoolCall):
             remedy = "wait for their answers"
             peer.send(AnswerRefused(ask=query.ask, reason="env_error", spent=False, problem=problem, remedy=remedy))
             return
-        if task := start_in(self.tasks, self._answer(peer, query)):
+        if task := create_task_if_open(self.tasks, self._answer(peer, query)):
             self.answers.add(task)
             task.add_done_callback(self.answers.discard)
 
@@ -227,7 +227,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
             attempt_kind=episode.attempt_kind,
         )
         call = EpisodeCall(order=order, episode=episode)
-        report = await self.make(call)
+        report = await self.execute(call)
         if isinstance(report, CallLoss):
             raise EpisodeError(
                 f"the process that ran it died, alone too: {call.cause}",
@@ -261,7 +261,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         world; ``None`` for other episodes."""
         return self._origins.get(call.order.seed) if call.order.attempt_kind is AttemptKind.BRANCH else None
 
-    def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> EnvironmentWorker:
+    def create_worker(self, process: WorkerProcess, group: WorkerGroup) -> EnvironmentWorker:
         """Return the worker for ``process``, a new process on the machine of ``group``. From now on, the worker handles
         the messages of the process."""
         worker = EnvironmentWorker(process, group)
@@ -298,7 +298,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         the report of its end, or the reason why it was lost. If this call is cancelled, the worker ends the episode in
         the background. Raises :class:`~headrace.base.errors.EpisodeError` if the episode has blocked the worker's event
         loop, or if the data row of its task cannot be encoded."""
-        if worker.left.is_set():  # the worker was retired while the session was opened
+        if worker.slot_freed.is_set():  # the worker was retired while the session was opened
             return CallLoss.INNOCENT
         peer = worker.process.peer
         done = peer.expect(number, EpisodeDone)
@@ -310,11 +310,11 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
             return ended
         except asyncio.CancelledError:
             if not done.cancelled() or being_cancelled():
-                self.in_background(self._end_cancelled(worker, number))
+                self.run_in_background(self._end_cancelled(worker, number))
                 raise
         except BaseExceptionGroup as errors:
             # the answers have failed with errors of the engine, and the episode is not the cause
-            self.in_background(self._end_cancelled(worker, number))
+            self.run_in_background(self._end_cancelled(worker, number))
             raise errors.exceptions[0] from None
         except ENCODING_ERRORS as error:
             raise EpisodeError(f"the row cannot travel: {error!a}", remedy="keep plain data in the rows") from None

@@ -60,7 +60,7 @@ class Peer:
         self.clock_ahead_s = 0.0
         """Seconds by which the monotonic clock of the process's machine is ahead of the clock of this machine."""
 
-    def fact(self, name: str) -> str:
+    def get_fact(self, name: str) -> str:
         """Return the fact ``name`` that the process has reported about itself when it became ready; empty if it is not
         ready, or has not reported it."""
         is_ready = self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None

@@ -113,11 +113,11 @@ class Worker(ABC, Generic[C]):
     """The group of the worker: all workers of the pool on the same machine."""
     calls: dict[int, C] = field(default_factory=dict)
     """The current calls of the worker, by number."""
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    startup_over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the worker has become ready, or has ended before it was ready."""
-    left: asyncio.Event = field(default_factory=asyncio.Event)
+    slot_freed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the worker's slot is free, because the worker has ended or receives no more calls."""
-    emptied: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the worker has no call, after its first call."""
     replaced: bool = False
     """Whether the pool has ended the worker, because of one of its calls or because of its machine."""
@@ -137,9 +137,9 @@ class Worker(ABC, Generic[C]):
 
     async def retire(self) -> None:
         """Assign no more calls to the worker, and kill it when its last call has ended."""
-        self.left.set()
+        self.slot_freed.set()
         if self.calls:
-            await self.emptied.wait()
+            await self.idle.wait()
         await self.replace()
 
 
@@ -183,7 +183,7 @@ class WorkerSlot(Generic[W]):
     def up(self) -> bool:
         """Whether the slot contains a worker that accepts calls."""
         worker = self.worker
-        return worker is not None and not (worker.replaced or worker.left.is_set())
+        return worker is not None and not (worker.replaced or worker.slot_freed.is_set())
 
 
 class Capacity:
@@ -232,9 +232,9 @@ class SuspectPolicy(Protocol[C]):
     """A policy for calls whose worker has ended: it decides how they are repeated until the call that kills its workers
     (the culprit) is known. A pool has one policy."""
 
-    def stays(self, call: C, loss: CallLoss) -> bool:
+    def may_repeat(self, call: C, loss: CallLoss) -> bool:
         """Return whether a call that was lost for the reason ``loss`` is repeated in the shared workers. If not, the
-        pool calls :meth:`clear`."""
+        pool calls :meth:`resolve`."""
         ...
 
     def record_death(self, pool: WorkerPool[Any, C, Any], slot: WorkerSlot[Any], worker: Worker[C]) -> None:
@@ -242,7 +242,7 @@ class SuspectPolicy(Protocol[C]):
         end as lost."""
         ...
 
-    async def clear(self, pool: WorkerPool[Any, C, Any], call: C, loss: CallLoss) -> Any:
+    async def resolve(self, pool: WorkerPool[Any, C, Any], call: C, loss: CallLoss) -> Any:
         """Repeat a suspected call, which was lost for the reason ``loss``, until it has an answer, and return the
         answer. If the call is found to end its workers, return :attr:`CallLoss.CULPRIT`."""
         ...
@@ -301,7 +301,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._changed = asyncio.Event()
 
     @abstractmethod
-    def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> W:
+    def create_worker(self, process: WorkerProcess, group: WorkerGroup) -> W:
         """Return the worker record of ``process``, which was just started on the machine of ``group``."""
 
     @abstractmethod
@@ -325,7 +325,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
         return self._own_group.num_workers > 0
 
     @property
-    def num_up(self) -> int:
+    def num_ready(self) -> int:
         """The number of shared workers that accept calls."""
         return sum(slot.up for slot in self._slots)
 
@@ -347,10 +347,10 @@ class WorkerPool(ABC, Generic[W, C, A]):
     async def wait_until_started(self) -> None:
         """Wait until every worker on this machine is ready for calls. If the pool has no workers on this machine, wait
         for a worker on another machine."""
-        while not self._is_up():
+        while not self._is_ready():
             await self._changed.wait()
 
-    def _is_up(self) -> bool:
+    def _is_ready(self) -> bool:
         """Return whether the pool can accept calls: whether all workers of this machine are ready or, if it has none on
         this machine, whether any worker is."""
         if not self.keeps_some_here:
@@ -386,23 +386,23 @@ class WorkerPool(ABC, Generic[W, C, A]):
             for worker in group.workers:
                 worker.process.close()
 
-    async def make(self, call: C) -> A | CallLoss:
+    async def execute(self, call: C) -> A | CallLoss:
         """Execute a call and return its answer. The call is repeated if its worker is lost. If the call is found to end
         its workers, return :attr:`CallLoss.CULPRIT`."""
         try:
-            outcome = await self.in_shared(call)
-            return await self._suspects.clear(self, call, outcome) if isinstance(outcome, CallLoss) else outcome
+            outcome = await self.run_in_shared(call)
+            return await self._suspects.resolve(self, call, outcome) if isinstance(outcome, CallLoss) else outcome
         finally:
             self._suspects.forget(call)
 
     # -- for policies for suspects ------------------------------------------------------------------------------------
 
-    async def in_shared(self, call: C) -> A | CallLoss:
+    async def run_in_shared(self, call: C) -> A | CallLoss:
         """Execute a call in the shared workers, and repeat it as long as the policy for suspects allows that. Return
         the answer, or the reason why the call was last lost. The call keeps its place between attempts, so that calls
         that have not begun do not overtake it."""
         outcome: A | CallLoss | None = None
-        while outcome is None or (isinstance(outcome, CallLoss) and self._suspects.stays(call, outcome)):
+        while outcome is None or (isinstance(outcome, CallLoss) and self._suspects.may_repeat(call, outcome)):
             async with self._capacity.reserve(first=outcome is not None):
                 outcome = await self._attempt_in_shared(call)
         return outcome
@@ -415,12 +415,12 @@ class WorkerPool(ABC, Generic[W, C, A]):
         """Execute a call in a shared worker. Repeat it in another one if its worker ends and the policy for suspects
         allows that. Return the answer, or the reason why the call was lost."""
         while True:
-            outcome = await self.attempt_in(await self.worker(call=call), call)
-            again = isinstance(outcome, CallLoss) and self._suspects.stays(call, outcome)
+            outcome = await self.attempt_in(await self.wait_for_worker(call=call), call)
+            again = isinstance(outcome, CallLoss) and self._suspects.may_repeat(call, outcome)
             if not again or self._capacity.free < 0:  # too few workers are left after a machine has left
                 return outcome
 
-    async def worker(self, slot: WorkerSlot[W] | None = None, *, call: C | None = None) -> W:
+    async def wait_for_worker(self, slot: WorkerSlot[W] | None = None, *, call: C | None = None) -> W:
         """Wait until a worker accepts calls, and return it. With a ``slot``, this is the worker in the slot. Otherwise
         it is the shared worker that ``call`` prefers or, if it prefers none, the worker with the fewest calls."""
         while not (
@@ -440,18 +440,18 @@ class WorkerPool(ABC, Generic[W, C, A]):
         died, its death is counted in the call."""
         number = worker.process.peer.next_call()
         worker.calls[number] = call
-        worker.emptied.clear()
+        worker.idle.clear()
         try:
             outcome = await self.attempt(worker, call, number)
         finally:
             del worker.calls[number]
             if not worker.calls:
-                worker.emptied.set()
+                worker.idle.set()
         if outcome is CallLoss.DIED:
             call.deaths, call.cause = call.deaths + 1, worker.cause
         return outcome
 
-    async def some_group(self) -> WorkerGroup:
+    async def wait_for_group(self) -> WorkerGroup:
         """Wait until there is a machine on which workers can be started, and return its group of workers: the group of
         this machine if it may have workers, and otherwise the group of the first machine that has joined."""
         if self.keeps_some_here:
@@ -464,8 +464,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         """Start a worker for ``slot``, and the task that supervises it. Return the worker, which is not ready yet.
         Raises :class:`MachineGone` if no worker can be started on the slot's machine any more."""
         group = slot.group
-        worker = self.new_worker(await group.start_worker(), group)
-        if not self.in_background(self._supervise(slot, worker), group):
+        worker = self.create_worker(await group.start_worker(), group)
+        if not self.run_in_background(self._supervise(slot, worker), group):
             await worker.process.kill()
             worker.process.close()
             raise MachineGone
@@ -481,16 +481,16 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 worker = await self.begin(slot)
             except MachineGone:
                 return
-            await worker.left.wait()
+            await worker.slot_freed.wait()
 
-    def in_background(
+    def run_in_background(
         self, work: Coroutine[Any, Any, None], group: WorkerGroup | None = None
     ) -> asyncio.Task[None] | None:
         """Start ``work`` as a task that ends with the workers of ``group``; ``None`` means the workers of this machine.
         Return the task, or ``None`` if the workers are already ending and no task may begin."""
         tasks = (group or self._own_group).tasks
         assert tasks is not None
-        return start_in(tasks, work)
+        return create_task_if_open(tasks, work)
 
     # -- slots and workers --------------------------------------------------------------------------------------------
 
@@ -503,7 +503,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._capacity.add(group.num_workers * self._pool_config.concurrency)
         for slot in slots:
             slot.needed.set()
-        self._wake_waiting()  # :meth:`some_group` may wait for a machine
+        self._wake_waiting()  # :meth:`wait_for_group` may wait for a machine
         return [group.tasks.create_task(self.keep_filled(slot)) for slot in slots]
 
     def _remove_slots(self, group: WorkerGroup) -> None:
@@ -527,7 +527,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
             if await peer.wait_until_ready(dying, self._pool_config.start_timeout_s, self.slow_start):
                 self.on_ready(peer.ready.result().facts)
                 slot.worker = worker
-                worker.settled.set()
+                worker.startup_over.set()
                 self._wake_waiting()
             watching = tasks.create_task(self._kill_when_stuck(worker))
             end = await dying
@@ -542,8 +542,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
             self._suspects.record_death(self, slot, worker)
         process.close()
         worker.group.workers.discard(worker)
-        worker.left.set()
-        worker.settled.set()
+        worker.slot_freed.set()
+        worker.startup_over.set()
         if not worker.replaced:
             self._report_death(worker, cause, num_lost)
 
@@ -569,7 +569,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._warn(f"{article} {self.worker_name} died ({cause}); {self.lost_calls.format(num=num_lost)}")
 
 
-def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+def create_task_if_open(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
     """Start ``work`` as a task in the group ``tasks``, and return the task. If the group is ending and accepts no more
     tasks, close ``work`` and return ``None``."""
     try:

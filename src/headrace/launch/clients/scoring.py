@@ -66,7 +66,7 @@ class ScoringWorker(Worker[ScoreCall]):
     """Number of calls that the worker has begun since it started."""
     answered: bool = False
     """Whether any call has returned. A side effect of such a call may kill the worker later."""
-    judged: asyncio.Event = field(default_factory=asyncio.Event)
+    cause_known: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when ``frozen`` and ``crowded`` are determined, after a call was late."""
     crowded: bool = False
     """Whether the process computed for most of the time limit, so that any of its running calls may have blocked the
@@ -98,7 +98,7 @@ class ScoringWorker(Worker[ScoreCall]):
         self.group.idle_deaths += not has_suspect  # each of its calls will be tried alone
         return self.group.idle_deaths
 
-    def loss(self, *, started: bool) -> CallLoss:
+    def find_loss(self, *, started: bool) -> CallLoss:
         """Return the reason for which one of the worker's calls is lost, after the worker has ended. ``started`` says
         whether the worker had begun that call."""
         if self.frozen:
@@ -148,8 +148,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         """The number of next answers for which requests share no order, since one was lost or late."""
         self._short_calls = ShortCalls(
             self._score_together,
-            start=self.in_background,
-            max_orders=lambda: ORDERS_PER_WORKER * self.num_up,
+            start=self.run_in_background,
+            max_orders=lambda: ORDERS_PER_WORKER * self.num_ready,
             max_completions=self._max_joined,
         )
         self._num_tried = 0  # calls that are running
@@ -162,7 +162,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         A reward function that scores one completion at a time is called once per completion. If its calls are shorter
         than the overhead of an order, all calls are sent to one worker in a single order, together with those of other
         tasks that are to be scored now; otherwise each call is a separate, concurrent order."""
-        request = self._request(task, completions, context)
+        request = self._make_request(task, completions, context)
         if not self.by_group and len(completions) <= self._max_together():
             scores = await self._score_shortly(request)
             if scores is not None:
@@ -171,7 +171,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             return await self._answer(request)
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(self._answer(request.order_for(index))) for index in range(len(completions))]
-        return _join([call.result().get_graded(0) for call in calls])
+        return _combine([call.result().get_graded(0) for call in calls])
 
     async def _score_shortly(self, request: ScoreCompletions) -> Scores | None:
         """Score all completions of a request, whose calls are short, in one order, which other requests may share.
@@ -193,12 +193,12 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         outcome: Scores | CallLoss = CallLoss.INNOCENT
         while outcome is CallLoss.INNOCENT:
             async with self.capacity_for_one():
-                outcome = await self.attempt_in(await self.worker(), call)
+                outcome = await self.attempt_in(await self.wait_for_worker(), call)
         if isinstance(outcome, CallLoss) or outcome.failure:
             self._num_alone = ALONE
             return None
         graded = iter(outcome.graded)
-        return [_join(list(itertools.islice(graded, len(request.completions)))) for request in requests]
+        return [_combine(list(itertools.islice(graded, len(request.completions)))) for request in requests]
 
     def _max_joined(self) -> int:
         """Return the largest number of completions in an order that several requests share; 0 if they share none. Only
@@ -216,10 +216,10 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
     ) -> Scores:
         """Score one turn of an episode and return its scores. ``text`` is the text of the turn, ``history`` is the text
         that the model read before it, and ``turn`` is its index in the episode."""
-        request = self._request(task, (text,), context)
+        request = self._make_request(task, (text,), context)
         return await self._answer(msgspec.structs.replace(request, history=history, turn=turn))
 
-    def _request(self, task: Task, completions: tuple[str, ...], context: ScoringContext) -> ScoreCompletions:
+    def _make_request(self, task: Task, completions: tuple[str, ...], context: ScoringContext) -> ScoreCompletions:
         """Return the request to score ``completions`` of a task, with the context fields that the reward function
         uses."""
         request = ScoreCompletions(call=0, prompt=task.prompt, completions=completions, row=task.row)
@@ -230,12 +230,12 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
     async def _answer(self, request: ScoreCompletions) -> Scores:
         """Score a request in a worker, and return the scores. They are a failure (``reward_crashed``) if the request is
         found to kill its worker even if it is the only call."""
-        outcome = await self.make(ScoreCall(request=request))
+        outcome = await self.execute(ScoreCall(request=request))
         if isinstance(outcome, CallLoss):
             return Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
         return outcome
 
-    def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> ScoringWorker:
+    def create_worker(self, process: WorkerProcess, group: WorkerGroup) -> ScoringWorker:
         """Return the worker record of ``process``, which was just started on the machine of ``group``."""
         return ScoringWorker(process, group)
 
@@ -275,13 +275,13 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
                 worker.num_running -= 1
         except TimeoutError:
             if worker.frozen or worker.crowded:
-                return worker.loss(started=True)
+                return worker.find_loss(started=True)
             self._num_blocked += worker.blocked
             return Scores(rewards=(), failure=f"reward_timeout: no reward for {self._timeout_s:g} s")
         except asyncio.CancelledError:
             if not scored.cancelled() or being_cancelled():
                 raise
-            return worker.loss(started=not started.cancelled())
+            return worker.find_loss(started=not started.cancelled())
         except ENCODING_ERRORS as error:
             return Scores(rewards=(), failure=f"reward_error: the row cannot travel: {error!a}")
         finally:
@@ -322,7 +322,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         processor time of the process when the call began, in seconds. If several calls of a worker are late, this is
         done once."""
         if worker.replaced:
-            await worker.judged.wait()
+            await worker.cause_known.wait()
             return
         worker.replaced = True
         try:
@@ -333,7 +333,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             computed_s = await worker.process.computed_s() - before_s
             worker.crowded = worker.num_running > 1 and computed_s > self._timeout_s / 2
         finally:
-            worker.judged.set()
+            worker.cause_known.set()
         why = f", and its calls are made again, for its process {halted}" if halted else ""
         self.warn(f"a reward has not returned for {self._timeout_s:g} s: its worker is replaced{why}")
 
@@ -366,7 +366,7 @@ def _answers_all(answer: Scored, request: ScoreCompletions | ScoreTogether) -> b
     return all(each.error or len(each.rewards) == size for each, size in zip(answer.calls, sizes, strict=True))
 
 
-def _join(graded: Sequence[Graded]) -> Scores:
+def _combine(graded: Sequence[Graded]) -> Scores:
     """Return one record of scores for completions that were scored separately. The record of a single completion is
     that of its call, whose failure lets the call be repeated."""
     if len(graded) == 1:

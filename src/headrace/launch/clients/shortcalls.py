@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 20
 SendTogether = Callable[[Sequence[ScoreCompletions]], Awaitable[Sequence[Scores] | None]]
 """A function that lets a worker score several requests in one order, and returns the scores of each; ``None`` if the
 order was lost or late."""
-Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None] | None]
+StartTask = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None] | None]
 """A function that starts a task of the pool, and returns ``None`` if the pool is ending and starts no more."""
 
 
@@ -48,7 +48,7 @@ class ShortCalls:
     is the larger the busier the workers are, and a single call waits for no other."""
 
     def __init__(
-        self, send: SendTogether, *, start: Start, max_orders: Callable[[], int], max_completions: Callable[[], int]
+        self, send: SendTogether, *, start: StartTask, max_orders: Callable[[], int], max_completions: Callable[[], int]
     ) -> None:
         """Create the queue without calls. ``send`` sends one order, and ``start`` starts the task that does it. If
         ``max_completions`` returns 0, the calls are not short any more, and those that wait have no joint order."""
@@ -57,7 +57,7 @@ class ShortCalls:
         self._max_orders = max_orders
         self._max_completions = max_completions
         self._waiting: deque[_ShortCall] = deque()
-        self._out: set[asyncio.Task[None]] = set()
+        self._running_orders: set[asyncio.Task[None]] = set()
         """The orders that count as out."""
         self._is_planned = False
         """Whether the next turn of the event loop begins an order."""
@@ -73,7 +73,7 @@ class ShortCalls:
     def _plan_order(self) -> None:
         """If calls wait and another order may be out, begin one in the next turn of the event loop, after all calls
         that are made in this turn, so that they share the order."""
-        if self._waiting and not self._is_planned and len(self._out) < max(1, self._max_orders()):
+        if self._waiting and not self._is_planned and len(self._running_orders) < max(1, self._max_orders()):
             self._is_planned = True
             asyncio.get_running_loop().call_soon(self._begin_order)
 
@@ -81,23 +81,23 @@ class ShortCalls:
         """Start the task that sends the calls that wait now, as many as fit into one order."""
         self._is_planned = False
         if calls := self._take():
-            order = self._start(self._order(calls))
+            order = self._start(self._send_order(calls))
             if order is None:
-                _end(calls)
+                _end_calls(calls)
             else:
-                self._out.add(order)
+                self._running_orders.add(order)
                 timer = asyncio.get_running_loop().call_later(LONG_S, self._order_ended, order)
                 order.add_done_callback(lambda _: timer.cancel())
                 order.add_done_callback(self._order_ended)
-                order.add_done_callback(partial(_end, calls))  # also of a task that was cancelled before it ran
+                order.add_done_callback(partial(_end_calls, calls))  # also of a task that was cancelled before it ran
         self._plan_order()
 
     def _order_ended(self, order: asyncio.Task[None]) -> None:
         """Stop counting an order that has ended, or has been out for long, and begin the next one."""
-        self._out.discard(order)
+        self._running_orders.discard(order)
         self._plan_order()
 
-    async def _order(self, calls: Sequence[_ShortCall]) -> None:
+    async def _send_order(self, calls: Sequence[_ShortCall]) -> None:
         """Send ``calls`` in one order, and give the callers their scores."""
         scores = await self._send([call.request for call in calls])
         for call, each in zip(calls, scores or (), strict=scores is not None):
@@ -108,7 +108,7 @@ class ShortCalls:
         calls: list[_ShortCall] = []
         room, room_bytes = self._max_completions(), MAX_BYTES
         if not room:
-            _end(self._waiting)
+            _end_calls(self._waiting)
             self._waiting.clear()
         while self._waiting:
             first = self._waiting[0]
@@ -122,7 +122,7 @@ class ShortCalls:
         return calls
 
 
-def _end(calls: Iterable[_ShortCall], _: object = None) -> None:
+def _end_calls(calls: Iterable[_ShortCall], _: object = None) -> None:
     """Give the callers of ``calls`` that have no scores ``None``."""
     for call in calls:
         call.end(None)

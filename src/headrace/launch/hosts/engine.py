@@ -59,7 +59,7 @@ from headrace.launch.hosts.columns import EngineColumns
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.hosts.interleaving import DeliveryRecorder, ReplayGate, RequestNames
 from headrace.launch.interleaving import read_interleaving
-from headrace.launch.lending import AnyCores, OwnCores, cores
+from headrace.launch.lending import AnyCores, OwnCores, make_cores
 from headrace.launch.starts import EngineStart, RecordedEngine
 from headrace.models.config import ModelConfig
 from headrace.models.gpus import place_of
@@ -204,7 +204,7 @@ class EngineHost:
         if self._gate is not None and self._gate.must_wait(self._steps):
             idle = self._gate.waits_at(self._steps)
         if idle:
-            self._cores.rest()
+            self._cores.mark_waiting()
             if self._channel.wait(IDLE_S) and self._busy_since is None:
                 self._busy_since = self._clock.now()  # reading a batch of requests is work
         messages: list[Message] = self._channel.receive(0)
@@ -381,7 +381,7 @@ def _host_config(start: EngineStart, channel: PartChannel) -> EngineHostConfig:
     """Return the configuration of the host over ``channel``. It contains a recorder if the run records its interleaving
     and, in a replay, also a gate for the recorded interleaving."""
     config = EngineHostConfig(
-        cores=cores(start.lending), columns=EngineColumns(start.columns), answers=AnswerRoutes(channel)
+        cores=make_cores(start.lending), columns=EngineColumns(start.columns), answers=AnswerRoutes(channel)
     )
     if not start.interleaving:
         return config

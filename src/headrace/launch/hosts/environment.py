@@ -30,7 +30,7 @@ from headrace.base.types.messages import environment as orders
 from headrace.base.types.messages.controller import Alive, EpisodeDone, ModelQuery
 from headrace.base.types.tokens import IntColumn
 from headrace.launch.channel import PartChannel
-from headrace.launch.hosts.worker import CallThreads, end_now, serve
+from headrace.launch.hosts.worker import CallThreads, kill_now, serve
 from headrace.launch.starts import EnvironmentStart
 from headrace.rollout.environments.base import AS_THE_RUN
 from headrace.rollout.environments.bridges import load_environment
@@ -129,7 +129,7 @@ class _OrderDispatcher:
             self._fail(order.call, reason, f"{error.problem}; {error.remedy}" if error.remedy else error.problem)
         except BaseException as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
             if _is_cancelled(error) and order.call not in self.cancelled_calls:
-                end_now()  # code of an unknown episode has cancelled this task, so all episodes are repeated
+                kill_now()  # code of an unknown episode has cancelled this task, so all episodes are repeated
             self._fail(order.call, "env_error", _describe_error(error, self.source))
         finally:
             self.running.pop(order.call, None)

@@ -54,7 +54,7 @@ from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import EXIT_RANK_LOST
 from headrace.launch.hosts.batches import ReadBatch, ResultsStore, read, read_outline
 from headrace.launch.hosts.facts import machine_facts
-from headrace.launch.lending import AnyCores, cores
+from headrace.launch.lending import AnyCores, make_cores
 from headrace.launch.starts import LearnerStart, StoreStart
 from headrace.learner import LearnerConfig
 from headrace.learner.base import LearnerContext
@@ -134,7 +134,7 @@ def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> Non
     }
     orders.channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
     with gc_frozen(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="announce") as announcer:
-        host = LearnerHost(core, weights, orders, announcer, cores(start.lending))
+        host = LearnerHost(core, weights, orders, announcer, make_cores(start.lending))
         with heartbeat(orders.channel, context.progress):
             host.serve(context.progress)
     weights.close()
@@ -320,7 +320,7 @@ class LearnerHost:
 
     def _serve(self, progress: Progress) -> None:
         """Execute orders one after the other, each shown in ``progress``. Return on the order to shut down."""
-        self._cores.rest()
+        self._cores.mark_waiting()
         for message in self._orders.receive():
             if isinstance(message, Shutdown):
                 return
@@ -328,7 +328,7 @@ class LearnerHost:
             with unit, self._cores.unit(message.outline.num_tokens if isinstance(message, Train) else None):
                 self._answer(message.call, partial(self._handle, message))
             del message  # it may hold a batch, and the parts of the next order arrive while this loop waits
-            self._cores.rest()
+            self._cores.mark_waiting()
 
     def _handle(self, message: Order) -> None:
         """Execute one order of the controller, and answer it with the result. The order to publish has a second answer,

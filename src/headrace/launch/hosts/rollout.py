@@ -36,7 +36,7 @@ from headrace.rollout.agents import POLICY_ALONE, Agents
 from headrace.rollout.environments import SingleTurn
 from headrace.rollout.siblings import OnEnded, SiblingRunner
 
-MOST_REPORTED_TOKENS = 1 << 20
+MAX_REPORTED_TOKENS = 1 << 20
 """The most tokens of episodes in one report, unless a single episode has more; they take about 16 MiB."""
 
 
@@ -234,7 +234,7 @@ class RolloutShard:
             """Report episodes that have ended together."""
             for episode in ended:
                 self._turns.forget(episode.key)
-            for episodes in split_by_tokens(ended, MOST_REPORTED_TOKENS):
+            for episodes in split_by_tokens(ended, MAX_REPORTED_TOKENS):
                 self._channel.send(EpisodesEnded(call=order.call, episodes=tuple(episodes)))
 
         if order.together and self._siblings is not None:

@@ -38,7 +38,7 @@ async def serve(
     async with asyncio.TaskGroup() as calls:
         async for order in _orders(channel):
             if isinstance(order, Shutdown):
-                end_now()
+                kill_now()
             handle(order, calls)
 
 
@@ -63,10 +63,10 @@ class CallThreads(ThreadPoolExecutor):
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
             sys.stderr.write(f"this worker ends, for it can make no more calls: {error}\n")
-            end_now()
+            kill_now()
 
 
-def end_now() -> Never:
+def kill_now() -> Never:
     """Kill this process and all processes that it has started, at once. User code that never returns cannot prevent
     this."""
     os.killpg(0, signal.SIGKILL)

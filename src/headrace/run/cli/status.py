@@ -132,11 +132,11 @@ def _starting_in_words(run_dir: Path) -> str:
     """Return in words why a run that is starting has no status yet: its controller or a child process of the controller
     is stopped, for example by Ctrl-Z, or else the parts of the run are starting."""
     from headrace.flow.ledger.opening import LOCK_FILE
-    from headrace.launch.local_process import halted_below
+    from headrace.launch.local_process import describe_halted
 
     written = (run_dir / LOCK_FILE).read_bytes()
     holder = int(written) if written.isdigit() else 0  # empty for a moment after the lock is taken, or damaged
-    halted = halted_below({holder})
+    halted = describe_halted({holder})
     return f"its controller (pid {holder}) {halted[holder]}" if halted else "its parts are starting"
 
 

@@ -33,7 +33,7 @@ from headrace.control.evaluation import (
 )
 from headrace.control.observer import Observers
 from headrace.engine.remote import RemoteEndpoint, RemoteEngine, connect
-from headrace.launch.local import local_serving
+from headrace.launch.local import launch_serving
 from headrace.run.observe.pages import Figure, PageInputs, PageWriter
 from headrace.run.observe.words import plural
 from headrace.run.session.config import RunConfig, RunFile, load_config
@@ -178,7 +178,7 @@ async def _evaluate(
         f"starting scoring workers, {order.devices if measures.running_engine is None else measures.running_engine.url}"
     )
     try:
-        async with _engine(measures.running_engine) as remote, local_serving(order, remote) as serving:
+        async with _engine(measures.running_engine) as remote, launch_serving(order, remote) as serving:
             began_s = clock.now()
             on_progress(f"{plural(len(prepared.eval_tasks), 'row')} × {plural(run.eval_samples, 'attempt')}")
             rewards = await attempt_rewards(serving, run, listener)

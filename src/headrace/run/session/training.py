@@ -38,8 +38,8 @@ from headrace.control.recovery import StartingPoint, find_starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow.ledger import Ledger, LedgerWriter, ThreadedWriter
 from headrace.flow.ledger.opening import has_ledger, make_ledger
-from headrace.launch.forking import ForkServer, forking
-from headrace.launch.local import local_world
+from headrace.launch.forking import ForkServer, open_fork_server
+from headrace.launch.local import launch_run
 from headrace.launch.order import ComponentStatus, LaunchedRun, LaunchOrder
 from headrace.learner import checkpoint
 from headrace.models.devices import CPU
@@ -116,7 +116,7 @@ def train(
     if resume and loaded.run.dir:
         loaded = with_recorded_models(loaded, Path(loaded.run.dir) / CONFIG_FILE)
     with ExitStack() as stack:
-        forks = stack.enter_context(forking(loaded.launch))  # the fork server imports torch while the run is prepared
+        forks = stack.enter_context(open_fork_server(loaded.launch))  # the fork server imports torch while the run is prepared
         prepared = prepare(loaded, Inputs(data=data, eval_data=eval_data, reward=reward))
         run_dir = choose_directory(prepared.config.run.dir, RealClock())
         recording = stack.enter_context(opened_recording(replay, prepared, resume=resume))
@@ -339,7 +339,7 @@ async def _run(
     on. Write the summary in every case, and return it, or raise the error that explains all others."""
     controller: Controller | None = None
     try:
-        async with _end_on_signals(order, context), local_world(order) as world:
+        async with _end_on_signals(order, context), launch_run(order) as world:
             controller = control(world)
             summary = await _run_controller(controller, world, start, context)
     except BaseException as error:
