@@ -351,14 +351,14 @@ async def _wait_for_environments(envs: EnvPool, order: LaunchOrder) -> None:
     ``launch.start_timeout_s``."""
     timeout_s = order.launch.start_timeout_s
     invitation = order.run_dir / INVITATION_FILE
-    if not envs.keeps_some_here:
+    if not envs.has_local_workers:
         text = f"env.workers=0: waits for a machine to join at {order.launch.join} (headrace join {invitation})"
         order.on_event(Event(wall_s=0.0, text=text))
     try:
         async with asyncio.timeout(timeout_s):
             await envs.wait_until_started()
     except TimeoutError:
-        if envs.keeps_some_here:
+        if envs.has_local_workers:
             raise DeadlineError(
                 f"the environment workers did not start within {timeout_s:g} s",
                 remedy="look at their logs in the run directory; raise launch.start_timeout_s",

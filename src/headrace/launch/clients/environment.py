@@ -200,6 +200,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         self._config = config
         self._listening = listening
         self._endpoint: EpisodeEndpoint | None = None
+        """The endpoint at which programs reach their episodes; ``None`` if there is none, or before :meth:`keep`."""
         self._origins: dict[int, EnvironmentWorker] = {}
         """The workers that have run the latest episodes that may have branches, by the seed of the episode."""
 
@@ -270,8 +271,8 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         return worker
 
     async def attempt(self, worker: EnvironmentWorker, call: EpisodeCall, number: int) -> EpisodeDone | CallLoss:
-        """Run an episode in ``worker`` as call ``number``. If an earlier worker has started it, it starts from the
-        beginning. Return the worker's report of its end, or the reason why it was lost. If the pool has an endpoint,
+        """Run the episode of ``call`` in ``worker`` as call ``number``. If an earlier worker has started it, it starts
+        from the beginning. Return the worker's report of its end, or the reason why it was lost. If the pool has an endpoint,
         the episode has its own session there, and the report of a failure contains the last request that the endpoint
         refused."""
         if call.started:
@@ -294,7 +295,8 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
     async def _run_in_worker(
         self, worker: EnvironmentWorker, call: EpisodeCall, number: int, order: RunEpisode
     ) -> EpisodeDone | CallLoss:
-        """Send ``order`` to ``worker`` and answer the episode's queries until the episode has ended or is lost. Return
+        """Send ``order``, which starts the episode of ``call``, to ``worker`` as call ``number``, and answer the
+        episode's queries until the episode has ended or is lost. Return
         the report of its end, or the reason why it was lost. If this call is cancelled, the worker ends the episode in
         the background. Raises :class:`~headrace.base.errors.EpisodeError` if the episode has blocked the worker's event
         loop, or if the data row of its task cannot be encoded."""
@@ -305,9 +307,9 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         try:
             peer.send(msgspec.structs.replace(order, call=number))
             async with asyncio.TaskGroup() as call.tasks:
-                ended = await done
+                report = await done
                 call.end()
-            return ended
+            return report
         except asyncio.CancelledError:
             if not done.cancelled() or being_cancelled():
                 self.run_in_background(self._end_cancelled(worker, number))

@@ -37,7 +37,7 @@ from headrace.base.errors import EnvError
 from headrace.launch.clients.peer import Peer
 
 MAX_IDLE_DEATHS = 8
-"""Number of workers that may die one after the other without a call that could be the cause."""
+"""Number of consecutive workers that may die without a call that could be the cause."""
 
 
 class WorkerProcess(Protocol):
@@ -52,8 +52,8 @@ class WorkerProcess(Protocol):
         ...
 
     async def halt_reason(self) -> str:
-        """Return what has halted the process, in words such as ``is stopped (SIGSTOP)``; empty if it is not known to be
-        halted."""
+        """Return why the operating system does not run the process, in words such as ``is stopped (SIGSTOP)``; empty if
+        it runs, as far as is known."""
         ...
 
     async def wait_for_death(self) -> str:
@@ -156,7 +156,7 @@ class WorkerGroup:
     workers: set[Worker[Any]] = field(default_factory=set)
     """The workers that have not ended."""
     idle_deaths: int = 0
-    """Number of workers that have died one after the other without a call that could be the cause."""
+    """Number of consecutive workers that have died without a call that could be the cause."""
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no more workers and calls may begin on the machine."""
 
@@ -196,11 +196,12 @@ class Capacity:
         """Number of calls that may begin now. It is negative if more calls are running than allowed, because a machine
         has left."""
         self._waiting: deque[asyncio.Future[None]] = deque()
+        """The futures of the waiting calls, in the order in which they begin."""
 
-    def add(self, by: int) -> None:
-        """Raise the limit by ``by`` calls, or lower it if ``by`` is negative. Running calls continue until they end or
-        lose their worker."""
-        self.free += by
+    def add(self, num_calls: int) -> None:
+        """Raise the limit by ``num_calls`` calls, or lower it if ``num_calls`` is negative. Running calls continue
+        until they end or lose their worker."""
+        self.free += num_calls
         while self.free > 0 and self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
@@ -296,9 +297,12 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._suspects = suspects
         self._warn = warn
         self._own_group = WorkerGroup(start_worker, config.num_workers)
+        """The workers on this machine."""
         self._slots: list[WorkerSlot[W]] = []
+        """The slots of the shared workers on all machines."""
         self._capacity = Capacity()
         self._changed = asyncio.Event()
+        """Set, and then replaced by a new event, when a worker becomes ready or a machine is added."""
 
     @abstractmethod
     def create_worker(self, process: WorkerProcess, group: WorkerGroup) -> W:
@@ -320,7 +324,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
     # -- for the users of a pool ------------------------------------------------------------------------------------
 
     @property
-    def keeps_some_here(self) -> bool:
+    def has_local_workers(self) -> bool:
         """Whether the pool has workers on this machine."""
         return self._own_group.num_workers > 0
 
@@ -339,7 +343,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
 
     async def keep(self) -> None:
         """Keep a worker in every slot of this machine. This ends only by cancellation, or with an error that ends the
-        run: workers do not start, or die one after the other without a call that could be the cause."""
+        run: workers do not start, or die repeatedly without a call that could be the cause."""
         async with asyncio.TaskGroup() as self._own_group.tasks:
             self._add_slots(self._own_group)
             await asyncio.Event().wait()
@@ -353,13 +357,13 @@ class WorkerPool(ABC, Generic[W, C, A]):
     def _is_ready(self) -> bool:
         """Return whether the pool can accept calls: whether all workers of this machine are ready or, if it has none on
         this machine, whether any worker is."""
-        if not self.keeps_some_here:
+        if not self.has_local_workers:
             return any(slot.up for slot in self._slots)
         own = [slot for slot in self._slots if slot.group is self._own_group]
         return bool(own) and all(slot.up for slot in own)
 
     async def use_machine(self, group: WorkerGroup) -> None:
-        """Use the workers of another machine until the machine leaves or is lost. Return when the last of its workers
+        """Use the workers of ``group``, which are on another machine, until the machine leaves or is lost. Return when the last of its workers
         has ended.
 
         Raises the :class:`~headrace.base.errors.HeadraceError` because of which the machine cannot be used.
@@ -387,7 +391,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 worker.process.close()
 
     async def execute(self, call: C) -> A | CallLoss:
-        """Execute a call and return its answer. The call is repeated if its worker is lost. If the call is found to end
+        """Execute ``call`` and return its answer. The call is repeated if its worker is lost. If the call is found to end
         its workers, return :attr:`CallLoss.CULPRIT`."""
         try:
             outcome = await self.run_in_shared(call)
@@ -398,7 +402,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
     # -- for policies for suspects ------------------------------------------------------------------------------------
 
     async def run_in_shared(self, call: C) -> A | CallLoss:
-        """Execute a call in the shared workers, and repeat it as long as the policy for suspects allows that. Return
+        """Execute ``call`` in the shared workers, and repeat it as long as the policy for suspects allows that. Return
         the answer, or the reason why the call was last lost. The call keeps its place between attempts, so that calls
         that have not begun do not overtake it."""
         outcome: A | CallLoss | None = None
@@ -416,19 +420,19 @@ class WorkerPool(ABC, Generic[W, C, A]):
         allows that. Return the answer, or the reason why the call was lost."""
         while True:
             outcome = await self.attempt_in(await self.wait_for_worker(call=call), call)
-            again = isinstance(outcome, CallLoss) and self._suspects.may_repeat(call, outcome)
-            if not again or self._capacity.free < 0:  # too few workers are left after a machine has left
+            repeats = isinstance(outcome, CallLoss) and self._suspects.may_repeat(call, outcome)
+            if not repeats or self._capacity.free < 0:  # too few workers are left after a machine has left
                 return outcome
 
     async def wait_for_worker(self, slot: WorkerSlot[W] | None = None, *, call: C | None = None) -> W:
         """Wait until a worker accepts calls, and return it. With a ``slot``, this is the worker in the slot. Otherwise
         it is the shared worker that ``call`` prefers or, if it prefers none, the worker with the fewest calls."""
-        while not (
-            up := [each.worker for each in (self._slots if slot is None else (slot,)) if each.worker and each.up]
-        ):
+        slots = self._slots if slot is None else (slot,)
+        while not (workers := [each.worker for each in slots if each.worker and each.up]):
             await self._changed.wait()
+            slots = self._slots if slot is None else (slot,)
         preferred = None if call is None else self.preferred_worker(call)
-        return preferred if preferred in up else min(up, key=lambda worker: len(worker.calls))
+        return preferred if preferred in workers else min(workers, key=lambda worker: len(worker.calls))
 
     def preferred_worker(self, call: C) -> W | None:
         """Return the worker in which ``call`` needs the least work; ``None`` if there is no difference. The worker may
@@ -454,7 +458,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
     async def wait_for_group(self) -> WorkerGroup:
         """Wait until there is a machine on which workers can be started, and return its group of workers: the group of
         this machine if it may have workers, and otherwise the group of the first machine that has joined."""
-        if self.keeps_some_here:
+        if self.has_local_workers:
             return self._own_group
         while not self._slots:
             await self._changed.wait()
@@ -518,20 +522,21 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._changed = asyncio.Event()
 
     async def _supervise(self, slot: WorkerSlot[W], worker: W) -> None:
-        """Receive a worker's messages and watch it, from its start to its end. Then record its end, notify the policy
-        for suspects, and warn. When the worker's process is closed, its remaining calls end as lost."""
+        """Receive the messages of ``worker``, which is in ``slot``, and watch it, from its start to its end. Then
+        record its end, notify the policy for suspects, and warn. When the worker's process is closed, its remaining
+        calls end as lost."""
         process, peer = worker.process, worker.process.peer
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(peer.listen())
-            dying = tasks.create_task(process.wait_for_death())
-            if await peer.wait_until_ready(dying, self._pool_config.start_timeout_s, self.slow_start):
+            death = tasks.create_task(process.wait_for_death())
+            if await peer.wait_until_ready(death, self._pool_config.start_timeout_s, self.slow_start):
                 self.on_ready(peer.ready.result().facts)
                 slot.worker = worker
                 worker.startup_over.set()
                 self._wake_waiting()
             watching = tasks.create_task(self._kill_when_stuck(worker))
-            end = await dying
-            cause = peer.protocol_violation or end
+            death_cause = await death
+            cause = peer.protocol_violation or death_cause
             worker.cause = cause.partition("\n")[0]
             if slot.worker is worker:  # the slot of a retired worker may contain another worker
                 slot.worker = None
@@ -555,8 +560,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
 
     def _report_death(self, worker: W, cause: str, num_lost: int) -> None:
         """Warn that a worker has died for the reason ``cause`` with ``num_lost`` calls. Raises the error that the
-        worker has reported, if any, or an :class:`~headrace.base.errors.EnvError` if too many workers have died one
-        after the other without a call that could be the cause."""
+        worker has reported, if any, or an :class:`~headrace.base.errors.EnvError` if too many consecutive workers have
+        died without a call that could be the cause."""
         if worker.process.peer.reported_error is not None:
             raise worker.process.peer.reported_error
         idle_deaths = worker.count_death()

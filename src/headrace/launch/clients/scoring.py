@@ -34,13 +34,13 @@ SHORT_S = 5e-3
 """Total seconds that the calls of one order may take, estimated from the durations of recent calls."""
 MAX_TOGETHER = 256
 """Largest number of completions in one order."""
-FEWEST_JOINED = 10
+MIN_SHARED = 10
 """Number of completions that must fit into one order, so that requests share orders."""
-ALONE = 1000
+NUM_UNSHARED = 1000
 """Number of answers after a lost order for which requests share no order."""
 ORDERS_PER_WORKER = 2
 """Number of orders of short calls that are out for each worker: one that it executes, and the next."""
-MOST_BLOCKED = 8
+MAX_BLOCKED = 8
 """Number of consecutive calls that may block their worker. After that, other calls fail without being made."""
 
 _CODEC = MessageCodec(ScoreCompletions)
@@ -144,19 +144,21 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self._mean_s = math.inf
         """The mean duration of a call of the reward function in seconds, as the worker that answered last has measured
         it; infinite before the first answer."""
-        self._num_alone = 0
+        self._num_unshared = 0
         """The number of next answers for which requests share no order, since one was lost or late."""
         self._short_calls = ShortCalls(
             self._score_together,
             start=self.run_in_background,
             max_orders=lambda: ORDERS_PER_WORKER * self.num_ready,
-            max_completions=self._max_joined,
+            max_completions=self._max_shared,
         )
-        self._num_tried = 0  # calls that are running
-        self._num_blocked = 0  # consecutive calls that blocked their worker until their time limit
+        self._num_running = 0
+        """The number of calls that are running in workers."""
+        self._num_blocked = 0
+        """The number of consecutive calls that have blocked their worker until their time limit."""
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
-        """Score completions of ``task`` with the reward function in a worker, and return their rewards or the failure.
+        """Score ``completions`` of ``task`` with the reward function in a worker, and return their rewards or the failure.
         ``context`` contains the values of the context fields.
 
         A reward function that scores one completion at a time is called once per completion. If its calls are shorter
@@ -176,7 +178,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
     async def _score_shortly(self, request: ScoreCompletions) -> Scores | None:
         """Score all completions of a request, whose calls are short, in one order, which other requests may share.
         Return ``None`` if each call has to be made by an order of its own."""
-        if not self._max_joined():
+        if not self._max_shared():
             scores = await self._score_together([request]) if len(request.completions) > 1 else None
             return None if scores is None else scores[0]
         try:
@@ -186,25 +188,25 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         return await self._short_calls.score(request, num_bytes)
 
     async def _score_together(self, requests: Sequence[ScoreCompletions]) -> list[Scores] | None:
-        """Order a worker to score all completions of ``requests``, one after the other, and return the scores of each
-        request. Return ``None`` if one of the calls has killed the worker or was late, because it is not known which.
-        For the next :data:`ALONE` answers requests then share no order."""
+        """Order a worker to score all completions of ``requests`` sequentially, and return the scores of each request.
+        Return ``None`` if one of the calls has killed the worker or was late, because it is not known which. For the
+        next :data:`NUM_UNSHARED` answers requests then share no order."""
         call = ScoreCall(request=ScoreTogether(call=0, requests=tuple(requests)))
         outcome: Scores | CallLoss = CallLoss.INNOCENT
         while outcome is CallLoss.INNOCENT:
             async with self.capacity_for_one():
                 outcome = await self.attempt_in(await self.wait_for_worker(), call)
         if isinstance(outcome, CallLoss) or outcome.failure:
-            self._num_alone = ALONE
+            self._num_unshared = NUM_UNSHARED
             return None
         graded = iter(outcome.graded)
         return [_combine(list(itertools.islice(graded, len(request.completions)))) for request in requests]
 
-    def _max_joined(self) -> int:
+    def _max_shared(self) -> int:
         """Return the largest number of completions in an order that several requests share; 0 if they share none. Only
         calls of which many fit into an order do: longer ones may be waiting, and then are made side by side."""
-        most = self._max_together()
-        return most if most >= FEWEST_JOINED and not self._num_alone else 0
+        limit = self._max_together()
+        return limit if limit >= MIN_SHARED and not self._num_unshared else 0
 
     def _max_together(self) -> int:
         """Return the largest number of completions in one order, all of which are expected to take less than
@@ -244,23 +246,24 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self.by_group, self.wants = bool(facts["by_group"]), frozenset(str(facts["wants"]).split())
 
     async def attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
-        """Score a request in ``worker``, and return the scores or the reason why the call was lost. A call that takes
-        longer than its time limit is a failure, unless the worker made no progress at all. After :data:`MOST_BLOCKED`
+        """Score the request of ``call`` in ``worker`` as order ``number``, and return the scores or the reason why the
+        call was lost. A call that takes
+        longer than its time limit is a failure, unless the worker made no progress at all. After :data:`MAX_BLOCKED`
         consecutive calls that blocked their worker, only one call runs at a time, and all others fail at once.
         Otherwise they would wait for hours for a function that always blocks."""
-        if self._num_blocked >= MOST_BLOCKED and self._num_tried:
+        if self._num_blocked >= MAX_BLOCKED and self._num_running:
             problem = f"the last {self._num_blocked} calls blocked their worker for {self._timeout_s:g} s each"
             advice = "let an async def await what it waits for, and bound what a function computes"
             return Scores(rewards=(), failure=f"reward_timeout: {problem}; {advice}")
-        self._num_tried += 1
+        self._num_running += 1
         try:
             return await self._attempt(worker, call, number)
         finally:
-            self._num_tried -= 1
+            self._num_running -= 1
 
     async def _attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
-        """Send a call to ``worker`` as order ``number``. Return its scores, a failure as scores, or the reason why the
-        call was lost. The time limit counts from the moment at which the worker begins the call."""
+        """Send ``call`` to ``worker`` as order ``number``. Return its scores, a failure as scores, or the reason why
+        the call was lost. The time limit counts from the moment at which the worker begins the call."""
         peer = worker.process.peer
         started, scored = peer.expect(number, Started), peer.expect(number, Scored)
         scored.add_done_callback(partial(_mark_started, started))
@@ -292,7 +295,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             await worker.process.kill()
             return CallLoss.DIED
         worker.group.idle_deaths, worker.answered, self._num_blocked = 0, True, 0
-        self._num_alone = max(0, self._num_alone - 1)
+        self._num_unshared = max(0, self._num_unshared - 1)
         self._mean_s = answer.mean_s
         calls = [
             Scores(rewards=each.rewards, failure=each.error, metrics=each.metrics, extra=each.extra)
@@ -334,8 +337,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             worker.crowded = worker.num_running > 1 and computed_s > self._timeout_s / 2
         finally:
             worker.cause_known.set()
-        why = f", and its calls are made again, for its process {halted}" if halted else ""
-        self.warn(f"a reward has not returned for {self._timeout_s:g} s: its worker is replaced{why}")
+        reason = f", and its calls are made again, for its process {halted}" if halted else ""
+        self.warn(f"a reward has not returned for {self._timeout_s:g} s: its worker is replaced{reason}")
 
     async def watch(self, worker: ScoringWorker) -> str:
         """Wait until ``worker`` has calls but has begun none of them for as long as a call may take, and return the
@@ -367,12 +370,12 @@ def _answers_all(answer: Scored, request: ScoreCompletions | ScoreTogether) -> b
 
 
 def _combine(graded: Sequence[Graded]) -> Scores:
-    """Return one record of scores for completions that were scored separately. The record of a single completion is
+    """Return one record of scores for completions that were scored separately, with the results ``graded``. The record of a single completion is
     that of its call, whose failure lets the call be repeated."""
     if len(graded) == 1:
-        (only,) = graded
-        rewards, extra = () if only.failure else (only.reward,), (only.extra,) if only.extra else ()
-        return Scores(rewards=rewards, failure=only.failure, metrics=only.metrics, extra=extra)
+        (single,) = graded
+        rewards, extra = () if single.failure else (single.reward,), (single.extra,) if single.extra else ()
+        return Scores(rewards=rewards, failure=single.failure, metrics=single.metrics, extra=extra)
     return Scores(rewards=tuple(each.reward for each in graded), graded=tuple(graded))
 
 

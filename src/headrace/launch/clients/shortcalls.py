@@ -14,8 +14,8 @@ from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.scoring import Scores
 
 LONG_S = 0.1
-"""Seconds after which an order does not count as out any more: one of its calls waits or hangs, and the others are not
-to wait for it."""
+"""Seconds after which an order does not count as running any more: one of its calls waits or hangs, and other calls
+should not wait for it."""
 MAX_BYTES = 1 << 20
 """Largest size of an order of several requests, in bytes."""
 
@@ -31,6 +31,7 @@ class _ShortCall:
     """A request that waits for its scores."""
 
     request: ScoreCompletions
+    """The completions to score, with their task."""
     num_bytes: int
     """The size of the request as a message."""
     outcome: asyncio.Future[Scores | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -43,8 +44,8 @@ class _ShortCall:
 
 
 class ShortCalls:
-    """The short calls that wait for an order. While as many orders are out as ``max_orders`` returns, further calls
-    wait, and the next order takes all of them, up to ``max_completions`` completions and :data:`MAX_BYTES`. So an order
+    """The short calls that wait for an order. While as many orders are running as ``max_orders`` returns, other calls
+    wait, and the next order contains all of them, up to ``max_completions`` completions and :data:`MAX_BYTES`. So an order
     is the larger the busier the workers are, and a single call waits for no other."""
 
     def __init__(
@@ -57,13 +58,14 @@ class ShortCalls:
         self._max_orders = max_orders
         self._max_completions = max_completions
         self._waiting: deque[_ShortCall] = deque()
+        """The calls that wait for an order, oldest first."""
         self._running_orders: set[asyncio.Task[None]] = set()
-        """The orders that count as out."""
+        """The tasks of the orders that count as running."""
         self._is_planned = False
         """Whether the next turn of the event loop begins an order."""
 
     async def score(self, request: ScoreCompletions, num_bytes: int) -> Scores | None:
-        """Score a request, whose message has ``num_bytes`` bytes, together with others, and return its scores. Return
+        """Score ``request``, whose message has ``num_bytes`` bytes, together with others, and return its scores. Return
         ``None`` if its order was lost or late, because it is not known which of the calls is the cause."""
         call = _ShortCall(request, num_bytes)
         self._waiting.append(call)
@@ -71,8 +73,8 @@ class ShortCalls:
         return await call.outcome
 
     def _plan_order(self) -> None:
-        """If calls wait and another order may be out, begin one in the next turn of the event loop, after all calls
-        that are made in this turn, so that they share the order."""
+        """If calls wait and another order may run, begin one in the next turn of the event loop, after all calls that
+        are made in this turn, so that they share the order."""
         if self._waiting and not self._is_planned and len(self._running_orders) < max(1, self._max_orders()):
             self._is_planned = True
             asyncio.get_running_loop().call_soon(self._begin_order)
@@ -80,7 +82,7 @@ class ShortCalls:
     def _begin_order(self) -> None:
         """Start the task that sends the calls that wait now, as many as fit into one order."""
         self._is_planned = False
-        if calls := self._take():
+        if calls := self._take_next():
             order = self._start(self._send_order(calls))
             if order is None:
                 _end_calls(calls)
@@ -93,7 +95,7 @@ class ShortCalls:
         self._plan_order()
 
     def _order_ended(self, order: asyncio.Task[None]) -> None:
-        """Stop counting an order that has ended, or has been out for long, and begin the next one."""
+        """Stop counting ``order``, which has ended or has been running for long, and begin the next one."""
         self._running_orders.discard(order)
         self._plan_order()
 
@@ -103,7 +105,7 @@ class ShortCalls:
         for call, each in zip(calls, scores or (), strict=scores is not None):
             call.end(each)
 
-    def _take(self) -> list[_ShortCall]:
+    def _take_next(self) -> list[_ShortCall]:
         """Remove and return the calls of the next order, without those whose callers have been cancelled."""
         calls: list[_ShortCall] = []
         room, room_bytes = self._max_completions(), MAX_BYTES

@@ -4,7 +4,7 @@ Most deaths have an external cause, such as a signal or lack of memory. Therefor
 repeated in the shared workers. Calls that lose a second worker there are *suspects*, which are tried separately from
 other calls:
 
-    OneByOne   short calls, such as a reward: each alone, one after the other, in one additional worker
+    OneByOne   short calls, such as a reward: each alone, sequentially, in one additional worker
     ByHalves   long calls, such as an episode: two halves, each in a worker of its own. The half that kills its
                worker is divided again until one call is left; among 64 calls it is found after six divisions
 
@@ -35,8 +35,11 @@ class OneByOne:
     def __init__(self) -> None:
         """Create the policy. The additional worker is started when a call first needs it."""
         self._shared_repeats = asyncio.Semaphore(SUSPECTS)
+        """A semaphore that limits the repetitions in the shared workers."""
         self._alone = asyncio.Semaphore(1)
+        """A semaphore that is held by the call in the additional worker."""
         self._slot: WorkerSlot[Any] | None = None
+        """The slot of the additional worker; ``None`` until a call needs it."""
 
     def may_repeat(self, call: PoolCall, loss: CallLoss) -> bool:
         """Return whether ``call`` is repeated in the shared workers without further checks. This is the case only if it
@@ -103,6 +106,7 @@ class ByHalves:
     def __init__(self) -> None:
         """Create the policy without suspects."""
         self._trials = asyncio.Semaphore(TRIALS)
+        """A semaphore that limits the concurrent trials."""
         self._assigned: dict[PoolCall, SuspectTrial] = {}
         """The trial in which each suspect is executed next."""
         self._alone: set[PoolCall] = set()

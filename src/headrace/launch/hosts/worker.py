@@ -36,13 +36,13 @@ async def serve(
     forget_token()
     on_ready()
     async with asyncio.TaskGroup() as calls:
-        async for order in _orders(channel):
+        async for order in _receive_orders(channel):
             if isinstance(order, Shutdown):
                 kill_now()
             handle(order, calls)
 
 
-async def _orders(channel: PartChannel) -> AsyncIterator[Any]:
+async def _receive_orders(channel: PartChannel) -> AsyncIterator[Any]:
     """Yield the controller's orders as they arrive. A thread waits for them, so that the event loop is not blocked."""
     receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     while True:
